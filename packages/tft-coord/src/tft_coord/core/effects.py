@@ -1,0 +1,214 @@
+"""What the cores decide: orders to the shell, frozen, performed in the order given.
+
+Law of this file: frozen dataclasses without behaviour.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tft_coord.core.types import Member, Plan, Quorum, QuorumKey, Refusal
+
+# --- of the lighthouse -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Tell the stream that its session stands, and who answers."""
+
+    stream: int
+    session: int
+    lighthouse_started_ms: int
+    cluster_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseSession:
+    """Tell the stream why it can't be, then end it."""
+
+    stream: int
+    refusal: Refusal
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class TellLost:
+    """Tell the stream that its session was taken for lost; it may open a newer one on the same stream."""
+
+    stream: int
+    session: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class CloseStream:
+    """End a stream that a newer one of the same replica has replaced."""
+
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskForQuorum:
+    """Ask the stream for the members of the quorum that its hello named."""
+
+    stream: int
+    key: QuorumKey
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerQuorum:
+    """Give the whole quorum as the answer to the stream's request."""
+
+    stream: int
+    request: int
+    quorum: Quorum
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerUnchanged:
+    """Give the short answer to the stream's request."""
+
+    stream: int
+    request: int
+    key: QuorumKey
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseRequest:
+    """Fail the stream's request."""
+
+    stream: int
+    request: int
+    refusal: Refusal
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class QuorumFormed:
+    """For the log and the observers: the key rose.
+
+    Args:
+        job: whose quorum.
+        quorum: the new one.
+        previous: the one before, or None.
+        age_ms: of the previous one, 0 without.
+        reason: why the id rose, one phrase.
+    """
+
+    job: str
+    quorum: Quorum
+    previous: Quorum | None
+    age_ms: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLost:
+    """For the log and the observers: a replica was taken for lost."""
+
+    job: str
+    replica_id: str
+    session: int
+    reason: str
+
+
+LighthouseEffect = (
+    Welcome
+    | RefuseSession
+    | TellLost
+    | CloseStream
+    | AskForQuorum
+    | AnswerQuorum
+    | AnswerUnchanged
+    | RefuseRequest
+    | QuorumFormed
+    | ReplicaLost
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerUnaryQuorum:
+    """Give the quorum to a unary caller (torchft's wire)."""
+
+    call: int
+    quorum: Quorum
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseUnary:
+    """Fail a unary caller."""
+
+    call: int
+    refusal: Refusal
+    message: str
+
+
+UnaryEffect = AnswerUnaryQuorum | RefuseUnary | QuorumFormed
+
+# --- of the manager server's core ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AskLighthouse:
+    """Send the group's merged request."""
+
+    request: int
+    member: Member
+    held: QuorumKey | None
+
+
+@dataclass(frozen=True, slots=True)
+class WithdrawFromLighthouse:
+    """Take the group's request back."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPlan:
+    """Give a rank its plan, and the quorum it comes from."""
+
+    call: int
+    rank: int
+    plan: Plan
+    quorum: Quorum
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRankUnchanged:
+    """Tell a rank that its plan of that key stands, at the step that it reported."""
+
+    call: int
+    rank: int
+    key: QuorumKey
+
+
+@dataclass(frozen=True, slots=True)
+class FailRank:
+    """Fail a rank's quorum request or vote. `code` is a Refusal's value, "deadline", "group_lost" or "stale"."""
+
+    call: int
+    rank: int
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerVote:
+    """Give a rank the verdict of its round."""
+
+    call: int
+    rank: int
+    verdict: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReportDeath:
+    """Tell the lighthouse that this group lost a rank."""
+
+    reason: str
+
+
+GroupEffect = (
+    AskLighthouse | WithdrawFromLighthouse | AnswerPlan | AnswerRankUnchanged | FailRank | AnswerVote | ReportDeath
+)

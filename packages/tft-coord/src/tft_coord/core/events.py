@@ -1,0 +1,203 @@
+"""What happens to the cores: frozen facts in the past tense.
+
+A `stream` is a number that the shell gives to each connection and never uses twice in a process's life; a `call` is
+the same for a request that waits for an answer. They are how a core names what it can't hold itself.
+
+Law of this file: frozen dataclasses without behaviour.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tft_coord.core.types import Hello, Member, Purpose, Quorum, QuorumKey, RankRequest
+
+# --- to the lighthouse ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class HelloReceived:
+    """A stream's first message (or a later one, with a newer session, after it was told that it is lost)."""
+
+    stream: int
+    hello: Hello
+
+
+@dataclass(frozen=True, slots=True)
+class BeatReceived:
+    """A sign of life; `healed_bytes` counts the bytes of live state that its trainers have received, ever rising."""
+
+    stream: int
+    healed_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class QuorumRequested:
+    """A replica group asks for the next quorum. `request` is the asker's number, rising; `member.session` is ignored."""
+
+    stream: int
+    request: int
+    member: Member
+    held: QuorumKey | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestWithdrawn:
+    """The asker gave its request up."""
+
+    stream: int
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuorumReported:
+    """The answer to `AskForQuorum`: the quorum that the hello named, or None if it is no longer held."""
+
+    stream: int
+    quorum: Quorum | None
+
+
+@dataclass(frozen=True, slots=True)
+class DeathReported:
+    """The manager server of that stream says that a trainer of its group ended."""
+
+    stream: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StreamClosed:
+    """The connection is gone, whoever closed it."""
+
+    stream: int
+
+
+LighthouseEvent = (
+    HelloReceived | BeatReceived | QuorumRequested | RequestWithdrawn | QuorumReported | DeathReported | StreamClosed
+)
+
+# --- to the lighthouse, from clients without a stream (torchft's wire) ----------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatReceived:
+    """A unary heartbeat."""
+
+    replica_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnaryQuorumRequested:
+    """A unary quorum request; it waits as `call` until answered or withdrawn."""
+
+    call: int
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class UnaryRequestWithdrawn:
+    """The caller of a unary request went away or its deadline passed."""
+
+    call: int
+
+
+UnaryEvent = HeartbeatReceived | UnaryQuorumRequested | UnaryRequestWithdrawn
+
+# --- to the manager server's core -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RankConnected:
+    """A group rank opened its stream."""
+
+    rank: int
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankDisconnected:
+    """A group rank's stream broke. `left` is true when the rank said goodbye first (a clean shutdown)."""
+
+    rank: int
+    stream: int
+    left: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RankDied:
+    """A group rank's process ended, by a sign that needs no grace (the parent's pipe)."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankAsked:
+    """A group rank asks for the next quorum and waits as `call` until `deadline_ms` (of the core's clock)."""
+
+    rank: int
+    call: int
+    request: RankRequest
+    deadline_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankWithdrew:
+    """The caller of a quorum request went away."""
+
+    rank: int
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankVoted:
+    """A group rank votes in the round (key, step, purpose) and waits as `call` until `deadline_ms`.
+
+    `key` is None for clients that vote without naming a quorum (torchft's).
+    """
+
+    rank: int
+    call: int
+    key: QuorumKey | None
+    step: int
+    purpose: Purpose
+    yes: bool
+    deadline_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuorumArrived:
+    """The lighthouse's whole answer to `request`."""
+
+    request: int
+    quorum: Quorum
+
+
+@dataclass(frozen=True, slots=True)
+class UnchangedArrived:
+    """The lighthouse's short answer to `request`: the quorum of that key stands, all are at the asker's state."""
+
+    request: int
+    key: QuorumKey
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRefused:
+    """The lighthouse refused `request`."""
+
+    request: int
+    code: str
+    message: str
+
+
+GroupEvent = (
+    RankConnected
+    | RankDisconnected
+    | RankDied
+    | RankAsked
+    | RankWithdrew
+    | RankVoted
+    | QuorumArrived
+    | UnchangedArrived
+    | RequestRefused
+)

@@ -1,0 +1,45 @@
+"""Lineage: equal step numbers are not equal states.
+
+A lineage is a 64-bit digest of the way a state was reached: the job at step 0, then one fold for every commit with
+the quorum's key and the step. Two replicas with the same step and lineage hold the same weights.
+
+Law of this file: digests of plain values; nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+from tft_coord.core.types import QuorumKey
+
+
+def initial_lineage(job: str) -> int:
+    """The lineage of a fresh state of that job, at step 0."""
+    return _digest(b"tft.start", job.encode())
+
+
+def fold_lineage(lineage: int, key: QuorumKey, step: int) -> int:
+    """The lineage after committing in that quorum.
+
+    Args:
+        lineage: before the commit.
+        key: of the quorum whose reduction was committed.
+        step: committed steps after the commit.
+    """
+    return _digest(b"tft.commit", struct.pack("<QQQQ", lineage, key.quorum_id, key.nonce, step))
+
+
+def adopted_lineage(key: QuorumKey, step: int, replica_id: str) -> int:
+    """The lineage that a state without one is given by the first quorum that makes it the reference.
+
+    A function of the quorum, so that the holder and all who heal from it get the same.
+    """
+    return _digest(b"tft.adopt", struct.pack("<QQQ", key.quorum_id, key.nonce, step), replica_id.encode())
+
+
+def _digest(kind: bytes, *parts: bytes) -> int:
+    digest = hashlib.blake2b(digest_size=8, person=kind.ljust(16, b"\0"))
+    for part in parts:
+        digest.update(part)
+    return int.from_bytes(digest.digest(), "little")

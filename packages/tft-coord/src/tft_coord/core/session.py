@@ -1,0 +1,222 @@
+"""The manager server's end of its stream to the lighthouse: when to dial, what to say, what to believe.
+
+A stream breaks for many reasons, most of them harmless, so the client redials at once and often in the first second,
+and says the same session number again. Only when the lighthouse says that the session was lost does it raise the
+number: a loss ends with a newer session. An open request is said again on every new stream, so that a broken stream
+costs nobody a quorum.
+
+Law of this file: no I/O; the shell dials, sends and tells the time. Jitter comes in as an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tft_coord.core.types import Hello, Member, QuorumKey, Refusal
+from tft_coord.timeouts import Timeouts
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """Open a stream at `at_ms`."""
+
+    at_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendHello:
+    """Say who we are; always the first message of a stream and of a newer session."""
+
+    hello: Hello
+
+
+@dataclass(frozen=True, slots=True)
+class SendRequest:
+    """Ask for a quorum."""
+
+    request: int
+    member: Member
+    held: QuorumKey | None
+
+
+@dataclass(frozen=True, slots=True)
+class SendWithdraw:
+    """Take a request back."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendBeat:
+    """Give a sign of life."""
+
+    healed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class HangUp:
+    """Close the stream that is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The lighthouse refused this replica for good; nothing more is sent."""
+
+    code: str
+    message: str
+
+
+SessionEffect = Dial | SendHello | SendRequest | SendWithdraw | SendBeat | HangUp | GiveUp
+
+
+class SessionCore:
+    """One replica group's side of its sessions with the lighthouse.
+
+    Args:
+        job, replica_id, address, replaces: as in `Hello`.
+        session: first session number; a number that rises with restarts (milliseconds since 1970 do).
+        timeouts: beat interval and redial pace.
+        jitter: gives a number in [0, 1); spreads redials.
+    """
+
+    def __init__(
+        self,
+        *,
+        job: str,
+        replica_id: str,
+        address: str,
+        session: int,
+        timeouts: Timeouts,
+        jitter: Callable[[], float],
+        replaces: str = "",
+    ) -> None:
+        self._job = job
+        self._replica_id = replica_id
+        self._address = address
+        self._replaces = replaces
+        self._timeouts = timeouts
+        self._jitter = jitter
+        self.session = session
+        self.connected = False
+        self.refused: GiveUp | None = None
+        self.held: QuorumKey | None = None
+        self.lighthouse_started_ms = 0
+        self._ready = False
+        self._welcomed = False
+        self._open: SendRequest | None = None
+        self._broken_at_ms: int | None = None
+        self._next_beat_ms = 0
+        self._healed_bytes = 0
+
+    def start(self, now_ms: int) -> list[SessionEffect]:
+        """Begin: dial at once."""
+        self._broken_at_ms = now_ms
+        return [Dial(now_ms)]
+
+    def stream_opened(self, now_ms: int) -> list[SessionEffect]:
+        """The dial succeeded: the hello goes first."""
+        if self.refused is not None:
+            return [HangUp()]
+        self.connected = True
+        self._welcomed = False
+        self._next_beat_ms = now_ms + self._timeouts.beat_interval_ms
+        return [self._hello()]
+
+    def stream_broke(self, now_ms: int) -> list[SessionEffect]:
+        """The stream ended, or a dial failed: dial again, soon at first, then more slowly."""
+        was_connected, self.connected, self._welcomed = self.connected, False, False
+        if self.refused is not None:
+            return []
+        if was_connected or self._broken_at_ms is None:
+            self._broken_at_ms = now_ms
+        return [Dial(now_ms + self._redial_delay_ms(now_ms))]
+
+    def welcomed(self, session: int, lighthouse_started_ms: int, now_ms: int) -> list[SessionEffect]:
+        """The lighthouse took the hello. An older lighthouse than one obeyed before is not believed."""
+        if session != self.session:
+            return []
+        if lighthouse_started_ms < self.lighthouse_started_ms:
+            return [HangUp()]
+        self.lighthouse_started_ms = lighthouse_started_ms
+        self._welcomed = True
+        self._broken_at_ms = None
+        return [self._open] if self._open is not None else []
+
+    def told_lost(self, session: int, now_ms: int) -> list[SessionEffect]:
+        """Our session was taken for lost while we live: open a newer one on the same stream."""
+        if session != self.session or not self.connected:
+            return []
+        self.session += 1
+        self._welcomed = False
+        return [self._hello()]
+
+    def told_refused(self, refusal: Refusal, message: str, now_ms: int) -> list[SessionEffect]:
+        """The lighthouse refuses the session. Stale ones try again with a newer number; the rest is final."""
+        if refusal in (Refusal.STALE, Refusal.LOST):
+            self.session += 1
+            return [HangUp()]
+        if refusal is Refusal.OLD_LIGHTHOUSE:
+            return [HangUp()]
+        self.refused = GiveUp(refusal.value, message)
+        return [self.refused, HangUp()]
+
+    def ask(self, request: int, member: Member, held: QuorumKey | None, now_ms: int) -> list[SessionEffect]:
+        """Ask for the next quorum; said again on every new stream until answered or withdrawn."""
+        self._ready = True
+        self.held = held
+        self._open = SendRequest(request, member, held)
+        return [self._open] if self._welcomed else []
+
+    def withdraw(self, request: int, now_ms: int) -> list[SessionEffect]:
+        """Give the request up."""
+        if self._open is None or self._open.request != request:
+            return []
+        self._open = None
+        return [SendWithdraw(request)] if self._welcomed else []
+
+    def answered(self, request: int, key: QuorumKey | None) -> bool:
+        """An answer came; False if it is for a request that is no longer open. `key` is None for a refusal."""
+        if self._open is None or self._open.request != request:
+            return False
+        self._open = None
+        if key is not None:
+            self.held = key
+        return True
+
+    def healed(self, healed_bytes: int) -> None:
+        """Bytes of live state received so far; travels with the beats."""
+        self._healed_bytes = max(self._healed_bytes, healed_bytes)
+
+    def tick(self, now_ms: int) -> list[SessionEffect]:
+        """Beat when it is time."""
+        if not self._welcomed or now_ms < self._next_beat_ms:
+            return []
+        self._next_beat_ms = now_ms + self._timeouts.beat_interval_ms
+        return [SendBeat(self._healed_bytes)]
+
+    @property
+    def next_beat_ms(self) -> int:
+        """When `tick` has something to do next."""
+        return self._next_beat_ms
+
+    def _hello(self) -> SendHello:
+        return SendHello(
+            Hello(
+                job=self._job,
+                replica_id=self._replica_id,
+                session=self.session,
+                address=self._address,
+                replaces=self._replaces,
+                ready=self._ready,
+                held=self.held,
+                lighthouse_started_ms=self.lighthouse_started_ms,
+            )
+        )
+
+    def _redial_delay_ms(self, now_ms: int) -> int:
+        # After the first second still at most every 250 ms: a lighthouse that comes back without memory must hear of
+        # the running quorum inside its first grace, or it takes a fresh replica for the whole job.
+        broken_for = now_ms - (self._broken_at_ms if self._broken_at_ms is not None else now_ms)
+        low, high = (50, 100) if broken_for < self._timeouts.redial_fast_for_ms else (100, 250)
+        return low + int(self._jitter() * (high - low))

@@ -1,0 +1,281 @@
+"""The values that the protocol speaks about: members, quorums, keys and states.
+
+A quorum is named by its key, the pair of an id that only rises and a random nonce, so that nothing that restarts can
+make two quorums share a name. A replica's state is named by its step and its lineage, because two replicas can reach
+the same step by different ways.
+
+Law of this file: frozen values without behaviour beyond checking and comparing themselves.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from tft_coord.errors import ProtocolError
+
+MAX_UINT64 = 2**64 - 1
+MAX_INT64 = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class QuorumKey:
+    """The name of a quorum: (id, nonce). Orders by id, then nonce.
+
+    Source: protocol.md section 2.
+    """
+
+    quorum_id: int
+    nonce: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.quorum_id <= MAX_INT64:
+            raise ProtocolError(f"quorum id {self.quorum_id} is outside 0..2^63-1; the peer speaks another protocol")
+        if not 0 <= self.nonce <= MAX_UINT64:
+            raise ProtocolError(f"nonce {self.nonce} is outside 0..2^64-1; the peer speaks another protocol")
+
+    def __str__(self) -> str:
+        return f"{self.quorum_id}.{self.nonce:016x}"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One replica group as it stands in a quorum, or as it asks for one.
+
+    Args:
+        replica_id: unique name of the replica group's life, `name:uuid4`.
+        session: number of the manager server's session; 0 for clients without a stream. Set by the lighthouse.
+        address: of its manager server, `host:port`.
+        store_address: of its rendezvous store, `host:port`.
+        step: committed steps.
+        lineage: 64-bit digest of how it came to that step; None when unknown, which equals nothing.
+        world_size: processes in the group.
+        shrink_only: form the next quorum of members of the previous one only.
+        commit_failures: failed commits in a row, the maximum over its ranks.
+        needs_configure: its process group can't be used: aborted, failed or never configured.
+        live: its state was committed or healed in this job (False: fresh, or loaded from outside).
+        torn: its ranks hold different states; it heals, whole, and is no source and no participant.
+        failed_heals: healings in a row that failed.
+        init_sync, allow_heal, use_async_quorum, fixed_with_spares, min_replica_size: the settings that the plan
+            depends on.
+        data: JSON of the user's own, forwarded and not used.
+        reconfigure_handles: one per group rank, forwarded and not used.
+    """
+
+    replica_id: str
+    session: int = 0
+    address: str = ""
+    store_address: str = ""
+    step: int = 0
+    lineage: int | None = None
+    world_size: int = 1
+    shrink_only: bool = False
+    commit_failures: int = 0
+    needs_configure: bool = False
+    live: bool = False
+    torn: bool = False
+    failed_heals: int = 0
+    init_sync: bool = True
+    allow_heal: bool = True
+    use_async_quorum: bool = True
+    fixed_with_spares: bool = False
+    min_replica_size: int = 1
+    data: str = ""
+    reconfigure_handles: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.replica_id:
+            raise ProtocolError("a quorum member has no replica id; give the Manager a replica_id")
+        if not 0 <= self.step <= MAX_INT64:
+            raise ProtocolError(f"replica {self.replica_id} reports step {self.step}; a step is 0..2^63-1")
+        if self.lineage is not None and not 0 <= self.lineage <= MAX_UINT64:
+            raise ProtocolError(f"replica {self.replica_id} reports lineage {self.lineage}; a lineage is 64 bits")
+        if self.world_size < 1:
+            raise ProtocolError(f"replica {self.replica_id} reports world_size {self.world_size}; it is at least 1")
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What makes a process group of yesterday unusable today if it changes: everything but steps and lineages."""
+        return (
+            self.replica_id,
+            self.session,
+            self.address,
+            self.store_address,
+            self.reconfigure_handles,
+            self.world_size,
+        )
+
+    @property
+    def settings(self) -> tuple[object, ...]:
+        """What the plan and the user read besides step and lineage; a change of it is told to every member."""
+        return (
+            self.torn,
+            self.init_sync,
+            self.allow_heal,
+            self.use_async_quorum,
+            self.fixed_with_spares,
+            self.min_replica_size,
+            self.data,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Quorum:
+    """An ordered list of members with a key.
+
+    Args:
+        key: (id, nonce).
+        members: sorted by replica id, unique, at least one.
+        created_ms: wall-clock milliseconds since 1970 at which the lighthouse formed it.
+    Raises: ProtocolError: the members are not sorted, repeat, or there are none.
+    """
+
+    key: QuorumKey
+    members: tuple[Member, ...]
+    created_ms: int = 0
+
+    def __post_init__(self) -> None:
+        ids = [member.replica_id for member in self.members]
+        if not ids:
+            raise ProtocolError(f"quorum {self.key} has no members; the peer speaks another protocol")
+        if any(first >= second for first, second in zip(ids, ids[1:], strict=False)):
+            raise ProtocolError(f"quorum {self.key} has members out of order or twice: {', '.join(ids)}")
+
+    @property
+    def replica_ids(self) -> tuple[str, ...]:
+        return tuple(member.replica_id for member in self.members)
+
+    def member(self, replica_id: str) -> Member | None:
+        """The member of that id, or None."""
+        for member in self.members:
+            if member.replica_id == replica_id:
+                return member
+        return None
+
+
+class Refusal(enum.Enum):
+    """Why a session or a request was refused: what the one who asked can do next."""
+
+    DUPLICATE = "duplicate"  # another living process has this replica id: end one of them
+    STALE = "stale"  # an older session or stream: a newer one of the same replica is in use
+    DEAD = "dead"  # its trainer was reported dead: start with a new replica id
+    LOST = "lost"  # it was taken for lost: open a newer session
+    AHEAD = "ahead"  # its loaded state is ahead of every live one: load an older one, or start the job from it
+    OTHER_KIND = "other_kind"  # torchft's members and ours never share a job
+    MALFORMED = "malformed"  # the message breaks the protocol
+    OLD_LIGHTHOUSE = "old_lighthouse"  # a newer lighthouse serves this cluster
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first message of a stream to the lighthouse.
+
+    Args:
+        job: the job that the replica belongs to.
+        replica_id: as in Member.
+        session: rises over the life of a replica id: one number per loss and per manager-server process. A redial
+            keeps it.
+        address: of the manager server, `host:port`; tells two processes with one replica id apart.
+        replaces: replica id whose place this one takes (its predecessor on the same spot), or "".
+        ready: has asked some lighthouse for a quorum once in its life.
+        held: key of the newest quorum that it holds, or None.
+        lighthouse_started_ms: start time of the newest lighthouse that it has obeyed, 0 if none.
+    """
+
+    job: str
+    replica_id: str
+    session: int
+    address: str
+    replaces: str = ""
+    ready: bool = False
+    held: QuorumKey | None = None
+    lighthouse_started_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RankRequest:
+    """What one group rank says when it asks its manager server for the next quorum.
+
+    Fields as in Member, of this rank alone; `held` is the key of the quorum that its process group is configured for
+    or that it was last given, `checkpoint_metadata` is where its live state can be fetched.
+    """
+
+    step: int
+    lineage: int | None = None
+    live: bool = False
+    torn: bool = False
+    held: QuorumKey | None = None
+    checkpoint_metadata: str = ""
+    commit_failures: int = 0
+    needs_configure: bool = False
+    failed_heals: int = 0
+    shrink_only: bool = False
+    init_sync: bool = True
+    allow_heal: bool = True
+    use_async_quorum: bool = True
+    fixed_with_spares: bool = False
+    min_replica_size: int = 1
+    data: str = ""
+    reconfigure_handle: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An up-to-date replica group from which state can be fetched."""
+
+    replica_rank: int
+    replica_id: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one group rank does in a quorum. A function of the quorum, the replica id and the group rank alone.
+
+    Args:
+        key: of the quorum.
+        replica_id, replica_rank, replica_world_size: this group, its place, and the number of members.
+        replica_ids: of all members, by replica rank.
+        step, lineage: the reference: the state that the step's reduction starts from.
+        heal: this group fetches the reference before its gradients count.
+        sources: where from; the first is the one assigned, the others hold the same bytes. Empty if heal is False.
+        recover_dst_replica_ranks: members for which this group is the first source.
+        serve: somebody heals and this group holds the reference, so that it takes a snapshot.
+        store_address: of the rendezvous store of this group rank, `host:port`.
+        up_to_date: replica ranks that hold the reference.
+        participants: replica ranks whose gradients count in this step.
+        participating_rank: this group's place among them, or None.
+        min_replica_size: participants needed for a commit.
+        commit_failures: the maximum over members.
+        reconfigure_handles: of this group rank, by replica rank; "" where a member has none.
+    """
+
+    key: QuorumKey
+    replica_id: str
+    replica_rank: int
+    replica_world_size: int
+    replica_ids: tuple[str, ...]
+    step: int
+    lineage: int
+    heal: bool
+    sources: tuple[Source, ...]
+    recover_dst_replica_ranks: tuple[int, ...]
+    serve: bool
+    store_address: str
+    up_to_date: tuple[int, ...]
+    participants: tuple[int, ...]
+    participating_rank: int | None
+    min_replica_size: int = 1
+    commit_failures: int = 0
+    reconfigure_handles: tuple[str, ...] = field(default=())
+
+    @property
+    def num_participants(self) -> int:
+        return len(self.participants)
+
+
+class Purpose(enum.Enum):
+    """What the ranks of a group agree on in a round."""
+
+    COMMIT = "commit"
+    STAGED = "staged"

@@ -1,0 +1,432 @@
+import datetime
+
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Purpose(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    COMMIT: _ClassVar[Purpose]
+    STAGED: _ClassVar[Purpose]
+COMMIT: Purpose
+STAGED: Purpose
+
+class RaftMessageRequest(_message.Message):
+    __slots__ = ("message",)
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    message: bytes
+    def __init__(self, message: _Optional[bytes] = ...) -> None: ...
+
+class RaftMessageResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class NodeInfo(_message.Message):
+    __slots__ = ("rank", "address")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    address: str
+    def __init__(self, rank: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+
+class InfoRequest(_message.Message):
+    __slots__ = ("requester",)
+    REQUESTER_FIELD_NUMBER: _ClassVar[int]
+    requester: NodeInfo
+    def __init__(self, requester: _Optional[_Union[NodeInfo, _Mapping]] = ...) -> None: ...
+
+class InfoResponse(_message.Message):
+    __slots__ = ("peers",)
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    peers: _containers.RepeatedCompositeFieldContainer[NodeInfo]
+    def __init__(self, peers: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ...) -> None: ...
+
+class QuorumMember(_message.Message):
+    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "reconfigure_handles", "session", "lineage", "live", "torn", "needs_configure", "failed_heals", "init_sync", "allow_heal", "use_async_quorum", "fixed_with_spares", "min_replica_size")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SHRINK_ONLY_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    RECONFIGURE_HANDLES_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    TORN_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_CONFIGURE_FIELD_NUMBER: _ClassVar[int]
+    FAILED_HEALS_FIELD_NUMBER: _ClassVar[int]
+    INIT_SYNC_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_HEAL_FIELD_NUMBER: _ClassVar[int]
+    USE_ASYNC_QUORUM_FIELD_NUMBER: _ClassVar[int]
+    FIXED_WITH_SPARES_FIELD_NUMBER: _ClassVar[int]
+    MIN_REPLICA_SIZE_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    address: str
+    store_address: str
+    step: int
+    world_size: int
+    shrink_only: bool
+    data: str
+    commit_failures: int
+    reconfigure_handles: _containers.RepeatedScalarFieldContainer[str]
+    session: int
+    lineage: int
+    live: bool
+    torn: bool
+    needs_configure: bool
+    failed_heals: int
+    init_sync: bool
+    allow_heal: bool
+    use_async_quorum: bool
+    fixed_with_spares: bool
+    min_replica_size: int
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: _Optional[bool] = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., session: _Optional[int] = ..., lineage: _Optional[int] = ..., live: _Optional[bool] = ..., torn: _Optional[bool] = ..., needs_configure: _Optional[bool] = ..., failed_heals: _Optional[int] = ..., init_sync: _Optional[bool] = ..., allow_heal: _Optional[bool] = ..., use_async_quorum: _Optional[bool] = ..., fixed_with_spares: _Optional[bool] = ..., min_replica_size: _Optional[int] = ...) -> None: ...
+
+class Quorum(_message.Message):
+    __slots__ = ("quorum_id", "participants", "created", "nonce")
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    PARTICIPANTS_FIELD_NUMBER: _ClassVar[int]
+    CREATED_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    quorum_id: int
+    participants: _containers.RepeatedCompositeFieldContainer[QuorumMember]
+    created: _timestamp_pb2.Timestamp
+    nonce: int
+    def __init__(self, quorum_id: _Optional[int] = ..., participants: _Optional[_Iterable[_Union[QuorumMember, _Mapping]]] = ..., created: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., nonce: _Optional[int] = ...) -> None: ...
+
+class LighthouseQuorumRequest(_message.Message):
+    __slots__ = ("requester",)
+    REQUESTER_FIELD_NUMBER: _ClassVar[int]
+    requester: QuorumMember
+    def __init__(self, requester: _Optional[_Union[QuorumMember, _Mapping]] = ...) -> None: ...
+
+class LighthouseQuorumResponse(_message.Message):
+    __slots__ = ("quorum",)
+    QUORUM_FIELD_NUMBER: _ClassVar[int]
+    quorum: Quorum
+    def __init__(self, quorum: _Optional[_Union[Quorum, _Mapping]] = ...) -> None: ...
+
+class LighthouseHeartbeatRequest(_message.Message):
+    __slots__ = ("replica_id",)
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    def __init__(self, replica_id: _Optional[str] = ...) -> None: ...
+
+class LighthouseHeartbeatResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ManagerQuorumRequest(_message.Message):
+    __slots__ = ("group_rank", "step", "checkpoint_metadata", "shrink_only", "init_sync", "commit_failures", "reconfigure_handle", "lineage", "live", "torn", "needs_configure", "failed_heals", "allow_heal", "use_async_quorum", "fixed_with_spares", "min_replica_size", "data", "held")
+    GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    SHRINK_ONLY_FIELD_NUMBER: _ClassVar[int]
+    INIT_SYNC_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    RECONFIGURE_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    TORN_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_CONFIGURE_FIELD_NUMBER: _ClassVar[int]
+    FAILED_HEALS_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_HEAL_FIELD_NUMBER: _ClassVar[int]
+    USE_ASYNC_QUORUM_FIELD_NUMBER: _ClassVar[int]
+    FIXED_WITH_SPARES_FIELD_NUMBER: _ClassVar[int]
+    MIN_REPLICA_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    group_rank: int
+    step: int
+    checkpoint_metadata: str
+    shrink_only: bool
+    init_sync: bool
+    commit_failures: int
+    reconfigure_handle: str
+    lineage: int
+    live: bool
+    torn: bool
+    needs_configure: bool
+    failed_heals: int
+    allow_heal: bool
+    use_async_quorum: bool
+    fixed_with_spares: bool
+    min_replica_size: int
+    data: str
+    held: QuorumKey
+    def __init__(self, group_rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_metadata: _Optional[str] = ..., shrink_only: _Optional[bool] = ..., init_sync: _Optional[bool] = ..., commit_failures: _Optional[int] = ..., reconfigure_handle: _Optional[str] = ..., lineage: _Optional[int] = ..., live: _Optional[bool] = ..., torn: _Optional[bool] = ..., needs_configure: _Optional[bool] = ..., failed_heals: _Optional[int] = ..., allow_heal: _Optional[bool] = ..., use_async_quorum: _Optional[bool] = ..., fixed_with_spares: _Optional[bool] = ..., min_replica_size: _Optional[int] = ..., data: _Optional[str] = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ...) -> None: ...
+
+class ManagerQuorumResponse(_message.Message):
+    __slots__ = ("quorum_id", "recover_src_manager_address", "recover_src_replica_rank", "recover_dst_replica_ranks", "store_address", "max_step", "max_replica_rank", "max_world_size", "replica_rank", "replica_world_size", "heal", "commit_failures", "replica_ids", "reconfigure_handles", "nonce", "unchanged", "lineage", "sources", "serve", "up_to_date", "participants", "min_replica_size")
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    RECOVER_SRC_MANAGER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    RECOVER_SRC_REPLICA_RANK_FIELD_NUMBER: _ClassVar[int]
+    RECOVER_DST_REPLICA_RANKS_FIELD_NUMBER: _ClassVar[int]
+    STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEP_FIELD_NUMBER: _ClassVar[int]
+    MAX_REPLICA_RANK_FIELD_NUMBER: _ClassVar[int]
+    MAX_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_RANK_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    HEAL_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_IDS_FIELD_NUMBER: _ClassVar[int]
+    RECONFIGURE_HANDLES_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    UNCHANGED_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    SERVE_FIELD_NUMBER: _ClassVar[int]
+    UP_TO_DATE_FIELD_NUMBER: _ClassVar[int]
+    PARTICIPANTS_FIELD_NUMBER: _ClassVar[int]
+    MIN_REPLICA_SIZE_FIELD_NUMBER: _ClassVar[int]
+    quorum_id: int
+    recover_src_manager_address: str
+    recover_src_replica_rank: int
+    recover_dst_replica_ranks: _containers.RepeatedScalarFieldContainer[int]
+    store_address: str
+    max_step: int
+    max_replica_rank: int
+    max_world_size: int
+    replica_rank: int
+    replica_world_size: int
+    heal: bool
+    commit_failures: int
+    replica_ids: _containers.RepeatedScalarFieldContainer[str]
+    reconfigure_handles: _containers.RepeatedScalarFieldContainer[str]
+    nonce: int
+    unchanged: bool
+    lineage: int
+    sources: _containers.RepeatedCompositeFieldContainer[Source]
+    serve: bool
+    up_to_date: _containers.RepeatedScalarFieldContainer[int]
+    participants: _containers.RepeatedScalarFieldContainer[int]
+    min_replica_size: int
+    def __init__(self, quorum_id: _Optional[int] = ..., recover_src_manager_address: _Optional[str] = ..., recover_src_replica_rank: _Optional[int] = ..., recover_dst_replica_ranks: _Optional[_Iterable[int]] = ..., store_address: _Optional[str] = ..., max_step: _Optional[int] = ..., max_replica_rank: _Optional[int] = ..., max_world_size: _Optional[int] = ..., replica_rank: _Optional[int] = ..., replica_world_size: _Optional[int] = ..., heal: _Optional[bool] = ..., commit_failures: _Optional[int] = ..., replica_ids: _Optional[_Iterable[str]] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., nonce: _Optional[int] = ..., unchanged: _Optional[bool] = ..., lineage: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., serve: _Optional[bool] = ..., up_to_date: _Optional[_Iterable[int]] = ..., participants: _Optional[_Iterable[int]] = ..., min_replica_size: _Optional[int] = ...) -> None: ...
+
+class CheckpointMetadataRequest(_message.Message):
+    __slots__ = ("rank",)
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    def __init__(self, rank: _Optional[int] = ...) -> None: ...
+
+class CheckpointMetadataResponse(_message.Message):
+    __slots__ = ("checkpoint_metadata",)
+    CHECKPOINT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    checkpoint_metadata: str
+    def __init__(self, checkpoint_metadata: _Optional[str] = ...) -> None: ...
+
+class ShouldCommitRequest(_message.Message):
+    __slots__ = ("should_commit", "group_rank", "step", "key", "purpose")
+    SHOULD_COMMIT_FIELD_NUMBER: _ClassVar[int]
+    GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PURPOSE_FIELD_NUMBER: _ClassVar[int]
+    should_commit: bool
+    group_rank: int
+    step: int
+    key: QuorumKey
+    purpose: Purpose
+    def __init__(self, should_commit: _Optional[bool] = ..., group_rank: _Optional[int] = ..., step: _Optional[int] = ..., key: _Optional[_Union[QuorumKey, _Mapping]] = ..., purpose: _Optional[_Union[Purpose, str]] = ...) -> None: ...
+
+class ShouldCommitResponse(_message.Message):
+    __slots__ = ("should_commit",)
+    SHOULD_COMMIT_FIELD_NUMBER: _ClassVar[int]
+    should_commit: bool
+    def __init__(self, should_commit: _Optional[bool] = ...) -> None: ...
+
+class KillRequest(_message.Message):
+    __slots__ = ("msg",)
+    MSG_FIELD_NUMBER: _ClassVar[int]
+    msg: str
+    def __init__(self, msg: _Optional[str] = ...) -> None: ...
+
+class KillResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class QuorumKey(_message.Message):
+    __slots__ = ("quorum_id", "nonce")
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    quorum_id: int
+    nonce: int
+    def __init__(self, quorum_id: _Optional[int] = ..., nonce: _Optional[int] = ...) -> None: ...
+
+class Source(_message.Message):
+    __slots__ = ("replica_rank", "replica_id", "address")
+    REPLICA_RANK_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    replica_rank: int
+    replica_id: str
+    address: str
+    def __init__(self, replica_rank: _Optional[int] = ..., replica_id: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("job", "replica_id", "session", "address", "replaces", "ready", "held", "lighthouse_started_ms")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    REPLACES_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    LIGHTHOUSE_STARTED_MS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    replica_id: str
+    session: int
+    address: str
+    replaces: str
+    ready: bool
+    held: QuorumKey
+    lighthouse_started_ms: int
+    def __init__(self, job: _Optional[str] = ..., replica_id: _Optional[str] = ..., session: _Optional[int] = ..., address: _Optional[str] = ..., replaces: _Optional[str] = ..., ready: _Optional[bool] = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., lighthouse_started_ms: _Optional[int] = ...) -> None: ...
+
+class Beat(_message.Message):
+    __slots__ = ("healed_bytes",)
+    HEALED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    healed_bytes: int
+    def __init__(self, healed_bytes: _Optional[int] = ...) -> None: ...
+
+class QuorumRequest(_message.Message):
+    __slots__ = ("request", "member", "held")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    member: QuorumMember
+    held: QuorumKey
+    def __init__(self, request: _Optional[int] = ..., member: _Optional[_Union[QuorumMember, _Mapping]] = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ...) -> None: ...
+
+class Withdraw(_message.Message):
+    __slots__ = ("request",)
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    def __init__(self, request: _Optional[int] = ...) -> None: ...
+
+class QuorumReport(_message.Message):
+    __slots__ = ("quorum",)
+    QUORUM_FIELD_NUMBER: _ClassVar[int]
+    quorum: Quorum
+    def __init__(self, quorum: _Optional[_Union[Quorum, _Mapping]] = ...) -> None: ...
+
+class Death(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class ToLighthouse(_message.Message):
+    __slots__ = ("hello", "beat", "quorum_request", "withdraw", "quorum_report", "death")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAW_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_REPORT_FIELD_NUMBER: _ClassVar[int]
+    DEATH_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    beat: Beat
+    quorum_request: QuorumRequest
+    withdraw: Withdraw
+    quorum_report: QuorumReport
+    death: Death
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., quorum_request: _Optional[_Union[QuorumRequest, _Mapping]] = ..., withdraw: _Optional[_Union[Withdraw, _Mapping]] = ..., quorum_report: _Optional[_Union[QuorumReport, _Mapping]] = ..., death: _Optional[_Union[Death, _Mapping]] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("session", "lighthouse_started_ms", "cluster_id")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    LIGHTHOUSE_STARTED_MS_FIELD_NUMBER: _ClassVar[int]
+    CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    lighthouse_started_ms: int
+    cluster_id: str
+    def __init__(self, session: _Optional[int] = ..., lighthouse_started_ms: _Optional[int] = ..., cluster_id: _Optional[str] = ...) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("code", "message")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    code: str
+    message: str
+    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class Lost(_message.Message):
+    __slots__ = ("session", "message")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    message: str
+    def __init__(self, session: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+
+class QuorumAnswer(_message.Message):
+    __slots__ = ("request", "quorum", "unchanged", "refused")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_FIELD_NUMBER: _ClassVar[int]
+    UNCHANGED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    quorum: Quorum
+    unchanged: QuorumKey
+    refused: Refused
+    def __init__(self, request: _Optional[int] = ..., quorum: _Optional[_Union[Quorum, _Mapping]] = ..., unchanged: _Optional[_Union[QuorumKey, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
+
+class FromLighthouse(_message.Message):
+    __slots__ = ("welcome", "refused", "lost", "ask_for_quorum", "answer")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    ASK_FOR_QUORUM_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    refused: Refused
+    lost: Lost
+    ask_for_quorum: QuorumKey
+    answer: QuorumAnswer
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., ask_for_quorum: _Optional[_Union[QuorumKey, _Mapping]] = ..., answer: _Optional[_Union[QuorumAnswer, _Mapping]] = ...) -> None: ...
+
+class RankHello(_message.Message):
+    __slots__ = ("group_rank", "session")
+    GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    group_rank: int
+    session: int
+    def __init__(self, group_rank: _Optional[int] = ..., session: _Optional[int] = ...) -> None: ...
+
+class RankBeat(_message.Message):
+    __slots__ = ("healed_bytes",)
+    HEALED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    healed_bytes: int
+    def __init__(self, healed_bytes: _Optional[int] = ...) -> None: ...
+
+class RankGoodbye(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ToManagerServer(_message.Message):
+    __slots__ = ("hello", "beat", "goodbye")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
+    GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    hello: RankHello
+    beat: RankBeat
+    goodbye: RankGoodbye
+    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., beat: _Optional[_Union[RankBeat, _Mapping]] = ..., goodbye: _Optional[_Union[RankGoodbye, _Mapping]] = ...) -> None: ...
+
+class FromManagerServer(_message.Message):
+    __slots__ = ("welcome", "refused")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    refused: Refused
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
