@@ -33,7 +33,7 @@ class BeatReceived:
 
 @dataclass(frozen=True, slots=True)
 class QuorumRequested:
-    """A replica group asks for the next quorum. `request` is the asker's number, rising; `member.session` is ignored."""
+    """A replica group asks for the next quorum; `request` is its own number, rising; `member.session` is ignored."""
 
     stream: int
     request: int

@@ -10,6 +10,7 @@ Law of this file: frozen values without behaviour beyond checking and comparing 
 from __future__ import annotations
 
 import enum
+import itertools
 from dataclasses import dataclass, field
 
 from tft_coord.errors import ProtocolError
@@ -138,7 +139,7 @@ class Quorum:
         ids = [member.replica_id for member in self.members]
         if not ids:
             raise ProtocolError(f"quorum {self.key} has no members; the peer speaks another protocol")
-        if any(first >= second for first, second in zip(ids, ids[1:], strict=False)):
+        if any(first >= second for first, second in itertools.pairwise(ids)):
             raise ProtocolError(f"quorum {self.key} has members out of order or twice: {', '.join(ids)}")
 
     @property

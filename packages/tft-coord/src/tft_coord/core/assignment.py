@@ -1,0 +1,163 @@
+"""The plan: who holds the state, who heals and from whom, whose gradients count.
+
+Every member computes the plan from the quorum alone and gets the same, so nobody has to be told. The reference is the
+state that the step starts from: the highest step, and among several states at that step the one that most members
+share. Whoever holds another state heals before its gradients count.
+
+Law of this file: functions of a quorum; no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tft_coord.core.lineage import adopted_lineage
+from tft_coord.core.types import Member, Plan, Quorum, QuorumKey, Source
+from tft_coord.errors import ProtocolError
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The part of the plan that is the same for all members.
+
+    Args:
+        step, lineage: the reference.
+        up_to_date: replica ranks that hold it, in order; at least one.
+        recovering: replica ranks that heal, in order.
+        participants: replica ranks whose gradients count.
+        min_replica_size: participants needed for a commit.
+    """
+
+    step: int
+    lineage: int
+    up_to_date: tuple[int, ...]
+    recovering: tuple[int, ...]
+    participants: tuple[int, ...]
+    min_replica_size: int
+
+
+def assign(quorum: Quorum) -> Assignment:
+    """Decide the common part of the plan.
+
+    Args:
+        quorum: any quorum.
+    Returns: an assignment in which at least one member is up to date, and no other than the up-to-date ones start
+        the reduction from their own state.
+    Raises: ProtocolError: every member is torn, so that nobody holds a state to go on from.
+    Source: protocol.md section 4.
+    """
+    members = quorum.members
+    holders = _holders(quorum.key, members)
+    lineage = members[holders[0]].lineage
+    step = members[holders[0]].step
+    if lineage is None:
+        lineage = adopted_lineage(quorum.key, step, members[holders[0]].replica_id)
+    # At step 0 every fresh replica has the same lineage but its own random weights: the first one's count.
+    if step == 0 and members[holders[0]].init_sync:
+        holders = holders[:1]
+    held = set(holders)
+    may_heal = all(member.allow_heal for member in members)
+    recovering = tuple(rank for rank in range(len(members)) if rank not in held) if may_heal else ()
+    # A synchronous member heals before the reduction starts and so takes part in it; an asynchronous one gives zeros.
+    recovers = set(recovering)
+    counted = [
+        rank
+        for rank, member in enumerate(members)
+        if rank in held or (rank in recovers and not member.use_async_quorum)
+    ]
+    reference = members[holders[0]]
+    if reference.fixed_with_spares:
+        # Those who hold the state come first: a spare that is healthy is better than a member that heals.
+        preferred = [*holders, *(rank for rank in counted if rank not in held)]
+        counted = sorted(preferred[: reference.min_replica_size])
+    return Assignment(
+        step=step,
+        lineage=lineage,
+        up_to_date=holders,
+        recovering=recovering,
+        participants=tuple(counted),
+        min_replica_size=reference.min_replica_size,
+    )
+
+
+def plan_for(quorum: Quorum, replica_id: str, group_rank: int, assignment: Assignment | None = None) -> Plan:
+    """Decide what one group rank does in a quorum.
+
+    Args:
+        quorum: that contains the replica.
+        replica_id: of the group.
+        group_rank: 0-based; spreads the rendezvous stores over the up-to-date groups.
+        assignment: of this quorum, where the caller has it already.
+    Returns: the plan; equal inputs give equal plans everywhere.
+    Raises: ProtocolError: the replica is not in the quorum, or nobody in it holds a state.
+    """
+    common = assignment if assignment is not None else assign(quorum)
+    members = quorum.members
+    own = next((rank for rank, member in enumerate(members) if member.replica_id == replica_id), None)
+    if own is None:
+        raise ProtocolError(f"replica {replica_id} is not in quorum {quorum.key}; ask for the next quorum")
+    num_sources = len(common.up_to_date)
+    heal = own in common.recovering
+    sources: tuple[Source, ...] = ()
+    if heal:
+        first = common.recovering.index(own) % num_sources
+        order = common.up_to_date[first:] + common.up_to_date[:first]
+        sources = tuple(Source(rank, members[rank].replica_id, members[rank].address) for rank in order)
+    served = tuple(
+        rank for index, rank in enumerate(common.recovering) if common.up_to_date[index % num_sources] == own
+    )
+    return Plan(
+        key=quorum.key,
+        replica_id=replica_id,
+        replica_rank=own,
+        replica_world_size=len(members),
+        replica_ids=quorum.replica_ids,
+        step=common.step,
+        lineage=common.lineage,
+        heal=heal,
+        sources=sources,
+        recover_dst_replica_ranks=served,
+        serve=bool(common.recovering) and own in common.up_to_date,
+        store_address=members[common.up_to_date[group_rank % num_sources]].store_address,
+        up_to_date=common.up_to_date,
+        participants=common.participants,
+        participating_rank=common.participants.index(own) if own in common.participants else None,
+        min_replica_size=common.min_replica_size,
+        commit_failures=max(member.commit_failures for member in members),
+        reconfigure_handles=tuple(_handle(member, group_rank) for member in members),
+    )
+
+
+def all_at(members: Sequence[Member], step: int, lineage: int | None) -> bool:
+    """Whether every member is whole and at that very state, so that nobody heals and nothing has to be told."""
+    if lineage is None:
+        return False
+    fresh = step == 0 and len(members) > 1 and any(member.init_sync for member in members)
+    return not fresh and all(
+        member.step == step and member.lineage == lineage and not member.torn for member in members
+    )
+
+
+def _holders(key: QuorumKey, members: Sequence[Member]) -> tuple[int, ...]:
+    """Replica ranks that hold the reference: highest step, most shared lineage, smallest replica id."""
+    whole = [rank for rank, member in enumerate(members) if not member.torn]
+    if not whole:
+        raise ProtocolError(
+            f"every member of quorum {key} is torn, so that nobody holds a whole state; "
+            "restart the job from its last durable checkpoint"
+        )
+    highest = max(members[rank].step for rank in whole)
+    by_lineage: dict[int | tuple[str], list[int]] = {}
+    for rank in whole:
+        if members[rank].step == highest:
+            # An unknown lineage equals nothing, so its holder stands alone.
+            lineage = members[rank].lineage
+            by_lineage.setdefault((members[rank].replica_id,) if lineage is None else lineage, []).append(rank)
+    # Members are sorted by replica id, so the smallest rank is the smallest id; max keeps the first of equals.
+    return tuple(max(by_lineage.values(), key=lambda ranks: (len(ranks), -ranks[0])))
+
+
+def _handle(member: Member, group_rank: int) -> str:
+    handles = member.reconfigure_handles
+    return handles[group_rank] if group_rank < len(handles) else ""

@@ -1,0 +1,119 @@
+"""The vote of one replica group: all ranks yes, or nobody steps.
+
+A round belongs to its quorum key, step and purpose, so a late vote can never meet another round. The verdict is
+final: it is kept, and given again to every late or repeated vote of that round, because an answer that was lost must
+not become another answer. The first deadline to pass, or the loss of a rank, seals an open round as no.
+
+Law of this file: rounds and verdicts; who waits for an answer is the caller's business by call number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tft_coord.core.types import Purpose, QuorumKey
+
+MAX_ROUNDS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RoundName:
+    """What a vote belongs to."""
+
+    key: QuorumKey | None
+    step: int
+    purpose: Purpose
+
+
+@dataclass(slots=True)
+class _Round:
+    votes: dict[int, bool] = field(default_factory=dict)
+    waiting: dict[int, tuple[int, int]] = field(default_factory=dict)  # call -> (rank, deadline_ms)
+    verdict: bool | None = None
+    answered: set[int] = field(default_factory=set)  # ranks, for rounds without a key
+
+
+class Votes:
+    """All rounds of one replica group that may still be asked about.
+
+    Args:
+        world_size: ranks in the group; a round is yes when each has voted yes.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._rounds: dict[RoundName, _Round] = {}
+        self._lost: str | None = None
+
+    def cast(self, name: RoundName, rank: int, call: int, yes: bool, deadline_ms: int) -> list[tuple[int, int, bool]]:
+        """A rank votes; it waits as `call` unless the verdict is among the answers returned.
+
+        A rank that votes again gets the verdict, or takes its old call's place; its first vote stands.
+        Returns: (call, rank, verdict) for each call that is answered now.
+        """
+        current = self._rounds.get(name)
+        if current is None or (name.key is None and rank in current.answered):
+            # Clients that name no quorum: a rank that votes after its answer opens the next round.
+            current = self._rounds[name] = _Round()
+        current.votes.setdefault(rank, yes)
+        for other, (waiting_rank, _) in list(current.waiting.items()):
+            if waiting_rank == rank:
+                del current.waiting[other]
+        current.waiting[call] = (rank, deadline_ms)
+        if current.verdict is None:
+            if self._lost is not None:
+                current.verdict = False
+            elif not all(current.votes.values()):
+                current.verdict = False  # one no decides; the others need not be waited for
+            elif len(current.votes) == self._world_size:
+                current.verdict = True
+        return self._release(current)
+
+    def withdraw(self, call: int) -> None:
+        """The caller went away. Its vote stands, for the verdict must not depend on a connection."""
+        for current in self._rounds.values():
+            current.waiting.pop(call, None)
+
+    def tick(self, now_ms: int) -> list[tuple[int, int, bool]]:
+        """Seal as no every open round of which a deadline has passed."""
+        answers: list[tuple[int, int, bool]] = []
+        for current in self._rounds.values():
+            if current.verdict is None and any(now_ms >= deadline for _, deadline in current.waiting.values()):
+                current.verdict = False
+                answers += self._release(current)
+        return answers
+
+    def next_deadline_ms(self) -> int | None:
+        """When `tick` has something to do next."""
+        deadlines = [deadline for current in self._rounds.values() for _, deadline in current.waiting.values()]
+        return min(deadlines, default=None)
+
+    def lose_rank(self, reason: str) -> list[tuple[int, int, bool]]:
+        """A rank is lost: no open or later round can be a yes."""
+        self._lost = reason
+        answers: list[tuple[int, int, bool]] = []
+        for current in self._rounds.values():
+            if current.verdict is None:
+                current.verdict = False
+            answers += self._release(current)
+        return answers
+
+    def forget_before(self, step: int) -> None:
+        """Every rank has asked for its next quorum at that step: earlier steps are asked about no more.
+
+        Rounds of this very step stay: each names another quorum in which the step failed. They are few and go with
+        the next commit; the bound keeps a step that fails for ever from growing them.
+        """
+        for name in [name for name, current in self._rounds.items() if name.step < step and not current.waiting]:
+            del self._rounds[name]
+        idle = [name for name, current in self._rounds.items() if not current.waiting]
+        for name in idle[: max(0, len(self._rounds) - MAX_ROUNDS)]:
+            del self._rounds[name]
+
+    def _release(self, current: _Round) -> list[tuple[int, int, bool]]:
+        if current.verdict is None:
+            return []
+        answers = [(call, rank, current.verdict) for call, (rank, _) in current.waiting.items()]
+        current.waiting.clear()
+        current.answered.update(rank for _, rank, _ in answers)
+        return answers

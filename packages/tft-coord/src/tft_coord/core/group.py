@@ -1,0 +1,267 @@
+"""The manager server: makes one voice of a replica group's ranks, and agrees with them.
+
+All ranks ask before the group asks; the request is the merge of theirs; every rank gets its own plan of the same
+quorum. A rank that goes away takes its request with it; a rank that is lost ends the group, because a group commits
+whole or not at all.
+
+Law of this file: decisions only; the caller gives the time and performs the effects in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tft_coord.core import effects, events
+from tft_coord.core.assignment import assign, plan_for
+from tft_coord.core.commit import RoundName, Votes
+from tft_coord.core.types import Member, Quorum, QuorumKey, RankRequest
+from tft_coord.errors import ProtocolError
+from tft_coord.timeouts import Timeouts
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    call: int
+    request: RankRequest
+    deadline_ms: int
+
+
+class GroupCore:
+    """One replica group's manager server.
+
+    Args:
+        replica_id: of the group.
+        address: of the manager server, `host:port`.
+        store_address: of the group's rendezvous store, `host:port`.
+        world_size: ranks in the group, at least 1.
+        timeouts: reconnect_grace_ms judges a rank's broken stream.
+    """
+
+    def __init__(
+        self, *, replica_id: str, address: str, store_address: str, world_size: int, timeouts: Timeouts
+    ) -> None:
+        if world_size < 1:
+            raise ProtocolError(f"replica {replica_id} has world_size {world_size}; give at least 1")
+        self.quorum: Quorum | None = None
+        self._replica_id = replica_id
+        self._address = address
+        self._store_address = store_address
+        self._world_size = world_size
+        self._timeouts = timeouts
+        self._asked: dict[int, _Asked] = {}
+        self._open_request: int | None = None
+        self._last_request = 0
+        self._votes = Votes(world_size)
+        self._metadata: dict[int, str] = {}
+        self._streams: dict[int, int] = {}
+        self._broken_ms: dict[int, int] = {}
+        self._lost: str | None = None
+
+    @property
+    def lost(self) -> str | None:
+        """Why the group is lost, or None."""
+        return self._lost
+
+    def checkpoint_metadata(self, rank: int) -> str | None:
+        """Where that rank's live state can be fetched, as it said with its last request; None before."""
+        return self._metadata.get(rank)
+
+    def handle(self, event: events.GroupEvent, now_ms: int) -> list[effects.GroupEffect]:
+        """Take one event; returns what to do about it, in order."""
+        match event:
+            case events.RankConnected():
+                if 0 <= event.rank < self._world_size:
+                    self._streams[event.rank] = event.stream
+                    self._broken_ms.pop(event.rank, None)
+                return []
+            case events.RankDisconnected():
+                return self._disconnected(event, now_ms)
+            case events.RankDied():
+                return self._lose(f"rank {event.rank} ended: {event.reason}")
+            case events.RankAsked():
+                return self._rank_asked(event)
+            case events.RankWithdrew():
+                return self._withdrew(event.rank, event.call)
+            case events.RankVoted():
+                return self._voted(event)
+            case events.QuorumArrived():
+                return self._arrived(event.request, event.quorum)
+            case events.UnchangedArrived():
+                return self._unchanged(event.request, event.key)
+            case events.RequestRefused():
+                if event.request != self._open_request:
+                    return []
+                return self._fail_all(event.code, event.message)
+
+    def tick(self, now_ms: int) -> list[effects.GroupEffect]:
+        """Judge graces and deadlines that have passed."""
+        out: list[effects.GroupEffect] = []
+        for rank, broken_ms in list(self._broken_ms.items()):
+            if now_ms - broken_ms >= self._timeouts.reconnect_grace_ms:
+                del self._broken_ms[rank]
+                out += self._lose(
+                    f"rank {rank}'s stream broke and was not back within {self._timeouts.reconnect_grace_ms} ms"
+                )
+        for rank, asked in list(self._asked.items()):
+            if now_ms >= asked.deadline_ms:
+                message = f"rank {rank} of replica {self._replica_id} got no quorum in time; {self._missing()}"
+                out += self._withdrew(rank, asked.call)
+                out.append(effects.FailRank(asked.call, rank, "deadline", message))
+        out += [effects.AnswerVote(call, rank, verdict) for call, rank, verdict in self._votes.tick(now_ms)]
+        return out
+
+    def next_deadline_ms(self) -> int | None:
+        """When `tick` has something to do next."""
+        deadlines = [broken_ms + self._timeouts.reconnect_grace_ms for broken_ms in self._broken_ms.values()]
+        deadlines += [asked.deadline_ms for asked in self._asked.values()]
+        vote = self._votes.next_deadline_ms()
+        if vote is not None:
+            deadlines.append(vote)
+        return min(deadlines, default=None)
+
+    # --- the ranks' streams --------------------------------------------------------------------------------------
+
+    def _disconnected(self, event: events.RankDisconnected, now_ms: int) -> list[effects.GroupEffect]:
+        if self._streams.get(event.rank) != event.stream:
+            return []  # an older stream of that rank
+        del self._streams[event.rank]
+        if event.left:
+            # It said goodbye: open rounds can't be a yes without it, and nothing else is wrong.
+            return self._lose(f"rank {event.rank} shut down")
+        self._broken_ms[event.rank] = now_ms
+        return []
+
+    def _lose(self, reason: str) -> list[effects.GroupEffect]:
+        if self._lost is not None:
+            return []
+        self._lost = reason
+        out: list[effects.GroupEffect] = [effects.ReportDeath(reason)]
+        out += [effects.AnswerVote(call, rank, verdict) for call, rank, verdict in self._votes.lose_rank(reason)]
+        return out + self._fail_all("group_lost", self._lost_message())
+
+    def _lost_message(self) -> str:
+        return f"replica {self._replica_id} lost a rank ({self._lost}); end this process and start the group again"
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def _rank_asked(self, event: events.RankAsked) -> list[effects.GroupEffect]:
+        rank = event.rank
+        if not 0 <= rank < self._world_size:
+            message = (
+                f"rank {rank} asks in replica {self._replica_id}, which has world size {self._world_size}; "
+                "give every process of the group the same WORLD_SIZE and its own RANK below it"
+            )
+            return [effects.FailRank(event.call, rank, "malformed", message)]
+        if self._lost is not None:
+            return [effects.FailRank(event.call, rank, "group_lost", self._lost_message())]
+        out: list[effects.GroupEffect] = []
+        before = self._asked.get(rank)
+        if before is not None:
+            out += self._withdrew(rank, before.call)
+            message = f"rank {rank} of replica {self._replica_id} asked again; this older request is void"
+            out.append(effects.FailRank(before.call, rank, "stale", message))
+        self._asked[rank] = _Asked(event.call, event.request, event.deadline_ms)
+        self._metadata[rank] = event.request.checkpoint_metadata
+        if len(self._asked) < self._world_size:
+            return out
+        member, held = self._merge()
+        self._votes.forget_before(member.step)
+        self._last_request += 1
+        self._open_request = self._last_request
+        return [*out, effects.AskLighthouse(self._open_request, member, held)]
+
+    def _withdrew(self, rank: int, call: int) -> list[effects.GroupEffect]:
+        self._votes.withdraw(call)
+        asked = self._asked.get(rank)
+        if asked is None or asked.call != call:
+            return []
+        del self._asked[rank]
+        request, self._open_request = self._open_request, None
+        return [] if request is None else [effects.WithdrawFromLighthouse(request)]
+
+    def _merge(self) -> tuple[Member, QuorumKey | None]:
+        """The group's request: steps must agree, failures the maximum, shrink_only and the like of any rank."""
+        requests = [self._asked[rank].request for rank in range(self._world_size)]
+        first = requests[0]
+        states = {(request.step, request.lineage) for request in requests}
+        # Unknown lineages equal nothing, but ranks of one group that all loaded the same step are one state.
+        torn = len(states) > 1 or any(request.torn for request in requests)
+        held = first.held if all(request.held == first.held for request in requests) else None
+        member = Member(
+            replica_id=self._replica_id,
+            address=self._address,
+            store_address=self._store_address,
+            step=min(request.step for request in requests),
+            lineage=None if torn else first.lineage,
+            world_size=self._world_size,
+            shrink_only=any(request.shrink_only for request in requests),
+            commit_failures=max(request.commit_failures for request in requests),
+            needs_configure=any(request.needs_configure for request in requests),
+            live=all(request.live for request in requests),
+            torn=torn,
+            failed_heals=max(request.failed_heals for request in requests),
+            init_sync=any(request.init_sync for request in requests),
+            allow_heal=all(request.allow_heal for request in requests),
+            use_async_quorum=first.use_async_quorum,
+            fixed_with_spares=first.fixed_with_spares,
+            min_replica_size=max(request.min_replica_size for request in requests),
+            data=first.data,
+            reconfigure_handles=tuple(request.reconfigure_handle for request in requests)
+            if any(request.reconfigure_handle for request in requests)
+            else (),
+        )
+        return member, held
+
+    def _arrived(self, request: int, quorum: Quorum) -> list[effects.GroupEffect]:
+        if request != self._open_request:
+            return []  # withdrawn, or answered before
+        try:
+            common = assign(quorum)
+            plans = [plan_for(quorum, self._replica_id, rank, common) for rank in range(self._world_size)]
+        except ProtocolError as error:
+            return self._fail_all("malformed", str(error))
+        self.quorum = quorum
+        self._open_request = None
+        out: list[effects.GroupEffect] = [
+            effects.AnswerPlan(self._asked[rank].call, rank, plans[rank], quorum) for rank in range(self._world_size)
+        ]
+        self._asked.clear()
+        return out
+
+    def _unchanged(self, request: int, key: QuorumKey) -> list[effects.GroupEffect]:
+        if request != self._open_request:
+            return []
+        if self.quorum is None or self.quorum.key != key:
+            message = f"the lighthouse says that quorum {key} stands, and replica {self._replica_id} does not hold it"
+            return self._fail_all("malformed", message)
+        self._open_request = None
+        out: list[effects.GroupEffect] = [
+            effects.AnswerRankUnchanged(asked.call, rank, key) for rank, asked in sorted(self._asked.items())
+        ]
+        self._asked.clear()
+        return out
+
+    def _fail_all(self, code: str, message: str) -> list[effects.GroupEffect]:
+        out: list[effects.GroupEffect] = []
+        if self._open_request is not None:
+            out.append(effects.WithdrawFromLighthouse(self._open_request))
+            self._open_request = None
+        out += [effects.FailRank(asked.call, rank, code, message) for rank, asked in sorted(self._asked.items())]
+        self._asked.clear()
+        return out
+
+    def _missing(self) -> str:
+        absent = [str(rank) for rank in range(self._world_size) if rank not in self._asked]
+        if absent:
+            return f"rank {', '.join(absent)} of the group has not asked; look whether it hangs"
+        return "the lighthouse has not answered; look at what it waits for"
+
+    # --- votes --------------------------------------------------------------------------------------------------------
+
+    def _voted(self, event: events.RankVoted) -> list[effects.GroupEffect]:
+        if not 0 <= event.rank < self._world_size:
+            message = f"rank {event.rank} votes in replica {self._replica_id}, which has world size {self._world_size}"
+            return [effects.FailRank(event.call, event.rank, "malformed", f"{message}; check RANK and WORLD_SIZE")]
+        name = RoundName(event.key, event.step, event.purpose)
+        answers = self._votes.cast(name, event.rank, event.call, event.yes, event.deadline_ms)
+        return [effects.AnswerVote(call, rank, verdict) for call, rank, verdict in answers]

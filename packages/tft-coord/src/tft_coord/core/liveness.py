@@ -1,0 +1,272 @@
+"""Who lives: the sessions of one job's replica groups, and what counts as a loss.
+
+A stream that breaks is most often a death, sometimes a hiccup, and now and then a sick network or a sick lighthouse.
+So a break is judged after a short grace; when most streams break together, nobody is judged by it; and a replica whose
+link flaps is judged by its silence instead. A death that was reported needs no judging and is for ever.
+
+Law of this file: one job's sessions; no quorum arithmetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tft_coord.core.types import Hello, Member, QuorumKey, Refusal
+from tft_coord.timeouts import Timeouts
+
+SICK_STREAMS_LEAST = 4
+FLAPS_MOST = 3
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRequest:
+    """A replica's open quorum request."""
+
+    request: int
+    member: Member
+    held: QuorumKey | None
+    asked_ms: int
+
+
+@dataclass(slots=True)
+class Replica:
+    """What is known of one replica id."""
+
+    replica_id: str
+    session: int
+    address: str
+    last_sign_ms: int
+    stream: int | None = None
+    ready: bool = False
+    held: QuorumKey | None = None
+    broken_ms: int | None = None
+    excused: bool = False
+    lost: str | None = None
+    lost_ms: int = 0
+    dead: bool = False
+    stream_losses_ms: list[int] = field(default_factory=list)
+    request: OpenRequest | None = None
+    healing_since_ms: int | None = None
+    healed_bytes: int = 0
+    progress_ms: int = 0
+    ineligible_until_ms: int = 0
+
+    @property
+    def healthy(self) -> bool:
+        return self.lost is None
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A replica was taken for lost; its open request, if any, is withdrawn."""
+
+    replica: Replica
+    reason: str
+    stream: int | None
+    request: OpenRequest | None
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The hello stands. `replaced_stream` is an older stream of this replica to close; `lost` whom it replaces."""
+
+    replica: Replica
+    replaced_stream: int | None = None
+    dropped_request: OpenRequest | None = None
+    lost: Lost | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """The hello does not stand."""
+
+    refusal: Refusal
+    message: str
+
+
+class Liveness:
+    """The sessions of one job.
+
+    Args:
+        timeouts: heartbeat_timeout_ms, reconnect_grace_ms and what follows from them.
+    """
+
+    def __init__(self, timeouts: Timeouts) -> None:
+        self._timeouts = timeouts
+        self.replicas: dict[str, Replica] = {}
+        self._by_stream: dict[int, Replica] = {}
+
+    def of_stream(self, stream: int) -> Replica | None:
+        """The replica whose newest stream this is."""
+        return self._by_stream.get(stream)
+
+    def hello(self, stream: int, hello: Hello, now_ms: int) -> Accepted | Rejected:
+        """A stream says who it is.
+
+        Raises nothing: a bad hello is an answer like any other.
+        """
+        known = self.replicas.get(hello.replica_id)
+        if known is not None:
+            rejected = self._reject(known, stream, hello)
+            if rejected is not None:
+                return rejected
+        if known is None:
+            known = Replica(hello.replica_id, hello.session, hello.address, now_ms)
+            self.replicas[hello.replica_id] = known
+        dropped: OpenRequest | None = None
+        if hello.session > known.session or known.lost is not None:
+            known.session = hello.session
+            dropped, known.request = known.request, None
+            known.healing_since_ms = None
+            known.lost = None
+        replaced = known.stream if known.stream != stream else None
+        if known.stream is not None:
+            self._by_stream.pop(known.stream, None)
+        known.address = hello.address
+        known.stream = stream
+        known.broken_ms = None
+        known.excused = False
+        known.last_sign_ms = now_ms
+        known.ready = known.ready or hello.ready
+        known.held = hello.held
+        self._by_stream[stream] = known
+        lost: Lost | None = None
+        predecessor = self.replicas.get(hello.replaces) if hello.replaces != hello.replica_id else None
+        if predecessor is not None and predecessor.healthy:
+            lost = self._lose(predecessor, f"replaced by {hello.replica_id}", now_ms, dead=True)
+        return Accepted(known, replaced, dropped, lost)
+
+    def presume(self, replica_id: str, session: int, address: str, started_ms: int) -> None:
+        """A member of a quorum that others report: healthy until heartbeat_timeout after the start, unless it says
+        hello itself."""
+        if replica_id not in self.replicas:
+            self.replicas[replica_id] = Replica(replica_id, session, address, started_ms, ready=True)
+
+    def sign(self, stream: int, now_ms: int) -> Replica | None:
+        """A sign of life on a stream. None if the stream is not its replica's newest."""
+        replica = self._by_stream.get(stream)
+        if replica is not None and replica.healthy:
+            replica.last_sign_ms = now_ms
+        return replica
+
+    def stream_closed(self, stream: int, now_ms: int) -> None:
+        """A connection is gone; judged after the grace. Closings of older streams are ignored."""
+        replica = self._by_stream.pop(stream, None)
+        if replica is None:
+            return
+        replica.stream = None
+        if replica.lost is None:
+            replica.broken_ms = now_ms
+            self._excuse_if_sick(now_ms)
+
+    def death(self, stream: int, reason: str, now_ms: int) -> Lost | None:
+        """The end of a trainer is reported: lost at once and for ever."""
+        replica = self._by_stream.get(stream)
+        if replica is None:
+            return None
+        if not replica.healthy:
+            replica.dead = True
+            return None
+        return self._lose(replica, f"its manager server reports: {reason}", now_ms, dead=True)
+
+    def judge(self, now_ms: int) -> list[Lost]:
+        """Take for lost whose grace or heartbeat_timeout has passed; forget whom nobody remembers."""
+        losses = []
+        for replica in self.replicas.values():
+            if not replica.healthy:
+                continue
+            if self._break_counts(replica, now_ms):
+                replica.stream_losses_ms.append(now_ms)
+                reason = f"its stream broke and was not back within {self._timeouts.reconnect_grace_ms} ms"
+                losses.append(self._lose(replica, reason, now_ms))
+            elif now_ms - replica.last_sign_ms >= self._timeouts.heartbeat_timeout_ms:
+                reason = f"silent for {self._timeouts.heartbeat_timeout_ms} ms"
+                losses.append(self._lose(replica, reason, now_ms))
+        forgotten = [
+            replica
+            for replica in self.replicas.values()
+            if not replica.healthy and now_ms - replica.lost_ms >= self._timeouts.forget_after_ms
+        ]
+        for replica in forgotten:
+            del self.replicas[replica.replica_id]
+            if replica.stream is not None:
+                self._by_stream.pop(replica.stream, None)
+        return losses
+
+    def excuse_all(self, now_ms: int) -> None:
+        """The lighthouse itself was away: nobody's silence or break of that time counts."""
+        for replica in self.replicas.values():
+            if replica.healthy:
+                replica.last_sign_ms = now_ms
+                if replica.broken_ms is not None:
+                    replica.excused = True
+
+    def next_deadline_ms(self) -> int | None:
+        """When `judge` may have something to say next."""
+        deadlines = [
+            replica.broken_ms + self._timeouts.reconnect_grace_ms
+            if replica.broken_ms is not None and not replica.excused
+            else replica.last_sign_ms + self._timeouts.heartbeat_timeout_ms
+            for replica in self.replicas.values()
+            if replica.healthy
+        ]
+        return min(deadlines, default=None)
+
+    def _reject(self, known: Replica, stream: int, hello: Hello) -> Rejected | None:
+        name = hello.replica_id
+        if known.dead:
+            return Rejected(
+                Refusal.DEAD,
+                f"replica {name} was reported dead ({known.lost}); start its successor under a new replica id",
+            )
+        lives = known.healthy and known.stream is not None and known.stream != stream
+        if lives and hello.address != known.address:
+            return Rejected(
+                Refusal.DUPLICATE,
+                f"replica {name} already lives at {known.address} (session {known.session}) and asks again from "
+                f"{hello.address}; end one of the two, or give them different replica ids",
+            )
+        if hello.session < known.session:
+            return Rejected(
+                Refusal.STALE,
+                f"replica {name} has session {known.session}, and {hello.session} is older; open a newer session",
+            )
+        if known.lost is not None and hello.session == known.session:
+            return Rejected(
+                Refusal.LOST,
+                f"session {hello.session} of replica {name} was lost ({known.lost}); open a newer session",
+            )
+        return None
+
+    def _lose(self, replica: Replica, reason: str, now_ms: int, *, dead: bool = False) -> Lost:
+        request, replica.request = replica.request, None
+        replica.lost = reason
+        replica.lost_ms = now_ms
+        replica.dead = dead
+        replica.broken_ms = None
+        replica.healing_since_ms = None
+        return Lost(replica, reason, replica.stream, request)
+
+    def _break_counts(self, replica: Replica, now_ms: int) -> bool:
+        if replica.broken_ms is None or replica.excused:
+            return False
+        recent = [at for at in replica.stream_losses_ms if now_ms - at < self._timeouts.flap_window_ms]
+        replica.stream_losses_ms = recent
+        return len(recent) < FLAPS_MOST and now_ms - replica.broken_ms >= self._timeouts.reconnect_grace_ms
+
+    def _excuse_if_sick(self, now_ms: int) -> None:
+        """When more than half of at least four streams break within one grace, the fault is not theirs."""
+        grace_ms = self._timeouts.reconnect_grace_ms
+        broken = [
+            replica
+            for replica in self.replicas.values()
+            if replica.healthy and replica.broken_ms is not None and now_ms - replica.broken_ms <= grace_ms
+        ]
+        streams = len(self._by_stream) + len(broken)
+        if streams < SICK_STREAMS_LEAST or 2 * len(broken) <= streams:
+            return
+        for replica in self.replicas.values():
+            if replica.healthy:
+                replica.last_sign_ms = now_ms
+        for replica in broken:
+            replica.excused = True

@@ -1,0 +1,140 @@
+"""The quorum rule: who trains together next, and when to stop waiting.
+
+It forms at once when everyone who trained together last time is back, newcomers included. Otherwise it wants a
+majority of the healthy, waits for the rest up to join_timeout, and never leaves out every survivor of the last quorum
+while one of them is healthy.
+
+Law of this file: functions of what is known now; no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from tft_coord.core.types import Member, Quorum
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """All that the rule looks at.
+
+    Args:
+        waiting: replica id -> the member that it asks to be; healthy and with an open request.
+        healthy: ids of healthy ready replicas, the waiting ones included.
+        healing: ids of healthy replicas whose healing still receives bytes.
+        ineligible: ids that failed to heal too often, for a while.
+        previous: the newest quorum, or None.
+        min_replicas: smallest quorum.
+        join_timeout_ms: how long the healthy that have not asked are waited for.
+        first_asked_ms: when the first of the waiting asked; `now_ms` if nobody waits.
+        fast_only: the lighthouse has just started and does not know yet who trains.
+        now_ms: the time.
+    """
+
+    waiting: Mapping[str, Member]
+    healthy: Collection[str]
+    previous: Quorum | None
+    min_replicas: int
+    join_timeout_ms: int
+    first_asked_ms: int
+    now_ms: int
+    healing: Collection[str] = ()
+    ineligible: Collection[str] = ()
+    fast_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Form a quorum of these, sorted by replica id, now."""
+
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Form none yet; `reason` says what is missing."""
+
+    reason: str
+
+
+def decide(situation: Situation) -> Form | Wait:
+    """Apply the rule.
+
+    Returns: `Form` with at least `min_replicas` members, or `Wait` with a sentence.
+    Source: protocol.md section 2.
+    """
+    previous_ids = situation.previous.replica_ids if situation.previous is not None else ()
+    shrink_only = any(
+        member.shrink_only for replica_id, member in situation.waiting.items() if replica_id in previous_ids
+    )
+    eligible = set(situation.healthy) - set(situation.ineligible)
+    if shrink_only:
+        eligible &= set(previous_ids)
+    candidates = sorted(replica_id for replica_id in situation.waiting if replica_id in eligible)
+    if len(candidates) < situation.min_replicas:
+        return Wait(f"{len(candidates)} of min_replicas {situation.min_replicas} have asked")
+    form = Form(tuple(situation.waiting[replica_id] for replica_id in candidates))
+    if previous_ids and all(replica_id in candidates for replica_id in previous_ids):
+        return form
+    if situation.fast_only:
+        return Wait("the lighthouse has just started and waits to hear who trains")
+    return _majority(situation, candidates, eligible, previous_ids) or form
+
+
+def _majority(
+    situation: Situation, candidates: list[str], eligible: set[str], previous_ids: Collection[str]
+) -> Wait | None:
+    """The slow path: what it still waits for, or None."""
+    if 2 * len(candidates) <= len(eligible):
+        return Wait(f"{len(candidates)} of {len(eligible)} healthy replicas have asked, and a majority is needed")
+    survivors = [replica_id for replica_id in previous_ids if replica_id in situation.healthy]
+    if survivors and not any(replica_id in candidates for replica_id in survivors):
+        return Wait(f"a survivor of the last quorum is healthy and has not asked: {_names(survivors)}")
+    missing = sorted(eligible - set(candidates))
+    healing = [replica_id for replica_id in missing if replica_id in situation.healing]
+    if healing:
+        return Wait(f"{_names(healing)} heals and its bytes arrive")
+    remaining_ms = situation.first_asked_ms + situation.join_timeout_ms - situation.now_ms
+    if missing and remaining_ms > 0:
+        return Wait(f"{_names(missing)} is healthy and has not asked; join_timeout ends in {remaining_ms} ms")
+    return None
+
+
+def reason_for_new_id(previous: Quorum | None, members: tuple[Member, ...], broken: str | None) -> str | None:
+    """Why the id must rise, or None if the previous key stands.
+
+    Args:
+        previous: the newest quorum.
+        members: of the next one, sorted.
+        broken: why the previous one can't be used, or None.
+    """
+    if previous is None:
+        return "it is the first quorum"
+    before = {member.replica_id: member for member in previous.members}
+    after = {member.replica_id: member for member in members}
+    reasons = [f"{replica_id} joined" for replica_id in after if replica_id not in before]
+    reasons += [f"{replica_id} is gone" for replica_id in before if replica_id not in after]
+    for replica_id in [replica_id for replica_id in after if replica_id in before]:
+        reasons += _changes(before[replica_id], after[replica_id])
+    if broken is not None:
+        reasons.append(broken)
+    return ", ".join(reasons) if reasons else None
+
+
+def _changes(before: Member, after: Member) -> list[str]:
+    reasons = []
+    if after.identity != before.identity:
+        what = "has a newer session" if after.session != before.session else "has other addresses or another world size"
+        reasons.append(f"{after.replica_id} {what}")
+    if after.commit_failures > 0:
+        reasons.append(f"{after.replica_id} failed to commit ({after.commit_failures} in a row)")
+    if after.needs_configure:
+        reasons.append(f"{after.replica_id} can't use its process group")
+    return reasons
+
+
+def _names(replica_ids: Collection[str]) -> str:
+    shown = sorted(replica_ids)[:5]
+    more = len(replica_ids) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")

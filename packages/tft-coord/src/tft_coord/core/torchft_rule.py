@@ -1,0 +1,110 @@
+"""Clients without a stream: torchft's wire, by torchft's rules.
+
+Its managers beat ten times a second with unary calls and ask with a unary call that waits. There are no sessions, no
+lineage and no pushed loss; a member is alive while its beats are younger than heartbeat_timeout.
+
+Law of this file: torchft's rules to the letter (wire.md section 12), where they do no harm: a caller that went away is
+no member, and the dead are forgotten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tft_coord.core import effects, events
+from tft_coord.core.lighthouse import LighthouseConfig
+from tft_coord.core.types import Member, Quorum, QuorumKey
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    member: Member
+    asked_ms: int
+
+
+class TorchftCore:
+    """The one job of the clients without a stream.
+
+    Args:
+        config: min_replicas and time-outs.
+        started_ms: wall-clock milliseconds since 1970 at the start; ids are above it, so that they rise over restarts.
+    """
+
+    def __init__(self, config: LighthouseConfig, *, started_ms: int) -> None:
+        self._config = config
+        self._last_id = started_ms
+        self._beats: dict[str, int] = {}
+        self._waiting: dict[int, _Waiting] = {}
+        self.previous: Quorum | None = None
+        self._formed_ms = 0
+        self.waiting_for = "nobody has asked"
+
+    def handle(self, event: events.UnaryEvent, now_ms: int, wall_ms: int) -> list[effects.UnaryEffect]:
+        """Take one event; returns what to do about it, in order."""
+        match event:
+            case events.HeartbeatReceived():
+                self._beats[event.replica_id] = now_ms
+                return []
+            case events.UnaryRequestWithdrawn():
+                self._waiting.pop(event.call, None)
+                return []
+            case events.UnaryQuorumRequested():
+                self._beats[event.member.replica_id] = now_ms
+                self._waiting[event.call] = _Waiting(event.member, now_ms)
+                return self.tick(now_ms, wall_ms)
+
+    def tick(self, now_ms: int, wall_ms: int) -> list[effects.UnaryEffect]:
+        """Let time pass; forms a quorum when the rule says so."""
+        timeouts = self._config.timeouts
+        for replica_id in [name for name, at in self._beats.items() if now_ms - at >= timeouts.forget_after_ms]:
+            del self._beats[replica_id]
+        healthy = {name for name, at in self._beats.items() if now_ms - at < timeouts.heartbeat_timeout_ms}
+        waiting: dict[str, _Waiting] = {}
+        for entry in self._waiting.values():  # the newest call of a replica stands for it
+            if entry.member.replica_id in healthy:
+                waiting[entry.member.replica_id] = entry
+        members = self._decide(waiting, healthy, now_ms)
+        return [] if members is None else self._formed(members, now_ms, wall_ms)
+
+    def _decide(self, waiting: dict[str, _Waiting], healthy: set[str], now_ms: int) -> tuple[Member, ...] | None:
+        previous_ids = set(self.previous.replica_ids) if self.previous is not None else set()
+        if any(entry.member.shrink_only for entry in waiting.values()):
+            waiting = {name: entry for name, entry in waiting.items() if name in previous_ids}
+        members = tuple(waiting[name].member for name in sorted(waiting))
+        if not members:
+            self.waiting_for = "nobody has asked"
+            return None
+        if previous_ids and previous_ids <= set(waiting):
+            return members
+        if len(members) < self._config.min_replicas:
+            self.waiting_for = f"{len(members)} of min_replicas {self._config.min_replicas} have asked"
+            return None
+        if 2 * len(members) <= len(healthy):
+            self.waiting_for = f"{len(members)} of {len(healthy)} healthy replicas have asked"
+            return None
+        waited_ms = now_ms - min(entry.asked_ms for entry in waiting.values())
+        if healthy - set(waiting) and waited_ms < self._config.timeouts.join_timeout_ms:
+            self.waiting_for = "healthy replicas have not asked, and join_timeout has not passed"
+            return None
+        return members
+
+    def _formed(self, members: tuple[Member, ...], now_ms: int, wall_ms: int) -> list[effects.UnaryEffect]:
+        previous = self.previous
+        ids = tuple(member.replica_id for member in members)
+        failed = [member.replica_id for member in members if member.commit_failures > 0]
+        out: list[effects.UnaryEffect] = []
+        if previous is None or previous.replica_ids != ids or failed:
+            self._last_id += 1
+            reason = f"failed commits of {', '.join(failed)}" if failed else "the members changed"
+            quorum = Quorum(QuorumKey(self._last_id, 0), members, wall_ms)
+            out.append(effects.QuorumFormed("", quorum, previous, now_ms - self._formed_ms, reason))
+        else:
+            quorum = Quorum(previous.key, members, wall_ms)
+        self.previous = quorum
+        self._formed_ms = now_ms
+        answered = [call for call, entry in self._waiting.items() if entry.member.replica_id in ids]
+        out += [effects.AnswerUnaryQuorum(call, quorum) for call in answered]
+        for call in answered:
+            del self._waiting[call]
+        self.waiting_for = "nobody has asked"
+        return out
