@@ -154,8 +154,9 @@ def _holders(key: QuorumKey, members: Sequence[Member]) -> tuple[int, ...]:
             # An unknown lineage equals nothing, so its holder stands alone.
             lineage = members[rank].lineage
             by_lineage.setdefault((members[rank].replica_id,) if lineage is None else lineage, []).append(rank)
-    # Members are sorted by replica id, so the smallest rank is the smallest id; max keeps the first of equals.
-    return tuple(max(by_lineage.values(), key=lambda ranks: (len(ranks), -ranks[0])))
+    # Members are sorted by replica id, so the smallest rank is the smallest id.
+    largest = max(len(ranks) for ranks in by_lineage.values())
+    return tuple(min(ranks for ranks in by_lineage.values() if len(ranks) == largest))
 
 
 def _handle(member: Member, group_rank: int) -> str:
