@@ -89,7 +89,7 @@ class QuorumMember(_message.Message):
     use_async_quorum: bool
     fixed_with_spares: bool
     min_replica_size: int
-    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: _Optional[bool] = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., session: _Optional[int] = ..., lineage: _Optional[int] = ..., live: _Optional[bool] = ..., torn: _Optional[bool] = ..., needs_configure: _Optional[bool] = ..., failed_heals: _Optional[int] = ..., init_sync: _Optional[bool] = ..., allow_heal: _Optional[bool] = ..., use_async_quorum: _Optional[bool] = ..., fixed_with_spares: _Optional[bool] = ..., min_replica_size: _Optional[int] = ...) -> None: ...
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., session: _Optional[int] = ..., lineage: _Optional[int] = ..., live: bool = ..., torn: bool = ..., needs_configure: bool = ..., failed_heals: _Optional[int] = ..., init_sync: bool = ..., allow_heal: bool = ..., use_async_quorum: bool = ..., fixed_with_spares: bool = ..., min_replica_size: _Optional[int] = ...) -> None: ...
 
 class Quorum(_message.Message):
     __slots__ = ("quorum_id", "participants", "created", "nonce")
@@ -163,7 +163,7 @@ class ManagerQuorumRequest(_message.Message):
     min_replica_size: int
     data: str
     held: QuorumKey
-    def __init__(self, group_rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_metadata: _Optional[str] = ..., shrink_only: _Optional[bool] = ..., init_sync: _Optional[bool] = ..., commit_failures: _Optional[int] = ..., reconfigure_handle: _Optional[str] = ..., lineage: _Optional[int] = ..., live: _Optional[bool] = ..., torn: _Optional[bool] = ..., needs_configure: _Optional[bool] = ..., failed_heals: _Optional[int] = ..., allow_heal: _Optional[bool] = ..., use_async_quorum: _Optional[bool] = ..., fixed_with_spares: _Optional[bool] = ..., min_replica_size: _Optional[int] = ..., data: _Optional[str] = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ...) -> None: ...
+    def __init__(self, group_rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_metadata: _Optional[str] = ..., shrink_only: bool = ..., init_sync: bool = ..., commit_failures: _Optional[int] = ..., reconfigure_handle: _Optional[str] = ..., lineage: _Optional[int] = ..., live: bool = ..., torn: bool = ..., needs_configure: bool = ..., failed_heals: _Optional[int] = ..., allow_heal: bool = ..., use_async_quorum: bool = ..., fixed_with_spares: bool = ..., min_replica_size: _Optional[int] = ..., data: _Optional[str] = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ...) -> None: ...
 
 class ManagerQuorumResponse(_message.Message):
     __slots__ = ("quorum_id", "recover_src_manager_address", "recover_src_replica_rank", "recover_dst_replica_ranks", "store_address", "max_step", "max_replica_rank", "max_world_size", "replica_rank", "replica_world_size", "heal", "commit_failures", "replica_ids", "reconfigure_handles", "nonce", "unchanged", "lineage", "sources", "serve", "up_to_date", "participants", "min_replica_size")
@@ -211,7 +211,7 @@ class ManagerQuorumResponse(_message.Message):
     up_to_date: _containers.RepeatedScalarFieldContainer[int]
     participants: _containers.RepeatedScalarFieldContainer[int]
     min_replica_size: int
-    def __init__(self, quorum_id: _Optional[int] = ..., recover_src_manager_address: _Optional[str] = ..., recover_src_replica_rank: _Optional[int] = ..., recover_dst_replica_ranks: _Optional[_Iterable[int]] = ..., store_address: _Optional[str] = ..., max_step: _Optional[int] = ..., max_replica_rank: _Optional[int] = ..., max_world_size: _Optional[int] = ..., replica_rank: _Optional[int] = ..., replica_world_size: _Optional[int] = ..., heal: _Optional[bool] = ..., commit_failures: _Optional[int] = ..., replica_ids: _Optional[_Iterable[str]] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., nonce: _Optional[int] = ..., unchanged: _Optional[bool] = ..., lineage: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., serve: _Optional[bool] = ..., up_to_date: _Optional[_Iterable[int]] = ..., participants: _Optional[_Iterable[int]] = ..., min_replica_size: _Optional[int] = ...) -> None: ...
+    def __init__(self, quorum_id: _Optional[int] = ..., recover_src_manager_address: _Optional[str] = ..., recover_src_replica_rank: _Optional[int] = ..., recover_dst_replica_ranks: _Optional[_Iterable[int]] = ..., store_address: _Optional[str] = ..., max_step: _Optional[int] = ..., max_replica_rank: _Optional[int] = ..., max_world_size: _Optional[int] = ..., replica_rank: _Optional[int] = ..., replica_world_size: _Optional[int] = ..., heal: bool = ..., commit_failures: _Optional[int] = ..., replica_ids: _Optional[_Iterable[str]] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., nonce: _Optional[int] = ..., unchanged: bool = ..., lineage: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., serve: bool = ..., up_to_date: _Optional[_Iterable[int]] = ..., participants: _Optional[_Iterable[int]] = ..., min_replica_size: _Optional[int] = ...) -> None: ...
 
 class CheckpointMetadataRequest(_message.Message):
     __slots__ = ("rank",)
@@ -237,13 +237,13 @@ class ShouldCommitRequest(_message.Message):
     step: int
     key: QuorumKey
     purpose: Purpose
-    def __init__(self, should_commit: _Optional[bool] = ..., group_rank: _Optional[int] = ..., step: _Optional[int] = ..., key: _Optional[_Union[QuorumKey, _Mapping]] = ..., purpose: _Optional[_Union[Purpose, str]] = ...) -> None: ...
+    def __init__(self, should_commit: bool = ..., group_rank: _Optional[int] = ..., step: _Optional[int] = ..., key: _Optional[_Union[QuorumKey, _Mapping]] = ..., purpose: _Optional[_Union[Purpose, str]] = ...) -> None: ...
 
 class ShouldCommitResponse(_message.Message):
     __slots__ = ("should_commit",)
     SHOULD_COMMIT_FIELD_NUMBER: _ClassVar[int]
     should_commit: bool
-    def __init__(self, should_commit: _Optional[bool] = ...) -> None: ...
+    def __init__(self, should_commit: bool = ...) -> None: ...
 
 class KillRequest(_message.Message):
     __slots__ = ("msg",)
@@ -291,7 +291,7 @@ class Hello(_message.Message):
     ready: bool
     held: QuorumKey
     lighthouse_started_ms: int
-    def __init__(self, job: _Optional[str] = ..., replica_id: _Optional[str] = ..., session: _Optional[int] = ..., address: _Optional[str] = ..., replaces: _Optional[str] = ..., ready: _Optional[bool] = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., lighthouse_started_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., replica_id: _Optional[str] = ..., session: _Optional[int] = ..., address: _Optional[str] = ..., replaces: _Optional[str] = ..., ready: bool = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., lighthouse_started_ms: _Optional[int] = ...) -> None: ...
 
 class Beat(_message.Message):
     __slots__ = ("healed_bytes",)
