@@ -1,0 +1,49 @@
+"""Prints the whole table: ours, the peer's, the ratio, the bar.
+
+python benchmarks/run.py             every row
+python benchmarks/run.py p1 p14      some
+python benchmarks/run.py --short     few turns, for a quick look; the bars are judged by the full run
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+import lighthouse_start
+import step_overhead
+from row import Row
+
+ROWS: dict[str, Callable[[bool], Row]] = {
+    "p1": lambda short: step_overhead.measure_small(turns=1 if short else 5, steps=100 if short else 300),
+    "p2": lambda short: step_overhead.measure_large(turns=1 if short else 5, steps=10 if short else 30),
+    "p14": lambda short: lighthouse_start.measure(turns=3 if short else 7),
+}
+LAYOUT = "{:<4} {:<30} {:>16} {:>16} {:>22} {:>6}  {:<4} {}"
+
+
+def main() -> int:
+    """Returns 0 if every bar is met, else 1."""
+    parser = argparse.ArgumentParser(description="measure what must be fast, side by side with its peers")
+    parser.add_argument("rows", nargs="*", metavar="row", help=f"of {', '.join(ROWS)}; all without any")
+    parser.add_argument("--short", action="store_true", help="few turns, for a quick look")
+    arguments = parser.parse_args()
+    unknown = [name for name in arguments.rows if name.lower() not in ROWS]
+    if unknown:
+        parser.error(f"there is no row {', '.join(unknown)}; choose of {', '.join(ROWS)}")
+    print(LAYOUT.format("row", "what", "ours", "torchft", "other", "ratio", "met", "bar"))
+    missed = 0
+    for name in [name.lower() for name in arguments.rows] or list(ROWS):
+        row = ROWS[name](arguments.short)
+        met = "yes" if row.met else "NO"
+        print(
+            LAYOUT.format(row.name, row.what, row.ours, row.peer, row.other, f"{row.ratio:.2f}", met, row.bar),
+            flush=True,
+        )
+        missed += not row.met
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Lighthouses as users start them: a command in a process of its own, ready when its port answers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Started:
+    """A lighthouse that answers.
+
+    Args:
+        port: it listens on.
+        start_s: process start to the first accepted connection, seconds.
+        resident_bytes: memory of the process and its children then.
+    """
+
+    port: int
+    start_s: float
+    resident_bytes: int
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@contextlib.contextmanager
+def lighthouse(command: Path, *, min_replicas: int, flags: Sequence[str] = ()) -> Iterator[Started]:
+    """Run a lighthouse command while the block lasts.
+
+    Raises: RuntimeError: it ended, or did not answer within 30 s.
+    """
+    port = free_port()
+    arguments = [str(command), "--bind", f"[::]:{port}", "--min_replicas", str(min_replicas), *flags]
+    environment = {**os.environ, "RUST_LOG": "error"}
+    began = time.perf_counter()
+    process = subprocess.Popen(arguments, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                break
+            if process.poll() is not None or time.perf_counter() - began > 30:
+                raise RuntimeError(f"{command} did not answer on port {port}; run it by hand to see why")
+            time.sleep(0.005)
+        start_s = time.perf_counter() - began
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        yield Started(port, start_s, sum(member.memory_info().rss for member in family))
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,126 @@
+"""P1 and P2: what a committed step costs above torch's own DistributedDataParallel, and beside torchft.
+
+The systems take turns within one run, because machines are shared and noisy; the figure of a turn is the median step
+of the slower replica, the figure of a system the median of its turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import peer
+import servers
+from row import Row
+
+WORKER = Path(__file__).resolve().parent / "step_worker.py"
+REPLICAS = 2
+TURN_TIMEOUT_S = 180
+
+
+def measure_small(turns: int, steps: int) -> Row:
+    """P1: 4 x Linear(64): all of it is overhead."""
+    times = _measure(hidden=64, turns=turns, steps=steps, warmup=30)
+    bar_ms = min(times["ddp"] + 2.5, times["torchft"])
+    return Row(
+        name="P1",
+        what="step, 4 x Linear(64), p50",
+        ours=f"{times['tft']:.2f} ms",
+        peer=f"{times['torchft']:.2f} ms",
+        other=f"torch DDP {times['ddp']:.2f} ms",
+        ratio=times["tft"] / times["torchft"],
+        bar=f"<= DDP + 2.5 ms and <= torchft: {bar_ms:.2f} ms",
+        met=times["tft"] <= bar_ms,
+    )
+
+
+def measure_large(turns: int, steps: int) -> Row:
+    """P2: 4 x Linear(2048), 67 MB of gradients: all of it is bandwidth."""
+    times = _measure(hidden=2048, turns=turns, steps=steps, warmup=5)
+    bar_ms = min(1.05 * times["ddp"], times["torchft"])
+    return Row(
+        name="P2",
+        what="step, 4 x Linear(2048), p50",
+        ours=f"{times['tft']:.1f} ms",
+        peer=f"{times['torchft']:.1f} ms",
+        other=f"torch DDP {times['ddp']:.1f} ms",
+        ratio=times["tft"] / times["torchft"],
+        bar=f"<= 1.05 x DDP and <= torchft: {bar_ms:.1f} ms",
+        met=times["tft"] <= bar_ms,
+    )
+
+
+def _measure(*, hidden: int, turns: int, steps: int, warmup: int) -> dict[str, float]:
+    """Median step in ms of each system, over turns taken in rotation."""
+    found: dict[str, list[float]] = {"ddp": [], "torchft": [], "tft": []}
+    for _ in range(turns):
+        for system, medians in found.items():
+            medians.append(_turn(system, hidden=hidden, steps=steps, warmup=warmup))
+    return {system: statistics.median(medians) for system, medians in found.items()}
+
+
+def _turn(system: str, *, hidden: int, steps: int, warmup: int) -> float:
+    with _surroundings(system) as (interpreter, extra):
+        workers = [
+            subprocess.Popen(
+                [interpreter, str(WORKER), "--system", system, "--rank", str(rank), "--replicas", str(REPLICAS)]
+                + ["--hidden", str(hidden), "--steps", str(steps), "--warmup", str(warmup), *extra],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "RUST_LOG": "error"},
+            )
+            for rank in range(REPLICAS)
+        ]
+        try:
+            return _slower(system, workers, warmup + steps)
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.communicate()
+
+
+def _slower(system: str, workers: list[subprocess.Popen[str]], least_committed: int) -> float:
+    lines = []
+    for worker in workers:
+        assert worker.stdout is not None
+        lines.append(worker.stdout.readline())
+    for worker, line in zip(workers, lines, strict=True):
+        if not line:
+            error = worker.communicate(timeout=TURN_TIMEOUT_S)[1]
+            raise RuntimeError(f"a {system} replica ended without a result: {error[-2000:]}")
+    results = [json.loads(line) for line in lines]
+    for worker in workers:
+        assert worker.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            worker.stdin.write("\n")
+            worker.stdin.flush()
+    for worker in workers:
+        worker.wait(timeout=TURN_TIMEOUT_S)
+    lost = [least_committed - int(result["committed"]) for result in results]
+    if max(lost) > least_committed // 20:
+        raise RuntimeError(f"{system} committed {lost} steps too few; the figure would not be of committed steps")
+    return max(statistics.median(result["times_ms"]) for result in results)
+
+
+@contextlib.contextmanager
+def _surroundings(system: str) -> Iterator[tuple[str, list[str]]]:
+    """The interpreter of a system, and the flags that name its server."""
+    if system == "ddp":
+        import torch.distributed as dist
+
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        yield sys.executable, ["--store", f"127.0.0.1:{store.port}"]
+        return
+    ours = Path(sys.executable).parent / "tft-lighthouse"
+    command = ours if system == "tft" else peer.lighthouse_command()
+    interpreter = sys.executable if system == "tft" else str(peer.python())
+    with servers.lighthouse(command, min_replicas=REPLICAS) as started:
+        yield interpreter, ["--lighthouse", f"http://127.0.0.1:{started.port}"]

@@ -1,0 +1,126 @@
+"""One replica of the step benchmark, for each of the systems that are compared.
+
+The same model, data, optimizer and clock for all; only the wrapping differs. It runs under the interpreter that has
+the system installed and prints one JSON line: the time of each committed step, in milliseconds.
+
+Law of this file: imports nothing of ours or the peer's before it knows which system is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+BATCH = 4
+LAYERS = 4
+Closer = Callable[[], None]
+
+
+def make_model(hidden: int) -> nn.Module:
+    """LAYERS linear layers of `hidden` by `hidden`, with ReLU between them; equal on every replica."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(LAYERS):
+        layers += [nn.Linear(hidden, hidden), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def wrap_ddp(arguments: argparse.Namespace, model: nn.Module) -> tuple[nn.Module, Any, Closer]:
+    """torch's own DistributedDataParallel over Gloo."""
+    host, port = arguments.store.rsplit(":", 1)
+    store = dist.TCPStore(host, int(port), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=arguments.rank, world_size=arguments.replicas)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    return wrapped, torch.optim.AdamW(model.parameters()), dist.destroy_process_group
+
+
+def wrap_torchft(arguments: argparse.Namespace, model: nn.Module) -> tuple[nn.Module, Any, Closer]:
+    """The peer, through its public API."""
+    from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=30)),
+        load_state_dict=lambda state: None,
+        state_dict=dict,
+        min_replica_size=arguments.replicas,
+        replica_id=f"replica_{arguments.rank}",
+        lighthouse_addr=arguments.lighthouse,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        hostname="127.0.0.1",
+        init_sync=False,
+    )
+    return DistributedDataParallel(manager, model), Optimizer(manager, optimizer), manager.shutdown
+
+
+def wrap_tft(arguments: argparse.Namespace, model: nn.Module) -> tuple[nn.Module, Any, Closer]:
+    """Ours, through its public API, with the same settings."""
+    from tft_suite import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+    optimizer = torch.optim.AdamW(model.parameters())
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=30)),
+        load_state_dict=lambda state: None,
+        state_dict=dict,
+        min_replica_size=arguments.replicas,
+        replica_id=f"replica_{arguments.rank}",
+        lighthouse_addr=arguments.lighthouse,
+        hostname="127.0.0.1",
+        init_sync=False,
+    )
+    return DistributedDataParallel(manager, model), Optimizer(manager, optimizer), manager.shutdown
+
+
+WRAPPERS = {"ddp": wrap_ddp, "torchft": wrap_torchft, "tft": wrap_tft}
+
+
+def main() -> None:
+    """Train, and print the step times."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--system", choices=sorted(WRAPPERS), required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--hidden", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--warmup", type=int, required=True)
+    parser.add_argument("--lighthouse", default="")
+    parser.add_argument("--store", default="")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+
+    model, optimizer, close = WRAPPERS[arguments.system](arguments, make_model(arguments.hidden))
+    data = torch.randn(BATCH, arguments.hidden, generator=torch.Generator().manual_seed(arguments.rank))
+    times_ms: list[float] = []
+    before = time.perf_counter()
+    for step in range(arguments.warmup + arguments.steps):
+        optimizer.zero_grad()
+        model(data).square().mean().backward()
+        optimizer.step()
+        now = time.perf_counter()
+        if step >= arguments.warmup:
+            times_ms.append((now - before) * 1e3)
+        before = now
+    manager = getattr(optimizer, "manager", None)
+    committed = manager.current_step() if manager is not None else arguments.warmup + arguments.steps
+    json.dump({"times_ms": times_ms, "committed": committed}, sys.stdout)
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    sys.stdin.readline()  # the other replica may still need this one
+    close()
+
+
+if __name__ == "__main__":
+    main()
