@@ -35,7 +35,7 @@ lint: $(STAMP) ## ruff, mypy --strict, who may import whom, and whether generate
 	$(BIN)/mypy
 
 bench: $(STAMP) ## measure what must be fast, side by side with its peers (BENCH_ARGS="p1 p2")
-	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
 
 soak: $(STAMP) ## the tests that run for minutes, then all the others five times over (SOAK_RUNS=5)
 	$(BIN)/python -m pytest -m soak --timeout 1800 || [ $$? -eq 5 ]

@@ -6,9 +6,8 @@ import statistics
 import sys
 from pathlib import Path
 
-import peer
-import servers
-from row import Row
+from benchmarks import peer, servers
+from benchmarks.row import Row
 
 START_BAR_S = 0.7
 WEIGHT_BAR_MB = 70.0

@@ -1,8 +1,8 @@
 """Prints the whole table: ours, the peer's, the ratio, the bar.
 
-python benchmarks/run.py             every row
-python benchmarks/run.py p1 p14      some
-python benchmarks/run.py --short     few turns, for a quick look; the bars are judged by the full run
+python -m benchmarks.run             every row
+python -m benchmarks.run p1 p14      some
+python -m benchmarks.run --short     few turns, for a quick look; the bars are judged by the full run
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import argparse
 import sys
 from collections.abc import Callable
 
-import lighthouse_start
-import step_overhead
-from row import Row
+from benchmarks import lighthouse_start, step_overhead
+from benchmarks.row import Row
 
 ROWS: dict[str, Callable[[bool], Row]] = {
     "p1": lambda short: step_overhead.measure_small(turns=1 if short else 5, steps=100 if short else 300),

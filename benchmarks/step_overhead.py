@@ -15,9 +15,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import peer
-import servers
-from row import Row
+from benchmarks import peer, servers
+from benchmarks.row import Row
 
 WORKER = Path(__file__).resolve().parent / "step_worker.py"
 REPLICAS = 2
@@ -66,11 +65,11 @@ def _measure(*, hidden: int, turns: int, steps: int, warmup: int) -> dict[str, f
 
 
 def _turn(system: str, *, hidden: int, steps: int, warmup: int) -> float:
+    shape = ["--replicas", str(REPLICAS), "--hidden", str(hidden), "--steps", str(steps), "--warmup", str(warmup)]
     with _surroundings(system) as (interpreter, extra):
         workers = [
             subprocess.Popen(
-                [interpreter, str(WORKER), "--system", system, "--rank", str(rank), "--replicas", str(REPLICAS)]
-                + ["--hidden", str(hidden), "--steps", str(steps), "--warmup", str(warmup), *extra],
+                [interpreter, str(WORKER), "--system", system, "--rank", str(rank), *shape, *extra],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -107,16 +106,17 @@ def _slower(system: str, workers: list[subprocess.Popen[str]], least_committed: 
     lost = [least_committed - int(result["committed"]) for result in results]
     if max(lost) > least_committed // 20:
         raise RuntimeError(f"{system} committed {lost} steps too few; the figure would not be of committed steps")
-    return max(statistics.median(result["times_ms"]) for result in results)
+    medians: list[float] = [statistics.median(result["times_ms"]) for result in results]
+    return max(medians)
 
 
 @contextlib.contextmanager
 def _surroundings(system: str) -> Iterator[tuple[str, list[str]]]:
     """The interpreter of a system, and the flags that name its server."""
     if system == "ddp":
-        import torch.distributed as dist
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in __all__
 
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         yield sys.executable, ["--store", f"127.0.0.1:{store.port}"]
         return
     ours = Path(sys.executable).parent / "tft-lighthouse"

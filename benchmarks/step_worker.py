@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in __all__
 
 BATCH = 4
 LAYERS = 4
@@ -37,7 +38,7 @@ def make_model(hidden: int) -> nn.Module:
 def wrap_ddp(arguments: argparse.Namespace, model: nn.Module) -> tuple[nn.Module, Any, Closer]:
     """torch's own DistributedDataParallel over Gloo."""
     host, port = arguments.store.rsplit(":", 1)
-    store = dist.TCPStore(host, int(port), is_master=False)
+    store = TCPStore(host, int(port), is_master=False)
     dist.init_process_group("gloo", store=store, rank=arguments.rank, world_size=arguments.replicas)
     wrapped = nn.parallel.DistributedDataParallel(model)
     return wrapped, torch.optim.AdamW(model.parameters()), dist.destroy_process_group
@@ -47,7 +48,7 @@ def wrap_torchft(arguments: argparse.Namespace, model: nn.Module) -> tuple[nn.Mo
     """The peer, through its public API."""
     from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     optimizer = torch.optim.AdamW(model.parameters())
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=30)),
