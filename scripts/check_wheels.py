@@ -81,7 +81,7 @@ def check(wheel: Wheel, wheels: dict[str, Wheel], *, dist: Path) -> str:
         home = Path(folder)
         venv.create(home / "venv", with_pip=False, symlinks=True)
         python = home / "venv" / "bin" / "python"
-        pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "-q"]
+        pip: list[str | Path] = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "-q"]
         outside = sorted(third_party(wheel, wheels))
         run([*pip, "install", "--no-compile", "-c", CONSTRAINTS, *outside], cwd=home)
         run([*pip, "install", "--no-index", "--find-links", dist, f"{wheel.name}=={wheel.version}"], cwd=home)
@@ -99,7 +99,7 @@ def check(wheel: Wheel, wheels: dict[str, Wheel], *, dist: Path) -> str:
 
 
 def program(wheel: Wheel, *, others: Sequence[str]) -> str:
-    """What the fresh environment runs: import the package, and print its version, whether torch is there, who else is."""
+    """What the fresh environment runs: import the package; print its version, whether torch is there, and who else."""
     lines = [
         "import sys, importlib.metadata, importlib.util",
         f"import {wheel.module}",

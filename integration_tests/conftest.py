@@ -1,0 +1,152 @@
+"""What every integration test starts from: real processes, and the certainty that none of them outlives its module.
+
+Law of this file: starting, killing and counting processes, threads and ports. What a test is about stands in the test.
+
+Each process that a test starts, directly or through others, inherits an environment variable that only this pytest
+process has set; so those whose parent was killed are found too.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import psutil
+import pytest
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+MARK: Final = "TFT_TEST_SESSION"
+SETTLE_S: Final = 5.0
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ[MARK] = str(uuid.uuid4())
+
+Spawn: TypeAlias = Callable[..., ForkServerProcess]
+Launch: TypeAlias = Callable[..., "subprocess.Popen[str]"]
+Kill: TypeAlias = Callable[[int], None]
+
+
+def started_by_us() -> list[psutil.Process]:
+    """Every living process of this session but the two helpers that multiprocessing keeps for its parent's life."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK) != os.environ[MARK] or process.pid == os.getpid():
+                continue
+            if process.status() != psutil.STATUS_ZOMBIE and not is_kept(process):
+                found.append(process)
+    return found
+
+
+def is_kept(process: psutil.Process) -> bool:
+    """Whether `process` is this process's own forkserver or resource tracker."""
+    command = " ".join(process.cmdline())
+    return process.ppid() == os.getpid() and (
+        "multiprocessing.forkserver" in command or "multiprocessing.resource_tracker" in command
+    )
+
+
+def threads_of_ours() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("tft-")]
+
+
+def listening_ports() -> list[int]:
+    connections = psutil.Process().net_connections(kind="tcp")
+    return [connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left() -> Iterator[None]:
+    """After each module: no process, no thread of ours, no listening port that was not there before."""
+    ports_before = set(listening_ports())
+    yield
+    _, processes = psutil.wait_procs(started_by_us(), timeout=SETTLE_S)
+    for thread in threading.enumerate():
+        if thread.name.startswith("tft-"):
+            thread.join(SETTLE_S)
+    left = [f"thread {name}" for name in threads_of_ours()]
+    left += [f"port {port}" for port in listening_ports() if port not in ports_before]
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            left.append(f"process {process.pid}: {' '.join(process.cmdline())}")
+            process.kill()
+    assert not left, f"left behind by this module: {'; '.join(left)}"
+
+
+@pytest.fixture(scope="session")
+def forkserver() -> ForkServerContext:
+    """A context whose children are forked from a server that has torch imported: one is up in some 20 ms."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])
+    return context
+
+
+@pytest.fixture
+def spawn(forkserver: ForkServerContext) -> Iterator[Spawn]:
+    """`spawn(target, *args)` starts `target(*args)` in a process; what still runs when the test ends is killed."""
+    processes: list[ForkServerProcess] = []
+
+    def start(target: Callable[..., object], *args: object) -> ForkServerProcess:
+        process = forkserver.Process(target=target, args=args)
+        process.start()
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.join(SETTLE_S)
+        process.close()
+
+
+@pytest.fixture
+def launch() -> Iterator[Launch]:
+    """`launch(command, env=..., cwd=...)` starts a command line of its own process group, with its output as text.
+
+    Standard output and standard error come on one pipe, `process.stdout`. The group is killed when the test ends.
+    """
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(
+        command: Sequence[str | Path], *, env: dict[str, str] | None = None, cwd: Path | None = None
+    ) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **(env or {})},
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=SETTLE_S)
+
+
+@pytest.fixture
+def kill() -> Kill:
+    """`kill(pid)` is kill -9, and returns when the process is gone."""
+
+    def kill_and_wait(pid: int) -> None:
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            process.kill()
+            process.wait(SETTLE_S)
+
+    return kill_and_wait

@@ -1,0 +1,80 @@
+"""What the READMEs print is what happens: every Python block runs, every command of a console block is there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tft_lighthouse import LighthouseServer
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+READMES: Final = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md"))]
+
+
+def blocks(readme: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", readme.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def commands(readme: Path) -> Iterator[list[str]]:
+    """The commands of the console blocks, as words, without the settings before them and the remarks behind."""
+    for block in blocks(readme, "console"):
+        for line in re.findall(r"^\$ (.*)$", block, re.MULTILINE):
+            words = line.partition(" #")[0].split()
+            while words and re.match(r"\w+=", words[0]):
+                words.pop(0)
+            yield words
+
+
+@pytest.fixture(scope="module")
+def lighthouse_address() -> Iterator[str]:
+    with LighthouseServer(bind="127.0.0.1:0", min_replicas=1) as lighthouse:
+        yield lighthouse.address
+
+
+def examples() -> list[tuple[Path, int]]:
+    return [(readme, index) for readme in READMES for index, _ in enumerate(blocks(readme, "python"))]
+
+
+@pytest.mark.parametrize(
+    ("readme", "index"),
+    [pytest.param(readme, index, id=f"{readme.parent.name}-{index}") for readme, index in examples()],
+)
+def test_a_python_block_runs_as_printed(readme: Path, index: int, lighthouse_address: str, tmp_path: Path) -> None:
+    script = tmp_path / "example.py"
+    script.write_text(blocks(readme, "python")[index], encoding="utf-8")
+    environment = {**os.environ, "TFT_LIGHTHOUSE": lighthouse_address}
+    done = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=50, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_each_package_shows_an_example() -> None:
+    assert {readme.parent.name for readme, _ in examples()} >= {path.name for path in (ROOT / "packages").iterdir()}
+
+
+def test_the_first_block_of_the_readme_is_the_two_commands() -> None:
+    assert list(commands(ROOT / "README.md"))[:2] == [["make", "demo"], ["make", "test"]]
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda readme: readme.parent.name)
+def test_every_command_of_a_console_block_is_there(readme: Path) -> None:
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    beside_python = Path(sys.executable).parent
+    for words in commands(readme):
+        program, *rest = words
+        if program == "make":
+            assert {word for word in rest if re.fullmatch(r"[a-z]+", word)} <= targets, " ".join(words)
+        elif program != "export":
+            assert shutil.which(program, path=f"{beside_python}{os.pathsep}{os.environ['PATH']}"), " ".join(words)
+        for word in rest:
+            if word.startswith(("examples/", "scripts/", "benchmarks/")):
+                assert (ROOT / word).exists(), word
