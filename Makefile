@@ -52,7 +52,7 @@ docs: $(STAMP) ## build the documentation into docs/_build, warnings are errors
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 
 clean: ## remove all that the other targets made, the virtual environment too
-	rm -rf $(VENV) dist docs/_build tft-demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-* dist docs/_build tft-demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find packages integration_tests benchmarks examples scripts docs -name __pycache__ -prune -exec rm -rf {} +
 
 # What comes from outside is installed by an explicit list; the packages then come from the tree, without dependencies,
