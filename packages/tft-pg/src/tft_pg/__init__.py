@@ -1,3 +1,60 @@
 """PyTorch process groups that are configured again and again, aborted from another thread and composed."""
 
+from tft_pg.backends.gloo import ProcessGroupGloo
+from tft_pg.base import ProcessGroup
+from tft_pg.errors import (
+    Aborted,
+    Closed,
+    ConfigureFailed,
+    DeadlinePassed,
+    InvalidSetting,
+    NotConfigured,
+    OperationRefused,
+    PeerFailed,
+    ProcessGroupError,
+    StoreAddressError,
+    StoreUnreachable,
+    Unsupported,
+)
+from tft_pg.ops import COLLECTIVES, Collective
+from tft_pg.store import StoreAddress, create_store_client, format_store_addr, parse_store_addr
+from tft_pg.work import DummyWork
+from tft_pg.wrappers.dummy import ProcessGroupDummy
+from tft_pg.wrappers.faulty import FakeProcessGroupWrapper
+from tft_pg.wrappers.managed import ManagedProcessGroup, ReducesOverParticipants
+from tft_pg.wrappers.swallowing import ErrorSwallowingProcessGroupWrapper
+from tft_pg.wrappers.wrapping import ProcessGroupWrapper, WrappingProcessGroup
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "COLLECTIVES",
+    "Aborted",
+    "Closed",
+    "Collective",
+    "ConfigureFailed",
+    "DeadlinePassed",
+    "DummyWork",
+    "ErrorSwallowingProcessGroupWrapper",
+    "FakeProcessGroupWrapper",
+    "InvalidSetting",
+    "ManagedProcessGroup",
+    "NotConfigured",
+    "OperationRefused",
+    "PeerFailed",
+    "ProcessGroup",
+    "ProcessGroupDummy",
+    "ProcessGroupError",
+    "ProcessGroupGloo",
+    "ProcessGroupWrapper",
+    "ReducesOverParticipants",
+    "StoreAddress",
+    "StoreAddressError",
+    "StoreUnreachable",
+    "Unsupported",
+    "WrappingProcessGroup",
+    "__version__",
+    "create_store_client",
+    "format_store_addr",
+    "parse_store_addr",
+]

@@ -1,0 +1,334 @@
+"""Process groups over Gloo, torch's CPU backend, with an abort that ends things.
+
+Torch 2.13's Gloo has an `abort()` that ends nothing. What does end everything that waits is to shut down the
+connections between the ranks, and Gloo tells who they are: each rank publishes in the store the address of its
+listening socket, so the group's connections are exactly those with such an address at an end. A store in between
+reads along. A rank that waits for a peer to connect to it has no connection yet; to end that wait, we connect in
+the peer's place and hang up.
+
+The law of this file: how a Gloo group is built, severed, and what its errors mean. The life cycle is in `native`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from tft_pg import sockets
+from tft_pg.backends.attempt import Attempt
+from tft_pg.backends.live import LiveGroup
+from tft_pg.backends.native import NativeProcessGroup
+from tft_pg.errors import (
+    ConfigureFailed,
+    DeadlinePassed,
+    InvalidSetting,
+    OperationRefused,
+    PeerFailed,
+    Unsupported,
+)
+from tft_pg.sockets import Endpoint
+
+__all__ = ["ProcessGroupGloo"]
+
+_INTERFACES_ENV = "GLOO_SOCKET_IFNAME"
+_Gloo: Any = dist.ProcessGroupGloo
+
+# Gloo's own time-out while it builds: never first, because it leaves a dangling callback behind.
+_NEVER_FIRST = timedelta(minutes=10)
+_POKE_S = 0.2
+
+
+@final
+class ProcessGroupGloo(NativeProcessGroup):
+    """A process group over torch's Gloo.
+
+    Args:
+        timeout: of each operation, and of `configure` unless it is given another.
+        interface: network interface to listen on, for example `eth0`; several separated by commas.
+        hostname: name or address of this machine to listen on, instead of an interface.
+
+    Without either, `GLOO_SOCKET_IFNAME` names the interface; else it is loopback when the store is on loopback (then
+    every rank is on this machine); else torch's choice: the address of this machine's own name, or loopback if that
+    name has none.
+
+    Raises: InvalidSetting: both are given, or the time-out is not above zero. Unsupported: not on this system.
+    """
+
+    def __init__(
+        self,
+        timeout: timedelta = timedelta(seconds=60),
+        *,
+        interface: str | None = None,
+        hostname: str | None = None,
+    ) -> None:
+        super().__init__(timeout)
+        if interface and hostname:
+            raise InvalidSetting(f"name an interface ({interface}) or a hostname ({hostname}), not both")
+        if not sockets.supported():
+            raise Unsupported("ProcessGroupGloo needs Linux: it finds its connections through /proc")
+        self._interface = interface
+        self._hostname = hostname
+        self._devices: tuple[object, ...] = ()
+
+    def getBackendName(self) -> str:
+        return "tft-gloo"
+
+    def _build(self, store: Store, attempt: Attempt, timeout: timedelta) -> LiveGroup:
+        where = attempt.where
+        assert where.rank is not None
+        assert where.world_size is not None
+        mesh = _Mesh(where.rank)
+        attempt.break_with(mesh.sever_unfinished)
+        self._devices = self._devices or self._make_devices(self._store_host())
+        options = _Gloo._Options()
+        options._devices = list(self._devices)
+        options._timeout = attempt.timeout + _NEVER_FIRST
+        witness = _WitnessStore(store, mesh, attempt)
+        try:
+            backend = _Gloo(witness, where.rank, where.world_size, options)
+        except Exception as error:
+            # An exception of the store in between passes through C++ and loses its type on the way.
+            raise witness.error or error from None
+        attempt.check()
+        mesh.finish(where.world_size, len(self._devices))
+        backend.set_timeout(timeout)
+        store.set_timeout(timeout)
+        torch_group = dist.ProcessGroup(store, where.rank, where.world_size)
+        torch_group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        torch_group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        return LiveGroup(
+            torch_group, set_timeout=backend.set_timeout, sever=mesh.sever, classify=_classify, where=where
+        )
+
+    def _discard(self) -> None:
+        # After a failure a listener may hold connections for a group that never was.
+        self._devices = ()
+
+    def _store_host(self) -> str:
+        assert self._store_client is not None
+        return self._store_client.host
+
+    def _make_devices(self, store_host: str) -> tuple[object, ...]:
+        """The listeners, one an interface; they stay from one group to the next."""
+        interface = self._interface or ("" if self._hostname else os.environ.get(_INTERFACES_ENV, ""))
+        if interface:
+            names = [name.strip() for name in interface.split(",") if name.strip()]
+            return tuple(_Gloo.create_device(interface=name, lazy_init=False) for name in names)
+        hostname = self._hostname or _as_loopback(store_host)
+        if hostname:
+            return (_Gloo.create_device(hostname=hostname, lazy_init=False),)
+        return (_Gloo.create_default_device(lazy_init=False),)
+
+
+def _as_loopback(host: str) -> str | None:
+    if host == "localhost" or host.startswith("127."):
+        return "127.0.0.1"
+    return host if host == "::1" else None
+
+
+@dataclass(frozen=True)
+class _Published:
+    """What one rank publishes of one device: where it listens, and the number of the connection for each peer."""
+
+    family: int
+    endpoint: Endpoint
+    zone: int
+    numbers: tuple[int, ...]
+
+    @classmethod
+    def read(cls, record: bytes) -> _Published:
+        """From Gloo's record: host name, sockaddr_storage with a number, numbers; lengths first, native order.
+
+        Raises: ConfigureFailed: it is something else, as another version of torch may publish.
+        """
+        try:
+            (name_bytes,) = struct.unpack_from("=Q", record, 0)
+            (address_bytes,) = struct.unpack_from("=Q", record, 8 + name_bytes)
+            start = 16 + name_bytes
+            address = record[start : start + address_bytes]
+            (family,) = struct.unpack_from("=H", address, 0)
+            (port,) = struct.unpack_from(">H", address, 2)
+            packed, zone = address[4:8], 0
+            if family == socket.AF_INET6:
+                packed = address[8:24]
+                (zone,) = struct.unpack_from("=I", address, 24)
+            endpoint = Endpoint.of((socket.inet_ntop(family, packed), port))
+            numbers = tuple(number for (number,) in struct.iter_unpack("=q", record[start + address_bytes :]))
+        except (struct.error, ValueError, OSError) as error:
+            raise ConfigureFailed(
+                f"this torch ({torch.__version__}) publishes Gloo addresses in a form that tft-pg can't read, so "
+                "nothing could be aborted; use a version that it supports"
+            ) from error
+        assert endpoint is not None
+        return cls(family, endpoint, zone, numbers)
+
+
+class _Mesh:
+    """The connections between one rank and its peers, while they are made and after."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._own: dict[str, _Published] = {}
+        self._peers: set[Endpoint] = set()
+        self._poked: set[str] = set()
+        self._inodes: frozenset[int] = frozenset()
+
+    def published(self, device: str, record: bytes) -> None:
+        with self._lock:
+            self._own[device] = _Published.read(record)
+
+    def met(self, record: bytes) -> None:
+        with self._lock:
+            self._peers.add(_Published.read(record).endpoint)
+
+    def finish(self, world_size: int, num_devices: int) -> None:
+        """Note which connections the group has, now that it has them all.
+
+        Raises: ConfigureFailed: they are fewer, so that a peer is gone already.
+        """
+        self._inodes = self._connected()
+        expected = (world_size - 1) * num_devices
+        if len(self._inodes) < expected:
+            raise ConfigureFailed(
+                f"only {len(self._inodes)} of {expected} connections to peers were left when the group was built; "
+                "a peer is gone, ask for a new quorum"
+            )
+
+    def sever(self) -> None:
+        """End every operation of the built group, here and at the peers."""
+        sockets.shut_down(self._inodes)
+
+    def sever_unfinished(self) -> None:
+        """End what the building waits on; to be repeated, because the builder then goes on to the next wait."""
+        with self._lock:
+            peers = frozenset(self._peers)
+            poke = [own for device, own in self._own.items() if device not in self._poked] if peers else []
+            if peers:
+                self._poked.update(self._own)
+        sockets.shut_down(self._connected() | sockets.connecting(remote=peers))
+        for own in poke:
+            self._connect_in_place_of_peers(own)
+
+    def _connected(self) -> frozenset[int]:
+        with self._lock:
+            local = frozenset(own.endpoint for own in self._own.values())
+            remote = frozenset(self._peers)
+        return sockets.connected(local=local, remote=remote)
+
+    def _connect_in_place_of_peers(self, own: _Published) -> None:
+        place: tuple[object, ...] = own.endpoint
+        if own.family == socket.AF_INET6:
+            place = (*own.endpoint, 0, own.zone)
+        for rank, number in enumerate(own.numbers):
+            if rank == self._rank:
+                continue
+            with socket.socket(own.family, socket.SOCK_STREAM) as caller:
+                caller.settimeout(_POKE_S)
+                try:
+                    caller.connect(place)
+                    caller.sendall(struct.pack("=q", number))
+                except OSError:  # the listener is gone, and with it the wait
+                    return
+
+
+class _WitnessStore(Store):
+    """The store that Gloo is given: passes everything on, and tells the mesh which addresses went by."""
+
+    def __init__(self, store: Store, mesh: _Mesh, attempt: Attempt) -> None:
+        super().__init__()
+        self._store = store
+        self._mesh = mesh
+        self._attempt = attempt
+        self._records: dict[str, bytes] = {}
+        self.error: Exception | None = None
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Publish this rank's record of one device, unless somebody has under the same prefix."""
+        record = value.encode() if isinstance(value, str) else bytes(value)
+        with _Keeping(self):
+            self._mesh.published(_device_of(key), record)
+            found = self._store.compare_set(key, "", record)  # type: ignore[arg-type]  # bytes, in fact
+            if found != record:
+                raise ConfigureFailed(
+                    f"rank {self._attempt.where.rank} found its place under the store prefix taken; every configure "
+                    "needs a fresh prefix",
+                    where=self._attempt.where,
+                )
+            self._records[key] = record
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._records[key]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait for the records of all ranks at once, the first time that any is asked for."""
+        with _Keeping(self):
+            for key in keys:
+                if key not in self._records:
+                    self._fetch(_device_of(key))
+
+    def _fetch(self, device: str) -> None:
+        world_size = self._attempt.where.world_size or 1
+        keys = [f"{device}/{rank}" for rank in range(world_size)]
+        keys = [key for key in keys if key not in self._records]
+        self._store.set_timeout(self._attempt.remaining())
+        try:
+            found = self._store.multi_get(keys)
+        except dist.DistStoreError as error:
+            self._attempt.check()
+            missing = tuple(int(key.rpartition("/")[2]) for key in keys if not self._store.check([key]))
+            raise self._attempt.deadline_passed(
+                f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} did not come",
+                missing_ranks=missing,
+            ) from error
+        for key, record in zip(keys, found, strict=True):
+            self._records[key] = bytes(record)
+            self._mesh.met(bytes(record))
+        # Who stopped before the mesh knew its peers could not break what comes now; whoever stops from here on can.
+        self._attempt.check()
+
+
+class _Keeping:
+    """Keeps the first error that leaves a store, because C++ passes on its text only."""
+
+    def __init__(self, store: _WitnessStore) -> None:
+        self._store = store
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and self._store.error is None:
+            self._store.error = error
+
+
+def _device_of(key: str) -> str:
+    return key.rpartition("/")[0]
+
+
+# What Gloo's errors say of themselves (third_party/gloo of torch 2.13); whatever else comes is a refusal.
+_FAULTS: Mapping[str, type[PeerFailed] | type[DeadlinePassed]] = {
+    "Timed out waiting": DeadlinePassed,
+    "timed out": DeadlinePassed,
+    "Application timeout": DeadlinePassed,
+    "/transport/tcp/": PeerFailed,
+    "Connection closed": PeerFailed,
+    "Broken pipe": PeerFailed,
+    "Connection reset": PeerFailed,
+}
+
+
+def _classify(error: Exception) -> type[PeerFailed] | type[DeadlinePassed] | type[OperationRefused]:
+    text = str(error)
+    return next((fault for words, fault in _FAULTS.items() if words in text), OperationRefused)

@@ -1,0 +1,128 @@
+"""One configured torch group, from the moment it is built until its last operation has ended.
+
+An operation may outlive its group: somebody aborts, a new group is configured, and the old operation fails a
+millisecond later. So every Work holds on to the group that it belongs to, and tells that one, never its successor.
+The law of this file: no building; whoever built it says how to end it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import final
+
+import torch.distributed as dist
+
+from tft_pg.errors import (
+    Aborted,
+    Closed,
+    DeadlinePassed,
+    OperationRefused,
+    PeerFailed,
+    ProcessGroupError,
+    Where,
+)
+from tft_pg.forwarding import forward
+from tft_pg.ops import Collective
+from tft_pg.work import GuardedWork
+
+__all__ = ["LiveGroup"]
+
+_Fault = type[PeerFailed] | type[DeadlinePassed] | type[OperationRefused]
+
+_SENTENCES: Mapping[_Fault, str] = {
+    PeerFailed: "a connection to another rank ended; configure the group without it",
+    DeadlinePassed: "its time-out passed; abort the group and configure it again",
+    OperationRefused: "the backend refused it; mend the call",
+}
+
+
+@final
+class LiveGroup:
+    """A torch group with its place, its end and its first error.
+
+    Args:
+        torch_group: does the work; destroying it joins its threads.
+        set_timeout: sets its time-out.
+        sever: ends whatever waits in it; called once, from any thread.
+        classify: which fault an error of its operations is.
+        where: its place, for messages.
+    """
+
+    def __init__(
+        self,
+        torch_group: dist.ProcessGroup,
+        *,
+        set_timeout: Callable[[timedelta], None],
+        sever: Callable[[], None],
+        classify: Callable[[Exception], _Fault],
+        where: Where,
+    ) -> None:
+        self.where = where
+        self._torch_group: dist.ProcessGroup | None = torch_group
+        self._set_timeout: Callable[[timedelta], None] | None = set_timeout
+        self._sever = sever
+        self._classify = classify
+        self._lock = threading.Lock()
+        self._ended: ProcessGroupError | None = None
+        self._failed: ProcessGroupError | None = None
+
+    @property
+    def error(self) -> ProcessGroupError | None:
+        """Why it is of no use any more; None while it is."""
+        return self._ended or self._failed
+
+    def run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
+        """Start a collective. Raises: Aborted or Closed after `end`; OperationRefused; TypeError."""
+        if self._ended is not None:
+            raise self._because_ended(collective.name)
+        # The group stays out of this frame's variables: an error that somebody keeps would keep its threads too.
+        try:
+            return GuardedWork(
+                forward(self._torch_group, collective, args, kwargs),  # type: ignore[arg-type]
+                self,
+                collective.name,
+            )
+        except RuntimeError as error:
+            raise self.convert(collective.name, error) from error
+
+    def convert(self, operation: str, error: Exception) -> ProcessGroupError:
+        """Note what an operation's error says about the group, and put it into this package's words."""
+        if self._ended is not None:
+            return self._because_ended(operation)
+        fault = self._classify(error)
+        converted = fault(f"{operation} failed ({self.where}): {_SENTENCES[fault]}", where=self.where)
+        if fault is not OperationRefused:
+            with self._lock:
+                if self._failed is None:
+                    self._failed = fault(str(converted), where=self.where)
+        return converted
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        setter = self._set_timeout
+        if setter is not None:
+            setter(timeout)
+
+    def end(self, why: ProcessGroupError) -> None:
+        """End what runs, at once; the first call counts. Any thread, also one of the group's own."""
+        with self._lock:
+            if self._ended is not None:
+                return
+            self._ended = why
+        self._sever()
+
+    def release(self) -> None:
+        """Let go of the torch group; blocks until its last operation has ended and its threads are gone.
+
+        Only after `end`, which makes that a matter of milliseconds, and never from a callback of one of its
+        operations, which runs on such a thread.
+        """
+        assert self._ended is not None
+        self._set_timeout = None
+        self._torch_group = None
+
+    def _because_ended(self, operation: str) -> ProcessGroupError:
+        assert self._ended is not None
+        kind = Closed if isinstance(self._ended, Closed) else Aborted
+        return kind(f"{operation} was ended: {self._ended}", where=self.where)

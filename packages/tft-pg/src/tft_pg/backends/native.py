@@ -1,0 +1,247 @@
+"""The life of a process group that is made of one torch group after another.
+
+A backend knows how to build one torch group; everything else, which is the same for all of them, is here: one
+attempt at a time, one live group at a time, and an abort that reaches whichever there is. The law of this file:
+locks are held for assignments only, never while something waits.
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from tft_pg.backends.attempt import Attempt
+from tft_pg.backends.live import LiveGroup
+from tft_pg.base import ProcessGroup
+from tft_pg.errors import (
+    Aborted,
+    Closed,
+    ConfigureFailed,
+    InvalidSetting,
+    NotConfigured,
+    ProcessGroupError,
+    Where,
+)
+from tft_pg.ops import Collective
+from tft_pg.store import StoreAddress, StoreClient, parse_store_addr
+
+__all__ = ["NativeProcessGroup"]
+
+
+def _checked_timeout(timeout: timedelta) -> timedelta:
+    if timeout <= timedelta(0):
+        raise InvalidSetting(f"a time-out must be above zero, but this one is {timeout.total_seconds():g} s")
+    return timeout
+
+
+class NativeProcessGroup(ProcessGroup):
+    """Abstract: a subclass builds torch groups of one backend.
+
+    Args:
+        timeout: of each operation, and of `configure` unless it is given another.
+    """
+
+    def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
+        super().__init__()
+        self._timeout = _checked_timeout(timeout)
+        self._configuring = threading.Lock()
+        self._lock = threading.Lock()
+        self._attempt: Attempt | None = None
+        self._live: LiveGroup | None = None
+        self._error: ProcessGroupError | None = None
+        self._closed = False
+        self._where = Where()
+        self._store_client: StoreClient | None = None
+
+    @abc.abstractmethod
+    def _build(self, store: Store, attempt: Attempt, timeout: timedelta) -> LiveGroup:
+        """Build one torch group; blocks.
+
+        Args:
+            store: under this configure's prefix.
+            attempt: to be told how to break each wait; `attempt.where` has rank and size.
+            timeout: of the group's operations.
+        Raises: any error; the builder leaves nothing behind then.
+        """
+
+    @abc.abstractmethod
+    def _discard(self) -> None:
+        """Let go of what is kept from one torch group to the next; called after a failure and at the end."""
+
+    def configure(
+        self,
+        store_addr: str,
+        rank: int,
+        world_size: int,
+        *,
+        replica_id: str = "",
+        quorum_id: int | None = None,
+        group_rank: int = 0,
+        group_world_size: int = 1,
+        global_ranks: Sequence[int] | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        address = parse_store_addr(store_addr)
+        if world_size < 1 or not 0 <= rank < world_size:
+            raise InvalidSetting(f"rank {rank} of {world_size} can't be: ranks go from 0 to the world size less one")
+        if global_ranks is not None and len(global_ranks) != world_size:
+            raise InvalidSetting(f"there are {len(global_ranks)} global ranks for a world size of {world_size}")
+        where = Where(rank, world_size, replica_id, quorum_id, group_rank)
+        limit = self._timeout if timeout is None else _checked_timeout(timeout)
+        with self._configuring, Attempt(where, limit) as attempt:
+            self._begin(attempt)
+            try:
+                live = self._build(self._connect(address, attempt), attempt, self._timeout)
+            except Exception as error:
+                failure = self._fail(attempt, error)
+                if failure is error:
+                    raise
+                raise failure from error
+            self._finish(attempt, live)
+
+    def _begin(self, attempt: Attempt) -> None:
+        with self._lock:
+            if self._closed:
+                raise self._because_closed("configure")
+            self._attempt, before, self._live = attempt, self._live, None
+            self._error = NotConfigured(f"the group is being configured ({attempt.where}); wait for that")
+            self._where = attempt.where
+        if before is not None:
+            before.end(Aborted(f"a new configure replaced the group ({before.where})", where=before.where))
+            before.release()
+
+    def _connect(self, address: StoreAddress, attempt: Attempt) -> Store:
+        """The store under this configure's prefix; the connection is kept while the store is the same."""
+        client = self._store_client
+        if client is None or (client.host, client.port) != (address.host, address.port):
+            client = StoreClient(address.host, address.port)
+            attempt.break_with(client.sever)
+            client.connect(attempt.remaining(), keep_trying=attempt.check)
+            self._store_client = client
+        else:
+            attempt.break_with(client.sever)
+        return client.under(address.prefix)
+
+    def _fail(self, attempt: Attempt, error: Exception) -> ProcessGroupError:
+        self._store_client = None  # it may have been severed, or be the fault
+        self._discard()
+        try:
+            attempt.check()
+        except ProcessGroupError as stopped:
+            failure = stopped
+        else:
+            failure = (
+                error
+                if isinstance(error, ProcessGroupError)
+                else ConfigureFailed(
+                    f"no group was built ({attempt.where}): {_first_line(error)}; "
+                    "ask for a new quorum and configure under its prefix",
+                    where=attempt.where,
+                )
+            )
+        with self._lock:
+            self._attempt = None
+            self._error = copy.copy(failure)  # without the frames of the one that is raised
+        return failure
+
+    def _finish(self, attempt: Attempt, live: LiveGroup) -> None:
+        with self._lock:
+            self._attempt = None
+            try:
+                attempt.check()
+            except ProcessGroupError as stopped:
+                why = stopped
+                self._error = copy.copy(stopped)
+            else:
+                self._live, self._error = live, None
+                live.set_timeout(self._timeout)  # it may have changed meanwhile
+                return
+        self._store_client = None
+        live.end(why)
+        live.release()
+        self._discard()
+        raise why
+
+    def _run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
+        live = self._live
+        if live is None:
+            raise self._unusable(collective.name)
+        return live.run(collective, args, kwargs)
+
+    def _unusable(self, operation: str) -> ProcessGroupError:
+        if self._closed:
+            return self._because_closed(operation)
+        error = self._error
+        if error is None:
+            return NotConfigured(f"{operation} came before the first configure; configure the group")
+        kind = Aborted if isinstance(error, Aborted) else NotConfigured
+        return kind(f"{operation} found no group: {error}", where=error.where)
+
+    def _because_closed(self, operation: str) -> Closed:
+        return Closed(f"{operation} came after shutdown ({self._where}); make a new group", where=self._where)
+
+    def abort(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            why = Aborted(f"abort was called ({self._where}); configure the group again", where=self._where)
+            attempt, live = self._attempt, self._live
+            if live is None:
+                self._error = why
+        if attempt is not None:
+            attempt.stop(why)
+        if live is not None:
+            live.end(why)
+
+    def errored(self) -> Exception | None:
+        live = self._live
+        return self._error if live is None else live.error
+
+    def shutdown(self) -> None:
+        with self._lock:
+            self._closed = True
+            why = self._because_closed("what ran")
+            attempt, live, self._live = self._attempt, self._live, None
+            self._error = why
+        if attempt is not None:
+            attempt.stop(why)
+        if live is not None:
+            live.end(why)
+            live.release()
+        with self._configuring:  # an attempt that was stopped is out in milliseconds
+            self._store_client = None
+            self._discard()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        with self._lock:
+            self._timeout = _checked_timeout(timeout)
+            live = self._live
+        if live is not None:
+            live.set_timeout(timeout)
+
+    def size(self) -> int:
+        return self._placed("size").world_size or 1
+
+    def rank(self) -> int:
+        return self._placed("rank").rank or 0
+
+    def _placed(self, operation: str) -> Where:
+        if self._closed or self._where.rank is None:
+            raise self._unusable(operation)
+        return self._where
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "configured" if self.errored() is None else "unusable"
+        if self._where.rank is None and not self._closed:
+            state = "unconfigured"
+        return f"{type(self).__name__}({self._where}, {state})"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,151 @@
+"""The process group that everything else here is one of.
+
+A training job outlives its members, so its process group must too: the same object is configured again for every
+quorum, with another rank and another size, and lets go of an operation when somebody else knows that it can't end.
+The law of this file: the interface and its contract; no backend, no threads.
+
+The contract, which `tft_pg.testing.check_process_group` checks:
+
+- `configure` blocks until the group is built, or raises and leaves none. It may be called again at any time, each
+  time under a store prefix that nobody has used; what ran before is ended.
+- `abort` may be called by any thread at any time, also before `configure` and in the middle of it. What runs raises
+  `Aborted` here and fails at the peers. `errored()` gives an error until the next `configure`.
+- A collective before `configure` raises `NotConfigured`, after `abort` `Aborted`, after `shutdown` `Closed`.
+- Once a Work has failed (its `wait` has raised, its future holds an error), or the next `configure` or `shutdown`
+  has returned, nothing of the operation is written into a tensor any more.
+- `shutdown` is for ever, may be repeated, and leaves no thread and no descriptor.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tft_pg.forwarding import forward_collectives
+from tft_pg.ops import Collective
+
+__all__ = ["ProcessGroup"]
+
+
+class _Abstract(abc.ABCMeta, type(dist.ProcessGroup)):  # type: ignore[misc]
+    """torch's groups have a metaclass of their own, so ours is both."""
+
+
+@forward_collectives
+class ProcessGroup(dist.ProcessGroup, metaclass=_Abstract):
+    """A `torch.distributed.ProcessGroup` that is configured again and again and aborted from another thread.
+
+    Every collective of `torch.distributed.ProcessGroup` is a method, in each of torch's call forms:
+    `allreduce(tensors, opts | op)` and `(tensor, op)`, `allgather(list of lists, opts)` and `(list, tensor)`,
+    `broadcast(tensors, opts)` and `(tensor, root)`. `torch.distributed`'s functions take such a group as `group=`.
+    """
+
+    def __init__(self) -> None:
+        missing = sorted(type(self).__abstractmethods__)
+        if missing:  # torch's metaclass makes objects by itself and does not look
+            raise TypeError(f"{type(self).__name__} is abstract; it lacks {', '.join(missing)}")
+        super().__init__(0, 1)  # type: ignore[call-arg]  # torch names only another form
+
+    @abc.abstractmethod
+    def _run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
+        """Start a collective; called by every collective method, from any thread.
+
+        Args:
+            collective: which.
+            args: positional arguments as the caller gave them.
+            kwargs: keywords as the caller gave them.
+        Returns: its Work.
+        """
+
+    @abc.abstractmethod
+    def configure(
+        self,
+        store_addr: str,
+        rank: int,
+        world_size: int,
+        *,
+        replica_id: str = "",
+        quorum_id: int | None = None,
+        group_rank: int = 0,
+        group_world_size: int = 1,
+        global_ranks: Sequence[int] | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        """Build the group anew; blocks until it is built.
+
+        Args:
+            store_addr: `host:port/prefix` of a running store; all ranks give the same, and a fresh prefix each time.
+            rank: this process's rank, 0-based.
+            world_size: number of ranks, at least 1.
+            replica_id: which replica this is, for messages.
+            quorum_id: which quorum this is, for messages.
+            group_rank: rank inside the replica group, for messages.
+            group_world_size: ranks in the replica group, for messages.
+            global_ranks: the rank of each member in the whole job, for messages and records.
+            timeout: how long building may take; None: the group's own time-out.
+        Raises:
+            ConfigureFailed: it was not built in time, or can't be; nothing is left of it.
+            Aborted: `abort` was called meanwhile.
+            Closed: the group was shut down.
+            InvalidSetting: an argument can't work (StoreAddressError for the address).
+        """
+
+    @abc.abstractmethod
+    def abort(self) -> None:
+        """End what runs, here and at the peers; returns at once. Harmless when nothing runs."""
+
+    @abc.abstractmethod
+    def errored(self) -> Exception | None:
+        """Why the group can't be used until the next `configure`; None if it can, or was never configured."""
+
+    @abc.abstractmethod
+    def shutdown(self) -> None:
+        """End what runs and let go of everything, for ever."""
+
+    @abc.abstractmethod
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the time-out of every operation that starts from now on, on the live group too.
+
+        An operation that runs keeps the one that it started with; `abort` ends it.
+
+        Raises: InvalidSetting: not above zero.
+        """
+
+    @abc.abstractmethod
+    def size(self) -> int:
+        """Number of ranks. Raises: NotConfigured, Closed."""
+
+    @abc.abstractmethod
+    def rank(self) -> int:
+        """This process's rank. Raises: NotConfigured, Closed."""
+
+    @abc.abstractmethod
+    def getBackendName(self) -> str:
+        """Name of the backend, `tft-` first."""
+
+    @abc.abstractmethod
+    def __repr__(self) -> str: ...
+
+    # C++ asks for the size and the rank by these names.
+    def getSize(self) -> int:
+        return self.size()
+
+    def getRank(self) -> int:
+        return self.rank()
+
+    def name(self) -> str:
+        return self.getBackendName()
+
+    def broadcast_one(self, tensor: torch.Tensor, root: int) -> dist.Work:
+        """Broadcast one tensor, in place, from the rank `root`."""
+        opts = dist.BroadcastOptions()
+        opts.rootRank = root
+        return self.broadcast([tensor], opts)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"a {type(self).__name__} is bound to its process and can't be pickled")

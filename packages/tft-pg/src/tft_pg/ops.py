@@ -1,0 +1,176 @@
+"""The collectives as one table: what a process group can be asked to do.
+
+Whoever forwards, fakes, swallows or times collectives reads this table instead of spelling them out, so adding one
+means adding one row. A row knows the names a collective goes by (torch 2.13 renamed some and keeps the old names),
+how its arguments are called, and which of them are filled in. The law of this file: data and pure functions on it;
+nothing here calls a process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tft_pg.errors import InvalidSetting
+
+__all__ = ["COLLECTIVES", "Collective", "collective"]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One row: an operation of `torch.distributed.ProcessGroup`.
+
+    Args:
+        name: the method by which it is forwarded.
+        parameters: for each positional place, the keywords that torch's two call forms use for it.
+        outputs: index of the parameter that is filled in; None for operations without a result.
+        inputs: index of the parameter that is read, if it is another one.
+        aliases: other method names for the same operation.
+    """
+
+    name: str
+    parameters: tuple[tuple[str, ...], ...]
+    outputs: int | None = None
+    inputs: int | None = None
+    aliases: tuple[str, ...] = ()
+
+    def argument(self, index: int, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        """The argument at a place, given by position or by any of its keywords; None if left out."""
+        if index < len(args):
+            return args[index]
+        return next((kwargs[key] for key in self.parameters[index] if key in kwargs), None)
+
+    def results(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
+        """The tensors that the operation fills in, as one flat list: what its Work's future holds."""
+        if self.outputs is None:
+            return []
+        return list(_tensors(self.argument(self.outputs, args, kwargs)))
+
+    def copy_to_self(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+        """Do the operation in a group of one: every output becomes its only input.
+
+        Raises: InvalidSetting: the outputs and inputs don't pair up, as they do in a group of one.
+        """
+        if self.outputs is None or self.inputs is None:
+            return
+        outputs = self.results(args, kwargs)
+        inputs = list(_tensors(self.argument(self.inputs, args, kwargs)))
+        if [output.numel() for output in outputs] != [input_.numel() for input_ in inputs]:
+            raise InvalidSetting(
+                f"{self.name} in a group of one needs outputs as large as its inputs, but got "
+                f"{[tuple(output.shape) for output in outputs]} for {[tuple(input_.shape) for input_ in inputs]}"
+            )
+        for output, input_ in zip(outputs, inputs, strict=True):
+            output.copy_(input_.reshape(output.shape))
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Sequence):
+        for item in value:
+            yield from _tensors(item)
+
+
+_OPTS = ("opts",)
+_OPTS_OR_OP = ("opts", "op")
+_TENSORS = ("tensors", "tensor")
+
+COLLECTIVES: tuple[Collective, ...] = (
+    Collective("allreduce", (_TENSORS, _OPTS_OR_OP, ("timeout",)), outputs=0),
+    Collective("allreduce_coalesced", (_TENSORS, _OPTS), outputs=0),
+    Collective(
+        "allgather",
+        (("output_tensors",), ("input_tensors", "input_tensor"), ("opts", "timeout")),
+        outputs=0,
+        inputs=1,
+    ),
+    Collective("allgather_coalesced", (("output_lists",), ("input_list",), _OPTS), outputs=0, inputs=1),
+    Collective(
+        "_allgather_base",
+        (("output",), ("input",), _OPTS),
+        outputs=0,
+        inputs=1,
+        aliases=("all_gather_single",),
+    ),
+    Collective(
+        "allgather_into_tensor_coalesced",
+        (("output_lists", "output_tensors"), ("input_list", "input_tensors"), _OPTS),
+        outputs=0,
+        inputs=1,
+        aliases=("all_gather_single_coalesced",),
+    ),
+    Collective(
+        "reduce_scatter",
+        (("output_tensors",), ("input_tensors", "input_tensor"), _OPTS_OR_OP, ("timeout",)),
+        outputs=0,
+        inputs=1,
+    ),
+    Collective(
+        "_reduce_scatter_base",
+        (("outputTensor", "output_tensor"), ("inputTensor", "input_tensor"), _OPTS),
+        outputs=0,
+        inputs=1,
+        aliases=("reduce_scatter_single",),
+    ),
+    Collective(
+        "reduce_scatter_tensor_coalesced",
+        (("outputTensors", "output_tensors"), ("inputTensors", "input_tensors"), _OPTS),
+        outputs=0,
+        inputs=1,
+        aliases=("reduce_scatter_single_coalesced",),
+    ),
+    Collective(
+        "alltoall_base",
+        (
+            ("output_tensor", "output", "output_buffer"),
+            ("input_tensor", "input", "input_buffer"),
+            ("output_split_sizes",),
+            ("input_split_sizes",),
+            ("opts", "timeout"),
+        ),
+        outputs=0,
+        inputs=1,
+        aliases=("all_to_all_single",),
+    ),
+    Collective(
+        "alltoall",
+        (("output_tensor", "output"), ("input_tensor", "input"), ("opts", "timeout")),
+        outputs=0,
+        inputs=1,
+    ),
+    Collective("broadcast", (_TENSORS, ("opts", "root"), ("timeout",)), outputs=0),
+    Collective("reduce", (_TENSORS, ("opts", "root"), ("op",), ("timeout",)), outputs=0),
+    Collective(
+        "gather",
+        (("output_tensors",), ("input_tensors", "input_tensor"), ("opts", "root"), ("timeout",)),
+        outputs=0,
+        inputs=1,
+    ),
+    Collective(
+        "scatter",
+        (("output_tensors", "output_tensor"), ("input_tensors",), ("opts", "root"), ("timeout",)),
+        outputs=0,
+        inputs=1,
+    ),
+    Collective("send", (("tensors",), ("dstRank", "dst_rank"), ("tag",))),
+    Collective("recv", (("tensors",), ("srcRank", "src_rank"), ("tag",)), outputs=0),
+    Collective("recv_anysource", (("tensors",), ("tag",)), outputs=0),
+    Collective("barrier", (("opts", "timeout"),)),
+)
+"""Every collective, once. The order has no meaning."""
+
+_BY_NAME = {name: row for row in COLLECTIVES for name in (row.name, *row.aliases)}
+
+
+def collective(name: str) -> Collective:
+    """The row of a collective by any of its names.
+
+    Raises: InvalidSetting: there is none of that name.
+    """
+    try:
+        return _BY_NAME[name]
+    except KeyError:
+        raise InvalidSetting(f"{name!r} is no collective; there are {', '.join(sorted(_BY_NAME))}") from None

@@ -1,0 +1,226 @@
+"""Store addresses, and clients of a store that can be ended from another thread.
+
+A group's members find each other through a key-value store, torch's TCPStore, under a prefix of their own. The
+address of both is written `host:port/prefix`. A plain TCPStore client blocks without end if the store's process is
+stopped, its time-out notwithstanding (torch 2.13), so the client here knows its own connection and can be severed.
+The law of this file: stores only; no process group.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import select
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import final
+
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from tft_pg import sockets
+from tft_pg.errors import StoreAddressError, StoreUnreachable
+from tft_pg.sockets import Endpoint
+
+__all__ = ["StoreAddress", "StoreClient", "create_store_client", "format_store_addr", "parse_store_addr"]
+
+_RETRY_S = 0.05
+
+
+@dataclass(frozen=True)
+class StoreAddress:
+    """Where a store is, and under which prefix.
+
+    Args:
+        host: name or numeric address, IPv6 without brackets.
+        port: 1 to 65535.
+        prefix: put before every key; may hold slashes; empty for none.
+    """
+
+    host: str
+    port: int
+    prefix: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.host or any(char.isspace() or char in "/[]" for char in self.host):
+            raise StoreAddressError(f"{self.host!r} is no host of a store", address=self.host)
+        if not 1 <= self.port <= 65535:
+            raise StoreAddressError(f"{self.port} is no port of a store, which is 1 to 65535", address=str(self.port))
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}/{self.prefix}" if self.prefix else f"{host}:{self.port}"
+
+
+def format_store_addr(host: str, port: int, prefix: str = "") -> str:
+    """`host:port/prefix`, with brackets round an IPv6 address.
+
+    Raises: StoreAddressError: no such host or port can be.
+    """
+    return str(StoreAddress(host, port, prefix))
+
+
+def parse_store_addr(store_addr: str) -> StoreAddress:
+    """Read `host:port/prefix`, `[v6]:port/prefix` or `v6:port/prefix`; the prefix may be left out.
+
+    In the last form the last colon separates the port, always, so an IPv6 address without a port is an error or is
+    read as a shorter address with one: write brackets.
+
+    Raises: StoreAddressError: it is none of these; the message says which part is wrong.
+    """
+
+    def wrong(why: str) -> StoreAddressError:
+        return StoreAddressError(
+            f"{store_addr!r} is no store address: {why}; write host:port/prefix or [v6]:port/prefix",
+            address=store_addr,
+        )
+
+    if not isinstance(store_addr, str):
+        raise wrong("it is no string")
+    if "://" in store_addr:
+        raise wrong("it has a scheme")
+    place, _, prefix = store_addr.partition("/")
+    if place.startswith("["):
+        host, bracket, rest = place[1:].partition("]")
+        if not bracket or not rest.startswith(":"):
+            raise wrong("after the brackets comes :port")
+        port = rest[1:]
+    else:
+        host, colon, port = place.rpartition(":")
+        if not colon:
+            raise wrong("it has no port")
+    if not host:
+        raise wrong("it has no host")
+    if ":" in host:
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError:
+            raise wrong(f"{host!r} is no IPv6 address") from None
+    if not (port.isascii() and port.isdigit()):
+        raise wrong(f"{port!r} is no port")
+    try:
+        return StoreAddress(host, int(port), prefix)
+    except StoreAddressError as error:
+        raise wrong(str(error)) from None
+
+
+def create_store_client(store_addr: str, timeout: timedelta = timedelta(seconds=60)) -> Store:
+    """Connect to a running store.
+
+    Args:
+        store_addr: `host:port/prefix`.
+        timeout: for the connection, and of each later operation on the store.
+    Returns: the store under the prefix, or the bare store if there is none.
+    Raises: StoreAddressError: that is no address. StoreUnreachable: nothing answered there in time.
+    """
+    address = parse_store_addr(store_addr)
+    client = StoreClient(address.host, address.port)
+    client.connect(timeout, keep_trying=lambda: None)
+    return client.under(address.prefix)
+
+
+@final
+class StoreClient:
+    """One connection to one store, which any thread may sever.
+
+    Args:
+        host: of the store.
+        port: of the store.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self.host = host
+        self.port = port
+        self._store: Store | None = None
+        self._remote: frozenset[Endpoint] = frozenset()
+        self._before: frozenset[int] = frozenset()
+        self._own: frozenset[int] = frozenset()
+
+    def connect(self, timeout: timedelta, *, keep_trying: Callable[[], None]) -> None:
+        """Connect; blocks until the store has answered.
+
+        Args:
+            timeout: how long at most; becomes the store's own time-out.
+            keep_trying: called every few milliseconds while nothing listens there; may raise to end it.
+        Raises: StoreUnreachable: the time is up, or the host has no address.
+        """
+        deadline_s = time.monotonic() + timeout.total_seconds()
+        self._wait_for_listener(deadline_s, keep_trying)
+        # Which connection is ours is decided by exclusion: it is the one that was not there before. If another
+        # thread connects to the same store meanwhile there are two, and another try will tell.
+        for _ in range(3):
+            self._before = sockets.connected(remote=self._remote)
+            remaining_s = max(deadline_s - time.monotonic(), 0.001)
+            try:
+                self._store = TCPStore(
+                    self.host,
+                    self.port,
+                    is_master=False,
+                    wait_for_workers=False,
+                    timeout=timedelta(seconds=remaining_s),
+                )
+            except RuntimeError as error:
+                keep_trying()
+                raise self._unreachable(str(error).splitlines()[0]) from error
+            fresh = sockets.connected(remote=self._remote) - self._before
+            if len(fresh) == 1:
+                self._own = fresh
+                break
+        self._store.set_timeout(timeout)  # type: ignore[union-attr]
+
+    def under(self, prefix: str) -> Store:
+        """The store as seen under a prefix."""
+        assert self._store is not None
+        return PrefixStore(prefix, self._store) if prefix else self._store
+
+    def sever(self) -> None:
+        """End whatever waits on this connection, in any thread; the client is of no use after it."""
+        own = self._own
+        if not own:
+            fresh = sockets.connected(remote=self._remote) - self._before
+            own = fresh if len(fresh) == 1 else frozenset()
+        sockets.shut_down(own)
+
+    def _unreachable(self, why: str) -> StoreUnreachable:
+        return StoreUnreachable(
+            f"the store at {StoreAddress(self.host, self.port)} did not answer ({why}); ask for a new quorum"
+        )
+
+    def _wait_for_listener(self, deadline_s: float, keep_trying: Callable[[], None]) -> None:
+        """Find out that something listens there, in steps short enough to be ended (a TCPStore's are not)."""
+        try:
+            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise self._unreachable(f"{error.strerror or error}") from error
+        endpoints = (Endpoint.of(sockaddr) for *_, sockaddr in found)
+        self._remote = frozenset(endpoint for endpoint in endpoints if endpoint is not None)
+        while True:
+            why = "refused"
+            share_s = (deadline_s - time.monotonic()) / len(found)
+            for family, kind, protocol, _, sockaddr in found:
+                with socket.socket(family, kind, protocol) as probe:
+                    probe.setblocking(False)
+                    why = _connect_in_steps(probe, sockaddr, time.monotonic() + share_s, keep_trying)
+                if not why:
+                    return
+            keep_trying()
+            if time.monotonic() + _RETRY_S > deadline_s:
+                raise self._unreachable(why)
+            time.sleep(_RETRY_S)
+
+
+def _connect_in_steps(
+    probe: socket.socket, sockaddr: object, deadline_s: float, keep_trying: Callable[[], None]
+) -> str:
+    """Connect a non-blocking socket; gives why not, or nothing."""
+    probe.connect_ex(sockaddr)  # type: ignore[arg-type]
+    poll = select.poll()
+    poll.register(probe, select.POLLOUT)
+    while not poll.poll(_RETRY_S * 1000):
+        keep_trying()
+        if time.monotonic() > deadline_s:
+            return "no answer"
+    error = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    return os.strerror(error) if error else ""

@@ -1,0 +1,178 @@
+"""Works: the handle that a collective returns, finished already, guarded, or finished by somebody else.
+
+A Work is waited for from Python (`wait`), through its future (`get_future`), or from C++ by DDP's reducer, which
+calls the same two. The law of this file: a Work knows its own operation and nothing of the group's life.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol, final
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["ConvertsErrors", "DummyWork", "GuardedWork", "PendingWork"]
+
+_Future = torch.futures.Future[Any]
+
+
+@final
+class DummyWork(dist.Work):
+    """A Work that has finished with a given result.
+
+    Args:
+        result: what its future holds; for collectives the list of tensors that torch's Work would hold.
+    """
+
+    def __init__(self, result: object) -> None:
+        super().__init__()
+        self._result = result
+        self._future: _Future | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def get_future(self) -> _Future:
+        if self._future is None:
+            self._future = torch.futures.Future()
+            self._future.set_result(self._result)
+        return self._future
+
+    def is_completed(self) -> bool:
+        return True
+
+    def result(self) -> list[torch.Tensor]:
+        return self._result  # type: ignore[return-value]
+
+    def synchronize(self) -> None:
+        return None
+
+
+class ConvertsErrors(Protocol):
+    """What a guarded Work needs of its group."""
+
+    def convert(self, operation: str, error: Exception) -> Exception:
+        """Note what an error says about the group, and give the error to raise for it."""
+        ...
+
+
+@final
+class GuardedWork(dist.Work):
+    """A backend's Work, whose errors its group hears of and puts into its own words.
+
+    Args:
+        work: the Work that does the waiting.
+        converter: the group that it belongs to.
+        operation: name of the collective.
+    """
+
+    def __init__(self, work: dist.Work, converter: ConvertsErrors, operation: str) -> None:
+        super().__init__()
+        self._work = work
+        self._converter = converter
+        self._operation = operation
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the operation has ended.
+
+        Args:
+            timeout: how long at most; None or zero: as long as the operation's own time-out allows.
+        Raises: ProcessGroupError: the operation failed; the backend's error is attached as its cause.
+        """
+        try:
+            return self._work.wait(timeout) if timeout else self._work.wait()
+        except RuntimeError as error:
+            raise self._converter.convert(self._operation, error) from error
+
+    def get_future(self) -> _Future:
+        """The backend's own future. Its error stays the backend's; the group is told of it when it comes."""
+        future: _Future = self._work.get_future()
+        future.add_done_callback(self._tell)
+        return future
+
+    def _tell(self, future: _Future) -> None:
+        try:
+            future.value()
+        except RuntimeError as error:
+            self._converter.convert(self._operation, error)
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._work.result()
+
+    def source_rank(self) -> int:
+        return self._work.source_rank()
+
+    def synchronize(self) -> None:
+        self._work.synchronize()
+
+    def block_current_stream(self) -> None:
+        self._work.block_current_stream()
+
+
+@final
+class PendingWork(dist.Work):
+    """A Work that somebody else finishes or fails, once; what comes second is ignored.
+
+    Args:
+        on_timeout: makes the error that a `wait` raises when its limit passes first.
+        limit: how long a `wait` without a time-out of its own waits.
+    """
+
+    def __init__(self, *, on_timeout: Callable[[timedelta], Exception], limit: timedelta) -> None:
+        super().__init__()
+        self._on_timeout = on_timeout
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._error: Exception | None = None
+        self._result: list[torch.Tensor] = []
+        self._trigger: _Future = torch.futures.Future()
+        # A future made by `then` carries an error that C++ sees too; `set_exception` would look like a result there.
+        self._future: _Future = self._trigger.then(self._outcome)
+
+    def _outcome(self, _: _Future) -> list[torch.Tensor]:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def finish(self, result: list[torch.Tensor]) -> None:
+        with self._lock:
+            if self._done.is_set():
+                return
+            self._result = result
+            self._done.set()
+        self._trigger.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        with self._lock:
+            if self._done.is_set():
+                return
+            self._error = error
+            self._done.set()
+        self._trigger.set_result(None)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        limit = timeout or self._limit
+        if not self._done.wait(limit.total_seconds()):
+            raise self._on_timeout(limit)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def get_future(self) -> _Future:
+        return self._future
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._result
+
+    def synchronize(self) -> None:
+        return None

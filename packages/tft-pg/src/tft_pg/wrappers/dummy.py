@@ -1,0 +1,126 @@
+"""A group of one without a backend, for which every collective is a copy.
+
+For code that wants a process group where there is nobody to talk to: torch's DistributedDataParallel under a
+Manager, and tests. The law of this file: no threads, no sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+from tft_pg.base import ProcessGroup
+from tft_pg.errors import Aborted, Closed, InvalidSetting, ProcessGroupError
+from tft_pg.ops import Collective
+from tft_pg.work import DummyWork
+
+__all__ = ["ProcessGroupDummy"]
+
+
+@final
+class ProcessGroupDummy(ProcessGroup):
+    """Rank 0 of 1: every collective succeeds at once, gathers and scatters copy their input to their output.
+
+    It is ready without a `configure`, which only checks and counts. The public counters `configure_count`,
+    `wait_count` and `get_future_count` say how often each was called.
+
+    Args:
+        rank: 0.
+        world: 1.
+
+    Raises: InvalidSetting: another rank or size.
+    """
+
+    def __init__(self, rank: int = 0, world: int = 1) -> None:
+        super().__init__()
+        self._require_alone(rank, world)
+        self.configure_count = 0
+        self.wait_count = 0
+        self.get_future_count = 0
+        self._error: ProcessGroupError | None = None
+
+    def _require_alone(self, rank: int, world_size: int) -> None:
+        if (rank, world_size) != (0, 1):
+            raise InvalidSetting(f"a dummy group is rank 0 of 1, but was asked to be rank {rank} of {world_size}")
+
+    def _run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
+        if self._error is not None:
+            raise type(self._error)(f"{collective.name} found no group: {self._error}")
+        collective.copy_to_self(args, kwargs)
+        return _CountingWork(self, collective.results(args, kwargs))
+
+    def configure(
+        self,
+        store_addr: str,
+        rank: int,
+        world_size: int,
+        *,
+        replica_id: str = "",
+        quorum_id: int | None = None,
+        group_rank: int = 0,
+        group_world_size: int = 1,
+        global_ranks: Sequence[int] | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        if isinstance(self._error, Closed):
+            raise Closed(f"configure found no group: {self._error}")
+        self._require_alone(rank, world_size)
+        self.configure_count += 1
+        self._error = None
+
+    def abort(self) -> None:
+        if not isinstance(self._error, Closed):
+            self._error = Aborted("abort was called (dummy group); configure the group again")
+
+    def errored(self) -> Exception | None:
+        return self._error
+
+    def shutdown(self) -> None:
+        self._error = Closed("the dummy group was shut down; make a new group")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        if timeout <= timedelta(0):
+            raise InvalidSetting(f"a time-out must be above zero, but this one is {timeout.total_seconds():g} s")
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+    def getBackendName(self) -> str:
+        return "tft-dummy"
+
+    def __repr__(self) -> str:
+        return f"ProcessGroupDummy(configured {self.configure_count} times)"
+
+
+@final
+class _CountingWork(dist.Work):
+    """A finished Work that tells its group how it is used."""
+
+    def __init__(self, group: ProcessGroupDummy, results: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._group = group
+        self._work = DummyWork(results)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._group.wait_count += 1
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        self._group.get_future_count += 1
+        return self._work.get_future()
+
+    def is_completed(self) -> bool:
+        return True
+
+    def result(self) -> list[torch.Tensor]:
+        return self._work.result()
+
+    def synchronize(self) -> None:
+        return None

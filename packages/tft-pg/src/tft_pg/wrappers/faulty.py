@@ -1,0 +1,135 @@
+"""A group that misbehaves on demand, for tests of what stands on it.
+
+A test says which call shall fail, hang or come late, counted from now; every other call goes to the group inside.
+The law of this file: a fault that is not asked for never happens.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import final
+
+import torch.distributed as dist
+
+from tft_pg.base import ProcessGroup
+from tft_pg.errors import Aborted, DeadlinePassed, InvalidSetting, PeerFailed
+from tft_pg.forwarding import forward
+from tft_pg.ops import Collective, collective
+from tft_pg.work import PendingWork
+from tft_pg.wrappers.wrapping import WrappingProcessGroup
+
+__all__ = ["FakeProcessGroupWrapper"]
+
+_Act = Callable[[Collective, tuple[object, ...], Mapping[str, object]], dist.Work]
+
+
+@dataclass
+class _Fault:
+    calls_left: int
+    operation: str | None
+    act: _Act
+
+
+@final
+class FakeProcessGroupWrapper(WrappingProcessGroup):
+    """Fails, hangs or delays the n-th call from now; `configure` forgets every fault that has not come yet.
+
+    Args:
+        pg: the group inside.
+        timeout: how long a wait for a call that hangs takes until it fails.
+    """
+
+    def __init__(self, pg: ProcessGroup, *, timeout: timedelta = timedelta(seconds=60)) -> None:
+        super().__init__(pg)
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._faults: list[_Fault] = []
+        self._pending: list[PendingWork] = []
+        self._interrupt = threading.Event()
+
+    def fail(self, nth: int = 1, *, operation: str | None = None, error: Exception | None = None) -> None:
+        """Let a call's Work fail, here alone: the group inside never hears of the call.
+
+        Args:
+            nth: which call from now, 1 for the next.
+            operation: count only calls of this collective; None: of any.
+            error: with what; None: a PeerFailed that says that it was asked for.
+        Raises: InvalidSetting: nth is below 1, or there is no such collective.
+        """
+        chosen = error or PeerFailed("a failure was injected; configure the group again")
+
+        def act(row: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
+            work = self._hanging(row.name)
+            work.fail(chosen)
+            return work
+
+        self._add(nth, operation, act)
+
+    def hang(self, nth: int = 1, *, operation: str | None = None) -> None:
+        """Let a call's Work wait until `abort`, `configure`, `shutdown` or the time-out; arguments as for `fail`."""
+        self._add(nth, operation, lambda row, args, kwargs: self._hanging(row.name))
+
+    def delay(self, nth: int = 1, *, seconds: float, operation: str | None = None) -> None:
+        """Let a call start that much later, as on a slow rank: it blocks its caller; other arguments as for `fail`."""
+
+        def act(row: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
+            self._interrupt.wait(seconds)
+            return forward(self._parent, row, args, kwargs)
+
+        self._add(nth, operation, act)
+
+    def report_future_error(self, error: Exception) -> None:
+        """Let the next allreduce fail with this error."""
+        self.fail(operation="allreduce", error=error)
+
+    def _add(self, nth: int, operation: str | None, act: _Act) -> None:
+        if nth < 1:
+            raise InvalidSetting(f"calls are counted from 1, so there is no call {nth}")
+        name = collective(operation).name if operation is not None else None
+        with self._lock:
+            self._faults.append(_Fault(nth, name, act))
+
+    def _run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
+        due = self._due(collective.name)
+        return (due.act if due is not None else self._forward)(collective, args, kwargs)
+
+    def _forward(self, row: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
+        return forward(self._parent, row, args, kwargs)
+
+    def _due(self, operation: str) -> _Fault | None:
+        """Count the call for every fault; the first that it is the turn of."""
+        with self._lock:
+            counted = [fault for fault in self._faults if fault.operation in (None, operation)]
+            for fault in counted:
+                fault.calls_left -= 1
+            due = next((fault for fault in counted if fault.calls_left <= 0), None)
+            if due is not None:
+                self._faults.remove(due)
+            return due
+
+    def _hanging(self, operation: str) -> PendingWork:
+        def on_timeout(limit: timedelta) -> DeadlinePassed:
+            return DeadlinePassed(
+                f"{operation} hung for {limit.total_seconds():g} s, as was asked for; abort the group"
+            )
+
+        work = PendingWork(on_timeout=on_timeout, limit=self._timeout)
+        with self._lock:
+            self._pending.append(work)
+        return work
+
+    def _forget(self) -> None:
+        self._end()
+        with self._lock:
+            self._faults.clear()
+        self._interrupt = threading.Event()
+
+    def _end(self) -> None:
+        self._interrupt.set()
+        with self._lock:
+            pending, self._pending = self._pending, []
+        for work in pending:
+            work.fail(Aborted("the hanging call was ended; configure the group again"))

@@ -1,0 +1,111 @@
+"""What every wrapper shares: the life cycle goes to the group inside.
+
+A wrapper adds one thing to the collectives and leaves the rest alone, so that wrappers stack in any order. The law
+of this file: forwarding only; a subclass writes `_run`, `_forget` and `_end`.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import final
+
+import torch.distributed as dist
+
+from tft_pg.base import ProcessGroup
+from tft_pg.forwarding import forward
+from tft_pg.ops import Collective
+
+__all__ = ["ProcessGroupWrapper", "WrappingProcessGroup"]
+
+
+class WrappingProcessGroup(ProcessGroup):
+    """Abstract: a group round another one.
+
+    Args:
+        pg: the group inside; its life belongs to this one from now on.
+    """
+
+    def __init__(self, pg: ProcessGroup) -> None:
+        super().__init__()
+        self._parent = pg
+
+    @property
+    def parent(self) -> ProcessGroup:
+        """The group inside."""
+        return self._parent
+
+    @abc.abstractmethod
+    def _forget(self) -> None:
+        """Drop what the wrapper remembers of the group before; called before each `configure` of the one inside."""
+
+    @abc.abstractmethod
+    def _end(self) -> None:
+        """End what waits in the wrapper itself; called after `abort` and `shutdown` of the group inside."""
+
+    def configure(
+        self,
+        store_addr: str,
+        rank: int,
+        world_size: int,
+        *,
+        replica_id: str = "",
+        quorum_id: int | None = None,
+        group_rank: int = 0,
+        group_world_size: int = 1,
+        global_ranks: Sequence[int] | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self._forget()
+        self._parent.configure(
+            store_addr,
+            rank,
+            world_size,
+            replica_id=replica_id,
+            quorum_id=quorum_id,
+            group_rank=group_rank,
+            group_world_size=group_world_size,
+            global_ranks=global_ranks,
+            timeout=timeout,
+        )
+
+    def abort(self) -> None:
+        self._parent.abort()
+        self._end()
+
+    def shutdown(self) -> None:
+        self._parent.shutdown()
+        self._end()
+
+    def errored(self) -> Exception | None:
+        return self._parent.errored()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._parent.set_timeout(timeout)
+
+    def size(self) -> int:
+        return self._parent.size()
+
+    def rank(self) -> int:
+        return self._parent.rank()
+
+    def getBackendName(self) -> str:
+        return self._parent.getBackendName()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._parent!r})"
+
+
+@final
+class ProcessGroupWrapper(WrappingProcessGroup):
+    """Adds nothing: every call goes to `parent`. The pattern for wrappers of your own."""
+
+    def _run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
+        return forward(self._parent, collective, args, kwargs)
+
+    def _forget(self) -> None:
+        return None
+
+    def _end(self) -> None:
+        return None
