@@ -1,3 +1,37 @@
 """Live state transfer between training processes: manifest and raw bytes, checked, without pickle."""
 
+from __future__ import annotations
+
+from tft_ckpt.errors import (
+    CheckpointError,
+    Closed,
+    DeadlinePassed,
+    StateCorrupt,
+    StateMismatch,
+    StateUnavailable,
+    StateUnsupported,
+    WrongSetting,
+)
+from tft_ckpt.http import HTTPTransport, ReceiveReport
+from tft_ckpt.key import StateKey
+from tft_ckpt.transport import CheckpointTransport
+from tft_ckpt.tree import Limits, register_named_tuple
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointTransport",
+    "Closed",
+    "DeadlinePassed",
+    "HTTPTransport",
+    "Limits",
+    "ReceiveReport",
+    "StateCorrupt",
+    "StateKey",
+    "StateMismatch",
+    "StateUnavailable",
+    "StateUnsupported",
+    "WrongSetting",
+    "register_named_tuple",
+]

@@ -1,0 +1,100 @@
+"""Where others reach this process.
+
+A host's own name is the best answer if others can resolve it, but on many hosts it resolves to the host itself only;
+then the address that packets to the outside would carry is taken. Neither can be sure, so it can be set by hand.
+
+Law of this file: sockets' and the resolver's facts about this host, and the spelling of addresses.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from urllib.parse import urlsplit
+
+from tft_ckpt.errors import StateUnavailable, WrongSetting
+
+__all__ = ["advertised_url", "listen", "parse_url"]
+
+# Reserved for documentation, so never a host of somebody's; connecting a datagram socket sends nothing.
+_OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+
+
+def listen(bind: str | None, port: int) -> socket.socket:
+    """A listening TCP socket.
+
+    Args:
+        bind: a host name or address, or None for all interfaces, IPv6 too where the host has it.
+        port: 0 for one that is free.
+    Raises: WrongSetting: the address is not one of this host's, or the port is taken.
+    """
+    dual = bind in (None, "::") and socket.has_dualstack_ipv6()
+    host = bind if bind is not None else "::" if dual else "0.0.0.0"
+    try:
+        info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(info[4][:2], family=info[0], backlog=1024, dualstack_ipv6=dual)
+    except (OSError, UnicodeError, OverflowError) as error:
+        raise WrongSetting(f"can't listen on {host} port {port}: {error}; choose another bind or port") from error
+
+
+def advertised_url(listener: socket.socket, advertise_addr: str | None) -> str:
+    """The URL to give to others for a listening socket.
+
+    Args:
+        advertise_addr: host name or address, with a port of its own if another one is forwarded here; None to find
+            out.
+    Raises: WrongSetting: advertise_addr can't be read.
+    """
+    port = int(listener.getsockname()[1])
+    if advertise_addr is not None:
+        return _given_url(advertise_addr, port)
+    bound = ipaddress.ip_address(listener.getsockname()[0].partition("%")[0])
+    host = _own_host() if bound.is_unspecified else str(bound)
+    return f"http://{_bracketed(host)}:{port}"
+
+
+def parse_url(url: str) -> tuple[str, int]:
+    """Host and port of a source's URL.
+
+    Raises: StateUnavailable: it is none.
+    """
+    try:
+        parts = urlsplit(url)
+        if parts.scheme == "http" and parts.hostname and parts.port and parts.path in ("", "/"):
+            return parts.hostname, parts.port
+    except ValueError:
+        pass
+    raise StateUnavailable(f"{url[:200]!r} is no source's address; it reads http://host:port", source=url)
+
+
+def _given_url(text: str, port: int) -> str:
+    bare_ipv6 = text.count(":") > 1 and not text.startswith("[")
+    try:
+        parts = urlsplit(f"http://{_bracketed(text) if bare_ipv6 else text}")
+        if not parts.hostname or parts.path or parts.username is not None:
+            raise ValueError("it holds more than a host and a port")
+        return f"http://{_bracketed(parts.hostname)}:{parts.port or port}"
+    except ValueError as error:
+        raise WrongSetting(f"advertise_addr is {text!r}: {error}; give host, host:port or [ipv6]:port") from error
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _own_host() -> str:
+    name = socket.gethostname()
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+    except (OSError, UnicodeError):
+        found = set()
+    if found and not any(ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in found):
+        return name
+    for family, outside in _OUTSIDE:
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((outside, 9))
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return "localhost"

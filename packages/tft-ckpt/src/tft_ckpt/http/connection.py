@@ -1,0 +1,225 @@
+"""One blocking HTTP connection that ends when it should.
+
+The standard library's HTTP client reads straight into a buffer that it is given, which is what a state needs, but it
+knows only one time-out per read. Here the socket below it is a small object that waits for three things at once: bytes,
+a deadline, and an order to stop that may come from any thread.
+
+Law of this file: sockets, waiting, and http.client; nothing about states.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+from tft_ckpt.errors import Closed, DeadlinePassed
+
+__all__ = ["Connection", "Silence", "StopSignal"]
+
+# How often a caller's own question whether to stop is asked while nothing arrives.
+_ASK_S = 0.05
+_READER_BYTES = 64 << 10
+
+
+class Silence(OSError):
+    """The other side said nothing for longer than it may."""
+
+
+@final
+class StopSignal:
+    """Why and when a call must end: its deadline, an order from another thread, or its caller's own word.
+
+    Args:
+        timeout_s: from now.
+        cancelled: the caller's own question; asked by the thread that made this object only.
+    Use `close` when the call is over: it holds a pair of file descriptors.
+    """
+
+    def __init__(self, timeout_s: float, cancelled: Callable[[], bool] | None) -> None:
+        self.timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._cancelled = cancelled
+        self._next_ask = 0.0
+        self._owner = threading.get_ident()
+        self._reason = ""
+        self._lock = threading.Lock()
+        # Readable from the first order on, so that every wait of every thread sees it.
+        self._reader, self._writer = os.pipe()
+        self._open = True
+
+    def stop(self, reason: str) -> None:
+        """Make every wait raise Closed with this sentence; from any thread; only the first reason counts."""
+        with self._lock:
+            if self._open and not self._reason:
+                self._reason = reason
+                os.write(self._writer, b"x")
+
+    def close(self) -> None:
+        """Give the descriptors back; nothing may wait any more."""
+        with self._lock:
+            self._open = False
+            os.close(self._reader)
+            os.close(self._writer)
+
+    def remaining_s(self) -> float:
+        """Time left, at least 0."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    def check(self) -> None:
+        """Raise what must be raised by now.
+
+        Raises: Closed, DeadlinePassed.
+        """
+        if self._reason:
+            raise Closed(self._reason)
+        now = time.monotonic()
+        if self._cancelled is not None and now >= self._next_ask and threading.get_ident() == self._owner:
+            self._next_ask = now + _ASK_S
+            if self._cancelled():
+                raise Closed("the transfer was cancelled by its caller")
+        if now >= self._deadline:
+            raise DeadlinePassed(f"{self.timeout_s:g} s were over", timeout_s=self.timeout_s)
+
+    def wait(self, seconds: float, *, readable: int | None = None, writable: int | None = None) -> bool:
+        """Wait for a descriptor, at most so many seconds.
+
+        Returns: whether it is ready.
+        Raises: Closed, DeadlinePassed.
+        """
+        poll = select.poll()
+        poll.register(self._reader, select.POLLIN)
+        if readable is not None:
+            poll.register(readable, select.POLLIN)
+        if writable is not None:
+            poll.register(writable, select.POLLOUT)
+        until = time.monotonic() + seconds
+        while True:
+            self.check()
+            left = min(until - time.monotonic(), self.remaining_s())
+            ask = left if self._cancelled is None else min(left, _ASK_S)
+            if any(descriptor != self._reader for descriptor, _ in poll.poll(max(0.0, ask) * 1e3)):
+                return True
+            if time.monotonic() >= until:
+                self.check()
+                return False
+
+
+@final
+class _Wire:
+    """A non-blocking socket with the three methods that http.client needs of a blocking one."""
+
+    def __init__(self, sock: socket.socket, stop: StopSignal) -> None:
+        self._sock = sock
+        self._stop = stop
+        self.silence_s = 0.0
+
+    def read_into(self, buffer: Any) -> int:
+        while True:
+            try:
+                return self._sock.recv_into(buffer)
+            except BlockingIOError:
+                if not self._stop.wait(self.silence_s, readable=self._sock.fileno()):
+                    raise Silence(f"nothing came for {self.silence_s:g} s") from None
+
+    def sendall(self, data: Any) -> None:
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[self._sock.send(view) :]
+            except BlockingIOError:
+                if not self._stop.wait(self.silence_s, writable=self._sock.fileno()):
+                    raise Silence(f"nothing was taken for {self.silence_s:g} s") from None
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        # Reads longer than the reader's own buffer go past it, straight into the caller's memory.
+        return io.BufferedReader(_Incoming(self), _READER_BYTES)
+
+    def close(self) -> None:
+        # Called by http.client as soon as a source says that this answer is its last, which is still to be read.
+        pass
+
+    def shut(self) -> None:
+        self._sock.close()
+
+
+@final
+class _Incoming(io.RawIOBase):
+    """What comes over a wire, as a file; closing it leaves the wire open for the next answer."""
+
+    def __init__(self, wire: _Wire) -> None:
+        self._wire = wire
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        return self._wire.read_into(buffer)
+
+
+@final
+class Connection:
+    """One connection to a source, for one request after another.
+
+    Args:
+        host, port: of the source.
+        silence_s: how long connecting and each wait for bytes may take.
+        stop: ends every wait.
+    Raises: OSError: no connection came about. Closed, DeadlinePassed.
+    """
+
+    def __init__(self, host: str, port: int, *, silence_s: float, stop: StopSignal) -> None:
+        self._silence_s = silence_s
+        self._stop = stop
+        self._wire = _Wire(_connect(host, port, silence_s, stop), stop)
+        self._http = http.client.HTTPConnection(host, port)
+        self._http.sock = self._wire
+
+    def get(self, path: str, headers: Mapping[str, str], *, patience_s: float = 0.0) -> http.client.HTTPResponse:
+        """Ask, and wait for the answer's head. The answer before must have been read to its end.
+
+        Args:
+            patience_s: how long the source may stay silent on purpose, on top of silence_s.
+        Raises: OSError, http.client.HTTPException: the connection broke. Closed, DeadlinePassed.
+        """
+        self._wire.silence_s = self._silence_s + patience_s
+        self._http.request("GET", path, headers=dict(headers))
+        response = self._http.getresponse()
+        self._wire.silence_s = self._silence_s
+        return response
+
+    def close(self) -> None:
+        """Close it; again does nothing."""
+        self._http.close()
+        self._wire.shut()
+
+
+def _connect(host: str, port: int, silence_s: float, stop: StopSignal) -> socket.socket:
+    failure: OSError = ConnectionRefusedError(f"{host} has no address")
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            try:
+                sock.connect(address)
+            except BlockingIOError:
+                if not stop.wait(silence_s, writable=sock.fileno()):
+                    raise Silence(f"no connection came about in {silence_s:g} s") from None
+                code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if code:
+                    raise OSError(code, os.strerror(code)) from None
+            return sock
+        except OSError as error:
+            sock.close()
+            failure = error
+        except BaseException:
+            sock.close()
+            raise
+    raise failure

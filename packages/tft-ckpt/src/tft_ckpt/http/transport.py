@@ -1,0 +1,269 @@
+"""Live state over HTTP.
+
+Every process that trains has one of these: it serves the state that its trainer last offered, and fetches one when it
+is the trainer that needs it.
+
+Law of this file: puts the server and the client together, and checks the settings; no protocol.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import TypeVar, final
+
+from tft_ckpt.buffers import Buffer, BufferPool
+from tft_ckpt.errors import Closed, DeadlinePassed, WrongSetting
+from tft_ckpt.http.address import advertised_url, listen
+from tft_ckpt.http.client import Receive, ReceiveReport
+from tft_ckpt.http.connection import StopSignal
+from tft_ckpt.http.server import StateServer
+from tft_ckpt.key import StateKey
+from tft_ckpt.manifest import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN
+from tft_ckpt.transport import CheckpointTransport
+from tft_ckpt.tree import Limits
+
+__all__ = ["HTTPTransport"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger("tft_ckpt.http")
+
+_CONNECTIONS_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """What a transport was asked to be; complains at construction."""
+
+    timeout_s: float
+    num_chunks: int
+    port: int
+    token: str | None
+    chunk_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.timeout_s <= 0:
+            raise WrongSetting(f"timeout is {self.timeout_s:g} s; give more than 0")
+        if not 0 <= self.num_chunks <= _CONNECTIONS_MAX:
+            raise WrongSetting(f"num_chunks is {self.num_chunks}; give 0 to {_CONNECTIONS_MAX} connections")
+        if not 0 <= self.port <= 65535:
+            raise WrongSetting(f"port is {self.port}; give 0 to 65535")
+        if self.token is not None and not (self.token and self.token.isascii() and self.token.isprintable()):
+            raise WrongSetting("token is empty or not plain ASCII; give printable ASCII, or None for no token")
+        if not CHUNK_BYTES_MIN <= self.chunk_bytes <= CHUNK_BYTES_MAX:
+            raise WrongSetting(f"chunk_bytes is {self.chunk_bytes}; give {CHUNK_BYTES_MIN} to {CHUNK_BYTES_MAX}")
+
+
+@final
+class HTTPTransport(CheckpointTransport[T]):
+    """Serves and fetches states over HTTP, from construction to `shutdown`.
+
+    Without a token, whoever reaches the port can read the weights; it says so in the log at start.
+
+    Args:
+        timeout: how long the other side of a connection may say or take nothing before it is taken for dead.
+        num_chunks: connections at the same time when receiving; 0 is one, on the calling thread.
+        bind: host name or address of the interface to listen on; None is all of them, IPv6 included.
+        port: to listen on; 0 takes a free one.
+        advertise_addr: how others reach this process: host, host:port or [ipv6]:port; None finds out.
+        token: the job's secret, presented and demanded on every request.
+        chunk_bytes: length of a checked chunk of what this process sends, 4 KiB to 1 GiB.
+        reuse_buffers: receive into the same memory every time. It saves the price of fresh memory, and the tensors of
+            one receive are overwritten by the next: load them, and let go of them, before.
+        limits: the largest state that is sent or received.
+    Raises: WrongSetting.
+    """
+
+    def __init__(
+        self,
+        timeout: timedelta = timedelta(seconds=60),
+        num_chunks: int = 0,
+        *,
+        bind: str | None = None,
+        port: int = 0,
+        advertise_addr: str | None = None,
+        token: str | None = None,
+        chunk_bytes: int = 4 << 20,
+        reuse_buffers: bool = False,
+        limits: Limits | None = None,
+    ) -> None:
+        self._settings = _Settings(
+            timeout_s=timeout.total_seconds(),
+            num_chunks=num_chunks,
+            port=port,
+            token=token,
+            chunk_bytes=chunk_bytes,
+        )
+        self._limits = Limits() if limits is None else limits
+        self._kept = BufferPool() if reuse_buffers else None
+        self._lock = threading.Lock()
+        self._running: set[StopSignal] = set()
+        self._closed = False
+        self._last_receive: ReceiveReport | None = None
+        listener = listen(bind, port)
+        try:
+            self._url = advertised_url(listener, advertise_addr)
+        except BaseException:
+            listener.close()
+            raise
+        self._server = StateServer(
+            listener,
+            token=token,
+            chunk_bytes=chunk_bytes,
+            limits=self._limits,
+            silence_s=self._settings.timeout_s,
+        )
+        if token is None:
+            _log.warning("no token is set: whoever reaches %s can read this process's state", self._url)
+
+    def __enter__(self) -> HTTPTransport[T]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def metadata(self) -> str:
+        """This process's URL, for example ``http://host:41234`` or ``http://[fd00::2]:41234``."""
+        return self._url
+
+    def address(self) -> str:
+        """The same as metadata."""
+        return self._url
+
+    @property
+    def last_receive(self) -> ReceiveReport | None:
+        """What the last successful receive came to; None before the first."""
+        return self._last_receive
+
+    def send_checkpoint(
+        self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta, *, key: StateKey | None = None
+    ) -> None:
+        """Copy the state, put the copy up in place of the one before, and return.
+
+        Readers of the state before go on reading it; new ones are refused it. With dst_ranks empty, checksums are
+        computed when the first reader asks, else at once, in both cases on the server's thread.
+
+        Raises: see `CheckpointTransport.send_checkpoint`; StateUnavailable if there is no memory for the copy.
+        """
+        key = _key(key, step)
+        # A copy can't be broken off, so the deadline is looked at when it is done: late, it is not put up.
+        stop = StopSignal(_positive(timeout), None)
+        try:
+            self._server.offer(state_dict, key=key, expected=bool(dst_ranks), check=stop.check)
+        except DeadlinePassed as error:
+            raise DeadlinePassed(
+                f"taking state {key} took longer than {stop.timeout_s:g} s; give more time", timeout_s=stop.timeout_s
+            ) from error
+        finally:
+            stop.close()
+
+    def recv_checkpoint(
+        self,
+        src_rank: int,
+        metadata: str,
+        step: int,
+        timeout: timedelta,
+        *,
+        key: StateKey | None = None,
+        sources: Sequence[str] = (),
+        progress: Callable[[int, int], None] | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> T:
+        """Fetch a state into memory of its own; see `CheckpointTransport.recv_checkpoint`.
+
+        Returns: the state; its tensors are on the CPU and can be written to. What was shared is shared, and what was
+        strided is strided. With reuse_buffers they are good until the next call.
+        """
+        key = _key(key, step)
+        with self._receiving(_positive(timeout), cancelled) as stop:
+            receive = Receive(
+                key,
+                [metadata, *sources],
+                token=self._settings.token,
+                num_connections=max(1, self._settings.num_chunks),
+                limits=self._limits,
+                silence_s=self._settings.timeout_s,
+                allocate=self._allocate,
+                stop=stop,
+                progress=progress,
+            )
+            layout, buffer, report = receive.run()
+        state: T = layout.build(buffer.view)
+        if self._kept is not None:
+            with self._lock:
+                self._kept.give(buffer)
+        self._last_receive = report
+        _log.info(
+            "received state %s from %s (replica rank %d): %d bytes in %.3f s",
+            key,
+            ", ".join(report.sources),
+            src_rank,
+            report.state_bytes,
+            report.wall_s,
+        )
+        return state
+
+    def disallow_checkpoint(self) -> None:
+        """Return at once: what is served is a copy."""
+
+    def abort(self) -> None:
+        """End running receives at once with Closed, from any thread."""
+        self._stop_receives("the transfer was aborted on this side")
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Close the port and all connections, end the thread and running receives; again does nothing."""
+        with self._lock:
+            self._closed = True
+        self._stop_receives("the transport was shut down")
+        self._server.close(wait=wait)
+        if self._kept is not None:
+            with self._lock:
+                self._kept.clear()
+
+    def _stop_receives(self, reason: str) -> None:
+        with self._lock:
+            for stop in self._running:
+                stop.stop(reason)
+
+    def _allocate(self, num_bytes: int) -> Buffer:
+        if self._kept is None:
+            return Buffer(num_bytes)
+        with self._lock:
+            return self._kept.take(num_bytes)
+
+    @contextmanager
+    def _receiving(self, timeout_s: float, cancelled: Callable[[], bool] | None) -> Iterator[StopSignal]:
+        stop = StopSignal(timeout_s, cancelled)
+        try:
+            with self._lock:
+                if self._closed:
+                    raise Closed("the transport was shut down, so it receives no state; make a new one")
+                self._running.add(stop)
+            yield stop
+        finally:
+            with self._lock:
+                self._running.discard(stop)
+            stop.close()
+
+
+def _key(key: StateKey | None, step: int) -> StateKey:
+    if key is None:
+        return StateKey(quorum_id=0, nonce=0, step=step, lineage=0)
+    if key.step != step:
+        raise WrongSetting(f"step is {step}, but key names step {key.step}; give the same one twice")
+    return key
+
+
+def _positive(timeout: timedelta) -> float:
+    seconds = timeout.total_seconds()
+    if seconds <= 0:
+        raise WrongSetting(f"timeout is {seconds:g} s; give more than 0")
+    return seconds

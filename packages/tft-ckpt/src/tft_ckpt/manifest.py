@@ -1,0 +1,497 @@
+"""What a state is made of: a description, and one run of raw bytes.
+
+The tensors of a state lie in storages, and several tensors may lie in one. Every storage that is used becomes one
+segment of the run (only from the first byte used to the last), so what was shared stays shared and what was strided
+stays strided. The run is cut into chunks of one size, each with its checksum, so that any part of it can be asked for,
+checked and asked for again, from any source that has the same bytes. The description of all that is the manifest: JSON
+behind a short header with a version and a checksum of its own.
+
+Law of this file: pure. It looks at the shapes and addresses of tensors but never at their memory, and it opens nothing.
+What a manifest may contain is decided in `_Reader`, before anything is built from it.
+
+The form, version 1: b"TFTSTATE", version u32, body length u64, xxh3-64 of (version, length, body) u64, little-endian;
+then the body, an object with "key", "chunk_bytes", "segments" ([offset, length] each), "sums" (16 hex digits a chunk)
+and "state" (see `tree`). A tensor is ["tensor", dtype, shape, stride or null, segment or -1, byte offset in segment].
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, final
+
+import torch
+import xxhash
+
+from tft_ckpt.errors import StateCorrupt, StateUnsupported, WrongSetting
+from tft_ckpt.key import StateKey
+from tft_ckpt.tree import DTYPES, Limits, Node, TreeReader, TreeWriter
+
+__all__ = [
+    "Layout",
+    "Manifest",
+    "Segment",
+    "StorageSpan",
+    "TensorLeaf",
+    "checksum",
+    "decode",
+    "describe",
+    "encode",
+    "encode_layout",
+]
+
+MAGIC = b"TFTSTATE"
+VERSION = 1
+HEADER_BYTES = 28
+ALIGNMENT_BYTES = 64
+CHUNK_BYTES_MIN = 4 << 10
+CHUNK_BYTES_MAX = 1 << 30
+
+_HEADER = struct.Struct("<8sIQQ")
+_SUMMED = struct.Struct("<IQ")
+_MAX_DIMENSIONS = 64
+_MAX_SIZE = 1 << 48
+_MAX_ELEMENTS = 1 << 62
+# The largest element; a segment starts at a multiple of it in its storage, so that every offset stays whole.
+_MAX_ITEM_BYTES = 16
+
+
+def checksum(data: bytes | memoryview) -> int:
+    """xxh3-64 of the bytes: against damage, not against a forger."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One storage's place in the run, in bytes; offset is a multiple of 64."""
+
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLeaf:
+    """One tensor's place in the state and in the run.
+
+    Fields:
+        path: where it stands in the state.
+        dtype: its element type.
+        shape, stride: in elements.
+        segment: index of its segment, or -1 if it has no elements.
+        offset: of its first element in the run, in bytes.
+        length: from its first element's first byte to its last's last, in bytes.
+    """
+
+    path: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    segment: int
+    offset: int
+    length: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A state without its bytes and their checksums.
+
+    Fields:
+        key: which state it is.
+        chunk_bytes: length of every chunk but the last, which may be shorter.
+        segments: in the order of the run, packed at multiples of 64 bytes.
+        root: the state as JSON nodes, already known to be sound.
+    """
+
+    key: StateKey
+    chunk_bytes: int
+    segments: tuple[Segment, ...]
+    root: Node
+
+    @property
+    def data_bytes(self) -> int:
+        """Length of the run."""
+        return self.segments[-1].offset + self.segments[-1].length if self.segments else 0
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks in the run; 0 if it is empty."""
+        return -(-self.data_bytes // self.chunk_bytes)
+
+    def chunk_span(self, chunk: int) -> tuple[int, int]:
+        """First byte of a chunk, and the first byte after it."""
+        start = chunk * self.chunk_bytes
+        return start, min(start + self.chunk_bytes, self.data_bytes)
+
+    def fits(self, other: Layout) -> bool:
+        """Whether equal bytes of the run mean equal chunks in both."""
+        return self.chunk_bytes == other.chunk_bytes and self.segments == other.segments
+
+    def leaves(self) -> tuple[TensorLeaf, ...]:
+        """All tensors, in the order of the state."""
+        found: list[TensorLeaf] = []
+        reader = _Reader(self.segments, limits=_NO_LIMITS, source="")
+        reader.tree(found.append).read(self.root)
+        return tuple(found)
+
+    def build(self, data: memoryview) -> Any:
+        """The state, its tensors looking into the run.
+
+        Args:
+            data: writable, at least data_bytes long, its first byte at a multiple of 64; is not copied, and lives as
+                long as any of the tensors.
+        """
+        # A storage for each segment: if all tensors shared one, whoever saves or resizes one would save or resize all.
+        storages = [
+            torch.frombuffer(data, dtype=torch.uint8, count=segment.length, offset=segment.offset).untyped_storage()
+            for segment in self.segments
+        ]
+
+        def on_leaf(leaf: TensorLeaf) -> torch.Tensor:
+            if leaf.segment < 0:
+                return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype)
+            offset = (leaf.offset - self.segments[leaf.segment].offset) // leaf.dtype.itemsize
+            tensor = torch.empty(0, dtype=leaf.dtype)
+            return tensor.set_(storages[leaf.segment], offset, leaf.shape, leaf.stride)
+
+        reader = _Reader(self.segments, limits=_NO_LIMITS, source="")
+        return reader.tree(on_leaf).read(self.root)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A layout and the checksum of each of its chunks."""
+
+    layout: Layout
+    sums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StorageSpan:
+    """Where one segment's bytes are in the sender's memory.
+
+    Fields:
+        storage: the storage that holds them.
+        device: where that is.
+        offset: first byte in the storage.
+        length: number of bytes.
+    """
+
+    storage: torch.UntypedStorage
+    device: torch.device
+    offset: int
+    length: int
+
+    def bytes(self) -> torch.Tensor:
+        """uint8 (length,), looking into the storage."""
+        whole = torch.empty(0, dtype=torch.uint8, device=self.device)
+        return whole.set_(self.storage, self.offset, (self.length,), (1,))
+
+
+_NO_LIMITS = Limits(manifest_bytes=1 << 62, nodes=1 << 62, data_bytes=1 << 62, depth=200)
+
+
+def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last, both counted; 0 if there are none."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def describe(
+    state: object, *, key: StateKey, chunk_bytes: int, limits: Limits
+) -> tuple[Layout, tuple[StorageSpan, ...]]:
+    """Lay a state out, without looking at its bytes.
+
+    Returns: the layout, and for each of its segments where to copy it from.
+    Raises:
+        StateUnsupported: a leaf can't travel, or the state is larger than the limits.
+        WrongSetting: chunk_bytes is out of its range.
+    """
+    if not CHUNK_BYTES_MIN <= chunk_bytes <= CHUNK_BYTES_MAX:
+        raise WrongSetting(f"chunk_bytes is {chunk_bytes}; give {CHUNK_BYTES_MIN} to {CHUNK_BYTES_MAX}")
+    plan = _SegmentPlan()
+    root = TreeWriter(plan.add, limits=limits).write(state)
+    segments, sources = plan.finish()
+    layout = Layout(key=key, chunk_bytes=chunk_bytes, segments=segments, root=root)
+    if layout.data_bytes > limits.data_bytes:
+        raise StateUnsupported(
+            f"the state's tensors have {layout.data_bytes} bytes, above the limit of {limits.data_bytes}", path="state"
+        )
+    return layout, sources
+
+
+@final
+class _SegmentPlan:
+    """Collects tensors, and then gives every storage among them its place in the run."""
+
+    def __init__(self) -> None:
+        # Where two storages begin at one address, the longer one covers both.
+        self._storages: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
+        self._spans: dict[tuple[torch.device, int], tuple[int, int]] = {}
+        self._pending: list[tuple[list[Node], tuple[torch.device, int], int]] = []
+
+    def add(self, path: str, tensor: torch.Tensor) -> list[Node]:
+        tensor = _plain(path, tensor)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        shape, stride = list(tensor.shape), list(tensor.stride())
+        if len(shape) > _MAX_DIMENSIONS or any(number > _MAX_SIZE for number in shape + stride):
+            raise StateUnsupported(f"{path} has a shape or stride beyond what travels: {shape}, {stride}", path=path)
+        node = ["tensor", dtype, shape, None if tuple(stride) == _contiguous(shape) else stride, -1, 0]
+        if tensor.numel() == 0:
+            return node
+        storage = tensor.untyped_storage()
+        start = int(tensor.storage_offset()) * tensor.dtype.itemsize
+        end = start + _extent(shape, stride) * tensor.dtype.itemsize
+        if end > storage.nbytes():
+            raise StateUnsupported(
+                f"{path} needs {end} bytes of a storage that has {storage.nbytes()}; its memory was freed, so take "
+                "the state when the parameters are whole",
+                path=path,
+            )
+        where = (tensor.device, storage.data_ptr())
+        known = self._storages.get(where)
+        if known is None or known.nbytes() < storage.nbytes():
+            self._storages[where] = storage
+        low, high = self._spans.get(where, (start, end))
+        self._spans[where] = (min(low, start), max(high, end))
+        self._pending.append((node, where, start))
+        return node
+
+    def finish(self) -> tuple[tuple[Segment, ...], tuple[StorageSpan, ...]]:
+        segments: list[Segment] = []
+        sources: list[StorageSpan] = []
+        places: dict[tuple[torch.device, int], tuple[int, int]] = {}
+        end = 0
+        for where, (low, high) in self._spans.items():
+            low -= low % _MAX_ITEM_BYTES
+            places[where] = (len(segments), low)
+            segments.append(Segment(offset=_aligned(end), length=high - low))
+            sources.append(StorageSpan(storage=self._storages[where], device=where[0], offset=low, length=high - low))
+            end = segments[-1].offset + segments[-1].length
+        for node, where, start in self._pending:
+            index, low = places[where]
+            node[4:] = [index, start - low]
+        return tuple(segments), tuple(sources)
+
+
+def _plain(path: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as one whose storage holds its values, or a refusal with its path."""
+    kind = type(tensor)
+    if kind not in (torch.Tensor, torch.nn.Parameter):
+        advice = (
+            "send its local shard, to_local(), and make the DTensor again on the receiver's own mesh"
+            if kind.__name__ == "DTensor"
+            else "send the plain tensors that it is made of"
+        )
+        raise StateUnsupported(
+            f"{path} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass, which can't travel; {advice}",
+            path=path,
+        )
+    if tensor.is_meta:
+        raise StateUnsupported(f"{path} is on the meta device and has no values; materialize it first", path=path)
+    name = str(tensor.dtype).removeprefix("torch.")
+    if tensor.layout is not torch.strided or tensor.is_nested or name not in DTYPES:
+        raise StateUnsupported(
+            f"{path} is a {tensor.layout} tensor of {tensor.dtype}, which can't travel; make it a dense one", path=path
+        )
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def encode_layout(layout: Layout, *, limits: Limits) -> bytes:
+    """The manifest's body up to the checksums, which come last because they are known last.
+
+    Raises: StateUnsupported: with the checksums it will be longer than the limits allow.
+    """
+    fields = {
+        "key": str(layout.key),
+        "chunk_bytes": layout.chunk_bytes,
+        "segments": [[segment.offset, segment.length] for segment in layout.segments],
+        "state": layout.root,
+    }
+    body = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode("ascii")[:-1] + b',"sums":"'
+    length = HEADER_BYTES + len(body) + 16 * layout.num_chunks + 2
+    if length > limits.manifest_bytes:
+        raise StateUnsupported(
+            f"the state's plain data and names take {length} bytes, above the limit of {limits.manifest_bytes}; "
+            "hold large data in tensors",
+            path="state",
+        )
+    return body
+
+
+def encode(body: bytes, sums: Sequence[int]) -> bytes:
+    """The manifest as it is sent, from what encode_layout gave and the checksum of every chunk."""
+    body += b"".join(value.to_bytes(8, "big") for value in sums).hex().encode("ascii") + b'"}'
+    return _header(body, VERSION) + body
+
+
+def _header(body: bytes, version: int) -> bytes:
+    summed = _SUMMED.pack(version, len(body))
+    return _HEADER.pack(MAGIC, version, len(body), checksum(summed + body))
+
+
+def decode(data: bytes, *, limits: Limits, source: str = "") -> Manifest:
+    """Read a manifest of which nothing is believed.
+
+    Args:
+        data: as encode gives it; the caller has bounded its length by limits.manifest_bytes.
+        limits: what is larger is refused; no memory is taken for the run here.
+        source: the address it came from, for the errors.
+    Raises:
+        StateCorrupt: it is damaged, or no honest source would send it.
+        StateUnsupported: it is of another version, or holds a named tuple that is not registered here.
+    """
+
+    def fail(sentence: str) -> NoReturn:
+        raise StateCorrupt(
+            f"the manifest{f' from {source}' if source else ''} is damaged: {sentence}", part="manifest", source=source
+        )
+
+    if len(data) > limits.manifest_bytes:
+        fail(f"it has {len(data)} bytes, above the limit of {limits.manifest_bytes}")
+    if len(data) < HEADER_BYTES:
+        fail(f"it ends after {len(data)} bytes")
+    magic, version, length, expected = _HEADER.unpack_from(data)
+    body = data[HEADER_BYTES:]
+    if magic != MAGIC or length != len(body):
+        fail("its header is not that of a manifest of this length")
+    if checksum(_SUMMED.pack(version, length) + body) != expected:
+        fail("its checksum does not match")
+    if version != VERSION:
+        raise StateUnsupported(
+            f"{source or 'the source'} sends manifests of version {version}, this process reads {VERSION}; "
+            "install one release of tft-ckpt everywhere",
+            path="state",
+        )
+    try:
+        fields = json.loads(
+            body.decode("ascii"),
+            object_pairs_hook=_only_once,
+            parse_constant=_no_constant,
+            parse_int=_short_int,
+        )
+    except (ValueError, RecursionError):
+        fail("its body can't be read")
+    if type(fields) is not dict or set(fields) != {"key", "chunk_bytes", "segments", "sums", "state"}:
+        fail("its fields are not those of version 1")
+    return _checked(fields, limits=limits, source=source, fail=fail)
+
+
+def _only_once(pairs: list[tuple[str, Node]]) -> dict[str, Node]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a name comes twice")
+    return fields
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(text)
+
+
+def _short_int(text: str) -> int:
+    if len(text) > 20:
+        raise ValueError("an integer is too long")
+    return int(text)
+
+
+def _checked(fields: dict[str, Node], *, limits: Limits, source: str, fail: Any) -> Manifest:
+    try:
+        key = StateKey.parse(fields["key"])
+        sums = bytes.fromhex(fields["sums"])
+    except (TypeError, ValueError):
+        fail("its key or its checksums can't be read")
+    chunk_bytes = fields["chunk_bytes"]
+    if type(chunk_bytes) is not int or not CHUNK_BYTES_MIN <= chunk_bytes <= CHUNK_BYTES_MAX:
+        fail("its chunk_bytes is out of range")
+    segments = _checked_segments(fields["segments"], limits=limits, fail=fail)
+    layout = Layout(key=key, chunk_bytes=chunk_bytes, segments=segments, root=fields["state"])
+    if len(sums) != 8 * layout.num_chunks:
+        fail(f"it has {len(sums) // 8} checksums for {layout.num_chunks} chunks")
+    _Reader(segments, limits=limits, source=source).tree(lambda leaf: None).read(layout.root)
+    return Manifest(layout, tuple(int.from_bytes(sums[at : at + 8], "big") for at in range(0, len(sums), 8)))
+
+
+def _checked_segments(nodes: Node, *, limits: Limits, fail: Any) -> tuple[Segment, ...]:
+    if type(nodes) is not list or len(nodes) > limits.nodes:
+        fail("its segments are no list, or too many")
+    segments: list[Segment] = []
+    end = 0
+    for node in nodes:
+        if type(node) is not list or len(node) != 2 or any(type(number) is not int for number in node):
+            fail("a segment is not two numbers")
+        offset, length = node
+        if offset != _aligned(end) or length < 1:
+            fail(f"segment {len(segments)} does not follow the one before it")
+        end = offset + length
+        if end > limits.data_bytes:
+            fail(f"its data has {end} bytes or more, above the limit of {limits.data_bytes}")
+        segments.append(Segment(offset=offset, length=length))
+    return tuple(segments)
+
+
+@final
+class _Reader:
+    """Reads tensor nodes against the segments that they must lie in."""
+
+    def __init__(self, segments: Sequence[Segment], *, limits: Limits, source: str) -> None:
+        self._segments = segments
+        self._limits = limits
+        self._source = source
+
+    def tree(self, on_leaf: Any) -> TreeReader:
+        """A reader of one whole state, which gives on_leaf each TensorLeaf and puts the answer in its place."""
+
+        def on_tensor(path: str, node: list[Node]) -> object:
+            return on_leaf(self._leaf(path, node, reader))
+
+        reader = TreeReader(on_tensor, limits=self._limits, source=self._source)
+        return reader
+
+    def _leaf(self, path: str, node: list[Node], reader: TreeReader) -> TensorLeaf:
+        if len(node) != 6 or type(node[1]) is not str or node[1] not in DTYPES:
+            raise reader.corrupt(path, "its tensor has an unknown dtype or form")
+        dtype = DTYPES[node[1]]
+        shape = self._sizes(node[2], path, reader)
+        stride = _contiguous(shape) if node[3] is None else self._sizes(node[3], path, reader)
+        segment, offset = node[4], node[5]
+        if len(stride) != len(shape) or type(segment) is not int or type(offset) is not int:
+            raise reader.corrupt(path, "its tensor's numbers do not fit together")
+        elements = 1
+        for size in shape:
+            elements *= max(size, 1)
+        if elements > _MAX_ELEMENTS:
+            raise reader.corrupt(path, "its tensor has too many elements")
+        length = _extent(shape, stride) * dtype.itemsize
+        if length == 0:
+            if segment != -1 or offset != 0:
+                raise reader.corrupt(path, "its tensor is empty, yet lies somewhere")
+            return TensorLeaf(path, dtype, shape, stride, -1, 0, 0)
+        if not 0 <= segment < len(self._segments) or offset < 0 or offset % dtype.itemsize:
+            raise reader.corrupt(path, "its tensor lies in no segment")
+        if offset + length > self._segments[segment].length:
+            raise reader.corrupt(path, "its tensor reaches past its segment")
+        return TensorLeaf(path, dtype, shape, stride, segment, self._segments[segment].offset + offset, length)
+
+    def _sizes(self, node: Node, path: str, reader: TreeReader) -> tuple[int, ...]:
+        if type(node) is not list or len(node) > _MAX_DIMENSIONS:
+            raise reader.corrupt(path, "its tensor's shape or stride is no short list")
+        if any(type(size) is not int or not 0 <= size <= _MAX_SIZE for size in node):
+            raise reader.corrupt(path, "its tensor's shape or stride has a bad number")
+        return tuple(node)
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    stride: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))

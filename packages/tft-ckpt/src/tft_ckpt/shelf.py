@@ -1,0 +1,126 @@
+"""What a source has on offer, and who still reads what it offered before.
+
+One state at a time is on the shelf. A reader who comes for it gets it; one who comes for a later one is asked to wait;
+one who comes for any other is told that it will not come. When the next state is put up, the one before it is taken
+down at once, but its memory is used again only when its last reader has left. Slow readers could hold any number of old
+states that way, so beyond two the readers of the oldest are sent off.
+
+Law of this file: pure decisions about keys and counts; no I/O, no clock, no thread. The owner locks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from tft_ckpt.buffers import Buffer, BufferPool
+from tft_ckpt.key import StateKey
+from tft_ckpt.snapshot import Snapshot
+
+__all__ = ["Found", "NotYet", "Refused", "Shelf"]
+
+MAX_RETIRED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The state is here."""
+
+    snapshot: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class NotYet:
+    """The state may still come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The state will not come.
+
+    Fields:
+        offered: what this source has or makes instead; equal to what was wanted if making that failed.
+        sentence: why, for the reader.
+    """
+
+    offered: StateKey
+    sentence: str
+
+
+@final
+class Shelf:
+    """One state on offer, and the ones before it that are still being read."""
+
+    def __init__(self) -> None:
+        self._pool = BufferPool()
+        self._latest: StateKey | None = None
+        self._failure: str | None = None
+        self._current: Snapshot | None = None
+        self._readers: dict[Snapshot, int] = {}
+        self._cleared = False
+
+    def begin(self, key: StateKey) -> list[Snapshot]:
+        """A state with this key is about to be taken: take the one on offer down.
+
+        Returns: snapshots that are held by readers for too long; send those off.
+        """
+        self._latest, self._failure = key, None
+        if self._current is not None:
+            retired, self._current = self._current, None
+            if retired not in self._readers:
+                self._pool.give(retired.buffer)
+        return list(self._readers)[:-MAX_RETIRED]
+
+    def allocate(self, num_bytes: int) -> Buffer:
+        """A buffer for the state that is about to be taken."""
+        return self._pool.take(num_bytes)
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Put the state on offer that begin announced."""
+        self._current = snapshot
+
+    def fail(self, sentence: str) -> None:
+        """The state that begin announced could not be taken."""
+        self._failure = sentence
+
+    def clear(self) -> list[Snapshot]:
+        """Offer nothing any more, and let go of all memory that no reader holds. Returns: what readers still hold."""
+        self._current = None
+        self._cleared = True
+        self._pool.clear()
+        return list(self._readers)
+
+    def look_up(self, wanted: StateKey) -> Found | NotYet | Refused:
+        """What to tell a reader who asks for this key."""
+        latest = self._latest
+        if latest is None or wanted.comes_after(latest):
+            return NotYet()
+        if wanted == latest:
+            if self._failure is not None:
+                return Refused(latest, f"taking state {wanted} failed here: {self._failure}")
+            return NotYet() if self._current is None else Found(self._current)
+        if latest.comes_after(wanted):
+            return Refused(latest, f"state {wanted} was replaced here by {latest}; ask for the newer one")
+        return Refused(latest, f"this is state {latest}, of another quorum or lineage than {wanted}")
+
+    def is_offered(self, snapshot: Snapshot) -> bool:
+        """Whether readers who come now get this snapshot."""
+        return snapshot is self._current
+
+    def lease(self, snapshot: Snapshot) -> bool:
+        """A reader begins to read; its buffer stays as it is until as many releases have come.
+
+        Returns: False if the snapshot has been taken down meanwhile; there is nothing to release then.
+        """
+        if snapshot is not self._current:
+            return False
+        self._readers[snapshot] = self._readers.get(snapshot, 0) + 1
+        return True
+
+    def release(self, snapshot: Snapshot) -> None:
+        """A reader has left."""
+        self._readers[snapshot] -= 1
+        if self._readers[snapshot] == 0:
+            del self._readers[snapshot]
+            if snapshot is not self._current and not self._cleared:
+                self._pool.give(snapshot.buffer)

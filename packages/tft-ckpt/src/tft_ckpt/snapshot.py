@@ -1,0 +1,99 @@
+"""A state as it was at one moment, in memory of its own.
+
+The trainer may change its tensors as soon as it has its thread back, so every storage is copied once, on the trainer's
+thread, into one buffer. That copy is all the trainer pays: checksums are computed afterwards by whoever serves the
+snapshot, a piece at a time.
+
+Law of this file: a snapshot never changes after it was taken. Who may still look into its buffer is the shelf's affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+import torch
+
+from tft_ckpt.buffers import Buffer
+from tft_ckpt.key import StateKey
+from tft_ckpt.manifest import Layout, checksum, describe, encode, encode_layout
+from tft_ckpt.tree import Limits
+
+__all__ = ["Snapshot"]
+
+
+@final
+class Snapshot:
+    """One state, laid out and copied.
+
+    Fields:
+        layout: what it consists of.
+        buffer: where its run lies, from the first byte on.
+    """
+
+    def __init__(self, layout: Layout, body: bytes, buffer: Buffer) -> None:
+        self.layout = layout
+        self.buffer = buffer
+        self._body = body
+        self._sums: list[int] = []
+        self._manifest_bytes: bytes | None = None
+
+    @classmethod
+    def take(
+        cls,
+        state: object,
+        *,
+        key: StateKey,
+        chunk_bytes: int,
+        limits: Limits,
+        allocate: Callable[[int], Buffer],
+    ) -> Snapshot:
+        """Copy every storage once, on the calling thread, and return when the copies are complete.
+
+        Args:
+            state: which nobody changes meanwhile.
+            key: what to call it.
+            chunk_bytes: length of a chunk.
+            limits: what is larger is refused.
+            allocate: called once, with a number of bytes, for a buffer that belongs to the snapshot from then on.
+        Raises:
+            StateUnsupported: a leaf can't travel. Nothing has been allocated or copied then.
+            StateUnavailable: no memory for it.
+            WrongSetting: chunk_bytes is out of range.
+        """
+        layout, spans = describe(state, key=key, chunk_bytes=chunk_bytes, limits=limits)
+        body = encode_layout(layout, limits=limits)
+        buffer = allocate(layout.data_bytes)
+        with torch.no_grad():
+            for segment, span in zip(layout.segments, spans, strict=True):
+                buffer.tensor[segment.offset : segment.offset + segment.length].copy_(span.bytes())
+        return cls(layout, body, buffer)
+
+    @property
+    def key(self) -> StateKey:
+        """Which state it is."""
+        return self.layout.key
+
+    @property
+    def data(self) -> memoryview:
+        """The run, read-only."""
+        return self.buffer.view[: self.layout.data_bytes].toreadonly()
+
+    @property
+    def manifest_bytes(self) -> bytes | None:
+        """The encoded manifest, or None until all checksums are known."""
+        return self._manifest_bytes
+
+    def sum_next_chunk(self) -> bool:
+        """Compute one more checksum; of one thread at a time, and not the trainer's.
+
+        Returns: whether the manifest is complete now.
+        """
+        if self._manifest_bytes is not None:
+            return True
+        if len(self._sums) < self.layout.num_chunks:
+            start, end = self.layout.chunk_span(len(self._sums))
+            self._sums.append(checksum(self.data[start:end]))
+        if len(self._sums) == self.layout.num_chunks:
+            self._manifest_bytes = encode(self._body, self._sums)
+        return self._manifest_bytes is not None

@@ -1,0 +1,99 @@
+"""How a state gets from a process that has it to one that needs it.
+
+The source names its address once (`metadata`), offers its state at a step boundary (`send_checkpoint`), and trains on.
+The receiver, which got the address and the name of the state from its quorum, asks (`recv_checkpoint`) and waits.
+
+Law of this file: the interface alone. Names and positional order are those that torchft's users know.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Generic, TypeVar
+
+from tft_ckpt.key import StateKey
+
+__all__ = ["CheckpointTransport"]
+
+T = TypeVar("T")
+
+
+class CheckpointTransport(ABC, Generic[T]):
+    """Sends and receives states of type T, a state dict as a rule. One per process that trains.
+
+    Where a key is None on both sides, it stands for StateKey(0, 0, step, 0).
+    """
+
+    @abstractmethod
+    def metadata(self) -> str:
+        """What a receiver passes to recv_checkpoint to reach this process; constant until shutdown."""
+
+    @abstractmethod
+    def send_checkpoint(
+        self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta, *, key: StateKey | None = None
+    ) -> None:
+        """Offer a state, on the thread that trains, at a step boundary.
+
+        Args:
+            dst_ranks: replica ranks that will ask for it; may be empty.
+            step: committed steps.
+            state_dict: the state; may be changed after disallow_checkpoint.
+            timeout: for the call.
+            key: names the state; its step equals step.
+        Raises:
+            StateUnsupported: a leaf can't travel. Those that wait for this state are told.
+            DeadlinePassed: it took longer than timeout. Those that wait for this state are told.
+            WrongSetting, Closed.
+        """
+
+    @abstractmethod
+    def recv_checkpoint(
+        self,
+        src_rank: int,
+        metadata: str,
+        step: int,
+        timeout: timedelta,
+        *,
+        key: StateKey | None = None,
+        sources: Sequence[str] = (),
+        progress: Callable[[int, int], None] | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> T:
+        """Fetch a state, waiting for a source that has not offered it yet.
+
+        Args:
+            src_rank: replica rank of the source, for messages.
+            metadata: the source's.
+            step: committed steps.
+            timeout: for the call, waiting included.
+            key: names the state; its step equals step.
+            sources: metadata of others that have the same state, to go on with if the first one fails.
+            progress: called with (bytes that are here and checked, bytes in all), on the calling thread.
+            cancelled: asked several times a second, on the calling thread; True ends the call.
+        Raises:
+            StateUnavailable: no source can give it.
+            StateMismatch: the sources have another one.
+            StateCorrupt: a source serves damage, and no other one helped.
+            StateUnsupported: it holds what this process can't rebuild.
+            DeadlinePassed: timeout is over.
+            Closed: abort or shutdown was called, or cancelled said so.
+            WrongSetting.
+        """
+
+    @abstractmethod
+    def disallow_checkpoint(self) -> None:
+        """Return when the state last given to send_checkpoint may be changed."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End running receives at once with Closed, from any thread. Later ones are not concerned."""
+
+    @abstractmethod
+    def shutdown(self, wait: bool = True) -> None:
+        """Stop serving, end running receives, release threads and ports; again does nothing.
+
+        Args:
+            wait: until all of that is done.
+        """

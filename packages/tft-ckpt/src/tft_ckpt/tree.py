@@ -1,0 +1,381 @@
+"""A state dict as plain JSON values, and back, exactly.
+
+Whatever sits in a state dict is either a container that we know, a piece of plain data that we know, or a tensor. The
+first two are written as JSON: null, booleans, short integers, finite floats and strings as themselves, all else as an
+array that opens with its type's tag. A tensor is handed to a callback and leaves one array behind. Everything is
+matched by exact type: a subclass may carry more than we can see, so it is refused with its path.
+
+Reading is the mirror image and trusts nothing: it makes only the types listed here, by calling only the constructors
+listed here, and counts as it goes.
+
+Law of this file: pure functions of values; no tensors' memory, no I/O, no pickle. A new type gets a tag, a writer and a
+reader, side by side.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import re
+import struct
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar, final
+
+import torch
+
+from tft_ckpt.errors import StateCorrupt, StateUnsupported, WrongSetting
+
+__all__ = ["DTYPES", "Limits", "TreeReader", "TreeWriter", "register_named_tuple"]
+
+# What json.loads gives and json.dumps takes.
+Node = Any
+
+ROOT_PATH = "state"
+
+_SHORT_INT = 2**63
+
+_DTYPE_NAMES = (
+    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+)
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name)}
+"""Name in a manifest to dtype: every dtype of dense tensors that this torch has."""
+
+_FACTORIES: dict[str, Callable[[], Any] | None] = {
+    "none": None,
+    "list": list,
+    "dict": dict,
+    "int": int,
+    "float": float,
+    "str": str,
+    "bool": bool,
+    "odict": OrderedDict,
+}
+_FACTORY_NAMES = {factory: name for name, factory in _FACTORIES.items()}
+
+_DEVICE = re.compile(r"[a-z]{1,16}(:[0-9]{1,4})?")
+
+_named_tuples: dict[str, type[Any]] = {}
+_named_tuple_names: dict[type[Any], str] = {}
+
+C = TypeVar("C", bound=type[Any])
+
+
+def register_named_tuple(cls: C) -> C:
+    """Let a named tuple travel; both sides must register it. Usable as a decorator.
+
+    It goes by its module and name, and its fields by position.
+
+    Raises: WrongSetting: cls is no named tuple, or another one has that name already.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields") and hasattr(cls, "_make")):
+        raise WrongSetting(f"{cls!r} is no named tuple, so it can't be registered as one")
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    if _named_tuples.setdefault(name, cls) is not cls:
+        raise WrongSetting(f"another named tuple is registered as {name} already; rename one of the two")
+    _named_tuple_names[cls] = name
+    return cls
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How large a state may be, on either side. What is larger is refused before memory is taken for it."""
+
+    manifest_bytes: int = 64 << 20
+    """Of the manifest as sent; its decoded form takes some ten times as much."""
+    depth: int = 64
+    """Containers within containers."""
+    nodes: int = 2_000_000
+    """Containers and leaves together."""
+    data_bytes: int = 1 << 40
+    """Of all tensors together."""
+
+    def __post_init__(self) -> None:
+        for name in ("manifest_bytes", "depth", "nodes", "data_bytes"):
+            if getattr(self, name) < 1:
+                raise WrongSetting(f"Limits.{name} is {getattr(self, name)}; give at least 1")
+        if self.depth > 200:
+            raise WrongSetting(f"Limits.depth is {self.depth}; the interpreter's own stack allows at most 200")
+
+
+def _float_bits(value: float) -> str:
+    return struct.pack(">d", value).hex()
+
+
+def _float_from_bits(text: str) -> float:
+    (value,) = struct.unpack(">d", bytes.fromhex(text))
+    return float(value)
+
+
+@final
+class TreeWriter:
+    """Turns one state into one node; used once.
+
+    Args:
+        on_tensor: is given (path, tensor) for every tensor, depth first, and returns its node.
+        limits: what is larger is refused.
+    """
+
+    def __init__(self, on_tensor: Callable[[str, torch.Tensor], Node], *, limits: Limits) -> None:
+        self._on_tensor = on_tensor
+        self._limits = limits
+        self._num_nodes = 0
+
+    def write(self, value: object, path: str = ROOT_PATH, depth: int = 0) -> Node:
+        """Describe a value.
+
+        Raises: StateUnsupported: a leaf can't travel, or the whole is larger than the limits allow.
+        """
+        self._num_nodes += 1
+        if self._num_nodes > self._limits.nodes:
+            raise StateUnsupported(f"the state has more than {self._limits.nodes} leaves and containers", path=path)
+        if depth > self._limits.depth:
+            raise StateUnsupported(
+                f"{path[:200]} is nested deeper than {self._limits.depth}; is it its own member?", path=path
+            )
+        if isinstance(value, torch.Tensor):
+            return self._on_tensor(path, value)
+        leaf = self._write_leaf(value)
+        return self._write_container(value, path, depth) if leaf is _NO_LEAF else leaf
+
+    def _write_leaf(self, value: object) -> Node:
+        if value is None or type(value) is bool or type(value) is str:
+            return value
+        if type(value) is int:
+            return value if -_SHORT_INT <= value < _SHORT_INT else ["int", hex(value)]
+        if type(value) is float:
+            return value if math.isfinite(value) else ["float", _float_bits(value)]
+        if type(value) is complex:
+            return ["complex", _float_bits(value.real), _float_bits(value.imag)]
+        if type(value) is bytes:
+            return ["bytes", base64.b64encode(value).decode("ascii")]
+        if type(value) is torch.dtype and str(value).removeprefix("torch.") in DTYPES:
+            return ["dtype", str(value).removeprefix("torch.")]
+        if type(value) is torch.device:
+            return ["device", str(value)]
+        return _NO_LEAF
+
+    def _write_container(self, value: object, path: str, depth: int) -> Node:
+        kind = type(value)
+        if kind is list or kind is tuple:
+            return ["list" if kind is list else "tuple", *self._items(value, path, depth)]
+        if kind is torch.Size:
+            return ["size", *self._items(value, path, depth)]
+        if kind is dict:
+            return ["dict", *self._pairs(value, path, depth)]
+        if kind is OrderedDict:
+            # A module's state dict carries its version table in this attribute, and load_state_dict reads it.
+            metadata = getattr(value, "_metadata", None)
+            return ["odict", self.write(metadata, f"{path}._metadata", depth + 1), *self._pairs(value, path, depth)]
+        if kind is Counter:
+            return ["counter", *self._pairs(value, path, depth)]
+        if kind is defaultdict:
+            factory = value.default_factory  # type: ignore[attr-defined]
+            if factory not in _FACTORY_NAMES:
+                raise StateUnsupported(
+                    f"{path} is a defaultdict of {factory!r}, which can't travel; use one of "
+                    f"{', '.join(_FACTORIES)}, or a dict",
+                    path=path,
+                )
+            return ["ddict", _FACTORY_NAMES[factory], *self._pairs(value, path, depth)]
+        if kind in _named_tuple_names:
+            return ["named", _named_tuple_names[kind], *self._items(value, path, depth)]
+        raise StateUnsupported(
+            f"{path} is a {kind.__module__}.{kind.__qualname__}, which can't travel; {_advice(value)}", path=path
+        )
+
+    def _items(self, value: Any, path: str, depth: int) -> Iterator[Node]:
+        for index, item in enumerate(value):
+            yield self.write(item, f"{path}[{index}]", depth + 1)
+
+    def _pairs(self, value: Any, path: str, depth: int) -> Iterator[Node]:
+        for key, item in value.items():
+            yield self._write_key(key, path, depth + 1)
+            yield self.write(item, f"{path}[{_label(key)}]", depth + 1)
+
+    def _write_key(self, key: object, path: str, depth: int) -> Node:
+        if type(key) is tuple:
+            if depth > self._limits.depth:
+                raise StateUnsupported(f"a key of {path[:200]} is nested too deeply", path=path)
+            return ["tuple", *(self._write_key(part, path, depth + 1) for part in key)]
+        node = self._write_leaf(key)
+        if node is _NO_LEAF:
+            raise StateUnsupported(
+                f"{path} has a key of type {type(key).__qualname__}; keys are numbers, strings, bytes, tuples",
+                path=path,
+            )
+        return node
+
+
+_NO_LEAF = object()
+
+
+def _label(key: object) -> str:
+    """How a key stands in a path: short, however long a peer made the key."""
+    text = repr(key)
+    return text if len(text) <= 100 else f"{text[:100]}…"
+
+
+def _advice(value: object) -> str:
+    if type(value).__module__ == "numpy":
+        return "convert it with .item() or torch.from_numpy"
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return "register it on both sides with tft_ckpt.register_named_tuple"
+    return "make it numbers, strings, bytes, lists, dicts or tensors in the state dict's own hooks"
+
+
+@final
+class TreeReader:
+    """Turns one node, of which nothing is believed, into one state; used once.
+
+    Args:
+        on_tensor: is given (path, node) for every tensor node, depth first, and returns what takes its place.
+        limits: what is larger is refused.
+        source: the address that the node came from, for the errors.
+    """
+
+    def __init__(self, on_tensor: Callable[[str, list[Node]], object], *, limits: Limits, source: str) -> None:
+        self._on_tensor = on_tensor
+        self._limits = limits
+        self._source = source
+        self._num_nodes = 0
+
+    def read(self, node: Node, path: str = ROOT_PATH, depth: int = 0) -> Any:
+        """Rebuild a value.
+
+        Raises:
+            StateCorrupt: the node is none that TreeWriter writes.
+            StateUnsupported: it names a named tuple that is not registered here.
+        """
+        self._num_nodes += 1
+        if self._num_nodes > self._limits.nodes:
+            raise self.corrupt(path, f"there are more than {self._limits.nodes} leaves and containers")
+        if depth > self._limits.depth:
+            raise self.corrupt(path, f"it is nested deeper than {self._limits.depth}")
+        if node is None or type(node) in (bool, str):
+            return node
+        if type(node) is int:
+            if not -_SHORT_INT <= node < _SHORT_INT:
+                raise self.corrupt(path, "its integer is too long to stand untagged")
+            return node
+        if type(node) is float:
+            if not math.isfinite(node):
+                raise self.corrupt(path, "its float overflows")
+            return node
+        if type(node) is not list or not node or type(node[0]) is not str:
+            raise self.corrupt(path, "it is neither plain nor tagged")
+        tag = node[0]
+        if tag == "tensor":
+            return self._on_tensor(path, node)
+        if tag in _LEAF_READERS:
+            try:
+                return _LEAF_READERS[tag](*node[1:])
+            except (TypeError, ValueError, KeyError, RuntimeError, struct.error, binascii.Error):
+                raise self.corrupt(path, f"its {tag} can't be read") from None
+        return self._read_container(tag, node, path, depth)
+
+    def corrupt(self, path: str, sentence: str) -> StateCorrupt:
+        """The error for a bad node."""
+        source = f" from {self._source}" if self._source else ""
+        return StateCorrupt(
+            f"the manifest{source} is damaged at {path[:200]}: {sentence}", part="manifest", source=self._source
+        )
+
+    def _read_container(self, tag: str, node: list[Node], path: str, depth: int) -> Any:
+        match tag:
+            case "list":
+                return self._items(node, 1, path, depth)
+            case "tuple":
+                return tuple(self._items(node, 1, path, depth))
+            case "size":
+                sizes = self._items(node, 1, path, depth)
+                if any(type(size) is not int for size in sizes):
+                    raise self.corrupt(path, "a torch.Size holds integers only")
+                return torch.Size(sizes)
+            case "dict":
+                return self._pairs(node, 1, path, depth, into={})
+            case "odict":
+                return self._read_ordered(node, path, depth)
+            case "counter":
+                return self._pairs(node, 1, path, depth, into=Counter())
+            case "ddict":
+                if len(node) < 2 or type(node[1]) is not str or node[1] not in _FACTORIES:
+                    raise self.corrupt(path, "its defaultdict has an unknown factory")
+                return self._pairs(node, 2, path, depth, into=defaultdict(_FACTORIES[node[1]]))
+            case "named":
+                return self._read_named(node, path, depth)
+            case _:
+                raise self.corrupt(path, f"{tag[:40]!r} is no tag")
+
+    def _read_ordered(self, node: list[Node], path: str, depth: int) -> OrderedDict[Any, Any]:
+        if len(node) < 2:
+            raise self.corrupt(path, "its ordered dict lacks a part")
+        result: OrderedDict[Any, Any] = OrderedDict()
+        metadata = self.read(node[1], f"{path}._metadata", depth + 1)
+        if metadata is not None:
+            result._metadata = metadata  # type: ignore[attr-defined]
+        self._pairs(node, 2, path, depth, into=result)
+        return result
+
+    def _read_named(self, node: list[Node], path: str, depth: int) -> Any:
+        if len(node) < 2 or type(node[1]) is not str:
+            raise self.corrupt(path, "its named tuple has no name")
+        cls = _named_tuples.get(node[1])
+        if cls is None:
+            raise StateUnsupported(
+                f"{path} is a named tuple {node[1][:200]!r}, unknown here; register it with register_named_tuple",
+                path=path,
+            )
+        items = self._items(node, 2, path, depth)
+        if len(items) != len(cls._fields):
+            raise self.corrupt(path, f"its named tuple has {len(items)} fields, not {len(cls._fields)}")
+        return cls._make(items)
+
+    def _items(self, node: list[Node], first: int, path: str, depth: int) -> list[Any]:
+        return [self.read(node[at], f"{path}[{at - first}]", depth + 1) for at in range(first, len(node))]
+
+    def _pairs(self, node: list[Node], first: int, path: str, depth: int, *, into: Any) -> Any:
+        if (len(node) - first) % 2:
+            raise self.corrupt(path, "a key lacks its value")
+        for at in range(first, len(node), 2):
+            key = self._read_key(node[at], path, depth + 1)
+            if key in into:
+                raise self.corrupt(path, f"its key {str(key)[:80]!r} comes twice")
+            into[key] = self.read(node[at + 1], f"{path}[{_label(key)}]", depth + 1)
+        return into
+
+    def _read_key(self, node: Node, path: str, depth: int) -> Any:
+        if type(node) is list and node[:1] == ["tuple"]:
+            if depth > self._limits.depth:
+                raise self.corrupt(path, "a key is nested too deeply")
+            return tuple(self._read_key(part, path, depth + 1) for part in node[1:])
+        if type(node) is list and (not node or type(node[0]) is not str or node[0] not in _LEAF_READERS):
+            raise self.corrupt(path, "a key is neither a leaf nor a tuple")
+        return self.read(node, path, depth)
+
+
+def _read_int(text: str) -> int:
+    if not re.fullmatch(r"-?0x[0-9a-f]+", text):
+        raise ValueError(text[:40])
+    return int(text, 16)
+
+
+def _read_device(text: str) -> torch.device:
+    if not _DEVICE.fullmatch(text):
+        raise ValueError(text[:40])
+    return torch.device(text)
+
+
+_LEAF_READERS: dict[str, Callable[..., object]] = {
+    "int": _read_int,
+    "float": _float_from_bits,
+    "complex": lambda real, imag: complex(_float_from_bits(real), _float_from_bits(imag)),
+    "bytes": lambda text: base64.b64decode(text, validate=True),
+    "dtype": lambda name: DTYPES[name],
+    "device": _read_device,
+}
