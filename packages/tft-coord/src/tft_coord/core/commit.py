@@ -28,7 +28,8 @@ class RoundName:
 @dataclass(slots=True)
 class _Round:
     votes: dict[int, bool] = field(default_factory=dict)
-    waiting: dict[int, tuple[int, int]] = field(default_factory=dict)  # call -> (rank, deadline_ms)
+    deadlines_ms: dict[int, int] = field(default_factory=dict)  # rank -> its first; stays when its call goes away
+    waiting: dict[int, int] = field(default_factory=dict)  # call -> rank
     verdict: bool | None = None
     answered: set[int] = field(default_factory=set)  # ranks, for rounds without a key
 
@@ -56,10 +57,11 @@ class Votes:
             # Clients that name no quorum: a rank that votes after its answer opens the next round.
             current = self._rounds[name] = _Round()
         current.votes.setdefault(rank, yes)
-        for other, (waiting_rank, _) in list(current.waiting.items()):
+        current.deadlines_ms.setdefault(rank, deadline_ms)
+        for other, waiting_rank in list(current.waiting.items()):
             if waiting_rank == rank:
                 del current.waiting[other]
-        current.waiting[call] = (rank, deadline_ms)
+        current.waiting[call] = rank
         if current.verdict is None:
             if self._lost is not None:
                 current.verdict = False
@@ -78,14 +80,19 @@ class Votes:
         """Seal as no every open round of which a deadline has passed."""
         answers: list[tuple[int, int, bool]] = []
         for current in self._rounds.values():
-            if current.verdict is None and any(now_ms >= deadline for _, deadline in current.waiting.values()):
+            if current.verdict is None and any(now_ms >= deadline_ms for deadline_ms in current.deadlines_ms.values()):
                 current.verdict = False
                 answers += self._release(current)
         return answers
 
     def next_deadline_ms(self) -> int | None:
         """When `tick` has something to do next."""
-        deadlines = [deadline for current in self._rounds.values() for _, deadline in current.waiting.values()]
+        deadlines = [
+            deadline_ms
+            for current in self._rounds.values()
+            if current.verdict is None
+            for deadline_ms in current.deadlines_ms.values()
+        ]
         return min(deadlines, default=None)
 
     def lose_rank(self, reason: str) -> list[tuple[int, int, bool]]:
@@ -102,9 +109,15 @@ class Votes:
         """Every rank has asked for its next quorum at that step: earlier steps are asked about no more.
 
         Rounds of this very step stay: each names another quorum in which the step failed. They are few and go with
-        the next commit; the bound keeps a step that fails for ever from growing them.
+        the next commit; the bound keeps a step that fails for ever from growing them. A round without a key is over
+        with its quorum: the next attempt at the step has the same name and must not meet it.
         """
-        for name in [name for name, current in self._rounds.items() if name.step < step and not current.waiting]:
+        over = [
+            name
+            for name, current in self._rounds.items()
+            if (name.step < step or name.key is None) and not current.waiting
+        ]
+        for name in over:
             del self._rounds[name]
         idle = [name for name, current in self._rounds.items() if not current.waiting]
         for name in idle[: max(0, len(self._rounds) - MAX_ROUNDS)]:
@@ -113,7 +126,7 @@ class Votes:
     def _release(self, current: _Round) -> list[tuple[int, int, bool]]:
         if current.verdict is None:
             return []
-        answers = [(call, rank, current.verdict) for call, (rank, _) in current.waiting.items()]
+        answers = [(call, rank, current.verdict) for call, rank in current.waiting.items()]
         current.waiting.clear()
         current.answered.update(rank for _, rank, _ in answers)
         return answers

@@ -9,7 +9,7 @@ Law of this file: decisions only; the caller gives the time and performs the eff
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tft_coord.core import effects, events
 from tft_coord.core.assignment import assign, plan_for
@@ -50,6 +50,8 @@ class GroupCore:
         self._timeouts = timeouts
         self._asked: dict[int, _Asked] = {}
         self._open_request: int | None = None
+        self._open_member: Member | None = None
+        self._steady = False  # the plan that the ranks hold is one in which nobody heals and all are up to date
         self._last_request = 0
         self._votes = Votes(world_size)
         self._metadata: dict[int, str] = {}
@@ -168,6 +170,7 @@ class GroupCore:
         self._votes.forget_before(member.step)
         self._last_request += 1
         self._open_request = self._last_request
+        self._open_member = member
         return [*out, effects.AskLighthouse(self._open_request, member, held)]
 
     def _withdrew(self, rank: int, call: int) -> list[effects.GroupEffect]:
@@ -221,6 +224,7 @@ class GroupCore:
         except ProtocolError as error:
             return self._fail_all("malformed", str(error))
         self.quorum = quorum
+        self._steady = len(common.up_to_date) == len(quorum.members)
         self._open_request = None
         out: list[effects.GroupEffect] = [
             effects.AnswerPlan(self._asked[rank].call, rank, plans[rank], quorum) for rank in range(self._world_size)
@@ -234,6 +238,23 @@ class GroupCore:
         if self.quorum is None or self.quorum.key != key:
             message = f"the lighthouse says that quorum {key} stands, and replica {self._replica_id} does not hold it"
             return self._fail_all("malformed", message)
+        if not self._steady and self._open_member is not None:
+            # In the plan that the ranks hold somebody heals. All are at our state now, so the new plan needs no asking.
+            own = self._open_member
+            members = tuple(
+                replace(
+                    member,
+                    step=own.step,
+                    lineage=own.lineage,
+                    torn=False,
+                    live=True,
+                    commit_failures=0,
+                    needs_configure=False,
+                    failed_heals=0,
+                )
+                for member in self.quorum.members
+            )
+            return self._arrived(request, Quorum(key, members, self.quorum.created_ms))
         self._open_request = None
         out: list[effects.GroupEffect] = [
             effects.AnswerRankUnchanged(asked.call, rank, key) for rank, asked in sorted(self._asked.items())

@@ -23,6 +23,9 @@ from tft_coord.timeouts import Timeouts
 
 INELIGIBLE_FIRST_MS = 1_000
 INELIGIBLE_MOST_MS = 60_000
+# Ids are milliseconds since 1970 plus a count; one that is near the end of the number range was not given by a
+# lighthouse, and going above it would leave no ids.
+HIGHEST_ID_BELIEVED = MAX_INT64 - 2**32
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +100,14 @@ class LighthouseCore:
     def handle(self, event: events.LighthouseEvent, now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
         """Take one event; returns what to do about it, in order."""
         self._note_the_time(now_ms)
-        match event:
-            case events.HelloReceived():
-                return self._hello(event, now_ms, wall_ms)
-            case events.StreamClosed():
-                job = self._job_of_stream.pop(event.stream, None)
-            case _:
-                job = self._job_of_stream.get(event.stream)
+        if isinstance(event, events.StreamClosed):
+            job = self._job_of_stream.pop(event.stream, None)
+        elif self._succeeded or (isinstance(event, events.HelloReceived) and self._is_succeeded_by(event.hello)):
+            return self._retire(event.stream)
+        elif isinstance(event, events.HelloReceived):
+            return self._hello(event, now_ms, wall_ms)
+        else:
+            job = self._job_of_stream.get(event.stream)
         if job is None:
             # Before its hello, or refused: nothing that it says counts.
             return []
@@ -113,6 +117,8 @@ class LighthouseCore:
         """Let time pass; call every quorum_tick_ms."""
         self._note_the_time(now_ms)
         out: list[effects.LighthouseEffect] = []
+        if self._succeeded:
+            return out
         for job in self._jobs.values():
             out += job.tick(now_ms, wall_ms)
         for name in [name for name, job in self._jobs.items() if job.forgotten]:
@@ -128,15 +134,30 @@ class LighthouseCore:
                 job.liveness.excuse_all(now_ms)
         self._last_tick_ms = now_ms
 
+    @property
+    def _succeeded(self) -> bool:
+        return self._succeeded_by_ms > self._birth.started_ms
+
+    def _is_succeeded_by(self, hello: Hello) -> bool:
+        """Whether that replica has obeyed a lighthouse that started after this one."""
+        self._succeeded_by_ms = max(self._succeeded_by_ms, hello.lighthouse_started_ms)
+        return self._succeeded
+
+    def _retire(self, stream: int) -> list[effects.LighthouseEffect]:
+        """A newer lighthouse serves: this one answers nobody any more, and sends everyone away, once."""
+        message = (
+            f"this lighthouse started at {self._birth.started_ms} ms and one that started at "
+            f"{self._succeeded_by_ms} ms has taken over; use that one's address"
+        )
+        streams = {stream, *self._job_of_stream}
+        self._job_of_stream.clear()
+        return [effects.RefuseSession(each, Refusal.OLD_LIGHTHOUSE, message) for each in sorted(streams)]
+
     def _hello(self, event: events.HelloReceived, now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
         hello = event.hello
-        self._succeeded_by_ms = max(self._succeeded_by_ms, hello.lighthouse_started_ms)
-        if self._succeeded_by_ms > self._birth.started_ms:
-            message = (
-                f"this lighthouse started at {self._birth.started_ms} ms and one that started at "
-                f"{self._succeeded_by_ms} ms has taken over; use that one's address"
-            )
-            return [effects.RefuseSession(event.stream, Refusal.OLD_LIGHTHOUSE, message)]
+        if hello.held is not None and hello.held.quorum_id > HIGHEST_ID_BELIEVED:
+            message = f"replica {hello.replica_id} holds quorum {hello.held}, an id that no lighthouse gives"
+            return [effects.RefuseSession(event.stream, Refusal.MALFORMED, message + "; start it anew")]
         current = self._job_of_stream.get(event.stream)
         if current is not None and current.name != hello.job:
             message = f"the stream of replica {hello.replica_id} changes from job {current.name} to {hello.job}"
@@ -144,7 +165,7 @@ class LighthouseCore:
         job = self._jobs.get(hello.job)
         if job is None:
             job = self._jobs[hello.job] = Job(
-                hello.job, self._config, self._birth, self._nonces, last_id=self._forgotten_id
+                hello.job, self._config, self._birth, self._nonces, now_ms=now_ms, last_id=self._forgotten_id
             )
         self._job_of_stream[event.stream] = job
         return job.hello(event.stream, hello, now_ms, wall_ms)
@@ -156,11 +177,19 @@ class Job:
     Args:
         name: job id.
         config, birth, nonces: of the lighthouse.
+        now_ms: when it was first heard of.
         last_id: the first quorum's id is above it.
     """
 
     def __init__(
-        self, name: str, config: LighthouseConfig, birth: _Birth, nonces: Callable[[], int], *, last_id: int
+        self,
+        name: str,
+        config: LighthouseConfig,
+        birth: _Birth,
+        nonces: Callable[[], int],
+        *,
+        now_ms: int,
+        last_id: int,
     ) -> None:
         self.name = name
         self.liveness = Liveness(config.timeouts)
@@ -171,14 +200,20 @@ class Job:
         self._birth = birth
         self._nonces = nonces
         self.last_id = last_id
+        # Whoever is presumed to live has a heartbeat_timeout to show it: from the start of a lighthouse that comes
+        # back, from now if it has forgotten the job since.
+        late = now_ms - birth.now_ms >= config.timeouts.heartbeat_timeout_ms
+        self._presumed_from_ms = now_ms if late else birth.now_ms
+        self._members: dict[str, Member] = {}  # of the newest quorum
         self._broken: str | None = None
         self._formed_here = False
         self._healthy_before: int | None = None
         self._formed_ms = birth.now_ms
-        # Replicas that have asked since the newest quorum: once one has, the answer that another lost is not given
-        # again, because the quorum has begun to end.
+        # Members of the newest quorum that have asked for the next: once one has, the answer that another lost is not
+        # given again, because the quorum has begun to end.
         self._asked_since: set[str] = set()
         self._asking: tuple[int, QuorumKey, int] | None = None  # (stream, key, since_ms)
+        self._asked_in_vain: set[int] = set()  # streams that could not say the members of the quorum they hold
 
     @property
     def forgotten(self) -> bool:
@@ -194,7 +229,8 @@ class Job:
             return [effects.RefuseSession(stream, result.refusal, result.message)]
         out = self._accepted(stream, hello, result)
         if hello.held is not None:
-            out += self._heard_of(stream, hello.held, now_ms)
+            self.last_id = max(self.last_id, hello.held.quorum_id)
+            out += self._ask_for_newest(now_ms)
         return out + self._form(now_ms, wall_ms)
 
     def handle(self, event: events.LighthouseEvent, now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
@@ -203,9 +239,9 @@ class Job:
         match event:
             case events.StreamClosed():
                 self.liveness.stream_closed(event.stream, now_ms)
-                if self._asking is not None and self._asking[0] == event.stream:
-                    self._asking = None
-                return self._judge(now_ms)
+                out += self._asked_nobody(event.stream, now_ms)
+                self._asked_in_vain.discard(event.stream)
+                return out + self._judge(now_ms)
             case events.DeathReported():
                 lost = self.liveness.death(event.stream, event.reason, now_ms)
                 if lost is not None:
@@ -224,8 +260,7 @@ class Job:
                 out += self._reported(event, now_ms)
                 out += self._form(now_ms, wall_ms)
             case events.RequestWithdrawn():
-                if replica.request is not None and replica.request.request == event.request:
-                    replica.request = None
+                self._withdrawn(replica, event.request, now_ms)
             case events.QuorumRequested():
                 out += self._requested(replica, event, now_ms)
                 if self._may_form(now_ms):
@@ -234,9 +269,10 @@ class Job:
 
     def tick(self, now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
         """Let time pass."""
+        out: list[effects.LighthouseEffect] = []
         if self._asking is not None and now_ms - self._asking[2] >= self._timeouts.heartbeat_timeout_ms:
-            self._asking = None
-        return self._judge(now_ms) + self._form(now_ms, wall_ms)
+            out += self._asked_nobody(self._asking[0], now_ms)
+        return out + self._judge(now_ms) + self._form(now_ms, wall_ms)
 
     # --- sessions -----------------------------------------------------------------------------------------------
 
@@ -259,6 +295,10 @@ class Job:
     def _told_lost(self, lost: Lost) -> list[effects.LighthouseEffect]:
         replica = lost.replica
         self._healthy_before = None
+        member = self._members.get(replica.replica_id)
+        if member is not None and member.session == replica.session:
+            # Who has lost the answer must not be sent into a quorum that can't run any more.
+            self._broken = self._broken or f"{replica.replica_id} was lost"
         out: list[effects.LighthouseEffect] = [
             effects.ReplicaLost(self.name, replica.replica_id, replica.session, lost.reason)
         ]
@@ -283,39 +323,75 @@ class Job:
 
     # --- a lighthouse without memory --------------------------------------------------------------------------------
 
-    def _heard_of(self, stream: int, held: QuorumKey, now_ms: int) -> list[effects.LighthouseEffect]:
-        """A replica holds a quorum: ids go above it, and if we know of none as new, we ask for its members."""
-        self.last_id = max(self.last_id, held.quorum_id)
-        if self.previous is not None and held <= self.previous.key:
-            return []
-        if self._asking is not None and held <= self._asking[1]:
-            return []
+    def _ask_for_newest(self, now_ms: int) -> list[effects.LighthouseEffect]:
+        """Ask whoever holds the newest quorum that was formed before this lighthouse started for its members."""
         if self._formed_here:
-            # Ours is the newest by definition; ids only go above the other.
+            # Ours is the newest by definition; ids only go above the others.
             return []
-        self._asking = (stream, held, now_ms)
-        return [effects.AskForQuorum(stream, held)]
+        known = [quorum_key for quorum_key in (self._previous_key, self._asked_key) if quorum_key is not None]
+        best: tuple[QuorumKey, int] | None = None
+        for replica in self.liveness.replicas.values():
+            if replica.stream is None or replica.held is None or replica.stream in self._asked_in_vain:
+                continue
+            if all(replica.held > key for key in known) and (best is None or replica.held > best[0]):
+                best = (replica.held, replica.stream)
+        if best is None:
+            return []
+        self._asking = (best[1], best[0], now_ms)
+        return [effects.AskForQuorum(best[1], best[0])]
+
+    @property
+    def _previous_key(self) -> QuorumKey | None:
+        return self.previous.key if self.previous is not None else None
+
+    @property
+    def _asked_key(self) -> QuorumKey | None:
+        return self._asking[1] if self._asking is not None else None
+
+    def _asked_nobody(self, stream: int, now_ms: int) -> list[effects.LighthouseEffect]:
+        """That stream will not answer: ask the next best, who may hold the same quorum or one before."""
+        if self._asking is None or self._asking[0] != stream:
+            return []
+        self._asking = None
+        self._asked_in_vain.add(stream)
+        return self._ask_for_newest(now_ms)
 
     def _reported(self, event: events.QuorumReported, now_ms: int) -> list[effects.LighthouseEffect]:
         """The members of a quorum that was formed before this lighthouse started."""
         if self._asking is None or self._asking[0] != event.stream:
             return []
-        key, self._asking = self._asking[1], None
         quorum = event.quorum
-        if quorum is None or quorum.key != key or self._formed_here:
-            return []
-        if self.previous is not None and quorum.key <= self.previous.key:
-            return []
+        if quorum is None or quorum.key != self._asking[1]:
+            return self._asked_nobody(event.stream, now_ms)
+        self._asking = None
         self.previous = quorum
+        self._members = {member.replica_id: member for member in quorum.members}
         self._broken = None
         self._healthy_before = None
         self._formed_ms = now_ms
-        self._asked_since = {
-            replica.replica_id for replica in self.liveness.replicas.values() if replica.request is not None
-        }
         for member in quorum.members:
-            self.liveness.presume(member.replica_id, member.session, member.address, self._birth.now_ms)
-        return []
+            known = self.liveness.replicas.get(member.replica_id)
+            if known is not None and not known.healthy and known.session == member.session:
+                self._broken = f"{member.replica_id} was lost"
+            self.liveness.presume(member.replica_id, member.session, member.address, self._presumed_from_ms)
+        return self._ask_for_newest(now_ms) + self._sort_the_waiting(now_ms)
+
+    def _sort_the_waiting(self, now_ms: int) -> list[effects.LighthouseEffect]:
+        """Who asked before we knew their quorum: some have gone on from it, others have never got it."""
+        members = [replica for replica, _ in self._waiting() if replica.replica_id in self._members]
+        without = [replica for replica in members if self._lost_the_answer(replica, replica.request)]
+        self._asked_since = {replica.replica_id for replica in members if replica not in without}
+        out: list[effects.LighthouseEffect] = []
+        for replica in without:
+            request = replica.request
+            assert request is not None
+            replica.request = None
+            again = self._answer_again(replica, request, now_ms)
+            if not again:
+                replica.request = request
+                self._asked_since.add(replica.replica_id)
+            out += again
+        return out
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -327,32 +403,69 @@ class Job:
         if member.replica_id != replica.replica_id:
             message = f"the stream of replica {replica.replica_id} asks as {member.replica_id}; ask for itself only"
             return [effects.RefuseRequest(stream, event.request, Refusal.MALFORMED, message)]
+        if event.held is not None and event.held.quorum_id > HIGHEST_ID_BELIEVED:
+            message = f"replica {replica.replica_id} holds quorum {event.held}, an id that no lighthouse gives"
+            return [effects.RefuseRequest(stream, event.request, Refusal.MALFORMED, message + "; start it anew")]
         replica.ready = True
-        replica.held = event.held
-        replica.healing_since_ms = None
         if event.held is not None:
             self.last_id = max(self.last_id, event.held.quorum_id)
-        if self._lost_the_answer(replica, event.held):
-            if not self._asked_since and self._broken is None and self.previous is not None:
-                return [effects.AnswerQuorum(stream, event.request, self.previous)]
-            self._broken = self._broken or f"{replica.replica_id} does not hold it while others have gone on"
-        self._asked_since.add(replica.replica_id)
-        same = replica.request is not None and replica.request.request == event.request
-        asked_ms = replica.request.asked_ms if same and replica.request is not None else now_ms
-        replica.request = OpenRequest(event.request, member, event.held, asked_ms)
+        patience_ms = self._timeouts.heartbeat_timeout_ms
+        request = OpenRequest(event.request, member, event.held, replica.asked_ms(now_ms, patience_ms))
+        if self._lost_the_answer(replica, request):
+            again = self._answer_again(replica, request, now_ms)
+            if again:
+                return again
+        if replica.replica_id in self._members:
+            self._asked_since.add(replica.replica_id)
+        replica.held = event.held
+        replica.healing_since_ms = None
+        replica.request = request
         if member.failed_heals >= 2:
             pause_ms = min(INELIGIBLE_MOST_MS, INELIGIBLE_FIRST_MS << min(member.failed_heals - 2, 16))
-            replica.ineligible_until_ms = now_ms + pause_ms
+            replica.ineligible_until_ms = request.asked_ms + pause_ms
         else:
             replica.ineligible_until_ms = 0
         return []
 
-    def _lost_the_answer(self, replica: Replica, held: QuorumKey | None) -> bool:
-        """It is in the newest quorum, in this very session, and does not hold it."""
-        if self.previous is None or held == self.previous.key:
+    def _withdrawn(self, replica: Replica, request: int, now_ms: int) -> None:
+        """The asker gave a request up: the open one, or one whose answer was on its way."""
+        if replica.request is not None and replica.request.request == request:
+            replica.withdraw(now_ms)
+        elif replica.answered == request:
+            replica.answer_void = True
+
+    def _lost_the_answer(self, replica: Replica, request: OpenRequest | None) -> bool:
+        """It is in the newest quorum, in this very session, and does not hold it; or it asks once more what that quorum
+        has answered, because the answer went with its stream, or came when it had given up."""
+        member = self._members.get(replica.replica_id)
+        if request is None or self.previous is None or member is None or member.session != replica.session:
             return False
-        member = self.previous.member(replica.replica_id)
-        return member is not None and member.session == replica.session
+        return request.held != self.previous.key or replica.answered == request.request or replica.answer_void
+
+    def _answer_again(self, replica: Replica, request: OpenRequest, now_ms: int) -> list[effects.LighthouseEffect]:
+        """Give the newest quorum to a member that has not got it; if it can't run any more, it is broken for all."""
+        assert self.previous is not None
+        before = self._members[replica.replica_id]
+        # It may say that its group can't be used, because it was never configured; anything else is news to the others.
+        same = replace(request.member, needs_configure=before.needs_configure) == before
+        others = self._asked_since - {replica.replica_id}
+        if others or self._broken is not None or replica.stream is None or not same:
+            self._broken = self._broken or f"{replica.replica_id} does not hold it"
+            return []
+        replica.held = self.previous.key
+        replica.answered = request.request
+        replica.answer_void = False
+        replica.withdrawn = None
+        replica.healing_since_ms = now_ms if self._recovers(self.previous, replica.replica_id) else None
+        return [effects.AnswerQuorum(replica.stream, request.request, self.previous)]
+
+    @staticmethod
+    def _recovers(quorum: Quorum, replica_id: str) -> bool:
+        try:
+            recovering = assign(quorum).recovering
+        except ProtocolError:
+            return False  # every member is torn; each learns it from its own plan
+        return quorum.replica_ids.index(replica_id) in recovering
 
     # --- forming -----------------------------------------------------------------------------------------------------
 
@@ -361,7 +474,7 @@ class Job:
         if self.previous is None:
             return True
         if self._healthy_before is None:
-            members = (self.liveness.replicas.get(member.replica_id) for member in self.previous.members)
+            members = (self.liveness.replicas.get(replica_id) for replica_id in self._members)
             self._healthy_before = sum(1 for replica in members if replica is not None and replica.healthy)
         return (
             len(self._asked_since) >= self._healthy_before or now_ms - self._formed_ms >= self._timeouts.join_timeout_ms
@@ -390,24 +503,27 @@ class Job:
 
     def _situation(self, waiting: list[tuple[Replica, OpenRequest]], now_ms: int) -> Situation:
         replicas = self.liveness.replicas.values()
+        asked_ms = {replica.replica_id: request.asked_ms for replica, request in waiting}
+        first_asked_ms = min(asked_ms.values())
         return Situation(
             waiting={replica.replica_id: request.member for replica, request in waiting},
             healthy={replica.replica_id for replica in replicas if replica.healthy and replica.ready},
-            healing={replica.replica_id for replica in replicas if self._heals(replica, now_ms)},
+            healing={replica.replica_id for replica in replicas if self._heals(replica, first_asked_ms, now_ms)},
             ineligible={replica.replica_id for replica in replicas if replica.ineligible_until_ms > now_ms},
             previous=self.previous,
             min_replicas=self._config.min_replicas,
             join_timeout_ms=self._timeouts.join_timeout_ms,
-            first_asked_ms=min(request.asked_ms for _, request in waiting),
+            asked_ms=asked_ms,
             fast_only=now_ms - self._birth.now_ms < self._timeouts.reconnect_grace_ms,
             now_ms=now_ms,
         )
 
-    def _heals(self, replica: Replica, now_ms: int) -> bool:
+    def _heals(self, replica: Replica, first_asked_ms: int, now_ms: int) -> bool:
         since = replica.healing_since_ms
         if since is None or not replica.healthy or now_ms - since >= self._timeouts.heal_timeout_ms:
             return False
-        return now_ms - max(since, replica.progress_ms) < self._timeouts.heartbeat_timeout_ms
+        # Its source takes the state after the reductions, just before it asks for the next quorum.
+        return now_ms - max(since, replica.progress_ms, first_asked_ms) < self._timeouts.heartbeat_timeout_ms
 
     def _refuse_the_ahead(self) -> list[effects.LighthouseEffect]:
         """A state loaded from outside must not overtake the job's own."""
@@ -433,15 +549,12 @@ class Job:
         previous = self.previous
         reason = reason_for_new_id(previous, members, self._broken)
         out: list[effects.LighthouseEffect] = []
-        if reason is None and previous is not None:
-            key = previous.key
-        else:
-            if self.last_id >= MAX_INT64:
-                raise ProtocolError(f"job {self.name} has used up its quorum ids; restart it under another job id")
-            key = QuorumKey(self.last_id + 1, self._nonces())
+        standing = previous.key if previous is not None and reason is None else None
+        key = standing or QuorumKey(self.last_id + 1, self._nonces())
         quorum = Quorum(key, members, wall_ms)
         self.last_id = max(self.last_id, key.quorum_id)
         self.previous = quorum
+        self._members = {member.replica_id: member for member in members}
         self._formed_here = True
         self._healthy_before = None
         self._broken = None
@@ -462,12 +575,14 @@ class Job:
         for rank, member in enumerate(quorum.members):
             replica = self.liveness.replicas[member.replica_id]
             request, replica.request = replica.request, None
+            assert request is not None  # who waits has asked, and on a stream that stands
+            assert replica.stream is not None
             replica.healing_since_ms = now_ms if rank in recovering else None
-            holds = request is not None and request.held == quorum.key
             replica.held = quorum.key
-            if request is None or replica.stream is None:
-                continue  # its stream is broken; it asks again when it is back
-            if unchanged and holds:
+            replica.answered = request.request
+            replica.answer_void = False
+            replica.withdrawn = None
+            if unchanged and request.held == quorum.key:
                 out.append(effects.AnswerUnchanged(replica.stream, request.request, quorum.key))
             else:
                 out.append(effects.AnswerQuorum(replica.stream, request.request, quorum))

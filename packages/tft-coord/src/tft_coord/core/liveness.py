@@ -30,7 +30,12 @@ class OpenRequest:
 
 @dataclass(slots=True)
 class Replica:
-    """What is known of one replica id."""
+    """What is known of one replica id.
+
+    `withdrawn` keeps (asked_ms, withdrawn_ms) of a request that ended without an answer: a replica that asks again
+    soon has waited since it first asked. `answered` is the number of the request that the newest quorum answered, and
+    `answer_void` says that the replica had given that request up.
+    """
 
     replica_id: str
     session: int
@@ -46,6 +51,9 @@ class Replica:
     dead: bool = False
     stream_losses_ms: list[int] = field(default_factory=list)
     request: OpenRequest | None = None
+    withdrawn: tuple[int, int] | None = None
+    answered: int | None = None
+    answer_void: bool = False
     healing_since_ms: int | None = None
     healed_bytes: int = 0
     progress_ms: int = 0
@@ -54,6 +62,20 @@ class Replica:
     @property
     def healthy(self) -> bool:
         return self.lost is None
+
+    def withdraw(self, now_ms: int) -> None:
+        """The open request, if any, ends without an answer."""
+        if self.request is not None:
+            self.withdrawn = (self.request.asked_ms, now_ms)
+            self.request = None
+
+    def asked_ms(self, now_ms: int, patience_ms: int) -> int:
+        """Since when a request of now counts as open: an answer that never came doesn't start the waiting anew."""
+        if self.request is not None:
+            return self.request.asked_ms
+        if self.withdrawn is not None and now_ms - self.withdrawn[1] < patience_ms:
+            return self.withdrawn[0]
+        return now_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +94,6 @@ class Accepted:
 
     replica: Replica
     replaced_stream: int | None = None
-    dropped_request: OpenRequest | None = None
     lost: Lost | None = None
 
 
@@ -106,6 +127,10 @@ class Liveness:
         Raises nothing: a bad hello is an answer like any other.
         """
         known = self.replicas.get(hello.replica_id)
+        other = self._by_stream.get(stream)
+        if other is not None and other is not known:
+            message = f"the stream of replica {other.replica_id} says hello as {hello.replica_id}; open another stream"
+            return Rejected(Refusal.MALFORMED, message)
         if known is not None:
             rejected = self._reject(known, stream, hello)
             if rejected is not None:
@@ -113,11 +138,14 @@ class Liveness:
         if known is None:
             known = Replica(hello.replica_id, hello.session, hello.address, now_ms)
             self.replicas[hello.replica_id] = known
-        dropped: OpenRequest | None = None
+        # A request belongs to its stream: whoever still wants it says it again; whoever gave it up in between doesn't.
+        known.withdraw(now_ms)
         if hello.session > known.session or known.lost is not None:
             known.session = hello.session
-            dropped, known.request = known.request, None
+            known.answered = None
+            known.answer_void = False
             known.healing_since_ms = None
+            known.healed_bytes = 0
             known.lost = None
         replaced = known.stream if known.stream != stream else None
         if known.stream is not None:
@@ -134,7 +162,7 @@ class Liveness:
         predecessor = self.replicas.get(hello.replaces) if hello.replaces != hello.replica_id else None
         if predecessor is not None and predecessor.healthy:
             lost = self._lose(predecessor, f"replaced by {hello.replica_id}", now_ms, dead=True)
-        return Accepted(known, replaced, dropped, lost)
+        return Accepted(known, replaced, lost)
 
     def presume(self, replica_id: str, session: int, address: str, started_ms: int) -> None:
         """A member of a quorum that others report: healthy until heartbeat_timeout after the start, unless it says
@@ -155,6 +183,8 @@ class Liveness:
         if replica is None:
             return
         replica.stream = None
+        # Nobody can be answered on a stream that is gone; it is healthy, but it does not wait until it asks again.
+        replica.withdraw(now_ms)
         if replica.lost is None:
             replica.broken_ms = now_ms
             self._excuse_if_sick(now_ms)
@@ -182,15 +212,16 @@ class Liveness:
             elif now_ms - replica.last_sign_ms >= self._timeouts.heartbeat_timeout_ms:
                 reason = f"silent for {self._timeouts.heartbeat_timeout_ms} ms"
                 losses.append(self._lose(replica, reason, now_ms))
+        # Whose stream is open is not forgotten: when it wakes up, it must hear that it was lost.
         forgotten = [
             replica
             for replica in self.replicas.values()
-            if not replica.healthy and now_ms - replica.lost_ms >= self._timeouts.forget_after_ms
+            if replica.stream is None
+            and not replica.healthy
+            and now_ms - replica.lost_ms >= self._timeouts.forget_after_ms
         ]
         for replica in forgotten:
             del self.replicas[replica.replica_id]
-            if replica.stream is not None:
-                self._by_stream.pop(replica.stream, None)
         return losses
 
     def excuse_all(self, now_ms: int) -> None:
@@ -198,6 +229,7 @@ class Liveness:
         for replica in self.replicas.values():
             if replica.healthy:
                 replica.last_sign_ms = now_ms
+                replica.progress_ms = now_ms
                 if replica.broken_ms is not None:
                     replica.excused = True
 
@@ -240,6 +272,7 @@ class Liveness:
 
     def _lose(self, replica: Replica, reason: str, now_ms: int, *, dead: bool = False) -> Lost:
         request, replica.request = replica.request, None
+        replica.withdrawn = None
         replica.lost = reason
         replica.lost_ms = now_ms
         replica.dead = dead

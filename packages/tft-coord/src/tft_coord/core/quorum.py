@@ -27,7 +27,7 @@ class Situation:
         previous: the newest quorum, or None.
         min_replicas: smallest quorum.
         join_timeout_ms: how long the healthy that have not asked are waited for.
-        first_asked_ms: when the first of the waiting asked; `now_ms` if nobody waits.
+        asked_ms: replica id -> since when it waits, for each of the waiting.
         fast_only: the lighthouse has just started and does not know yet who trains.
         now_ms: the time.
     """
@@ -37,7 +37,7 @@ class Situation:
     previous: Quorum | None
     min_replicas: int
     join_timeout_ms: int
-    first_asked_ms: int
+    asked_ms: Mapping[str, int]
     now_ms: int
     healing: Collection[str] = ()
     ineligible: Collection[str] = ()
@@ -95,7 +95,9 @@ def _majority(
     healing = [replica_id for replica_id in missing if replica_id in situation.healing]
     if healing:
         return Wait(f"{_names(healing)} heals and its bytes arrive")
-    remaining_ms = situation.first_asked_ms + situation.join_timeout_ms - situation.now_ms
+    # Who is not eligible may have asked long ago; the others are not hurried by it.
+    first_asked_ms = min(situation.asked_ms[replica_id] for replica_id in candidates)
+    remaining_ms = first_asked_ms + situation.join_timeout_ms - situation.now_ms
     if missing and remaining_ms > 0:
         return Wait(f"{_names(missing)} is healthy and has not asked; join_timeout ends in {remaining_ms} ms")
     return None
@@ -117,7 +119,7 @@ def reason_for_new_id(previous: Quorum | None, members: tuple[Member, ...], brok
     reasons += [f"{replica_id} is gone" for replica_id in before if replica_id not in after]
     for replica_id in [replica_id for replica_id in after if replica_id in before]:
         reasons += _changes(before[replica_id], after[replica_id])
-    if broken is not None:
+    if broken is not None and not reasons:
         reasons.append(broken)
     return ", ".join(reasons) if reasons else None
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from tft_coord.core.types import Hello, Member, QuorumKey, Refusal
 from tft_coord.timeouts import Timeouts
 
+STALE_DOUBLINGS_MOST = 40  # 2^40 ms are 35 years
+
 
 @dataclass(frozen=True, slots=True)
 class Dial:
@@ -108,6 +110,8 @@ class SessionCore:
         self._broken_at_ms: int | None = None
         self._next_beat_ms = 0
         self._healed_bytes = 0
+        self._stale_in_a_row = 0
+        self._duplicate_since_ms: int | None = None
 
     def start(self, now_ms: int) -> list[SessionEffect]:
         """Begin: dial at once."""
@@ -125,10 +129,11 @@ class SessionCore:
 
     def stream_broke(self, now_ms: int) -> list[SessionEffect]:
         """The stream ended, or a dial failed: dial again, soon at first, then more slowly."""
-        was_connected, self.connected, self._welcomed = self.connected, False, False
+        self.connected = False
+        self._welcomed = False
         if self.refused is not None:
             return []
-        if was_connected or self._broken_at_ms is None:
+        if self._broken_at_ms is None:  # only a welcome ends a break: dials that are refused slow down too
             self._broken_at_ms = now_ms
         return [Dial(now_ms + self._redial_delay_ms(now_ms))]
 
@@ -141,6 +146,8 @@ class SessionCore:
         self.lighthouse_started_ms = lighthouse_started_ms
         self._welcomed = True
         self._broken_at_ms = None
+        self._stale_in_a_row = 0
+        self._duplicate_since_ms = None
         return [self._open] if self._open is not None else []
 
     def told_lost(self, session: int, now_ms: int) -> list[SessionEffect]:
@@ -152,12 +159,24 @@ class SessionCore:
         return [self._hello()]
 
     def told_refused(self, refusal: Refusal, message: str, now_ms: int) -> list[SessionEffect]:
-        """The lighthouse refuses the session. Stale ones try again with a newer number; the rest is final."""
+        """The lighthouse refuses the session.
+
+        A stale one tries again with a newer number, ever farther ahead, for nobody knows how far a clock was set back.
+        Another process with the same replica id may be dead without anyone knowing: it is given the time after which
+        silence is a loss. An older lighthouse is left for the next dial. The rest is final.
+        """
         if refusal in (Refusal.STALE, Refusal.LOST):
-            self.session += 1
+            self.session += 1 << min(self._stale_in_a_row, STALE_DOUBLINGS_MOST)
+            self._stale_in_a_row += 1
             return [HangUp()]
         if refusal is Refusal.OLD_LIGHTHOUSE:
             return [HangUp()]
+        if refusal is Refusal.DUPLICATE:
+            if self._duplicate_since_ms is None:
+                self._duplicate_since_ms = now_ms
+            patience_ms = self._timeouts.heartbeat_timeout_ms + self._timeouts.reconnect_grace_ms
+            if now_ms - self._duplicate_since_ms < patience_ms:
+                return [HangUp()]
         self.refused = GiveUp(refusal.value, message)
         return [self.refused, HangUp()]
 

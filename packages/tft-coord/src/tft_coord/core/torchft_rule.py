@@ -68,7 +68,7 @@ class TorchftCore:
 
     def _decide(self, waiting: dict[str, _Waiting], healthy: set[str], now_ms: int) -> tuple[Member, ...] | None:
         previous_ids = set(self.previous.replica_ids) if self.previous is not None else set()
-        if any(entry.member.shrink_only for entry in waiting.values()):
+        if previous_ids and any(entry.member.shrink_only for entry in waiting.values()):
             waiting = {name: entry for name, entry in waiting.items() if name in previous_ids}
         members = tuple(waiting[name].member for name in sorted(waiting))
         if not members:
