@@ -1,3 +1,87 @@
-"""Membership, quorum and commit for fault-tolerant training: the protocol core, its wire and its simulator."""
+"""Membership, quorum and commit for fault-tolerant training: the protocol core, its wire and its simulator.
+
+Names are imported when they are first used, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tft_coord.client import LighthouseClient, ManagerClient, Unchanged
+    from tft_coord.core.types import Member, Plan, Purpose, QuorumKey, RankRequest
+    from tft_coord.errors import (
+        Closed,
+        CoordinationError,
+        DeadlinePassed,
+        GroupLost,
+        ProtocolError,
+        Refused,
+        SettingError,
+        StaleQuorum,
+        Unreachable,
+    )
+    from tft_coord.manager_server import ManagerServer
+    from tft_coord.timeouts import Timeouts
+    from tft_coord.views import Quorum, QuorumMember, QuorumResult, Timestamp
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Closed",
+    "CoordinationError",
+    "DeadlinePassed",
+    "GroupLost",
+    "LighthouseClient",
+    "ManagerClient",
+    "ManagerServer",
+    "Member",
+    "Plan",
+    "ProtocolError",
+    "Purpose",
+    "Quorum",
+    "QuorumKey",
+    "QuorumMember",
+    "QuorumResult",
+    "RankRequest",
+    "Refused",
+    "SettingError",
+    "StaleQuorum",
+    "Timeouts",
+    "Timestamp",
+    "Unchanged",
+    "Unreachable",
+]
+
+_HOMES = {
+    "tft_coord.client": ("LighthouseClient", "ManagerClient", "Unchanged"),
+    "tft_coord.core.types": ("Member", "Plan", "Purpose", "QuorumKey", "RankRequest"),
+    "tft_coord.errors": (
+        "Closed",
+        "CoordinationError",
+        "DeadlinePassed",
+        "GroupLost",
+        "ProtocolError",
+        "Refused",
+        "SettingError",
+        "StaleQuorum",
+        "Unreachable",
+    ),
+    "tft_coord.manager_server": ("ManagerServer",),
+    "tft_coord.timeouts": ("Timeouts",),
+    "tft_coord.views": ("Quorum", "QuorumMember", "QuorumResult", "Timestamp"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(home), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,121 @@
+"""One blocking call with a deadline, said again when the connection breaks under it.
+
+Law of this file: attempts, deadlines and the translation of failures; no meaning of any call.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from datetime import timedelta
+from typing import final
+
+import grpc
+
+from tft_coord.errors import Closed, DeadlinePassed, SettingError, Unreachable
+from tft_coord.security import call_metadata
+from tft_coord.timeouts import Timeouts
+from tft_coord.transport.settings import channel_options, error_of, target
+from tft_coord.wire.services import UnaryStub, unary_stub
+
+# Nobody serves it: an answer of any kind shows that a gRPC server is there.
+_PROBE = "/torchft.TftProbe/Probe"
+
+
+def seconds(timeout: timedelta, name: str = "timeout") -> float:
+    """Raises: TypeError: it is no timedelta. SettingError: it is not longer than nothing."""
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"{name} must be a datetime.timedelta, not {type(timeout).__name__}")
+    if timeout <= timedelta(0):
+        raise SettingError(f"{name} is {timeout}; give a time longer than nothing")
+    return timeout.total_seconds()
+
+
+@final
+class Caller:
+    """A channel to one server.
+
+    Args:
+        peer: what it is, in words, for messages.
+        address: `host:port` or `http://host:port`.
+        connect_timeout: how long the constructor tries to reach it.
+        token: shared secret of the job, or None.
+        timeouts: heartbeat_timeout_ms bounds how long a broken connection is tried again.
+    Raises: SettingError: the address is none. Unreachable: nobody answered within connect_timeout.
+    """
+
+    def __init__(
+        self, peer: str, address: str, connect_timeout: timedelta, token: str | None, timeouts: Timeouts
+    ) -> None:
+        self.target = target(address)
+        self._peer = f"the {peer} at {self.target}"
+        self._broken_at_most_s = timeouts.heartbeat_timeout_ms / 1000
+        self._metadata = call_metadata(token)
+        within_s = seconds(connect_timeout, "connect_timeout")
+        self._closed = False
+        self._channel = grpc.insecure_channel(self.target, options=channel_options(timeouts))
+        try:
+            self._probe(within_s)
+        except BaseException:
+            self._channel.close()
+            raise
+
+    def stub(self, method: str) -> UnaryStub:
+        """For `call`."""
+        return unary_stub(self._channel, method)
+
+    def call(self, stub: UnaryStub, request: bytes, timeout_s: float, what: str, *, again: bool) -> bytes:
+        """Call and wait for the answer.
+
+        Args:
+            stub: of the method.
+            request: encoded.
+            timeout_s: within which the answer must be here.
+            what: the caller's words for what it wants, for messages.
+            again: the request may be said again on a new connection, because saying it twice is saying it once.
+        Raises: an error of tft_coord.errors, never one of grpc.
+        """
+        give_up_at = time.monotonic() + timeout_s
+        broken_since: float | None = None
+        while True:
+            tried_at = time.monotonic()
+            self._check_open(what)
+            if tried_at >= give_up_at:
+                raise DeadlinePassed(f"{what}: no answer from {self._peer} within {timeout_s:g} s")
+            try:
+                return stub(request, timeout=give_up_at - tried_at, metadata=self._metadata)
+            except grpc.RpcError as failure:
+                error = error_of(failure, f"{what}, asked of {self._peer}")
+                self._check_open(what)
+                if not isinstance(error, Unreachable) or not again:
+                    raise error from failure
+                now = time.monotonic()
+                # A call that waited before it broke had a connection until now.
+                if broken_since is None or now - tried_at > 1.0:
+                    broken_since = now
+                if now - broken_since >= self._broken_at_most_s:
+                    raise error from failure
+            except ValueError as error:  # grpc's word for a channel that was closed between two lines
+                raise Closed(f"{what}: this client was closed; make a new one") from error
+            time.sleep(random.uniform(0.05, 0.1))
+
+    def close(self) -> None:
+        """Calls under way end with Closed. Idempotent."""
+        self._closed = True
+        self._channel.close()
+
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise Closed(f"{what}: this client was closed; make a new one")
+
+    def _probe(self, within_s: float) -> None:
+        try:
+            self.stub(_PROBE)(b"", timeout=within_s, wait_for_ready=True)
+        except grpc.RpcError as failure:
+            if failure.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAUTHENTICATED):
+                return
+            raise Unreachable(
+                f"{self._peer} was not reached within {within_s:g} s; check that the address is right, that the server "
+                "runs there and that this machine can reach it, or raise connect_timeout "
+                f"({failure.code().name}: {failure.details()})"
+            ) from failure

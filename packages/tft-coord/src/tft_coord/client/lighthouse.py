@@ -1,0 +1,94 @@
+"""`LighthouseClient`: torchft's unary calls to a lighthouse, ours or theirs.
+
+Law of this file: one method a call.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, final
+
+from tft_coord.client.caller import Caller, seconds
+from tft_coord.core.types import Member
+from tft_coord.errors import SettingError
+from tft_coord.timeouts import Timeouts
+from tft_coord.views import Quorum, quorum_view
+from tft_coord.wire import codec, services
+
+
+@final
+class LighthouseClient:
+    """A client without a stream. Calls may come from any thread, several at once.
+
+    Args:
+        addr: of the lighthouse, `host:port` or `http://host:port`.
+        connect_timeout: how long the constructor tries to reach it.
+        token: shared secret, or None.
+    Raises: SettingError: the address is none. Unreachable: nobody answered in time.
+    """
+
+    def __init__(
+        self, addr: str, connect_timeout: timedelta = timedelta(seconds=60), *, token: str | None = None
+    ) -> None:
+        self._caller = Caller("lighthouse", addr, connect_timeout, token, Timeouts())
+        self._quorum_stub = self._caller.stub(services.LIGHTHOUSE_QUORUM)
+        self._heartbeat_stub = self._caller.stub(services.LIGHTHOUSE_HEARTBEAT)
+
+    def quorum(
+        self,
+        replica_id: str,
+        timeout: timedelta,
+        address: str = "",
+        store_address: str = "",
+        step: int = 0,
+        world_size: int = 0,
+        shrink_only: bool = False,
+        data: dict[str, Any] | None = None,
+    ) -> Quorum:
+        """Ask for a quorum that contains this replica and wait for it; counts as a heartbeat.
+
+        Args:
+            replica_id: who asks.
+            timeout: within which it must be here. When it passes, the request is withdrawn: no later quorum contains
+                a member that is not there.
+            address, store_address, step, world_size, shrink_only: told to all members.
+            data: a JSON object of the user's own, told to all members.
+        Raises: TypeError: data is no dict, timeout no timedelta. SettingError: data is not JSON. DeadlinePassed.
+        """
+        if data is not None and not isinstance(data, dict):
+            raise TypeError(f"data must be a dict or None, not {type(data).__name__}")
+        try:
+            encoded_data = "" if data is None else json.dumps(data)
+        except (TypeError, ValueError) as error:
+            raise SettingError(f"data of replica {replica_id} can't be written as JSON: {error}") from error
+        member = Member(
+            replica_id,
+            address=address,
+            store_address=store_address,
+            step=step,
+            world_size=world_size,
+            shrink_only=shrink_only,
+            data=encoded_data,
+        )
+        request = codec.encode_lighthouse_request(member)
+        what = f"replica {replica_id}'s quorum for step {step}"
+        answer = self._caller.call(self._quorum_stub, request, seconds(timeout), what, again=True)
+        return quorum_view(codec.decode_lighthouse_response(answer))
+
+    def heartbeat(self, replica_id: str, timeout: timedelta = timedelta(seconds=5)) -> None:
+        """Give a sign of life. Raises: DeadlinePassed, Unreachable."""
+        request = codec.encode_heartbeat(replica_id)
+        what = f"replica {replica_id}'s heartbeat"
+        self._caller.call(self._heartbeat_stub, request, seconds(timeout), what, again=False)
+
+    def close(self) -> None:
+        """Calls under way end with Closed. Idempotent."""
+        self._caller.close()
+
+    def __enter__(self) -> LighthouseClient:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()

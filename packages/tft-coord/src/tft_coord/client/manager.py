@@ -1,0 +1,196 @@
+"""`ManagerClient`: how a group rank asks for the next quorum and votes.
+
+Law of this file: one method a call; what a call means stands in protocol.md and is decided by the manager server.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import final
+
+from tft_coord.client.caller import Caller, seconds
+from tft_coord.client.rank_session import RankSession
+from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest
+from tft_coord.errors import Closed, CoordinationError
+from tft_coord.timeouts import Timeouts
+from tft_coord.views import QuorumResult, result_view
+from tft_coord.wire import codec, services
+
+
+@dataclass(frozen=True, slots=True)
+class Unchanged:
+    """The quorum of that key stands and every member is at the asker's state: the plan of that key stands too,
+    with the asker's step and lineage as the reference, and nobody heals."""
+
+    key: QuorumKey
+
+
+@final
+class ManagerClient:
+    """A group rank's way to its manager server. Calls may come from any thread, several at once.
+
+    Args:
+        addr: of the manager server, `host:port` or `http://host:port`.
+        connect_timeout: how long the constructor tries to reach it.
+        group_rank: opens this rank's session at once, as `open_session` does; None leaves it to the caller.
+        token: shared secret of the job, or None.
+        timeouts: of the job.
+    Raises: SettingError: the address is none. Unreachable: nobody answered in time. Refused: there is no such rank.
+    """
+
+    def __init__(
+        self,
+        addr: str,
+        connect_timeout: timedelta = timedelta(seconds=60),
+        *,
+        group_rank: int | None = None,
+        token: str | None = None,
+        timeouts: Timeouts = Timeouts(),  # noqa: B008  # frozen
+    ) -> None:
+        self._caller = Caller("manager server", addr, connect_timeout, token, timeouts)
+        self._token = token
+        self._timeouts = timeouts
+        self._connect_within_s = connect_timeout.total_seconds()
+        self._quorum_stub = self._caller.stub(services.MANAGER_QUORUM)
+        self._commit_stub = self._caller.stub(services.MANAGER_SHOULD_COMMIT)
+        self._metadata_stub = self._caller.stub(services.MANAGER_CHECKPOINT_METADATA)
+        self._session: RankSession | None = None
+        self._closed = False
+        if group_rank is not None:
+            try:
+                self.open_session(group_rank)
+            except BaseException:
+                self.close()
+                raise
+
+    def quorum(self, group_rank: int, request: RankRequest, timeout: timedelta) -> Plan | Unchanged:
+        """Ask for the next quorum and wait for it; said again when the connection breaks.
+
+        Args:
+            group_rank: who asks.
+            request: this rank's state and settings.
+            timeout: within which the plan must be here.
+        Returns: this rank's plan, or Unchanged when the plan of `request.held` stands.
+        Raises:
+            DeadlinePassed: it took too long; the message says who was waited for. The request is withdrawn.
+            StaleQuorum: this rank asked again from another thread; that newer request stands.
+            Refused: the lighthouse refuses this replica; the message says why.
+            GroupLost: a rank of this group is lost.
+            Unreachable: the manager server is gone.
+        """
+        what = f"rank {group_rank}'s quorum for step {request.step}"
+        encoded = codec.encode_rank_request(group_rank, request)
+        answer = codec.decode_plan(self._caller.call(self._quorum_stub, encoded, seconds(timeout), what, again=True))
+        return Unchanged(answer) if isinstance(answer, QuorumKey) else answer
+
+    def should_commit(
+        self,
+        group_rank: int,
+        step: int,
+        should_commit: bool,
+        timeout: timedelta,
+        *,
+        key: QuorumKey | None = None,
+        purpose: Purpose = Purpose.COMMIT,
+    ) -> bool:
+        """Vote, and wait for the verdict of the group. The verdict is final; a vote with a key is said again when the
+        connection breaks, and gets the same verdict.
+
+        Args:
+            group_rank, step: who votes, and on which step.
+            should_commit: this rank's vote.
+            timeout: within which the verdict must be here; when it passes, an open round is sealed as no.
+            key: of the quorum that the step belongs to; None votes as torchft's clients do, in the one open round.
+            purpose: what is voted on.
+        Returns: True iff every rank of the group voted yes.
+        Raises: DeadlinePassed, GroupLost, Unreachable: there is no verdict; neither step nor go on without one.
+        """
+        what = f"rank {group_rank}'s vote on step {step}" + (f" of quorum {key}" if key is not None else "")
+        vote = codec.encode_vote(codec.Vote(group_rank, step, should_commit, key, purpose))
+        again = key is not None
+        return codec.decode_verdict(self._caller.call(self._commit_stub, vote, seconds(timeout), what, again=again))
+
+    def checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
+        """Where the live state of that rank of this manager server's group can be fetched.
+
+        Raises: ProtocolError: "rank not found": it has asked for no quorum yet. DeadlinePassed, Unreachable.
+        """
+        what = f"the checkpoint metadata of rank {rank}"
+        request = codec.encode_metadata_request(rank)
+        return codec.decode_metadata(
+            self._caller.call(self._metadata_stub, request, seconds(timeout), what, again=True)
+        )
+
+    def open_session(self, group_rank: int) -> None:
+        """Keep this rank's stream up until `close`: when it breaks for longer than reconnect_grace, the rank is lost.
+
+        Returns when the manager server knows the rank.
+        Raises: Refused: the group has no such rank. Unreachable: the manager server did not answer.
+        """
+        if self._closed:
+            raise Closed("this manager client was closed; make a new one")
+        if self._session is not None:
+            raise CoordinationError("this manager client has a session already; make one client for each rank")
+        self._session = RankSession(
+            self._caller.target,
+            group_rank=group_rank,
+            token=self._token,
+            timeouts=self._timeouts,
+            connect_within_s=self._connect_within_s,
+        )
+
+    def healed(self, healed_bytes: int) -> None:
+        """Tell how many bytes of live state this process has received so far, ever rising; they travel with the beats.
+
+        While they rise, a quorum waits for this group longer than join_timeout. Costs nothing; call it for every chunk.
+        """
+        if self._session is not None:
+            self._session.healed_bytes = max(self._session.healed_bytes, healed_bytes)
+
+    def close(self) -> None:
+        """Say goodbye for this rank, if it has a session, and end; calls under way end with Closed. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+        self._caller.close()
+
+    def __enter__(self) -> ManagerClient:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    # --- torchft's names ------------------------------------------------------------------------------------------
+
+    def _quorum(
+        self,
+        group_rank: int,
+        step: int,
+        checkpoint_metadata: str,
+        shrink_only: bool,
+        init_sync: bool,
+        commit_failures: int,
+        timeout: timedelta,
+        reconfigure_handle: str = "",
+    ) -> QuorumResult:
+        """torchft's call. As there, replicas at the same step are taken to hold the same state."""
+        request = RankRequest(
+            step=step,
+            lineage=0,
+            live=True,
+            checkpoint_metadata=checkpoint_metadata,
+            shrink_only=shrink_only,
+            init_sync=init_sync,
+            commit_failures=commit_failures,
+            reconfigure_handle=reconfigure_handle,
+        )
+        answer = self.quorum(group_rank, request, timeout)
+        assert isinstance(answer, Plan), "a rank that says it holds nothing is told everything"
+        return result_view(answer)
+
+    _checkpoint_metadata = checkpoint_metadata

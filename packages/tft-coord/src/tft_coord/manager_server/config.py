@@ -1,0 +1,71 @@
+"""What a manager server is told, in a form that can be handed to another process.
+
+Law of this file: one frozen value that checks itself, and its JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from tft_coord.errors import SettingError
+from tft_coord.security import check_token
+from tft_coord.timeouts import Timeouts
+from tft_coord.transport.settings import target
+from tft_coord.wire.codec import MAX_ADDRESS_BYTES, MAX_NAME_BYTES, MAX_WORLD_SIZE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManagerServerConfig:
+    """One replica group's manager server.
+
+    Args:
+        replica_id: of the group, 1 to 256 bytes.
+        lighthouse_addr: `host:port` or `http://host:port`.
+        hostname: under which the ranks and the other groups reach this server.
+        bind: `host:port` to listen at; port 0 takes a free one.
+        store_addr: of the group's rendezvous store.
+        world_size: ranks in the group.
+        job: that the group belongs to.
+        replaces: replica id of the group's predecessor, or "".
+        token: shared secret of the job, or None.
+        timeouts: of the job.
+    Raises: SettingError: one of them can't be; the message names it.
+    """
+
+    replica_id: str
+    lighthouse_addr: str
+    hostname: str
+    bind: str
+    store_addr: str
+    world_size: int
+    job: str
+    replaces: str
+    token: str | None
+    timeouts: Timeouts
+
+    def __post_init__(self) -> None:
+        for field, text in (("replica_id", self.replica_id), ("job", self.job), ("hostname", self.hostname)):
+            if not 0 < len(text.encode()) <= MAX_NAME_BYTES:
+                raise SettingError(f"{field} is {text[:64]!r}; give 1 to {MAX_NAME_BYTES} bytes")
+        if len(self.replaces.encode()) > MAX_NAME_BYTES:
+            raise SettingError(
+                f"replaces is {self.replaces[:64]!r}...; a replica id has at most {MAX_NAME_BYTES} bytes"
+            )
+        if len(self.store_addr.encode()) > MAX_ADDRESS_BYTES:
+            raise SettingError(f"store_addr is longer than {MAX_ADDRESS_BYTES} bytes; give host:port")
+        if isinstance(self.world_size, bool) or not 1 <= self.world_size <= MAX_WORLD_SIZE:
+            raise SettingError(f"world_size is {self.world_size!r}; give 1 to {MAX_WORLD_SIZE}")
+        if self.token is not None:
+            check_token(self.token)
+        target(self.lighthouse_addr)
+
+    def to_json(self) -> str:
+        """One line; `from_json` gives the value back."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str) -> ManagerServerConfig:
+        """The value that `to_json` wrote. Raises: SettingError: it can't be."""
+        fields = json.loads(line)
+        return cls(**{**fields, "timeouts": Timeouts(**fields["timeouts"])})

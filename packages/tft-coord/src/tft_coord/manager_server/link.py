@@ -1,0 +1,269 @@
+"""The manager server's stream to the lighthouse, kept up for as long as the process lives.
+
+`SessionCore` decides when to dial and what to say; this shell dials, writes, reads and keeps the time. Each dial is a
+new channel, so that no back-off of an earlier one delays it.
+
+Law of this file: one stream, its channel, its timers; no decision about quorums.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import final
+
+import grpc
+import grpc.aio
+
+from tft_coord.core import events
+from tft_coord.core.effects import (
+    AnswerQuorum,
+    AnswerUnchanged,
+    AskForQuorum,
+    RefuseRequest,
+    RefuseSession,
+    TellLost,
+    Welcome,
+)
+from tft_coord.core.session import (
+    Dial,
+    GiveUp,
+    HangUp,
+    SendBeat,
+    SendHello,
+    SendRequest,
+    SendWithdraw,
+    SessionCore,
+    SessionEffect,
+)
+from tft_coord.core.types import Member, Quorum, QuorumKey
+from tft_coord.errors import ProtocolError, Unreachable
+from tft_coord.security import call_metadata
+from tft_coord.timeouts import Timeouts
+from tft_coord.transport.dial import dial
+from tft_coord.transport.outbox import Outbox
+from tft_coord.transport.settings import target
+from tft_coord.wire import codec, services
+
+logger = logging.getLogger(__name__)
+
+LAST_WORDS_S = 0.2  # how long the end of a trainer may be held up by telling the lighthouse of it
+
+
+@final
+class LighthouseLink:
+    """One replica group's way to the lighthouse. To be used on one loop only.
+
+    Args:
+        lighthouse_addr: where to dial.
+        token: shared secret of the job, or None.
+        timeouts: of the job.
+        job, replica_id, address, replaces: as in `Hello`.
+        arrived: is given what the lighthouse answers.
+        quorum: gives the newest quorum that the group holds.
+    """
+
+    def __init__(
+        self,
+        lighthouse_addr: str,
+        *,
+        token: str | None,
+        timeouts: Timeouts,
+        job: str,
+        replica_id: str,
+        address: str,
+        replaces: str,
+        arrived: Callable[[events.GroupEvent], None],
+        quorum: Callable[[], Quorum | None],
+    ) -> None:
+        self._target = target(lighthouse_addr)
+        self._metadata = call_metadata(token)
+        self._timeouts = timeouts
+        self._replica_id = replica_id
+        self._arrived = arrived
+        self._quorum = quorum
+        self._core = SessionCore(
+            job=job,
+            replica_id=replica_id,
+            address=address,
+            session=time.time_ns() // 1_000_000,
+            timeouts=timeouts,
+            jitter=random.random,
+            replaces=replaces,
+        )
+        self._loop = asyncio.get_running_loop()
+        self._outbox: Outbox | None = None
+        self._stream: asyncio.Task[None] | None = None
+        self._call: grpc.aio.StreamStreamCall[bytes, bytes] | None = None
+        self._redial: asyncio.TimerHandle | None = None
+        self._next_beat: asyncio.TimerHandle | None = None
+        self._open_request: int | None = None
+        self._ended = False
+        self.trouble = f"the lighthouse at {self._target} has not been reached yet"
+
+    def start(self) -> None:
+        """Begin to dial."""
+        self._perform(self._core.start(self._now_ms()))
+
+    def ask(self, request: int, member: Member, held: QuorumKey | None) -> None:
+        """Ask for the next quorum; the answer arrives by `arrived`, however often the stream breaks before."""
+        refused = self._core.refused
+        if refused is not None:
+            self._arrived(events.RequestRefused(request, refused.code, refused.message))
+            return
+        self._open_request = request
+        self._perform(self._core.ask(request, member, held, self._now_ms()))
+
+    def withdraw(self, request: int) -> None:
+        """Take the request back."""
+        self._perform(self._core.withdraw(request, self._now_ms()))
+
+    def healed(self, healed_bytes: int) -> None:
+        """Bytes of live state that the group's ranks have received so far; travels with the beats."""
+        self._core.healed(healed_bytes)
+
+    def report_death(self, reason: str) -> None:
+        """Say that a trainer of this group ended."""
+        self._say(events.DeathReported(0, reason))
+
+    async def close(self) -> None:
+        """Say what is still to be said, for at most LAST_WORDS_S, and end."""
+        self._ended = True
+        for timer in (self._redial, self._next_beat):
+            if timer is not None:
+                timer.cancel()
+        stream, outbox = self._stream, self._outbox
+        if stream is None:
+            return
+        if outbox is not None:
+            # The lighthouse ends its side when ours is closed, so the end of the stream shows that it has heard all.
+            outbox.close()
+            await asyncio.wait([stream], timeout=LAST_WORDS_S)
+        stream.cancel()
+        await asyncio.wait([stream])
+
+    # --- performing ----------------------------------------------------------------------------------------------
+
+    def _perform(self, effects: Sequence[SessionEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case SendRequest(request, member, held):
+                    self._say(events.QuorumRequested(0, request, member, held))
+                case SendWithdraw(request):
+                    self._say(events.RequestWithdrawn(0, request))
+                case SendBeat(healed_bytes):
+                    self._say(events.BeatReceived(0, healed_bytes))
+                case SendHello(hello):
+                    self._say(events.HelloReceived(0, hello))
+                case Dial(at_ms):
+                    if not self._ended:
+                        self._redial = self._loop.call_at(at_ms / 1000, self._dial)
+                case HangUp():
+                    if self._call is not None:
+                        self._call.cancel()
+                case GiveUp(code, message):
+                    logger.error("replica %s: the lighthouse refuses it (%s): %s", self._replica_id, code, message)
+                    self.trouble = f"the lighthouse at {self._target} refuses this replica: {message}"
+                    if self._open_request is not None:
+                        self._arrived(events.RequestRefused(self._open_request, code, message))
+
+    def _say(self, event: events.LighthouseEvent) -> None:
+        if self._outbox is not None:
+            self._outbox.put(codec.encode_to_lighthouse(event))
+
+    def _now_ms(self) -> int:
+        return int(self._loop.time() * 1000)
+
+    # --- the stream --------------------------------------------------------------------------------------------------
+
+    def _dial(self) -> None:
+        self._stream = self._loop.create_task(self._keep_stream())
+
+    async def _keep_stream(self) -> None:
+        """One dial and, if it succeeds, the life of one stream."""
+        try:
+            channel = await dial(self._target, self._timeouts)
+            try:
+                await self._converse(channel)
+            finally:
+                await channel.close()
+        except grpc.aio.AioRpcError as error:
+            self._note_trouble(error.details() or error.code().name)
+        except (ProtocolError, Unreachable) as error:
+            self._note_trouble(str(error))
+        finally:
+            self._outbox = self._call = None
+            if not self._ended:
+                self._perform(self._core.stream_broke(self._now_ms()))
+
+    async def _converse(self, channel: grpc.aio.Channel) -> None:
+        call = services.stream_stub(channel, services.LIGHTHOUSE_SESSION)(metadata=self._metadata)
+        self._call, self._outbox = call, Outbox()
+        writer = self._loop.create_task(self._write(call, self._outbox))
+        try:
+            self._perform(self._core.stream_opened(self._now_ms()))
+            while True:
+                message = await call.read()
+                if message is grpc.aio.EOF:
+                    break
+                assert isinstance(message, bytes)
+                self._received(message)
+            self._note_trouble("it ended the stream")
+        finally:
+            writer.cancel()
+            call.cancel()
+            await asyncio.wait([writer])
+
+    async def _write(self, call: grpc.aio.StreamStreamCall[bytes, bytes], outbox: Outbox) -> None:
+        try:
+            await outbox.write_all(call.write)
+            await call.done_writing()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # the reader learns of the same end, and tells why
+
+    def _note_trouble(self, why: str) -> None:
+        before, self.trouble = self.trouble, f"the lighthouse at {self._target} can't be reached: {why}"
+        if self.trouble != before and not self._ended:
+            logger.info("replica %s: %s", self._replica_id, self.trouble)
+
+    # --- what the lighthouse says -----------------------------------------------------------------------------------
+
+    def _received(self, message: bytes) -> None:
+        """Raises: ProtocolError: it makes no sense; the stream ends."""
+        now_ms = self._now_ms()
+        match codec.decode_from_lighthouse(message):
+            case AnswerUnchanged(_, request, key):
+                if self._core.answered(request, key):
+                    self._arrived(events.UnchangedArrived(request, key))
+            case AnswerQuorum(_, request, quorum):
+                if self._core.answered(request, quorum.key):
+                    self._arrived(events.QuorumArrived(request, quorum))
+            case RefuseRequest(_, request, refusal, sentence):
+                if self._core.answered(request, None):
+                    self._arrived(events.RequestRefused(request, refusal.value, sentence))
+            case Welcome(_, session, started_ms, _):
+                self.trouble = ""
+                self._perform(self._core.welcomed(session, started_ms, now_ms))
+                self._beat()
+            case TellLost(_, session, sentence):
+                logger.warning("replica %s: %s", self._replica_id, sentence)
+                self._perform(self._core.told_lost(session, now_ms))
+            case RefuseSession(_, refusal, sentence):
+                self._perform(self._core.told_refused(refusal, sentence, now_ms))
+            case AskForQuorum(_, key):
+                held = self._quorum()
+                self._say(events.QuorumReported(0, held if held is not None and held.key == key else None))
+
+    def _beat(self) -> None:
+        """Beat when it is time, for as long as this stream is open."""
+        if self._next_beat is not None:
+            self._next_beat.cancel()
+        if self._outbox is None or self._ended:
+            return
+        now_ms = self._now_ms()
+        self._perform(self._core.tick(now_ms))
+        # Between a loss and the next welcome no beat is due however late it is; look again soon.
+        self._next_beat = self._loop.call_at(max(self._core.next_beat_ms, now_ms + 50) / 1000, self._beat)

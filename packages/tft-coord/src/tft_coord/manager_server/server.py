@@ -1,0 +1,281 @@
+"""`ManagerServer`: what a trainer holds of its replica group's agent.
+
+Law of this file: starting, asking after and ending the server, in a child process or on the process's loop.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import time
+import weakref
+from contextlib import suppress
+from datetime import timedelta
+from types import TracebackType
+from typing import Final, final
+
+from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, SettingError
+from tft_coord.manager_server.config import ManagerServerConfig
+from tft_coord.timeouts import Timeouts
+
+GOODBYE_WITHIN_S: Final = 3.0
+_REPORT_BYTES: Final = 64 * 1024
+
+# Isolated (-I): neither the working directory nor PYTHON* variables come before what the parent imports from.
+_BOOT: Final = """\
+import json, sys
+boot = json.loads(sys.stdin.buffer.readline())
+sys.path[:] = boot["path"]
+from tft_coord.manager_server.child import main
+main(boot["settings"], boot["report_fd"])
+"""
+
+
+@final
+class ManagerServer:
+    """A replica group's agent to the lighthouse; one for each group, made by its rank 0.
+
+    It runs in a child process of its own, so that a trainer that holds the interpreter lock is not taken for dead. The
+    child ends when this process does, however that ends, and tells the lighthouse. It never imports torch.
+
+    Args:
+        replica_id: of the group; a new one for each life of the group (`name:uuid4`).
+        lighthouse_addr: `host:port` or `http://host:port`. It need not be up yet.
+        hostname: under which the ranks and the other groups reach this server.
+        bind: `host:port` to listen at, `[::]:0` for all interfaces and a free port.
+        store_addr: of the group's rendezvous store, forwarded to all members.
+        world_size: ranks in the group.
+        heartbeat_interval: torchft's pace of heartbeats. Streams beat by `timeouts` instead; it is checked only.
+        connect_timeout: how long the server may take to start.
+        quorum_retries: torchft's number of attempts. A stream is dialled for as long as the process lives, so that no
+            failure of the lighthouse ends a trainer before its own deadline; it is checked only.
+        job: that the group belongs to; jobs on one lighthouse never meet.
+        timeouts: of the job.
+        replaces: replica id of this group's predecessor, which is lost from now on, or "".
+        token: shared secret of the job, or None.
+        in_process: serve on this process's loop thread instead of in a child. For tests.
+    Raises:
+        SettingError: an argument can't be, or the address can't be bound.
+        DeadlinePassed: the child did not start within connect_timeout.
+        CoordinationError: the child ended before it served.
+    """
+
+    def __init__(
+        self,
+        replica_id: str,
+        lighthouse_addr: str,
+        hostname: str,
+        bind: str,
+        store_addr: str,
+        world_size: int,
+        heartbeat_interval: timedelta = timedelta(milliseconds=100),
+        connect_timeout: timedelta = timedelta(seconds=60),
+        quorum_retries: int = 0,
+        *,
+        job: str = "default",
+        timeouts: Timeouts = Timeouts(),  # noqa: B008  # frozen
+        replaces: str = "",
+        token: str | None = None,
+        in_process: bool = False,
+    ) -> None:
+        if heartbeat_interval <= timedelta(0) or connect_timeout <= timedelta(0):
+            raise SettingError("heartbeat_interval and connect_timeout must be longer than nothing")
+        if quorum_retries < 0:
+            raise SettingError(f"quorum_retries is {quorum_retries}; give 0 or more")
+        config = ManagerServerConfig(
+            replica_id=replica_id,
+            lighthouse_addr=lighthouse_addr,
+            hostname=hostname,
+            bind=bind,
+            store_addr=store_addr,
+            world_size=world_size,
+            job=job,
+            replaces=replaces,
+            token=token,
+            timeouts=timeouts,
+        )
+        self._replica_id = replica_id
+        self._server: _Child | _InProcess | None = (
+            _InProcess(config) if in_process else _Child(config, connect_timeout.total_seconds())
+        )
+
+    def address(self) -> str:
+        """`http://host:port` of this server. Raises: Closed: it was shut down."""
+        if self._server is None:
+            raise Closed(f"the manager server of replica {self._replica_id} was shut down; make a new one")
+        return f"http://{self._server.address}"
+
+    def alive(self) -> bool:
+        """Whether it serves; False after shutdown and when its process has ended."""
+        return self._server is not None and self._server.alive()
+
+    def shutdown(self) -> None:
+        """Say goodbye to the ranks and to the lighthouse, and end. Nothing is left after it. Idempotent."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.shutdown()
+
+    def __enter__(self) -> ManagerServer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.shutdown()
+
+
+@final
+class _InProcess:
+    def __init__(self, config: ManagerServerConfig) -> None:
+        from tft_coord.manager_server.shell import ManagerServerShell
+        from tft_coord.transport.loop import LoopShare
+
+        async def start() -> tuple[ManagerServerShell, str]:
+            shell = ManagerServerShell(config)
+            return shell, await shell.start()
+
+        self._share = LoopShare(f"the manager server of replica {config.replica_id}")
+        try:
+            self._shell, self.address = self._share.run(start())
+        except BaseException:
+            self._share.give_back()
+            raise
+
+    def alive(self) -> bool:
+        return True
+
+    def shutdown(self) -> None:
+        if self._share.inherited:
+            return
+        self._share.run(self._shell.stop("it was shut down"))
+        self._share.give_back()
+
+
+@final
+class _Child:
+    """The child process, and the pipe whose end tells it of ours."""
+
+    def __init__(self, config: ManagerServerConfig, start_within_s: float) -> None:
+        if not sys.executable:
+            raise SettingError("sys.executable is empty, so that no manager server can be started; use in_process=True")
+        self._replica_id = config.replica_id
+        orders_fd, pipe_fd = os.pipe()
+        report_fd, childs_fd = os.pipe()
+        pipe = _Pipe(pipe_fd)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-c", _BOOT, "tft-manager-server", config.replica_id],
+                stdin=orders_fd,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[childs_fd],
+                # A session of its own: Ctrl-C in the parent's terminal reaches the parent, and this only through it.
+                start_new_session=True,
+            )
+        except BaseException:
+            pipe.close()
+            os.close(report_fd)
+            raise
+        finally:
+            os.close(orders_fd)
+            os.close(childs_fd)
+        self._end = weakref.finalize(self, _end, self._process, pipe, os.getpid())
+        try:
+            boot = {"path": sys.path, "settings": config.to_json(), "report_fd": childs_fd}
+            pipe.write(json.dumps(boot).encode() + b"\n")
+            self.address = self._read_report(report_fd, start_within_s)
+        except BaseException:
+            self._process.kill()
+            self._end()
+            raise
+        finally:
+            os.close(report_fd)
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def shutdown(self) -> None:
+        self._end()
+
+    def _read_report(self, report_fd: int, within_s: float) -> str:
+        line = _read_line(report_fd, within_s)
+        if line is None:
+            raise DeadlinePassed(
+                f"the manager server of replica {self._replica_id} did not start within {within_s:g} s; "
+                "the machine is overloaded, or raise connect_timeout"
+            )
+        if not line:
+            raise CoordinationError(
+                f"the manager server of replica {self._replica_id} ended (exit code {self._process.wait()}) before it "
+                "served; its own words are on standard error"
+            )
+        report = json.loads(line)
+        if "error" in report:
+            raise SettingError(report["error"])
+        return str(report["address"])
+
+
+def _read_line(fd: int, within_s: float) -> bytes | None:
+    """A line from the pipe; b"" when it ends before, None when it takes too long."""
+    line = b""
+    give_up_at = time.monotonic() + within_s
+    with selectors.DefaultSelector() as selector:
+        selector.register(fd, selectors.EVENT_READ)
+        while not line.endswith(b"\n"):
+            if not selector.select(max(0.0, give_up_at - time.monotonic())):
+                return None
+            part = os.read(fd, _REPORT_BYTES)
+            if not part:
+                return b""
+            line += part
+    return line
+
+
+@final
+class _Pipe:
+    """Our end of the pipe to a child. Its closing, by us or by our end, is what ends the child."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        _close_in_forked_children(self)
+
+    def write(self, data: bytes) -> None:
+        with suppress(BrokenPipeError):  # the child has ended; its report, or its exit code, tells
+            while data:
+                data = data[os.write(self._fd, data) :]
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _end(process: subprocess.Popen[bytes], pipe: _Pipe, owner_pid: int) -> None:
+    """Say goodbye, close the pipe, and wait for the child's end; by force if it does not come."""
+    if os.getpid() != owner_pid:
+        return  # a forked child of the trainer holds a copy of the object; the server is not its own
+    pipe.write(b"goodbye\n")
+    pipe.close()
+    try:
+        process.wait(GOODBYE_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+_pipes: weakref.WeakSet[_Pipe] = weakref.WeakSet()
+_hooked = False
+
+
+def _close_in_forked_children(pipe: _Pipe) -> None:
+    """A forked child of the trainer, such as a data loader's worker, must not keep the pipe open after its end."""
+    global _hooked
+    _pipes.add(pipe)
+    if not _hooked:
+        _hooked = True
+        os.register_at_fork(after_in_child=_close_pipes)
+
+
+def _close_pipes() -> None:
+    for pipe in _pipes:
+        pipe.close()

@@ -1,0 +1,61 @@
+"""One shared secret per job: who shows it may speak, nobody else.
+
+The secret travels as gRPC metadata `authorization: Bearer ...` on every call, and a server that has one answers
+nothing without it.
+
+Law of this file: the secret, where it comes from, and the comparison; no sockets.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from tft_coord.errors import SettingError
+
+MAX_TOKEN_BYTES = 4096
+METADATA_KEY = "authorization"
+_PREFIX = "Bearer "
+
+
+def read_token(environment: Mapping[str, str]) -> str | None:
+    """The secret that the environment names, or None.
+
+    Args:
+        environment: TFT_TOKEN is the secret itself, TFT_TOKEN_FILE the file that holds it.
+    Raises: SettingError: both are set, the file can't be read, or the secret is no secret.
+    """
+    token, path = environment.get("TFT_TOKEN"), environment.get("TFT_TOKEN_FILE")
+    if token is not None and path is not None:
+        raise SettingError("TFT_TOKEN and TFT_TOKEN_FILE are both set; unset one of them")
+    if path is not None:
+        try:
+            token = Path(path).read_text(encoding="utf-8").rstrip("\r\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingError(f"TFT_TOKEN_FILE names {path}, which can't be read: {error}") from error
+    return None if token is None else check_token(token)
+
+
+def check_token(token: str) -> str:
+    """The token itself. Raises: SettingError: it is empty, too long, or has characters that a header can't carry."""
+    if not 0 < len(token) <= MAX_TOKEN_BYTES or not all("!" <= character <= "~" for character in token):
+        raise SettingError(
+            f"the shared secret must be 1 to {MAX_TOKEN_BYTES} printable ASCII characters without spaces; "
+            "make one with `openssl rand -hex 32`"
+        )
+    return token
+
+
+def call_metadata(token: str | None) -> tuple[tuple[str, str], ...]:
+    """What a client sends with every call."""
+    return () if token is None else ((METADATA_KEY, _PREFIX + token),)
+
+
+def admits(token: str | None, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+    """Whether a call with that metadata may be answered."""
+    if token is None:
+        return True
+    expected = (_PREFIX + token).encode()
+    shown = [value.encode() if isinstance(value, str) else value for key, value in metadata if key == METADATA_KEY]
+    return len(shown) == 1 and hmac.compare_digest(shown[0], expected)

@@ -1,0 +1,45 @@
+"""One attempt to reach a server; whoever wants more attempts makes them.
+
+Law of this file: connecting, nothing said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import grpc
+import grpc.aio
+
+from tft_coord.errors import Unreachable
+from tft_coord.timeouts import Timeouts
+from tft_coord.transport.settings import channel_options
+
+
+async def dial(address: str, timeouts: Timeouts) -> grpc.aio.Channel:
+    """A new channel that is connected.
+
+    Args:
+        address: as `target` gives it.
+        timeouts: an attempt takes at most heartbeat_timeout_ms.
+    Raises: Unreachable: the attempt failed. Nothing is left open.
+    """
+    channel = grpc.aio.insecure_channel(address, options=channel_options(timeouts))
+    try:
+        await asyncio.wait_for(_connected(channel), timeouts.heartbeat_timeout_ms / 1000)
+    except BaseException as error:
+        with contextlib.suppress(asyncio.CancelledError):
+            await channel.close()
+        if isinstance(error, asyncio.TimeoutError):
+            raise Unreachable(f"{address} did not answer within {timeouts.heartbeat_timeout_ms} ms") from error
+        raise
+    return channel
+
+
+async def _connected(channel: grpc.aio.Channel) -> None:
+    state = channel.get_state(try_to_connect=True)
+    while state is not grpc.ChannelConnectivity.READY:
+        if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
+            raise Unreachable("nobody listens there, or the name is unknown")
+        await channel.wait_for_state_change(state)
+        state = channel.get_state(try_to_connect=True)

@@ -1,0 +1,137 @@
+"""The one asyncio loop of a process, on a thread of its own.
+
+All grpc.aio objects of a process share one completion queue inside grpc, and two loops that listen to it wake each
+other for nothing and log errors about it. So whoever needs one takes a share of the same loop: the first share starts
+the thread, the last one to be given back ends it.
+
+Law of this file: the thread and its shares; it knows nothing of what runs on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar, final
+
+from tft_coord.errors import Closed
+
+THREAD_NAME = "tft-coord-loop"
+
+_T = TypeVar("_T")
+
+
+@final
+class LoopShare:
+    """A share of the process's loop, taken at construction.
+
+    Args:
+        owner: whose share this is, for messages.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._thread: _LoopThread | None = _take()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop. Raises: Closed: this share was given back."""
+        if self._thread is None or self.inherited:
+            raise Closed(f"{self._owner} was shut down; make a new one")
+        return self._thread.loop
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this is the copy that a forked child has of its parent's share: there is no thread behind it."""
+        return self._thread is not None and self._thread.pid != os.getpid()
+
+    def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Run it on the loop and wait for its result. Raises: Closed: this share was given back."""
+        try:
+            loop = self.loop
+        except Closed:
+            coroutine.close()
+            raise
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+
+    def give_back(self) -> None:
+        """Give the share back; the last one ends the thread and waits for its end. Does nothing the second time."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            _give_back(thread)
+
+
+@final
+class _LoopThread:
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.shares = 0
+        self.pid = os.getpid()
+        self.thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+            # Whatever its owner did not wait for ends here, so that no task outlives its loop.
+            left = asyncio.all_tasks(self.loop)
+            for task in left:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        finally:
+            asyncio.set_event_loop(None)
+            self.loop.close()
+
+    def end(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+
+
+_lock = threading.Lock()
+_current: _LoopThread | None = None
+_hooked = False
+
+
+def _take() -> _LoopThread:
+    global _current, _hooked
+    with _lock:
+        if not _hooked:
+            _hooked = True
+            os.register_at_fork(after_in_child=_forget)
+            atexit.register(_end_at_exit)
+        if _current is None:
+            _current = _LoopThread()
+        _current.shares += 1
+        return _current
+
+
+def _give_back(thread: _LoopThread) -> None:
+    global _current
+    with _lock:
+        if thread.pid != os.getpid():
+            return  # a forked child has a copy of the object, but not the thread
+        thread.shares -= 1
+        if thread.shares > 0:
+            return
+        if _current is thread:
+            _current = None
+    thread.end()
+
+
+def _forget() -> None:
+    # In a forked child the thread does not exist, and the lock may have been held by another thread.
+    global _current, _lock
+    _current = None
+    _lock = threading.Lock()
+
+
+def _end_at_exit() -> None:
+    # Shares that nobody gave back: a thread that runs into a dying interpreter crashes it.
+    global _current
+    with _lock:
+        thread, _current = _current, None
+    if thread is not None:
+        thread.end()

@@ -1,0 +1,131 @@
+"""What every channel and server of ours is set to, and how addresses and errors cross it.
+
+Law of this file: settings of grpc and translations to and from it; no calls, no state.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NoReturn
+
+import grpc
+
+from tft_coord.core.types import Refusal
+from tft_coord.errors import (
+    CoordinationError,
+    DeadlinePassed,
+    GroupLost,
+    ProtocolError,
+    Refused,
+    SettingError,
+    StaleQuorum,
+    Unreachable,
+)
+from tft_coord.timeouts import Timeouts
+from tft_coord.wire.codec import MAX_ADDRESS_BYTES
+from tft_coord.wire.services import Context
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # a quorum of 100,000 members; every part is bounded once more by the codec
+CODE_KEY = "tft-code"  # trailing metadata: which error of ours a status stands for
+
+Options = list[tuple[str, int]]
+
+_STATUS = {
+    "deadline": grpc.StatusCode.DEADLINE_EXCEEDED,
+    "group_lost": grpc.StatusCode.ABORTED,
+    Refusal.STALE.value: grpc.StatusCode.FAILED_PRECONDITION,
+    Refusal.MALFORMED.value: grpc.StatusCode.INVALID_ARGUMENT,
+    Refusal.DUPLICATE.value: grpc.StatusCode.ALREADY_EXISTS,
+    Refusal.OLD_LIGHTHOUSE.value: grpc.StatusCode.FAILED_PRECONDITION,
+}
+
+
+def channel_options(timeouts: Timeouts) -> Options:
+    """For a client's channel.
+
+    Redials are the caller's: each dial is a new channel with a pool of its own, so that grpc's back-off, which is
+    shared between channels of one address, never delays one.
+    """
+    return [
+        *_common(timeouts),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 1_000),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+    ]
+
+
+def server_options(timeouts: Timeouts) -> Options:
+    """For a server: a port has one owner, and pings are welcome at any pace."""
+    return [
+        *_common(timeouts),
+        ("grpc.so_reuseport", 0),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 500),
+    ]
+
+
+def _common(timeouts: Timeouts) -> Options:
+    # Pings are sent and answered by grpc's own threads, without the interpreter lock: a busy trainer answers, a stopped
+    # one or a cut cable does not, and is found within heartbeat_timeout.
+    return [
+        ("grpc.keepalive_time_ms", max(1, timeouts.heartbeat_timeout_ms // 3)),
+        ("grpc.keepalive_timeout_ms", max(1, timeouts.heartbeat_timeout_ms // 2)),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ]
+
+
+def target(address: str) -> str:
+    """What grpc dials for an address as users write it: `host:port`, `http://host:port`, `[::1]:29510`.
+
+    Raises: SettingError: there is no host or no port in it.
+    """
+    bare = address.strip()
+    if bare.startswith("http://"):
+        bare = bare.removeprefix("http://").rstrip("/")
+    match = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[^\s/:\[\]]+):(\d{1,5})", bare)
+    if match is None or not 0 < int(match[2]) < 65536 or len(bare) > MAX_ADDRESS_BYTES:
+        raise SettingError(
+            f"{address[:MAX_ADDRESS_BYTES]!r} is no address; give host:port, for example localhost:29510"
+        )
+    return bare
+
+
+def join_host_port(host: str, port: int) -> str:
+    """`host:port`, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+async def fail(context: Context, code: str, message: str) -> NoReturn:
+    """End a call with an error of ours: `code` for our clients, a status for everybody's."""
+    status = _STATUS.get(code, grpc.StatusCode.PERMISSION_DENIED)
+    await context.abort(status, message, trailing_metadata=((CODE_KEY, code),))
+    raise AssertionError("abort always raises")
+
+
+def error_of(failure: grpc.RpcError, what: str) -> CoordinationError:
+    """Our error for a failed call; `what` says in a few words what was called, and where."""
+    status, details = failure.code(), failure.details() or ""
+    trailing: Any = failure.trailing_metadata() or ()
+    code = next((_text(value) for key, value in trailing if key == CODE_KEY), "")
+    sentence = f"{what}: {details}" if details else what
+    if code == "deadline" or (not code and status in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)):
+        return DeadlinePassed(sentence if code else f"{what}: no answer before the deadline")
+    if code == "group_lost":
+        return GroupLost(sentence)
+    if code == Refusal.STALE.value:
+        return StaleQuorum(sentence)
+    if code == Refusal.MALFORMED.value or status in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED):
+        return ProtocolError(sentence)
+    if code or status in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED):
+        return Refused(sentence, code=code or status.name.lower())
+    if status is grpc.StatusCode.UNAVAILABLE:
+        return Unreachable(sentence)
+    return CoordinationError(f"{what}: {status.name}: {details}")
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else bytes(value).decode("utf-8", "replace")

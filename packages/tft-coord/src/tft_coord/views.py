@@ -1,0 +1,127 @@
+"""Answers in the shape that torchft's users know: same names, same attributes.
+
+Law of this file: frozen values and their making from the core's; nothing that talks.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from tft_coord.core import types
+from tft_coord.errors import ProtocolError
+
+
+@dataclass(frozen=True, slots=True)
+class Timestamp:
+    """Seconds since 1970 and the nanoseconds beyond them."""
+
+    seconds: int
+    nanos: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuorumMember:
+    """One replica group in a quorum. `data` is the user's own, or None."""
+
+    replica_id: str
+    address: str
+    store_address: str
+    step: int
+    world_size: int
+    shrink_only: bool
+    data: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Quorum:
+    """The lighthouse's answer: members sorted by replica id."""
+
+    quorum_id: int
+    participants: list[QuorumMember]
+    created: Timestamp
+
+
+@dataclass(frozen=True, slots=True)
+class QuorumResult:
+    """What a group rank does in a quorum, with torchft's field names.
+
+    Args:
+        quorum_id: rises with every change of the members.
+        replica_rank, replica_world_size: this group's place, and the number of groups.
+        recover_src_manager_address, recover_src_replica_rank: whom to heal from; "" and None without a need.
+        recover_dst_replica_ranks: groups that heal from this one first.
+        store_address: of this rank's rendezvous store.
+        max_step: the step that this step's reduction starts from.
+        max_replica_rank: this group's place among those whose gradients count, or None.
+        max_world_size: how many those are.
+        heal: this group fetches its state first.
+        replica_ids: of all groups, by replica rank.
+        commit_failures: failed commits in a row, the maximum over the groups.
+        reconfigure_handles: of this rank, by replica rank.
+    """
+
+    quorum_id: int = 0
+    replica_rank: int = 0
+    replica_world_size: int = 1
+    recover_src_manager_address: str = ""
+    recover_src_replica_rank: int | None = None
+    recover_dst_replica_ranks: list[int] = field(default_factory=list)
+    store_address: str = ""
+    max_step: int = 0
+    max_replica_rank: int | None = None
+    max_world_size: int = 1
+    heal: bool = False
+    replica_ids: list[str] = field(default_factory=list)
+    commit_failures: int = 0
+    reconfigure_handles: list[str] = field(default_factory=list)
+
+
+def quorum_view(quorum: types.Quorum) -> Quorum:
+    """The quorum as torchft's users know it. Raises: ProtocolError: a member's data is not a JSON object."""
+    seconds, milliseconds = divmod(quorum.created_ms, 1000)
+    return Quorum(
+        quorum.key.quorum_id,
+        [_member_view(member) for member in quorum.members],
+        Timestamp(seconds, milliseconds * 1_000_000),
+    )
+
+
+def result_view(plan: types.Plan) -> QuorumResult:
+    """The plan as torchft's users know it."""
+    first = plan.sources[0] if plan.sources else None
+    return QuorumResult(
+        quorum_id=plan.key.quorum_id,
+        replica_rank=plan.replica_rank,
+        replica_world_size=plan.replica_world_size,
+        recover_src_manager_address=f"http://{first.address}" if first else "",
+        recover_src_replica_rank=first.replica_rank if first else None,
+        recover_dst_replica_ranks=list(plan.recover_dst_replica_ranks),
+        store_address=plan.store_address,
+        max_step=plan.step,
+        max_replica_rank=plan.participating_rank,
+        max_world_size=plan.num_participants,
+        heal=plan.heal,
+        replica_ids=list(plan.replica_ids),
+        commit_failures=plan.commit_failures,
+        reconfigure_handles=list(plan.reconfigure_handles),
+    )
+
+
+def _member_view(member: types.Member) -> QuorumMember:
+    try:
+        data = json.loads(member.data) if member.data else None
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"the data of replica {member.replica_id} is not JSON: {error}") from error
+    if data is not None and not isinstance(data, dict):
+        raise ProtocolError(f"the data of replica {member.replica_id} is no JSON object; give a dict")
+    return QuorumMember(
+        member.replica_id,
+        member.address,
+        member.store_address,
+        member.step,
+        member.world_size,
+        member.shrink_only,
+        data,
+    )

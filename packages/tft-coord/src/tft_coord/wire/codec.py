@@ -1,0 +1,690 @@
+"""Protobuf bytes to the core's values and back.
+
+A peer may be an old version, a foreign program or an attacker, so every length and number is looked at before it is
+used, and whatever does not fit raises ProtocolError with a sentence. Both directions of a stream speak the core's own
+events and effects: what one side encodes is what the other side's core is given.
+
+An absent lineage is an unknown one. torchft's members and ranks carry none of our fields; ours always say a
+min_replica_size, so that its absence tells the two apart, and torchft's get the settings that torchft has.
+
+Law of this file: bytes in, values out, and back; no I/O, no state, nothing that decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from tft_coord.core.effects import (
+    AnswerQuorum,
+    AnswerUnchanged,
+    AskForQuorum,
+    RefuseRequest,
+    RefuseSession,
+    TellLost,
+    Welcome,
+)
+from tft_coord.core.events import (
+    BeatReceived,
+    DeathReported,
+    HelloReceived,
+    LighthouseEvent,
+    QuorumReported,
+    QuorumRequested,
+    RequestWithdrawn,
+    StreamClosed,
+)
+from tft_coord.core.types import (
+    MAX_INT64,
+    MAX_UINT64,
+    Hello,
+    Member,
+    Plan,
+    Purpose,
+    Quorum,
+    QuorumKey,
+    RankRequest,
+    Refusal,
+    Source,
+)
+from tft_coord.errors import ProtocolError
+from tft_coord.wire import coordination_pb2 as pb
+
+MAX_NAME_BYTES = 256  # replica ids and jobs
+MAX_ADDRESS_BYTES = 512
+MAX_DATA_BYTES = 64 * 1024
+MAX_METADATA_BYTES = 4096  # checkpoint metadata, and reconfigure handles
+MAX_SENTENCE_BYTES = 4096
+MAX_MEMBERS = 100_000
+MAX_WORLD_SIZE = 1_000_000
+MAX_COUNT = 2**31 - 1
+
+_M = TypeVar("_M", bound=Message)
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class RankHello:
+    """The first message of a group rank's stream. `session` tells one process of that rank from the next."""
+
+    group_rank: int
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankBeat:
+    """Bytes of live state that the rank's process has received so far, ever rising."""
+
+    healed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankGoodbye:
+    """The rank leaves on purpose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """A rank's vote. `key` is None from a client that names no quorum."""
+
+    group_rank: int
+    step: int
+    yes: bool
+    key: QuorumKey | None
+    purpose: Purpose
+
+
+# --- a manager server's stream to the lighthouse ---------------------------------------------------------------------
+
+
+def encode_to_lighthouse(event: LighthouseEvent) -> bytes:
+    """What the lighthouse shall be told; the stream's number stays at home."""
+    match event:
+        case BeatReceived():
+            return pb.ToLighthouse(beat=pb.Beat(healed_bytes=event.healed_bytes)).SerializeToString()
+        case QuorumRequested():
+            asked = pb.QuorumRequest(
+                request=event.request, member=_member_to_wire(event.member), held=_key_to_wire(event.held)
+            )
+            return pb.ToLighthouse(quorum_request=asked).SerializeToString()
+        case RequestWithdrawn():
+            return pb.ToLighthouse(withdraw=pb.Withdraw(request=event.request)).SerializeToString()
+        case HelloReceived():
+            hello = event.hello
+            said = pb.Hello(
+                job=hello.job,
+                replica_id=hello.replica_id,
+                session=hello.session,
+                address=hello.address,
+                replaces=hello.replaces,
+                ready=hello.ready,
+                held=_key_to_wire(hello.held),
+                lighthouse_started_ms=hello.lighthouse_started_ms,
+            )
+            return pb.ToLighthouse(hello=said).SerializeToString()
+        case QuorumReported():
+            report = pb.QuorumReport(quorum=None if event.quorum is None else _quorum_to_wire(event.quorum))
+            return pb.ToLighthouse(quorum_report=report).SerializeToString()
+        case DeathReported():
+            return pb.ToLighthouse(death=pb.Death(reason=_clip(event.reason))).SerializeToString()
+        case StreamClosed():
+            raise AssertionError("a closed stream is not a message")
+
+
+def decode_to_lighthouse(stream: int, data: bytes) -> LighthouseEvent:
+    """A message that came on that stream. Raises: ProtocolError: it is damaged or breaks a bound."""
+    message = _parse(pb.ToLighthouse, data)
+    match message.WhichOneof("message"):
+        case "beat":
+            return BeatReceived(stream, message.beat.healed_bytes)
+        case "quorum_request":
+            asked = message.quorum_request
+            held = _key_from_wire(asked.held) if asked.HasField("held") else None
+            return QuorumRequested(stream, asked.request, _member_from_wire(asked.member), held)
+        case "withdraw":
+            return RequestWithdrawn(stream, message.withdraw.request)
+        case "hello":
+            return HelloReceived(stream, _hello_from_wire(message.hello))
+        case "quorum_report":
+            report = message.quorum_report
+            return QuorumReported(stream, _quorum_from_wire(report.quorum) if report.HasField("quorum") else None)
+        case "death":
+            return DeathReported(stream, _text("reason", message.death.reason, MAX_SENTENCE_BYTES))
+        case _:
+            raise ProtocolError("a message to the lighthouse says nothing that this version knows")
+
+
+# --- the lighthouse's stream to a manager server ---------------------------------------------------------------------
+
+ToldEffect = Welcome | RefuseSession | TellLost | AskForQuorum | AnswerQuorum | AnswerUnchanged | RefuseRequest
+
+
+def encode_from_lighthouse(effect: ToldEffect) -> bytes:
+    """What a manager server shall be told; the stream's number stays at home.
+
+    A whole quorum that goes to many is cheaper by `encode_quorum` once and `frame_quorum_answer` for each.
+    """
+    match effect:
+        case AnswerUnchanged():
+            answer = pb.QuorumAnswer(request=effect.request, unchanged=_key_to_wire(effect.key))
+            return pb.FromLighthouse(answer=answer).SerializeToString()
+        case AnswerQuorum():
+            return frame_quorum_answer(effect.request, encode_quorum(effect.quorum))
+        case RefuseRequest():
+            refused = pb.Refused(code=effect.refusal.value, message=_clip(effect.message))
+            answer = pb.QuorumAnswer(request=effect.request, refused=refused)
+            return pb.FromLighthouse(answer=answer).SerializeToString()
+        case Welcome():
+            welcome = pb.Welcome(
+                session=effect.session,
+                lighthouse_started_ms=effect.lighthouse_started_ms,
+                cluster_id=effect.cluster_id,
+            )
+            return pb.FromLighthouse(welcome=welcome).SerializeToString()
+        case RefuseSession():
+            refused = pb.Refused(code=effect.refusal.value, message=_clip(effect.message))
+            return pb.FromLighthouse(refused=refused).SerializeToString()
+        case TellLost():
+            lost = pb.Lost(session=effect.session, message=_clip(effect.message))
+            return pb.FromLighthouse(lost=lost).SerializeToString()
+        case AskForQuorum():
+            return pb.FromLighthouse(ask_for_quorum=_key_to_wire(effect.key)).SerializeToString()
+
+
+def encode_quorum(quorum: Quorum) -> bytes:
+    """The quorum alone, to be framed for each who is told of it."""
+    return _quorum_to_wire(quorum).SerializeToString()
+
+
+def frame_quorum_answer(request: int, encoded: bytes) -> bytes:
+    """The same bytes as `encode_from_lighthouse(AnswerQuorum(...))`, around a quorum that is encoded already."""
+    # Protobuf's own framing, by hand: field 1 of QuorumAnswer is the request, field 2 the quorum, and the answer is
+    # field 5 of FromLighthouse. A default value (0) is left out, as everywhere in proto3.
+    head = (b"\x08" + _varint(request) if request else b"") + b"\x12" + _varint(len(encoded))
+    return b"\x2a" + _varint(len(head) + len(encoded)) + head + encoded
+
+
+def decode_from_lighthouse(data: bytes) -> ToldEffect:
+    """A message from the lighthouse, as if for stream 0. Raises: ProtocolError: it is damaged or breaks a bound."""
+    message = _parse(pb.FromLighthouse, data)
+    match message.WhichOneof("message"):
+        case "answer":
+            return _answer_from_wire(message.answer)
+        case "welcome":
+            welcome = message.welcome
+            started = _count("lighthouse_started_ms", welcome.lighthouse_started_ms, MAX_INT64)
+            return Welcome(0, welcome.session, started, _text("cluster_id", welcome.cluster_id, MAX_NAME_BYTES))
+        case "refused":
+            refusal, sentence = _refused_from_wire(message.refused)
+            return RefuseSession(0, refusal, sentence)
+        case "lost":
+            lost = message.lost
+            return TellLost(0, lost.session, _text("message", lost.message, MAX_SENTENCE_BYTES))
+        case "ask_for_quorum":
+            return AskForQuorum(0, _key_from_wire(message.ask_for_quorum))
+        case _:
+            raise ProtocolError("a message from the lighthouse says nothing that this version knows")
+
+
+# --- torchft's unary calls to the lighthouse -------------------------------------------------------------------------
+
+
+def encode_lighthouse_request(member: Member) -> bytes:
+    """A unary quorum request, with torchft's fields only."""
+    return pb.LighthouseQuorumRequest(requester=_member_to_wire(member, ours=False)).SerializeToString()
+
+
+def decode_lighthouse_request(data: bytes) -> Member:
+    """Who asks for a quorum. Raises: ProtocolError: damaged, out of bounds, or nobody."""
+    message = _parse(pb.LighthouseQuorumRequest, data)
+    if not message.HasField("requester"):
+        raise ProtocolError("missing requester: a quorum request names the member that asks")
+    return _member_from_wire(message.requester)
+
+
+def encode_lighthouse_response(quorum: Quorum) -> bytes:
+    """A quorum for torchft's members, with torchft's fields only."""
+    return pb.LighthouseQuorumResponse(quorum=_quorum_to_wire(quorum, ours=False)).SerializeToString()
+
+
+def decode_lighthouse_response(data: bytes) -> Quorum:
+    """The quorum that the lighthouse gave. Raises: ProtocolError: damaged or out of bounds."""
+    message = _parse(pb.LighthouseQuorumResponse, data)
+    if not message.HasField("quorum"):
+        raise ProtocolError("the lighthouse answered without a quorum; it speaks another protocol")
+    return _quorum_from_wire(message.quorum)
+
+
+def encode_heartbeat(replica_id: str) -> bytes:
+    """A unary heartbeat."""
+    return pb.LighthouseHeartbeatRequest(replica_id=replica_id).SerializeToString()
+
+
+def decode_heartbeat(data: bytes) -> str:
+    """Whose heartbeat it is. Raises: ProtocolError: damaged, out of bounds, or nobody's."""
+    return _name("replica_id", _parse(pb.LighthouseHeartbeatRequest, data).replica_id)
+
+
+# --- a group rank and its manager server -----------------------------------------------------------------------------
+
+
+def encode_rank_request(group_rank: int, request: RankRequest) -> bytes:
+    """A rank's question for the next quorum."""
+    return pb.ManagerQuorumRequest(
+        group_rank=group_rank,
+        step=request.step,
+        checkpoint_metadata=request.checkpoint_metadata,
+        shrink_only=request.shrink_only,
+        init_sync=request.init_sync,
+        commit_failures=request.commit_failures,
+        reconfigure_handle=request.reconfigure_handle,
+        lineage=request.lineage,
+        live=request.live,
+        torn=request.torn,
+        needs_configure=request.needs_configure,
+        failed_heals=request.failed_heals,
+        allow_heal=request.allow_heal,
+        use_async_quorum=request.use_async_quorum,
+        fixed_with_spares=request.fixed_with_spares,
+        min_replica_size=request.min_replica_size,
+        data=request.data,
+        held=_key_to_wire(request.held),
+    ).SerializeToString()
+
+
+def decode_rank_request(data: bytes) -> tuple[int, RankRequest]:
+    """The rank and what it asks. Raises: ProtocolError: damaged or out of bounds."""
+    message = _parse(pb.ManagerQuorumRequest, data)
+    ours = message.min_replica_size > 0
+    rank = _count("group_rank", message.group_rank, MAX_WORLD_SIZE)
+    return rank, RankRequest(
+        step=_count("step", message.step, MAX_INT64),
+        lineage=message.lineage if message.HasField("lineage") else None,
+        live=message.live,
+        torn=message.torn,
+        held=_key_from_wire(message.held) if message.HasField("held") else None,
+        checkpoint_metadata=_text("checkpoint_metadata", message.checkpoint_metadata, MAX_METADATA_BYTES),
+        commit_failures=_count("commit_failures", message.commit_failures),
+        needs_configure=message.needs_configure,
+        failed_heals=_count("failed_heals", message.failed_heals),
+        shrink_only=message.shrink_only,
+        init_sync=message.init_sync,
+        allow_heal=message.allow_heal if ours else True,
+        use_async_quorum=message.use_async_quorum if ours else True,
+        fixed_with_spares=message.fixed_with_spares,
+        min_replica_size=_count("min_replica_size", message.min_replica_size, MAX_MEMBERS) if ours else 1,
+        data=_text("data", message.data, MAX_DATA_BYTES),
+        reconfigure_handle=_text("reconfigure_handle", message.reconfigure_handle, MAX_METADATA_BYTES),
+    )
+
+
+def encode_plan(plan: Plan) -> bytes:
+    """A rank's plan, in torchft's fields as far as they reach and in ours beyond."""
+    first = plan.sources[0] if plan.sources else None
+    return pb.ManagerQuorumResponse(
+        quorum_id=plan.key.quorum_id,
+        nonce=plan.key.nonce,
+        recover_src_manager_address=first.address if first else "",
+        recover_src_replica_rank=first.replica_rank if first else None,
+        recover_dst_replica_ranks=plan.recover_dst_replica_ranks,
+        store_address=plan.store_address,
+        max_step=plan.step,
+        max_replica_rank=plan.participating_rank,
+        max_world_size=len(plan.participants),
+        replica_rank=plan.replica_rank,
+        replica_world_size=plan.replica_world_size,
+        heal=plan.heal,
+        commit_failures=plan.commit_failures,
+        replica_ids=plan.replica_ids,
+        reconfigure_handles=plan.reconfigure_handles,
+        lineage=plan.lineage,
+        sources=[
+            pb.Source(replica_rank=source.replica_rank, replica_id=source.replica_id, address=source.address)
+            for source in plan.sources
+        ],
+        serve=plan.serve,
+        up_to_date=plan.up_to_date,
+        participants=plan.participants,
+        min_replica_size=plan.min_replica_size,
+    ).SerializeToString()
+
+
+def encode_unchanged(key: QuorumKey) -> bytes:
+    """The short answer to a rank: its plan of that key stands."""
+    return pb.ManagerQuorumResponse(quorum_id=key.quorum_id, nonce=key.nonce, unchanged=True).SerializeToString()
+
+
+def decode_plan(data: bytes) -> Plan | QuorumKey:
+    """A rank's plan, or the key of the one that stands. Raises: ProtocolError: damaged or out of bounds."""
+    message = _parse(pb.ManagerQuorumResponse, data)
+    key = QuorumKey(message.quorum_id, message.nonce)
+    if message.unchanged:
+        return key
+    size = _count("replica_world_size", message.replica_world_size, MAX_MEMBERS)
+    ids = tuple(_name("replica_id", name) for name in _few("replica_ids", message.replica_ids))
+    rank = _count("replica_rank", message.replica_rank, MAX_MEMBERS)
+    if len(ids) != size or rank >= size:
+        raise ProtocolError(f"a plan names {len(ids)} replicas of {size} and gives rank {rank}; the peer is broken")
+    return Plan(
+        key=key,
+        replica_id=ids[rank],
+        replica_rank=rank,
+        replica_world_size=size,
+        replica_ids=ids,
+        step=_count("max_step", message.max_step, MAX_INT64),
+        lineage=message.lineage,
+        heal=message.heal,
+        sources=tuple(
+            Source(
+                _rank("source", source.replica_rank, size),
+                _name("replica_id", source.replica_id),
+                _text("address", source.address, MAX_ADDRESS_BYTES),
+            )
+            for source in _few("sources", message.sources)
+        ),
+        recover_dst_replica_ranks=_ranks("recover_dst_replica_ranks", message.recover_dst_replica_ranks, size),
+        serve=message.serve,
+        store_address=_text("store_address", message.store_address, MAX_ADDRESS_BYTES),
+        up_to_date=_ranks("up_to_date", message.up_to_date, size),
+        participants=_ranks("participants", message.participants, size),
+        participating_rank=(
+            _rank("max_replica_rank", message.max_replica_rank, size) if message.HasField("max_replica_rank") else None
+        ),
+        min_replica_size=_count("min_replica_size", message.min_replica_size, MAX_MEMBERS),
+        commit_failures=_count("commit_failures", message.commit_failures),
+        reconfigure_handles=tuple(
+            _text("reconfigure_handle", handle, MAX_METADATA_BYTES)
+            for handle in _few("reconfigure_handles", message.reconfigure_handles)
+        ),
+    )
+
+
+def encode_vote(vote: Vote) -> bytes:
+    """A rank's vote."""
+    return pb.ShouldCommitRequest(
+        should_commit=vote.yes,
+        group_rank=vote.group_rank,
+        step=vote.step,
+        key=_key_to_wire(vote.key),
+        purpose=pb.STAGED if vote.purpose is Purpose.STAGED else pb.COMMIT,
+    ).SerializeToString()
+
+
+def decode_vote(data: bytes) -> Vote:
+    """A rank's vote. Raises: ProtocolError: damaged or out of bounds."""
+    message = _parse(pb.ShouldCommitRequest, data)
+    if message.purpose not in (pb.COMMIT, pb.STAGED):
+        raise ProtocolError(f"a vote's purpose is {message.purpose}; this version knows 0 and 1")
+    return Vote(
+        group_rank=_count("group_rank", message.group_rank, MAX_WORLD_SIZE),
+        step=_count("step", message.step, MAX_INT64),
+        yes=message.should_commit,
+        key=_key_from_wire(message.key) if message.HasField("key") else None,
+        purpose=Purpose.STAGED if message.purpose == pb.STAGED else Purpose.COMMIT,
+    )
+
+
+def encode_verdict(verdict: bool) -> bytes:
+    """The verdict of a vote."""
+    return pb.ShouldCommitResponse(should_commit=verdict).SerializeToString()
+
+
+def decode_verdict(data: bytes) -> bool:
+    """The verdict of a vote. Raises: ProtocolError: damaged."""
+    return _parse(pb.ShouldCommitResponse, data).should_commit
+
+
+def encode_metadata_request(rank: int) -> bytes:
+    """Where does that rank's live state lie?"""
+    return pb.CheckpointMetadataRequest(rank=rank).SerializeToString()
+
+
+def decode_metadata_request(data: bytes) -> int:
+    """The rank that is asked about. Raises: ProtocolError: damaged or out of bounds."""
+    return _count("rank", _parse(pb.CheckpointMetadataRequest, data).rank, MAX_WORLD_SIZE)
+
+
+def encode_metadata(metadata: str) -> bytes:
+    """Where a rank's live state lies."""
+    return pb.CheckpointMetadataResponse(checkpoint_metadata=metadata).SerializeToString()
+
+
+def decode_metadata(data: bytes) -> str:
+    """Where a rank's live state lies. Raises: ProtocolError: damaged or out of bounds."""
+    message = _parse(pb.CheckpointMetadataResponse, data)
+    return _text("checkpoint_metadata", message.checkpoint_metadata, MAX_METADATA_BYTES)
+
+
+def encode_from_rank(message: RankHello | RankBeat | RankGoodbye) -> bytes:
+    """A message on a rank's stream."""
+    match message:
+        case RankHello():
+            hello = pb.RankHello(group_rank=message.group_rank, session=message.session)
+            return pb.ToManagerServer(hello=hello).SerializeToString()
+        case RankBeat():
+            return pb.ToManagerServer(beat=pb.RankBeat(healed_bytes=message.healed_bytes)).SerializeToString()
+        case RankGoodbye():
+            return pb.ToManagerServer(goodbye=pb.RankGoodbye()).SerializeToString()
+
+
+def decode_from_rank(data: bytes) -> RankHello | RankBeat | RankGoodbye:
+    """A message that came on a rank's stream. Raises: ProtocolError: damaged or out of bounds."""
+    message = _parse(pb.ToManagerServer, data)
+    match message.WhichOneof("message"):
+        case "hello":
+            return RankHello(_count("group_rank", message.hello.group_rank, MAX_WORLD_SIZE), message.hello.session)
+        case "beat":
+            return RankBeat(message.beat.healed_bytes)
+        case "goodbye":
+            return RankGoodbye()
+        case _:
+            raise ProtocolError("a message to the manager server says nothing that this version knows")
+
+
+def encode_to_rank(message: Welcome | RefuseSession) -> bytes:
+    """A manager server's answer to a rank's hello."""
+    match message:
+        case Welcome():
+            welcome = pb.Welcome(session=message.session)
+            return pb.FromManagerServer(welcome=welcome).SerializeToString()
+        case RefuseSession():
+            refused = pb.Refused(code=message.refusal.value, message=_clip(message.message))
+            return pb.FromManagerServer(refused=refused).SerializeToString()
+
+
+def decode_to_rank(data: bytes) -> Welcome | RefuseSession:
+    """A manager server's answer to a hello. Raises: ProtocolError: damaged or out of bounds."""
+    message = _parse(pb.FromManagerServer, data)
+    match message.WhichOneof("message"):
+        case "welcome":
+            return Welcome(0, message.welcome.session, 0, "")
+        case "refused":
+            refusal, sentence = _refused_from_wire(message.refused)
+            return RefuseSession(0, refusal, sentence)
+        case _:
+            raise ProtocolError("a message from the manager server says nothing that this version knows")
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _member_to_wire(member: Member, *, ours: bool = True) -> pb.QuorumMember:
+    message = pb.QuorumMember(
+        replica_id=member.replica_id,
+        address=member.address,
+        store_address=member.store_address,
+        step=member.step,
+        world_size=member.world_size,
+        shrink_only=member.shrink_only,
+        data=member.data,
+        commit_failures=member.commit_failures,
+        reconfigure_handles=member.reconfigure_handles,
+    )
+    if ours:
+        message.session = member.session
+        if member.lineage is not None:
+            message.lineage = member.lineage
+        message.live = member.live
+        message.torn = member.torn
+        message.needs_configure = member.needs_configure
+        message.failed_heals = member.failed_heals
+        message.init_sync = member.init_sync
+        message.allow_heal = member.allow_heal
+        message.use_async_quorum = member.use_async_quorum
+        message.fixed_with_spares = member.fixed_with_spares
+        message.min_replica_size = member.min_replica_size
+    return message
+
+
+def _member_from_wire(message: pb.QuorumMember) -> Member:
+    ours = message.min_replica_size > 0
+    return Member(
+        replica_id=_name("replica_id", message.replica_id),
+        session=message.session,
+        address=_text("address", message.address, MAX_ADDRESS_BYTES),
+        store_address=_text("store_address", message.store_address, MAX_ADDRESS_BYTES),
+        step=_count("step", message.step, MAX_INT64),
+        lineage=message.lineage if message.HasField("lineage") else None,
+        world_size=_count("world_size", message.world_size, MAX_WORLD_SIZE),
+        shrink_only=message.shrink_only,
+        commit_failures=_count("commit_failures", message.commit_failures),
+        needs_configure=message.needs_configure,
+        live=message.live,
+        torn=message.torn,
+        failed_heals=_count("failed_heals", message.failed_heals),
+        init_sync=message.init_sync if ours else True,
+        allow_heal=message.allow_heal if ours else True,
+        use_async_quorum=message.use_async_quorum if ours else True,
+        fixed_with_spares=message.fixed_with_spares,
+        min_replica_size=_count("min_replica_size", message.min_replica_size, MAX_MEMBERS) if ours else 1,
+        data=_text("data", message.data, MAX_DATA_BYTES),
+        reconfigure_handles=tuple(
+            _text("reconfigure_handle", handle, MAX_METADATA_BYTES)
+            for handle in _few("reconfigure_handles", message.reconfigure_handles)
+        ),
+    )
+
+
+def _quorum_to_wire(quorum: Quorum, *, ours: bool = True) -> pb.Quorum:
+    message = pb.Quorum(
+        quorum_id=quorum.key.quorum_id,
+        participants=[_member_to_wire(member, ours=ours) for member in quorum.members],
+        nonce=quorum.key.nonce if ours else 0,
+    )
+    message.created.seconds, milliseconds = divmod(quorum.created_ms, 1000)
+    message.created.nanos = milliseconds * 1_000_000
+    return message
+
+
+def _quorum_from_wire(message: pb.Quorum) -> Quorum:
+    seconds = _count("created", message.created.seconds, MAX_INT64 // 1000 - 1)
+    nanos = _count("created", message.created.nanos, 999_999_999)
+    return Quorum(
+        key=QuorumKey(message.quorum_id, message.nonce),
+        members=tuple(_member_from_wire(member) for member in _few("participants", message.participants)),
+        created_ms=seconds * 1000 + nanos // 1_000_000,
+    )
+
+
+def _hello_from_wire(message: pb.Hello) -> Hello:
+    return Hello(
+        job=_name("job", message.job),
+        replica_id=_name("replica_id", message.replica_id),
+        session=message.session,
+        address=_text("address", message.address, MAX_ADDRESS_BYTES),
+        replaces=_text("replaces", message.replaces, MAX_NAME_BYTES),
+        ready=message.ready,
+        held=_key_from_wire(message.held) if message.HasField("held") else None,
+        lighthouse_started_ms=_count("lighthouse_started_ms", message.lighthouse_started_ms, MAX_INT64),
+    )
+
+
+def _answer_from_wire(message: pb.QuorumAnswer) -> AnswerQuorum | AnswerUnchanged | RefuseRequest:
+    match message.WhichOneof("answer"):
+        case "unchanged":
+            return AnswerUnchanged(0, message.request, _key_from_wire(message.unchanged))
+        case "quorum":
+            return AnswerQuorum(0, message.request, _quorum_from_wire(message.quorum))
+        case "refused":
+            refusal, sentence = _refused_from_wire(message.refused)
+            return RefuseRequest(0, message.request, refusal, sentence)
+        case _:
+            raise ProtocolError("an answer of the lighthouse says nothing that this version knows")
+
+
+def _refused_from_wire(message: pb.Refused) -> tuple[Refusal, str]:
+    sentence = _text("message", message.message, MAX_SENTENCE_BYTES)
+    try:
+        return Refusal(message.code), sentence
+    except ValueError:
+        raise ProtocolError(
+            f"the lighthouse refuses for a reason that this version does not know ({message.code[:64]!r}): {sentence}"
+        ) from None
+
+
+def _key_to_wire(key: QuorumKey | None) -> pb.QuorumKey | None:
+    return None if key is None else pb.QuorumKey(quorum_id=key.quorum_id, nonce=key.nonce)
+
+
+def _key_from_wire(message: pb.QuorumKey) -> QuorumKey:
+    return QuorumKey(message.quorum_id, message.nonce)
+
+
+def _parse(kind: type[_M], data: bytes) -> _M:
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise ProtocolError(f"{len(data)} bytes are not a {kind.DESCRIPTOR.name} message: {error}") from None
+
+
+def _text(field: str, text: str, most_bytes: int) -> str:
+    # A character has at least one byte and at most four, so most texts need not be encoded to be measured.
+    if len(text) > most_bytes or (4 * len(text) > most_bytes and len(text.encode()) > most_bytes):
+        raise ProtocolError(f"{field} is longer than {most_bytes} bytes; shorten it")
+    return text
+
+
+def _name(field: str, text: str) -> str:
+    if not text:
+        raise ProtocolError(f"{field} is empty; give it a name")
+    return _text(field, text, MAX_NAME_BYTES)
+
+
+def _count(field: str, number: int, most: int = MAX_COUNT) -> int:
+    if not 0 <= number <= most:
+        raise ProtocolError(f"{field} is {number}; it must be 0..{most}")
+    return number
+
+
+def _rank(field: str, number: int, size: int) -> int:
+    if not 0 <= number < size:
+        raise ProtocolError(f"{field} is replica rank {number} in a quorum of {size}; the peer is broken")
+    return number
+
+
+def _ranks(field: str, numbers: Collection[int], size: int) -> tuple[int, ...]:
+    return tuple(_rank(field, number, size) for number in _few(field, numbers))
+
+
+def _few(field: str, items: Collection[_T]) -> Collection[_T]:
+    if len(items) > MAX_MEMBERS:
+        raise ProtocolError(f"{field} has {len(items)} entries; at most {MAX_MEMBERS} are allowed")
+    return items
+
+
+def _clip(sentence: str) -> str:
+    return sentence.encode("utf-8", "replace")[:MAX_SENTENCE_BYTES].decode("utf-8", "ignore")
+
+
+def _varint(number: int) -> bytes:
+    if not 0 <= number <= MAX_UINT64:
+        raise ProtocolError(f"request number {number} is outside 0..2^64-1")
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)

@@ -1,0 +1,82 @@
+"""The command `tft-lighthouse`.
+
+Law of this file: words to settings, signals to an end. What serves is imported after the words are understood, so that
+--help and a wrong flag are answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+from tft_lighthouse import __version__, defaults
+
+USAGE_ERROR = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a lighthouse until SIGINT or SIGTERM.
+
+    Args:
+        arguments: the words after the command; None takes the process's own.
+    Returns: 0 after a signal, 2 when a setting is wrong or the port is in use.
+    """
+    settings = _parser().parse_args(arguments)
+    end = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: end.set())
+
+    from tft_coord.errors import SettingError
+    from tft_coord.security import read_token
+    from tft_lighthouse.server import LighthouseServer
+
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        server = LighthouseServer(
+            bind=settings.bind,
+            min_replicas=settings.min_replicas,
+            join_timeout_ms=settings.join_timeout_ms,
+            quorum_tick_ms=settings.quorum_tick_ms,
+            heartbeat_timeout_ms=settings.heartbeat_timeout_ms,
+            token=read_token(os.environ),
+        )
+    except SettingError as error:
+        print(f"tft-lighthouse: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    with server:
+        end.wait()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tft-lighthouse",
+        description="The server that decides membership for fault-tolerant training. It ends by SIGINT or SIGTERM.",
+        epilog="TFT_TOKEN, or TFT_TOKEN_FILE, sets a secret that every process of the job must share.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    numbers = {
+        "min_replicas": (defaults.MIN_REPLICAS, "smallest quorum"),
+        "quorum_tick_ms": (defaults.QUORUM_TICK_MS, "how often the lighthouse looks at the clock"),
+        "join_timeout_ms": (
+            defaults.JOIN_TIMEOUT_MS,
+            "how long a quorum waits for healthy replicas that have not asked",
+        ),
+        "heartbeat_timeout_ms": (defaults.HEARTBEAT_TIMEOUT_MS, "silence after which a replica is lost"),
+    }
+    parser.add_argument("--bind", default=defaults.BIND, metavar="HOST:PORT", help="where to listen")
+    for name, (default, help_text) in numbers.items():
+        spellings = (f"--{name}", f"--{name.replace('_', '-')}")
+        parser.add_argument(*spellings, dest=name, type=int, default=default, metavar="N", help=help_text)
+    parser.add_argument("-V", "--version", action="version", version=f"tft-lighthouse {__version__}")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

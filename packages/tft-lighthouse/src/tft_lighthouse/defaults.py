@@ -1,0 +1,12 @@
+"""The defaults of the command and of the embedded server.
+
+Law of this file: plain numbers, so that the command can print them without importing anything.
+"""
+
+from typing import Final
+
+BIND: Final = "[::]:29510"
+MIN_REPLICAS: Final = 1
+QUORUM_TICK_MS: Final = 100
+JOIN_TIMEOUT_MS: Final = 60_000
+HEARTBEAT_TIMEOUT_MS: Final = 5_000

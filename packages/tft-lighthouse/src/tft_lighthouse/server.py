@@ -1,0 +1,129 @@
+"""`LighthouseServer`: a lighthouse inside a program.
+
+Law of this file: starting and ending the server on the process's loop, and its address.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from types import TracebackType
+from typing import final
+
+from tft_coord.core.lighthouse import LighthouseConfig
+from tft_coord.errors import Closed, SettingError
+from tft_coord.security import check_token
+from tft_coord.timeouts import Timeouts
+from tft_coord.transport.loop import LoopShare
+from tft_coord.transport.settings import join_host_port
+from tft_lighthouse import defaults
+from tft_lighthouse.shell import LighthouseShell
+
+logger = logging.getLogger("tft_lighthouse")
+
+
+@final
+class Address(str):
+    """An address that may be called: scripts written for torchft say `lighthouse.address()`, ours say
+    `lighthouse.address`, and both get the same string."""
+
+    __slots__ = ()
+
+    def __call__(self) -> str:
+        """The address itself."""
+        return str(self)
+
+
+@final
+class LighthouseServer:
+    """A lighthouse on a thread of this process; the command `tft-lighthouse` runs the same.
+
+    Args:
+        bind: `host:port` to listen at; port 0 takes a free one. `[::]` is all interfaces.
+        min_replicas: smallest quorum.
+        join_timeout_ms: how long a quorum waits for healthy replicas that have not asked.
+        quorum_tick_ms: how often the lighthouse looks at the clock.
+        heartbeat_timeout_ms: silence after which a replica is lost.
+        hostname: under which others reach this machine; None takes the host of `bind`, or this machine's name when
+            that is all interfaces.
+        token: shared secret, or None; with one, nothing is answered without it.
+    Raises: SettingError: an argument can't be, two of them clash, or the address can't be bound.
+    """
+
+    def __init__(
+        self,
+        bind: str = "[::]:0",
+        min_replicas: int = defaults.MIN_REPLICAS,
+        join_timeout_ms: int = defaults.JOIN_TIMEOUT_MS,
+        quorum_tick_ms: int = defaults.QUORUM_TICK_MS,
+        heartbeat_timeout_ms: int = defaults.HEARTBEAT_TIMEOUT_MS,
+        *,
+        hostname: str | None = None,
+        token: str | None = None,
+    ) -> None:
+        host = _host_of(bind)
+        # How often a stream beats and how fast it comes back is its own affair; here they only must not contradict.
+        timeouts = Timeouts(
+            join_timeout_ms=join_timeout_ms,
+            quorum_tick_ms=quorum_tick_ms,
+            heartbeat_timeout_ms=heartbeat_timeout_ms,
+            beat_interval_ms=max(1, min(Timeouts().beat_interval_ms, heartbeat_timeout_ms // 2)),
+            reconnect_grace_ms=max(1, min(Timeouts().reconnect_grace_ms, heartbeat_timeout_ms)),
+        )
+        config = LighthouseConfig(min_replicas=min_replicas, timeouts=timeouts)
+        if token is not None:
+            check_token(token)
+        self._shell: LighthouseShell | None = None
+        self._share = LoopShare("this lighthouse")
+        try:
+            self._shell, port = self._share.run(self._start(config, bind, token))
+        except BaseException:
+            self._share.give_back()
+            raise
+        self._address = Address(f"http://{join_host_port(hostname or host or _this_machine(), port)}")
+        logger.info("listening at %s (bind %s, min_replicas %d)", self._address, bind, min_replicas)
+        if token is None:
+            logger.warning("no shared secret is set: anyone who reaches %s can join; set TFT_TOKEN", self._address)
+
+    @property
+    def address(self) -> Address:
+        """`http://host:port`, for the managers. May be called too, as torchft's is."""
+        return self._address
+
+    def shutdown(self) -> None:
+        """End: nothing is answered after it, on no connection; port and thread are free. Idempotent."""
+        shell, self._shell = self._shell, None
+        if shell is not None and not self._share.inherited:
+            self._share.run(shell.stop())
+            self._share.give_back()
+
+    def __enter__(self) -> LighthouseServer:
+        if self._shell is None:
+            raise Closed("this lighthouse was shut down; make a new one")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.shutdown()
+
+    @staticmethod
+    async def _start(config: LighthouseConfig, bind: str, token: str | None) -> tuple[LighthouseShell, int]:
+        shell = LighthouseShell(config, token=token)
+        return shell, await shell.start(bind)
+
+
+def _host_of(bind: str) -> str:
+    """The host that `bind` names, or "" for all interfaces. Raises: SettingError: it is no `host:port`."""
+    host, colon, port = bind.rpartition(":")
+    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise SettingError(f"bind is {bind!r}; give host:port, such as [::]:29510")
+    return "" if host in ("[::]", "0.0.0.0", "::") else host
+
+
+def _this_machine() -> str:
+    """This machine's name if it can be resolved here, else localhost."""
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return "localhost"
+    return name

@@ -1,0 +1,223 @@
+"""The lighthouse itself: its cores behind grpc, on whatever loop it is started.
+
+Manager servers hold a stream each; torchft's clients beat and ask by unary calls. What happens is told to the core it
+concerns, what that decides is performed. A quorum is encoded once and its bytes are given to everybody in it.
+
+Law of this file: one `match`, one line a decision; no rule of the protocol lives here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from typing import cast, final
+
+import grpc.aio
+
+from tft_coord.core import effects, events
+from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
+from tft_coord.core.torchft_rule import TorchftCore
+from tft_coord.core.types import Quorum, Refusal
+from tft_coord.errors import ProtocolError, SettingError
+from tft_coord.transport.outbox import Outbox
+from tft_coord.transport.settings import fail, server_options
+from tft_coord.wire import codec, services
+from tft_coord.wire.services import Context
+from tft_lighthouse import log
+
+logger = logging.getLogger("tft_lighthouse")
+
+
+@final
+class LighthouseShell:
+    """One lighthouse. To be used on one loop only.
+
+    Args:
+        config: limits and time-outs.
+        token: shared secret, or None.
+    """
+
+    def __init__(self, config: LighthouseConfig, *, token: str | None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._tick_s = config.timeouts.quorum_tick_ms / 1000
+        started_ms = self._wall_ms()
+        self._core = LighthouseCore(
+            config,
+            started_ms=started_ms,
+            cluster_id=str(uuid.uuid4()),
+            nonces=lambda: secrets.randbits(64),
+            now_ms=self._now_ms(),
+        )
+        self._torchft = TorchftCore(config, started_ms=started_ms)
+        self._numbers = itertools.count(1)
+        self._streams: dict[int, Outbox] = {}
+        self._calls: dict[int, asyncio.Future[Quorum | effects.RefuseUnary]] = {}
+        self._encode_quorum = _Last(codec.encode_quorum)
+        self._encode_response = _Last(codec.encode_lighthouse_response)
+        self._timer: asyncio.TimerHandle | None = None
+        self._server = grpc.aio.server(options=server_options(config.timeouts))
+        self._server.add_generic_rpc_handlers(
+            [
+                services.Services(
+                    unary={
+                        services.LIGHTHOUSE_HEARTBEAT: self._answer_heartbeat,
+                        services.LIGHTHOUSE_QUORUM: self._answer_quorum,
+                    },
+                    streams={services.LIGHTHOUSE_SESSION: self._serve_session},
+                    token=token,
+                )
+            ]
+        )
+
+    async def start(self, bind: str) -> int:
+        """Listen. Returns: the port. Raises: SettingError: the address can't be bound."""
+        try:
+            port = self._server.add_insecure_port(bind)
+        except RuntimeError as error:
+            raise SettingError(
+                f"the lighthouse can't listen at {bind}: the port is in use or the address is not of this machine; "
+                "end the other process, or give another --bind"
+            ) from error
+        await self._server.start()
+        self._tick()
+        return port
+
+    async def stop(self) -> None:
+        """End: nothing is answered from now on, on no connection, and the port is free."""
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._server.stop(None)
+
+    # --- the cores' decisions ---------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(self._tick_s, self._tick)
+        self._perform(self._core.tick(self._now_ms(), self._wall_ms()))
+        self._perform_unary(self._torchft.tick(self._now_ms(), self._wall_ms()))
+
+    def _handle(self, event: events.LighthouseEvent) -> None:
+        self._perform(self._core.handle(event, self._now_ms(), self._wall_ms()))
+
+    def _handle_unary(self, event: events.UnaryEvent) -> None:
+        self._perform_unary(self._torchft.handle(event, self._now_ms(), self._wall_ms()))
+
+    def _perform(self, decisions: Iterable[effects.LighthouseEffect]) -> None:
+        for decision in decisions:
+            match decision:
+                case effects.AnswerQuorum(stream, request, quorum):
+                    self._put(stream, codec.frame_quorum_answer(request, self._encode_quorum(quorum)))
+                case effects.RefuseSession(stream):
+                    self._put(stream, codec.encode_from_lighthouse(decision))
+                    self._close(stream)
+                case effects.CloseStream(stream):
+                    self._close(stream)
+                case effects.QuorumFormed():
+                    log.quorum_formed(decision)
+                case effects.ReplicaLost():
+                    log.replica_lost(decision)
+                case _:
+                    self._put(decision.stream, codec.encode_from_lighthouse(decision))
+
+    def _perform_unary(self, decisions: Iterable[effects.UnaryEffect]) -> None:
+        for decision in decisions:
+            match decision:
+                case effects.AnswerUnaryQuorum(call, quorum):
+                    self._answer(call, quorum)
+                case effects.RefuseUnary(call):
+                    self._answer(call, decision)
+                case effects.QuorumFormed():
+                    log.quorum_formed(decision)
+
+    def _put(self, stream: int, message: bytes) -> None:
+        outbox = self._streams.get(stream)
+        if outbox is not None:
+            outbox.put(message)
+
+    def _close(self, stream: int) -> None:
+        outbox = self._streams.get(stream)
+        if outbox is not None:
+            outbox.close()
+
+    def _answer(self, call: int, answer: Quorum | effects.RefuseUnary) -> None:
+        waiting = self._calls.get(call)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
+
+    def _now_ms(self) -> int:
+        return int(self._loop.time() * 1000)
+
+    def _wall_ms(self) -> int:
+        return time.time_ns() // 1_000_000
+
+    # --- streams ------------------------------------------------------------------------------------------------------
+
+    async def _serve_session(self, _messages: object, context: Context) -> None:
+        stream, outbox = next(self._numbers), Outbox()
+        self._streams[stream] = outbox
+        reader = self._loop.create_task(self._read(stream, outbox, context))
+        try:
+            await outbox.write_all(context.write)
+        finally:
+            reader.cancel()
+            del self._streams[stream]
+            self._handle(events.StreamClosed(stream))
+
+    async def _read(self, stream: int, outbox: Outbox, context: Context) -> None:
+        """Hear the stream until its manager server closes its side, breaks, or talks nonsense."""
+        try:
+            while isinstance(message := cast("object", await context.read()), bytes):
+                self._handle(codec.decode_to_lighthouse(stream, message))
+        except ProtocolError as error:
+            logger.warning("a stream from %s is ended: %s", context.peer(), error)
+            self._perform([effects.RefuseSession(stream, Refusal.MALFORMED, str(error))])
+        finally:
+            outbox.close()
+
+    # --- torchft's unary calls ----------------------------------------------------------------------------------------
+
+    async def _answer_heartbeat(self, request: bytes, context: Context) -> bytes:
+        try:
+            replica_id = codec.decode_heartbeat(request)
+        except ProtocolError as error:
+            await fail(context, Refusal.MALFORMED.value, str(error))
+        self._handle_unary(events.HeartbeatReceived(replica_id))
+        return b""
+
+    async def _answer_quorum(self, request: bytes, context: Context) -> bytes:
+        try:
+            member = codec.decode_lighthouse_request(request)
+        except ProtocolError as error:
+            await fail(context, Refusal.MALFORMED.value, str(error))
+        call = next(self._numbers)
+        waiting = self._calls[call] = self._loop.create_future()
+        try:
+            self._handle_unary(events.UnaryQuorumRequested(call, member))
+            answer = await waiting
+        except asyncio.CancelledError:
+            # The caller went away or its deadline passed: it is no member of what comes.
+            self._handle_unary(events.UnaryRequestWithdrawn(call))
+            raise
+        finally:
+            del self._calls[call]
+        if isinstance(answer, Quorum):
+            return self._encode_response(answer)
+        return await fail(context, answer.refusal.value, answer.message)
+
+
+@final
+class _Last:
+    """Encodes a quorum, and gives the same bytes again while it is asked for the same quorum."""
+
+    def __init__(self, encode: Callable[[Quorum], bytes]) -> None:
+        self._encode = encode
+        self._last: tuple[Quorum, bytes] | None = None
+
+    def __call__(self, quorum: Quorum) -> bytes:
+        if self._last is None or self._last[0] is not quorum:
+            self._last = (quorum, self._encode(quorum))
+        return self._last[1]
