@@ -50,7 +50,7 @@ class Member:
         store_address: of its rendezvous store, `host:port`.
         step: committed steps.
         lineage: 64-bit digest of how it came to that step; None when unknown, which equals nothing.
-        world_size: processes in the group.
+        world_size: processes in the group; 0 from a client of torchft's wire that does not say.
         shrink_only: form the next quorum of members of the previous one only.
         commit_failures: failed commits in a row, the maximum over its ranks.
         needs_configure: its process group can't be used: aborted, failed or never configured.
@@ -91,8 +91,8 @@ class Member:
             raise ProtocolError(f"replica {self.replica_id} reports step {self.step}; a step is 0..2^63-1")
         if self.lineage is not None and not 0 <= self.lineage <= MAX_UINT64:
             raise ProtocolError(f"replica {self.replica_id} reports lineage {self.lineage}; a lineage is 64 bits")
-        if self.world_size < 1:
-            raise ProtocolError(f"replica {self.replica_id} reports world_size {self.world_size}; it is at least 1")
+        if self.world_size < 0:
+            raise ProtocolError(f"replica {self.replica_id} reports world_size {self.world_size}; it is no negative number")
 
     @property
     def identity(self) -> tuple[object, ...]:
