@@ -1,3 +1,38 @@
 """Per-step fault tolerance for PyTorch training: Manager, DistributedDataParallel, Optimizer."""
 
-__version__ = "0.1.0"
+from __future__ import annotations
+
+from tft_algos.ddp import DistributedDataParallel
+from tft_algos.errors import (
+    Closed,
+    ExceptionWithTraceback,
+    HealingFailed,
+    SettingError,
+    StateUnavailable,
+    TooManyFailures,
+    TrainingError,
+    UnknownSetting,
+    Unsupported,
+    UsageError,
+)
+from tft_algos.manager import Coordinator, Manager, ManagerConfig, WorldSizeMode
+from tft_algos.optim import Optimizer
+
+__all__ = [
+    "Closed",
+    "Coordinator",
+    "DistributedDataParallel",
+    "ExceptionWithTraceback",
+    "HealingFailed",
+    "Manager",
+    "ManagerConfig",
+    "Optimizer",
+    "SettingError",
+    "StateUnavailable",
+    "TooManyFailures",
+    "TrainingError",
+    "UnknownSetting",
+    "Unsupported",
+    "UsageError",
+    "WorldSizeMode",
+]

@@ -1,0 +1,86 @@
+"""The errors of training, one class for each thing that a caller can do next.
+
+Errors of the packages below (tft_coord, tft_pg, tft_ckpt) reach the caller as they are where their own names already
+say what to do: a lost group stays `tft_coord.errors.GroupLost`.
+
+Law of this file: error classes only. Each carries its facts as fields and a message of one sentence that says what
+happened, where, and what to do.
+"""
+
+from __future__ import annotations
+
+import traceback
+
+
+class TrainingError(Exception):
+    """Base of every error that tft-algos raises on purpose."""
+
+
+class SettingError(TrainingError, ValueError):
+    """A setting is wrong: change the argument or the environment variable that the message names."""
+
+
+class UnknownSetting(SettingError, TypeError):
+    """There is no setting of that name; the message names the nearest one."""
+
+    def __init__(self, message: str, *, name: str, nearest: str | None) -> None:
+        super().__init__(message)
+        self.name = name
+        self.nearest = nearest
+
+
+class UsageError(TrainingError, RuntimeError):
+    """The calls came in an order that can't work: change the training loop as the message says."""
+
+
+class Unsupported(TrainingError, NotImplementedError):
+    """What was asked for does not exist here, and nothing else is done in its place: ask for something else."""
+
+
+class Closed(TrainingError, RuntimeError):
+    """The Manager was shut down: make a new one."""
+
+
+class HealingFailed(TrainingError, RuntimeError):
+    """The live state could not be fetched or loaded; the next quorum tries again, with another source if there is one.
+
+    Args:
+        message: one sentence.
+        sources: replica ids that were asked.
+    """
+
+    def __init__(self, message: str, *, sources: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.sources = sources
+
+
+class StateUnavailable(TrainingError, RuntimeError):
+    """The user's state can't be taken or loaded now: change what the message names."""
+
+
+class TooManyFailures(TrainingError, RuntimeError):
+    """More steps in a row failed than `max_retries` allows: look at the error attached, then start again.
+
+    Args:
+        message: one sentence.
+        failures: failed steps in a row.
+    """
+
+    def __init__(self, message: str, *, failures: int) -> None:
+        super().__init__(message)
+        self.failures = failures
+
+
+class ExceptionWithTraceback(TrainingError):
+    """An error that was recorded for a step instead of being raised, with the place where it happened.
+
+    Args:
+        original_exception: the error.
+    """
+
+    def __init__(self, original_exception: Exception) -> None:
+        self.original_exception = original_exception
+        self.stack_trace = "".join(
+            traceback.format_exception(type(original_exception), original_exception, original_exception.__traceback__)
+        )
+        super().__init__(f"{original_exception}\n{self.stack_trace}")

@@ -1,0 +1,308 @@
+"""What a Manager is told, and the one place where the environment is read.
+
+A setting comes from the argument, else from the environment variable that launchers set, else from a default. What is
+left unsaid is None until `from_environment` has filled it in; a Manager does that once, at the start, so that a
+training script runs alike under `python`, `torchrun` and a cluster's own launcher.
+
+Law of this file: values and their checks. Nothing is opened here and nothing waits.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from typing import Any, Final
+
+from tft_algos.errors import SettingError, UnknownSetting
+from tft_ckpt import CheckpointTransport
+from tft_coord.errors import SettingError as CoordinationSettingError
+from tft_coord.timeouts import Timeouts
+
+DEFAULT_JOB: Final = "default"
+
+
+class WorldSizeMode(enum.Enum):
+    """What the mean of a step is over, as replicas come and go.
+
+    DYNAMIC: over all that participate. FIXED_WITH_SPARES: at most `min_replica_size` participate; the others give
+    zeros, weigh nothing, and step in when one of them is gone.
+    """
+
+    DYNAMIC = 0
+    FIXED_WITH_SPARES = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManagerConfig:
+    """All settings of a Manager. Names that torchft's users know mean what they mean there.
+
+    Args:
+        min_replica_size: participants without whom no step commits, at least 1.
+        use_async_quorum: ask for the quorum, and heal, in the background of the forward pass.
+        timeout: one reduction, one vote; env TORCHFT_TIMEOUT_SEC. When said here or there it is also set on the
+            process group. Default 60 s.
+        quorum_timeout: a wait for the next quorum; env TORCHFT_QUORUM_TIMEOUT_SEC. Default 60 s.
+        connect_timeout: to reach the store, the manager server and a source; env TORCHFT_CONNECT_TIMEOUT_SEC.
+            Default 60 s.
+        heal_timeout: a whole healing, waiting for the source included. Default 600 s.
+        timeouts: all waiting times in one value, in place of the single ones above.
+        rank: this process's place in its replica group; env RANK. Default 0.
+        world_size: processes in the replica group; env WORLD_SIZE. Default 1.
+        world_size_mode: see `WorldSizeMode`.
+        store_addr: host of the replica group's store, which runs already; env MASTER_ADDR. A group of one process
+            without it hosts its own.
+        store_port: port of that store; env MASTER_PORT.
+        lighthouse_addr: `host:port` or `http://host:port`; env TFT_LIGHTHOUSE, then TORCHFT_LIGHTHOUSE. Group rank 0
+            needs it.
+        replica_id: a name for this replica group; its full id is `name:uuid4`.
+        port: of the manager server; env TORCHFT_MANAGER_PORT. Default 0, a free one.
+        hostname: the name or address under which other replicas reach this machine. Default: its host name,
+            where others can resolve it, else its address.
+        heartbeat_interval: between signs of life, on a lighthouse that has no streams.
+        checkpoint_transport: moves live state. Default: an HTTPTransport with these time-outs.
+        init_sync: at step 0 all replicas take the weights of one.
+        max_retries: failed steps in a row that are allowed; None: any number.
+        quorum_retries: tries again inside the manager server; env TORCHFT_QUORUM_RETRIES. Default 0.
+        job: jobs of different names on one lighthouse never meet; env TFT_JOB_ID. Default "default".
+    Raises: SettingError: a value can't work; one sentence names it.
+    """
+
+    min_replica_size: int = 1
+    use_async_quorum: bool = True
+    timeout: timedelta | None = None
+    quorum_timeout: timedelta | None = None
+    connect_timeout: timedelta | None = None
+    heal_timeout: timedelta | None = None
+    timeouts: Timeouts | None = None
+    rank: int | None = None
+    world_size: int | None = None
+    world_size_mode: WorldSizeMode = WorldSizeMode.DYNAMIC
+    store_addr: str | None = None
+    store_port: int | None = None
+    lighthouse_addr: str | None = None
+    replica_id: str | None = None
+    port: int | None = None
+    hostname: str | None = None
+    heartbeat_interval: timedelta = timedelta(milliseconds=100)
+    checkpoint_transport: CheckpointTransport[Any] | None = None
+    init_sync: bool = True
+    max_retries: int | None = None
+    quorum_retries: int | None = None
+    job: str | None = None
+
+    def __post_init__(self) -> None:
+        self._check_whole("min_replica_size", 1)
+        for name in ("timeout", "quorum_timeout", "connect_timeout", "heal_timeout", "heartbeat_interval"):
+            self._check_duration(name)
+        for name in ("use_async_quorum", "init_sync"):
+            if not isinstance(getattr(self, name), bool):
+                raise SettingError(f"{name} is {getattr(self, name)!r}; give True or False")
+        if not isinstance(self.world_size_mode, WorldSizeMode):
+            raise SettingError(f"world_size_mode is {self.world_size_mode!r}; give a WorldSizeMode")
+        for name, least in (("rank", 0), ("world_size", 0), ("max_retries", 0), ("quorum_retries", 0)):
+            self._check_whole(name, least)
+        for name in ("port", "store_port"):
+            self._check_whole(name, 0)
+            if (getattr(self, name) or 0) > 65_535:
+                raise SettingError(f"{name} is {getattr(self, name)}; a port is 0 to 65535")
+        if self.rank is not None and self.world_size and self.rank >= self.world_size:
+            raise SettingError(f"rank is {self.rank} and world_size {self.world_size}; a rank is below the world size")
+        for name in ("store_addr", "lighthouse_addr", "replica_id", "hostname", "job"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise SettingError(f"{name} is {value!r}; give a string")
+        if self.job is not None and (not self.job or "/" in self.job):
+            raise SettingError(f"job is {self.job!r}; give a name without a slash")
+
+    def _check_whole(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise SettingError(f"{name} is {value!r}; give a whole number, at least {least}")
+
+    def _check_duration(self, name: str) -> None:
+        value = getattr(self, name)
+        if value is None:
+            return
+        if not isinstance(value, timedelta) or value < timedelta(milliseconds=1):
+            raise SettingError(f"{name} is {value!r}; give a timedelta of at least a millisecond")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig:
+    """A ManagerConfig of which nothing is unsaid any more. Fields as there.
+
+    Args:
+        timeout_was_said: `timeout` came from the user, so the process group takes it too.
+        store_addr: None: this process hosts the store.
+        run_scope: names this start of the group, for keys in a store that outlives it.
+        group_scope: names the group across its restarts, for the same store.
+    """
+
+    min_replica_size: int
+    use_async_quorum: bool
+    timeouts: Timeouts
+    timeout_was_said: bool
+    rank: int
+    world_size: int
+    world_size_mode: WorldSizeMode
+    store_addr: str | None
+    store_port: int
+    lighthouse_addr: str | None
+    replica_id: str | None
+    port: int
+    hostname: str
+    heartbeat_interval: timedelta
+    checkpoint_transport: CheckpointTransport[Any] | None
+    init_sync: bool
+    max_retries: int | None
+    quorum_retries: int
+    job: str
+    run_scope: str
+    group_scope: str
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(milliseconds=self.timeouts.timeout_ms)
+
+    @property
+    def quorum_timeout(self) -> timedelta:
+        return timedelta(milliseconds=self.timeouts.quorum_timeout_ms)
+
+    @property
+    def connect_timeout(self) -> timedelta:
+        return timedelta(milliseconds=self.timeouts.connect_timeout_ms)
+
+    @property
+    def heal_timeout(self) -> timedelta:
+        return timedelta(milliseconds=self.timeouts.heal_timeout_ms)
+
+
+def config_of(config: ManagerConfig | None, settings: Mapping[str, object]) -> ManagerConfig:
+    """A config, with single settings laid over it.
+
+    Raises: UnknownSetting: a name that is none of ManagerConfig's; SettingError: a value can't work.
+    """
+    known = [item.name for item in fields(ManagerConfig)]
+    for name in settings:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            nearest = close[0] if close else None
+            raise UnknownSetting(
+                f"Manager has no setting {name!r}; the nearest is {nearest!r}", name=name, nearest=nearest
+            )
+    return replace(config if config is not None else ManagerConfig(), **settings)  # type: ignore[arg-type]
+
+
+def from_environment(
+    config: ManagerConfig, environ: Mapping[str, str], *, own_host: Callable[[], str]
+) -> ResolvedConfig:
+    """Fill in from the environment what the config leaves unsaid, then from the defaults.
+
+    Args:
+        config: what the user said; it beats the environment.
+        environ: `os.environ`, or another mapping.
+        own_host: finds the name of this machine, where the user gave none.
+    Raises: SettingError: a variable has a value that can't work, or one is missing without which nothing can.
+    """
+    world_size = config.world_size or _whole(environ, "WORLD_SIZE", 1) or 1
+    rank = config.rank if config.rank is not None else _whole(environ, "RANK", None)
+    if rank is None:
+        if world_size > 1:
+            raise SettingError(
+                f"the replica group has {world_size} processes and RANK is not set; set RANK to this process's place "
+                "in it, or start the script with torchrun"
+            )
+        rank = 0
+    if rank >= world_size:
+        raise SettingError(f"RANK is {rank} and WORLD_SIZE {world_size}; a rank is below the world size")
+    store_addr = config.store_addr or environ.get("MASTER_ADDR") or None
+    store_port = config.store_port or _whole(environ, "MASTER_PORT", 0) or 0
+    if store_addr is None and world_size > 1:
+        raise SettingError(
+            f"the replica group has {world_size} processes and MASTER_ADDR is not set; set MASTER_ADDR and MASTER_PORT "
+            "to the group's store, or start the script with torchrun"
+        )
+    if store_addr is not None and not store_port:
+        raise SettingError(
+            f"MASTER_ADDR is {store_addr} and MASTER_PORT is not set; set MASTER_PORT to the port of the group's store"
+        )
+    lighthouse = config.lighthouse_addr or environ.get("TFT_LIGHTHOUSE") or environ.get("TORCHFT_LIGHTHOUSE") or None
+    if lighthouse is None and rank == 0:
+        raise SettingError(
+            "no lighthouse is named; set TFT_LIGHTHOUSE to its address, for example http://localhost:29510"
+        )
+    timeouts, timeout_was_said = _timeouts(config, environ)
+    retries = config.quorum_retries
+    job = config.job or environ.get("TFT_JOB_ID") or DEFAULT_JOB
+    if "/" in job:
+        raise SettingError(f"TFT_JOB_ID is {job!r}; give a name without a slash")
+    group_scope = f"tft/{job}/{environ.get('TORCHELASTIC_RUN_ID', '')}"
+    return ResolvedConfig(
+        min_replica_size=config.min_replica_size,
+        use_async_quorum=config.use_async_quorum,
+        timeouts=timeouts,
+        timeout_was_said=timeout_was_said,
+        rank=rank,
+        world_size=world_size,
+        world_size_mode=config.world_size_mode,
+        store_addr=store_addr,
+        store_port=store_port,
+        lighthouse_addr=lighthouse,
+        replica_id=config.replica_id or None,
+        port=config.port if config.port is not None else _whole(environ, "TORCHFT_MANAGER_PORT", 0) or 0,
+        hostname=config.hostname or own_host(),
+        heartbeat_interval=config.heartbeat_interval,
+        checkpoint_transport=config.checkpoint_transport,
+        init_sync=config.init_sync,
+        max_retries=config.max_retries,
+        quorum_retries=retries if retries is not None else _whole(environ, "TORCHFT_QUORUM_RETRIES", 0) or 0,
+        job=job,
+        run_scope=f"{group_scope}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+        group_scope=group_scope,
+    )
+
+
+def _timeouts(config: ManagerConfig, environ: Mapping[str, str]) -> tuple[Timeouts, bool]:
+    """All waiting times, and whether `timeout` was said by anybody."""
+    chosen: dict[str, int] = {}
+    variables = {
+        "timeout": "TORCHFT_TIMEOUT_SEC",
+        "quorum_timeout": "TORCHFT_QUORUM_TIMEOUT_SEC",
+        "connect_timeout": "TORCHFT_CONNECT_TIMEOUT_SEC",
+        "heal_timeout": "",
+    }
+    for name, variable in variables.items():
+        said: timedelta | None = getattr(config, name)
+        if said is not None:
+            chosen[f"{name}_ms"] = round(said.total_seconds() * 1_000)
+        elif config.timeouts is None and environ.get(variable):
+            chosen[f"{name}_ms"] = _milliseconds(variable, environ[variable])
+    try:
+        timeouts = replace(config.timeouts or Timeouts(), **chosen)
+    except CoordinationSettingError as error:
+        raise SettingError(str(error)) from error
+    return timeouts, "timeout_ms" in chosen or config.timeouts is not None
+
+
+def _milliseconds(variable: str, text: str) -> int:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.001 <= seconds <= 7 * 24 * 3_600:
+        raise SettingError(f"{variable} is {text!r}; give seconds, for example 60 or 1.5")
+    return round(seconds * 1_000)
+
+
+def _whole(environ: Mapping[str, str], variable: str, default: int | None) -> int | None:
+    text = environ.get(variable)
+    if not text:
+        return default
+    if not text.isdecimal():
+        raise SettingError(f"{variable} is {text!r}; give a whole number, at least 0")
+    return int(text)

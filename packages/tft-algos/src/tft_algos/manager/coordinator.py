@@ -1,0 +1,222 @@
+"""What a Manager needs of coordination, as one small interface, and the one that real jobs use.
+
+The interface has what the step needs and no more: a plan for a request, a verdict for a vote, the address of a
+source's state. The real one belongs to a replica group: rank 0 runs the manager server in a child process, every rank
+holds a client and a session to it.
+
+Law of this file: translating between the Manager and tft_coord; nothing is decided about steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from datetime import timedelta
+from typing import Final, Protocol, final
+
+from tft_algos.manager.config import ResolvedConfig
+from tft_algos.manager.group_store import GroupStore, open_group_store
+from tft_coord import ManagerClient, ManagerServer
+from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest
+from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, GroupLost, Unreachable
+
+logger = logging.getLogger("tft_algos.manager")
+
+WATCH_INTERVAL_S: Final = 0.1
+
+
+class ServerRestarted(Exception):
+    """The manager server of a group of one had died; a new one runs. What was open there counts as no."""
+
+
+class Coordinator(Protocol):
+    """What a Manager asks of coordination. Its methods are called from two threads at most, never the same one twice.
+
+    Attributes:
+        replica_id: full id of the replica group.
+    """
+
+    @property
+    def replica_id(self) -> str: ...
+
+    def quorum(self, request: RankRequest, timeout: timedelta) -> Plan | QuorumKey:
+        """Ask for the next quorum.
+
+        Returns: the plan, or the key of the quorum that stands unchanged.
+        Raises: DeadlinePassed, Refused, GroupLost, Closed; ServerRestarted: ask again, holding nothing.
+        """
+        ...
+
+    def vote(self, step: int, yes: bool, timeout: timedelta, *, key: QuorumKey, purpose: Purpose) -> bool:
+        """Vote; returns the verdict of the whole group.
+
+        Raises: DeadlinePassed, GroupLost, Closed; ServerRestarted: it counts as a no.
+        """
+        ...
+
+    def source_metadata(self, address: str, timeout: timedelta) -> str:
+        """Where the state of this group rank can be fetched, asked of a source's manager server."""
+        ...
+
+    def healed(self, bytes_total: int) -> None:
+        """Bytes of live state received so far in this process's life; shows that a healing goes on."""
+        ...
+
+    def close(self) -> None:
+        """End everything; again does nothing."""
+        ...
+
+
+@final
+class GroupCoordinator:
+    """One rank's side of its replica group.
+
+    Args:
+        config: resolved.
+    Raises: Unreachable, DeadlinePassed: the store or the manager server did not answer within connect_timeout.
+    """
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        self._config = config
+        self._server: ManagerServer | None = None
+        self._client: ManagerClient | None = None
+        self._replaces = ""
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._watch: threading.Thread | None = None
+        self._store: GroupStore = open_group_store(config)
+        try:
+            if config.rank == 0:
+                self._replaces = self._store.predecessor()
+                unique = str(uuid.uuid4())
+                self.replica_id = f"{config.replica_id}:{unique}" if config.replica_id else unique
+                self._server = self._new_server()
+                address = self._server.address()
+                self._store.publish(replica_id=self.replica_id, manager_addr=address)
+                self._watch = threading.Thread(target=self._watch_server, name="tft-watch-server", daemon=True)
+            else:
+                self.replica_id, address = self._store.published(config.rank, config.connect_timeout)
+            self._client = self._new_client(address)
+        except BaseException:
+            self._watch = None
+            self.close()
+            raise
+        if self._watch is not None:
+            self._watch.start()
+
+    def quorum(self, request: RankRequest, timeout: timedelta) -> Plan | QuorumKey:
+        client = self._client_in_use()
+        try:
+            answer = client.quorum(self._config.rank, request, timeout)
+        except (Unreachable, Closed) as error:
+            raise self._after_the_loss(client, error) from error
+        return answer if isinstance(answer, Plan) else answer.key
+
+    def vote(self, step: int, yes: bool, timeout: timedelta, *, key: QuorumKey, purpose: Purpose) -> bool:
+        client = self._client_in_use()
+        try:
+            return client.should_commit(self._config.rank, step, yes, timeout, key=key, purpose=purpose)
+        except (Unreachable, Closed) as error:
+            raise self._after_the_loss(client, error) from error
+
+    def source_metadata(self, address: str, timeout: timedelta) -> str:
+        with ManagerClient(
+            address, min(timeout, self._config.connect_timeout), timeouts=self._config.timeouts
+        ) as client:
+            return client.checkpoint_metadata(self._config.rank, timeout)
+
+    def healed(self, bytes_total: int) -> None:
+        client = self._client
+        if client is not None:
+            client.healed(bytes_total)
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._watch is not None:
+            self._watch.join()
+        with self._lock:
+            client, self._client = self._client, None
+            server, self._server = self._server, None
+        if client is not None:
+            client.close()
+        if server is not None:
+            server.shutdown()
+
+    def _client_in_use(self) -> ManagerClient:
+        with self._lock:  # taken while a new server starts: then it is waited for
+            client = self._client
+        if client is None:
+            raise self._lost()
+        return client
+
+    def _lost(self) -> CoordinationError:
+        if self._closing.is_set():
+            return Closed(f"the Manager of replica {self.replica_id} was shut down; make a new one")
+        return GroupLost(
+            f"the manager server of replica {self.replica_id} has ended, and without it its {self._config.world_size} "
+            f"ranks can't agree (this is rank {self._config.rank}); end this process and start the group again"
+        )
+
+    def _after_the_loss(self, client: ManagerClient, error: CoordinationError) -> Exception:
+        """What a call that lost its manager server raises.
+
+        A group of one has a new server by now or soon; a larger one is lost, because its ranks can't agree any more.
+        """
+        with self._lock:
+            newer = self._client
+        if newer is not None and newer is not client:
+            return ServerRestarted()
+        if self._config.world_size == 1 and newer is not None and isinstance(error, Unreachable):
+            return DeadlinePassed(
+                f"the manager server of replica {self.replica_id} runs and does not answer ({error}); look whether the "
+                "machine is out of memory or of processor time"
+            )
+        return self._lost()
+
+    def _watch_server(self) -> None:
+        """On a thread of rank 0: the manager server's end is noticed at once, not by a call that times out."""
+        while not self._closing.wait(WATCH_INTERVAL_S):
+            server = self._server
+            if server is None or server.alive():
+                continue
+            with self._lock:
+                old, self._client = self._client, None
+                if self._config.world_size == 1 and not self._closing.is_set():
+                    self._restart()
+            if old is not None:
+                old.close()  # calls under way end, and are made again with the new client
+            server.shutdown()
+            if self._client is None:
+                return
+
+    def _restart(self) -> None:
+        try:
+            self._server = self._new_server()
+            self._client = self._new_client(self._server.address())
+        except CoordinationError as error:
+            logger.error("[%s/0] the manager server ended, and no new one starts: %s", self.replica_id, error)
+            return
+        logger.warning("[%s/0] the manager server ended; a new one runs at %s", self.replica_id, self._server.address())
+
+    def _new_server(self) -> ManagerServer:
+        config = self._config
+        assert config.lighthouse_addr is not None, "rank 0 without a lighthouse; from_environment refuses that"
+        return ManagerServer(
+            self.replica_id,
+            config.lighthouse_addr,
+            config.hostname,
+            f"[::]:{config.port}",
+            self._store.address,
+            config.world_size,
+            config.heartbeat_interval,
+            config.connect_timeout,
+            config.quorum_retries,
+            job=config.job,
+            timeouts=config.timeouts,
+            replaces=self._replaces,
+        )
+
+    def _new_client(self, address: str) -> ManagerClient:
+        config = self._config
+        return ManagerClient(address, config.connect_timeout, group_rank=config.rank, timeouts=config.timeouts)

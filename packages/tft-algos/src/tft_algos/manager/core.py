@@ -1,0 +1,434 @@
+"""One replica's steps as a state machine: what to ask for, what a plan means, what to vote, what a verdict changes.
+
+A step is a transaction. It starts when the trainer asks for a quorum, it lives under a plan, it ends with a verdict,
+and only a yes changes the state: one step more, the participants added, the lineage folded. Everything that goes wrong
+on the way is an error of exactly this attempt; what belongs to an earlier one comes too late to count.
+
+Law of this file: decisions only. No tensors, no threads, no clock, no I/O; the caller tells what happened, in order,
+and performs what is decided.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from tft_algos.errors import HealingFailed, StateUnavailable, UsageError
+from tft_coord.core.lineage import fold_lineage, initial_lineage
+from tft_coord.core.types import Plan, QuorumKey, RankRequest
+from tft_coord.errors import StaleQuorum
+
+MAX_ERRORS_KEPT: Final = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreSettings:
+    """What the decisions depend on; the same on every rank of a group. Fields as in ManagerConfig."""
+
+    job: str = "default"
+    min_replica_size: int = 1
+    use_async_quorum: bool = True
+    fixed_with_spares: bool = False
+    init_sync: bool = True
+    max_retries: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepName:
+    """What a reduction, an error and a vote belong to.
+
+    Args:
+        attempt: counts calls of start_quorum; makes the name unique even where there was no quorum.
+        step: committed steps before it.
+        key: of the quorum; None until there is one.
+    """
+
+    attempt: int
+    step: int
+    key: QuorumKey | None = None
+
+    def __str__(self) -> str:
+        return f"step {self.step}, quorum {self.key}" if self.key is not None else f"step {self.step}, without a quorum"
+
+
+class Phase(enum.Enum):
+    """Where the attempt is."""
+
+    IDLE = "idle"  # before the first start_quorum, and after a verdict
+    ASKED = "asked"  # a quorum was asked for
+    PLANNED = "planned"  # the plan is known
+    FAILED = "failed"  # there is no quorum for this attempt
+
+
+class Healing(enum.Enum):
+    """How far this attempt's healing is."""
+
+    NONE = "none"
+    FETCHING = "fetching"
+    LOADED = "loaded"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What a plan asks of the shell.
+
+    Args:
+        plan: as it stands for this attempt.
+        configure: build the process group for its key.
+        heal: fetch its reference from its sources.
+        serve: take a snapshot for those that heal.
+    """
+
+    plan: Plan
+    configure: bool
+    heal: bool
+    serve: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """What this rank votes, and why.
+
+    Args:
+        name: of the attempt.
+        yes: the vote.
+        enough_replicas: there are min_replica_size participants.
+        error: first error of the attempt, or None.
+    """
+
+    name: StepName
+    yes: bool
+    enough_replicas: bool
+    error: Exception | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a verdict changed.
+
+    Args:
+        committed: the optimizer steps.
+        failures: attempts in a row that did not commit.
+        exhausted: they exceed max_retries.
+    """
+
+    committed: bool
+    failures: int
+    exhausted: bool
+
+
+class StepCore:
+    """The state of one rank between and within its steps.
+
+    Args:
+        settings: see `CoreSettings`.
+    """
+
+    def __init__(self, settings: CoreSettings) -> None:
+        self._settings = settings
+        self.step = 0
+        self.batches_committed = 0
+        self.lineage: int | None = initial_lineage(settings.job)
+        self.live = False
+        self.torn = False
+        self.commit_failures = 0
+        self.failed_quorums = 0
+        self.failed_heals = 0
+        self.held: QuorumKey | None = None
+        self.configured: QuorumKey | None = None
+        self.plan: Plan | None = None
+        self._standing: Plan | None = None  # of the key that is held
+        self.phase = Phase.IDLE
+        self.healing = Healing.NONE
+        self.name = StepName(attempt=0, step=0)
+        self._errors: list[Exception] = []
+
+    # --- asking --------------------------------------------------------------------------------------------------
+
+    def quorum_started(
+        self, *, checkpoint_metadata: str, group_usable: bool, allow_heal: bool = True, shrink_only: bool = False
+    ) -> RankRequest:
+        """A new attempt begins; what an earlier one left open is over.
+
+        Args:
+            checkpoint_metadata: where this rank's live state can be fetched.
+            group_usable: the process group has not failed since it was configured.
+            allow_heal, shrink_only: as in `Manager.start_quorum`.
+        Returns: the request to send to the manager server.
+        """
+        self.name = StepName(attempt=self.name.attempt + 1, step=self.step)
+        self.plan = None
+        self.phase = Phase.ASKED
+        self.healing = Healing.NONE
+        self._errors.clear()
+        return RankRequest(
+            step=self.step,
+            lineage=self.lineage,
+            live=self.live,
+            torn=self.torn,
+            held=self.held,
+            checkpoint_metadata=checkpoint_metadata,
+            commit_failures=self.commit_failures,
+            # Without a key there is nothing that could be unusable: the first plan configures.
+            needs_configure=self.held is not None and not (group_usable and self.configured == self.held),
+            failed_heals=self.failed_heals,
+            shrink_only=shrink_only,
+            init_sync=self._settings.init_sync,
+            allow_heal=allow_heal,
+            use_async_quorum=self._settings.use_async_quorum,
+            fixed_with_spares=self._settings.fixed_with_spares,
+            min_replica_size=self._settings.min_replica_size,
+        )
+
+    def quorum_failed(self, error: Exception) -> None:
+        """Nobody gave a plan. The attempt can't commit; the next one asks afresh."""
+        if self.phase is Phase.ASKED:
+            self.phase = Phase.FAILED
+        self._note(error)
+
+    def plan_arrived(self, plan: Plan) -> Arrival:
+        """The whole answer.
+
+        Returns: what to do about it. The group is never configured twice under one key: its rendezvous was used.
+        """
+        self.held = plan.key
+        if not plan.heal and plan.step == self.step and self.lineage is None and plan.replica_rank in plan.up_to_date:
+            # A state loaded without a lineage gets the one that this quorum gives to whoever heals from it.
+            self.lineage = plan.lineage
+        return self._arrived(plan)
+
+    def unchanged_arrived(self, key: QuorumKey) -> Arrival:
+        """The short answer: the quorum of that key stands, everyone in it is at this rank's step, nobody heals.
+
+        Returns: as `plan_arrived`.
+        Raises: StaleQuorum: this rank does not hold that quorum. Nothing has changed then.
+        """
+        before = self._standing
+        if before is None or before.key != key or self.lineage is None:
+            raise StaleQuorum(
+                f"the answer names quorum {key} and this rank holds {self.held}; the next step asks again"
+            )
+        everyone = tuple(range(before.replica_world_size))
+        counted = everyone[: before.min_replica_size] if self._settings.fixed_with_spares else everyone
+        own = before.replica_rank
+        plan = replace(
+            before,
+            step=self.step,
+            lineage=self.lineage,
+            heal=False,
+            sources=(),
+            recover_dst_replica_ranks=(),
+            serve=False,
+            up_to_date=everyone,
+            participants=counted,
+            participating_rank=counted.index(own) if own in counted else None,
+            commit_failures=0,
+        )
+        return self._arrived(plan)
+
+    def _arrived(self, plan: Plan) -> Arrival:
+        self.plan = self._standing = plan
+        self.name = replace(self.name, key=plan.key)
+        self.phase = Phase.PLANNED
+        if plan.heal:
+            self.healing = Healing.FETCHING
+        return Arrival(
+            plan=plan,
+            configure=self.configured != plan.key,
+            heal=plan.heal,
+            serve=plan.serve,
+        )
+
+    def group_configured(self) -> None:
+        """The process group is built for the plan's key."""
+        self.configured = self.held
+
+    def configure_failed(self, error: Exception) -> None:
+        """It is not; the next request says so, and the id rises."""
+        self.configured = None
+        self._note(error)
+
+    def server_restarted(self) -> None:
+        """A new manager server speaks for this group; it holds no quorum, so neither does this rank."""
+        self.held = None
+        self.configured = None
+        self._standing = None
+
+    # --- errors --------------------------------------------------------------------------------------------------
+
+    def error_reported(self, error: Exception, name: StepName | None = None) -> bool:
+        """Something of an attempt failed.
+
+        Args:
+            error: what.
+            name: the attempt it belongs to; None for the current one.
+        Returns: whether it counts; False if it comes too late, for an attempt that is over.
+        """
+        if name is not None and name.attempt != self.name.attempt:
+            return False
+        if self.phase is Phase.IDLE:
+            return False
+        self._note(error)
+        return True
+
+    def _note(self, error: Exception) -> None:
+        if len(self._errors) < MAX_ERRORS_KEPT:
+            self._errors.append(error)
+
+    @property
+    def errors(self) -> tuple[Exception, ...]:
+        """Of this attempt, first first."""
+        return tuple(self._errors)
+
+    @property
+    def error(self) -> Exception | None:
+        """The first error of this attempt."""
+        return self._errors[0] if self._errors else None
+
+    # --- participation -------------------------------------------------------------------------------------------
+
+    @property
+    def num_participants(self) -> int:
+        """Members whose gradients count in this step; 0 before the first quorum."""
+        return self.plan.num_participants if self.plan is not None else 0
+
+    @property
+    def participating_rank(self) -> int | None:
+        """This group's place among the participants, or None."""
+        return self.plan.participating_rank if self.plan is not None else None
+
+    @property
+    def is_participating(self) -> bool:
+        """Whether this group's gradients count. A synchronous member counts once its healing has succeeded."""
+        return self.participating_rank is not None and self.healing in (Healing.NONE, Healing.LOADED)
+
+    # --- healing -------------------------------------------------------------------------------------------------
+
+    def heal_failed(self, error: Exception) -> None:
+        """The state could not be fetched by every rank of the group; nothing was loaded."""
+        self.healing = Healing.FAILED
+        self.failed_heals += 1
+        self._note(error)
+
+    def load_began(self) -> None:
+        """From here to `healed` this rank's state is neither the old nor the new one."""
+        self.torn = True
+
+    def healed(self, state: Mapping[str, Any]) -> None:
+        """The reference was loaded, whole.
+
+        Args:
+            state: the source's `snapshot_state`.
+        """
+        plan = self._needed_plan()
+        self.step = plan.step
+        self.lineage = plan.lineage
+        self.batches_committed = int(state["batches_committed"])
+        self.live = True
+        self.torn = False
+        self.failed_heals = 0
+        self.commit_failures = 0
+        self.healing = Healing.LOADED
+        self.name = replace(self.name, step=plan.step)
+
+    def snapshot_state(self) -> dict[str, Any]:
+        """This Manager's part of what a healing member fetches."""
+        plan = self._needed_plan()
+        return {"step": plan.step, "batches_committed": self.batches_committed, "lineage": f"{plan.lineage:016x}"}
+
+    def check_staged(self, state: Mapping[str, Any]) -> None:
+        """Raises: HealingFailed: what was fetched is another state than the plan's reference."""
+        plan = self._needed_plan()
+        wanted = {"step": plan.step, "lineage": f"{plan.lineage:016x}"}
+        got = {name: state.get(name) for name in wanted}
+        if got != wanted or not isinstance(state.get("batches_committed"), int):
+            raise HealingFailed(
+                f"the fetched state says {got} and the plan {wanted}; it was dropped, and the next quorum tries again",
+                sources=tuple(source.replica_id for source in plan.sources),
+            )
+
+    # --- the vote ------------------------------------------------------------------------------------------------
+
+    def vote(self) -> Vote:
+        """What to vote, now that everything of this attempt has ended.
+
+        Raises: UsageError: no attempt is open.
+        """
+        if self.phase is Phase.IDLE:
+            raise UsageError("should_commit was called without a start_quorum before it; call start_quorum first")
+        plan = self.plan
+        enough = plan is not None and plan.num_participants >= max(
+            self._settings.min_replica_size, plan.min_replica_size
+        )
+        return Vote(self.name, enough and self.error is None, enough, self.error)
+
+    def verdict_arrived(self, yes: bool) -> Outcome:
+        """The group has decided; the attempt is over.
+
+        Args:
+            yes: what all ranks of the group were told, or False where there was no quorum to vote in.
+        """
+        plan = self.plan
+        planned, self.phase = self.phase is Phase.PLANNED, Phase.IDLE
+        if yes and plan is not None:
+            self.step += 1
+            self.batches_committed += plan.num_participants
+            if self.lineage is not None:
+                self.lineage = fold_lineage(self.lineage, plan.key, self.step)
+            self.live = True
+            self.commit_failures = self.failed_quorums = 0
+        elif planned:
+            self.commit_failures += 1
+        else:
+            self.failed_quorums += 1
+        failures = self.commit_failures + self.failed_quorums
+        limit = self._settings.max_retries
+        return Outcome(yes, failures, limit is not None and failures > limit)
+
+    def optimizer_raised(self) -> None:
+        """The step was committed and the optimizer did not finish: this rank's state is half written."""
+        self.torn = True
+
+    # --- the state itself ----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, int | str]:
+        """For a durable checkpoint: step, batches_committed, and lineage as 16 hexadecimal digits if it is known."""
+        state: dict[str, int | str] = {"step": self.step, "batches_committed": self.batches_committed}
+        if self.lineage is not None:
+            state["lineage"] = f"{self.lineage:016x}"
+        return state
+
+    def state_loaded(self, state: Mapping[str, Any]) -> None:
+        """A state from outside this job, such as a durable checkpoint, was loaded.
+
+        Raises: StateUnavailable: it is no state of a Manager. Nothing has changed then.
+        """
+        step, batches, lineage = state.get("step"), state.get("batches_committed"), state.get("lineage")
+        counts_are_right = all(
+            isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in (step, batches)
+        )
+        if not counts_are_right:
+            raise StateUnavailable(
+                f"a Manager's state has the whole numbers step and batches_committed, and this one has {dict(state)}"
+            )
+        if lineage is not None:
+            try:
+                lineage = int(str(lineage), 16)
+            except ValueError:
+                lineage = -1
+            if not 0 <= lineage < 2**64:
+                raise StateUnavailable(
+                    f"a Manager's lineage is 16 hexadecimal digits, and this state has {state['lineage']!r}"
+                )
+        self.step = int(step)  # type: ignore[arg-type]  # checked above
+        self.batches_committed = int(batches)  # type: ignore[arg-type]
+        self.lineage = lineage
+        self.live = False
+        self.torn = False
+
+    def _needed_plan(self) -> Plan:
+        assert self.plan is not None, "asked about a plan's reference without a plan"
+        return self.plan

@@ -1,0 +1,145 @@
+"""Fetching the live state of a participant, in the background of a step that trains on.
+
+Who heals gives zeros to the reductions at once, so nobody waits for it. Meanwhile a thread asks the source's manager
+server where its state is, and the transport fetches it; the training thread picks it up when its step ends.
+
+Law of this file: one fetch, its thread and its end. Loading, and what a failure means, is the Manager's.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any, Final, final
+
+from tft_algos.errors import HealingFailed
+from tft_algos.manager.coordinator import Coordinator
+from tft_ckpt import CheckpointTransport, StateKey
+from tft_coord.core.types import Plan
+
+MAX_SOURCES: Final = 4
+REPORT_INTERVAL_S: Final = 0.1
+SOURCE_PATIENCE: Final = timedelta(seconds=5)
+
+
+@final
+class Fetch:
+    """One fetch of a plan's reference.
+
+    Args:
+        plan: that says to heal.
+        coordinator: reaches the sources' manager servers, and is told of the progress.
+        transport: moves the state.
+        timeout: for all of it, waiting for the source included.
+        received_before: bytes that this process received in earlier healings.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        coordinator: Coordinator,
+        transport: CheckpointTransport[Any],
+        timeout: timedelta,
+        received_before: int,
+    ) -> None:
+        self.plan = plan
+        self.received_bytes = 0
+        self._coordinator = coordinator
+        self._transport = transport
+        self._timeout = timeout
+        self._received_before = received_before
+        self._started = time.monotonic()
+        self._reported = self._started
+        self._cancelled = threading.Event()
+        self._state: Any = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="tft-heal", daemon=True)
+
+    def start(self) -> None:
+        """Begin, on a thread of its own."""
+        self._thread.start()
+
+    def run(self) -> None:
+        """Do all of it on the calling thread."""
+        self._run()
+
+    def result(self) -> Any:
+        """Wait for the end.
+
+        Returns: the state.
+        Raises: HealingFailed: no source gave it; the cause is attached.
+        """
+        if self._thread.ident is not None:
+            self._thread.join()
+        if self._error is not None:
+            names = ", ".join(source.replica_id for source in self.plan.sources)
+            raise HealingFailed(
+                f"replica {self.plan.replica_id} could not fetch step {self.plan.step} from {names} ({self._error}); "
+                "the next quorum tries again",
+                sources=tuple(source.replica_id for source in self.plan.sources),
+            ) from self._error
+        return self._state
+
+    def cancel(self) -> None:
+        """End it, from any thread, and wait until it has ended."""
+        self._cancelled.set()
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    @property
+    def seconds(self) -> float:
+        """Since it was made."""
+        return time.monotonic() - self._started
+
+    def _run(self) -> None:
+        try:
+            self._state = self._fetch()
+        except Exception as error:
+            self._error = error
+
+    def _fetch(self) -> Any:
+        plan = self.plan
+        metadata: list[str] = []
+        last_error: Exception | None = None
+        first = plan.sources[0]
+        for index, source in enumerate(plan.sources):
+            if len(metadata) == MAX_SOURCES or self._cancelled.is_set():
+                break
+            # A source that does not answer is not waited for while there is another.
+            patience = self._remaining() if index == len(plan.sources) - 1 and not metadata else SOURCE_PATIENCE
+            try:
+                metadata.append(self._coordinator.source_metadata(source.address, min(patience, self._remaining())))
+            except Exception as error:
+                last_error = error
+                continue
+            if len(metadata) == 1:
+                first = source
+        if not metadata:
+            raise HealingFailed("no source's manager server says where its state is") from last_error
+        return self._transport.recv_checkpoint(
+            first.replica_rank,
+            metadata[0],
+            plan.step,
+            self._remaining(),
+            key=state_key(plan),
+            sources=metadata[1:],
+            progress=self._progressed,
+            cancelled=self._cancelled.is_set,
+        )
+
+    def _progressed(self, received_bytes: int, total_bytes: int) -> None:
+        self.received_bytes = received_bytes
+        now = time.monotonic()
+        if now - self._reported >= REPORT_INTERVAL_S:
+            self._reported = now
+            self._coordinator.healed(self._received_before + received_bytes)
+
+    def _remaining(self) -> timedelta:
+        return max(self._timeout - timedelta(seconds=self.seconds), timedelta(milliseconds=1))
+
+
+def state_key(plan: Plan) -> StateKey:
+    """The name of the plan's reference, under which its holders offer it and the others ask for it."""
+    return StateKey(quorum_id=plan.key.quorum_id, nonce=plan.key.nonce, step=plan.step, lineage=plan.lineage)

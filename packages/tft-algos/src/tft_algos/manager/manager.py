@@ -1,0 +1,695 @@
+"""The Manager: what a training loop talks to, a thin shell around the step core.
+
+A step reads like this. `start_quorum` asks who trains together, in the background of the forward pass. `allreduce`
+averages over the participants and reports failures instead of raising them. `should_commit` waits until all of that
+has ended, gives or takes live state where a member heals, and says whether the optimizer may step.
+
+The user's state is touched by the training thread alone, inside `start_quorum` and `should_commit`.
+
+Law of this file: performing what `core` decides, one line a decision: threads, process group, transport, logs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Final, TypeVar, final
+
+import torch
+import torch.distributed as dist
+
+from tft_algos.errors import (
+    Closed,
+    ExceptionWithTraceback,
+    HealingFailed,
+    SettingError,
+    StateUnavailable,
+    TooManyFailures,
+    Unsupported,
+    UsageError,
+)
+from tft_algos.manager.config import ManagerConfig, ResolvedConfig, WorldSizeMode, config_of, from_environment
+from tft_algos.manager.coordinator import Coordinator, GroupCoordinator, ServerRestarted
+from tft_algos.manager.core import Arrival, CoreSettings, Healing, Phase, StepCore, StepName
+from tft_algos.manager.group_store import own_host
+from tft_algos.manager.healing import Fetch, state_key
+from tft_algos.manager.reduction import Reduction
+from tft_ckpt import CheckpointError, CheckpointTransport, HTTPTransport
+from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest
+from tft_coord.errors import Closed as CoordinationClosed
+from tft_coord.errors import GroupLost, ProtocolError, Refused
+from tft_pg import DummyWork, ProcessGroup
+
+T = TypeVar("T")
+LoadState = Callable[[Any], object]
+TakeState = Callable[[], Any]
+
+logger = logging.getLogger("tft_algos.manager")
+
+# Nothing can be done about these inside this process, so they are raised into the training loop.
+FATAL: Final = (GroupLost, Refused, ProtocolError, CoordinationClosed)
+
+
+@final
+class Manager:
+    """Keeps one replica group in step with the others, whatever joins, fails or dies.
+
+    Args:
+        pg: the process group across replica groups; configured, and at the end shut down, by this Manager.
+        load_state_dict: applies a healthy peer's state to this process, in place; called on the training thread.
+        state_dict: gives this process's state: tensors and plain data; called on the training thread.
+        min_replica_size: participants without whom no step commits.
+        config: all other settings; single ones may be given by keyword instead, see `ManagerConfig`.
+        coordinator: speaks for this replica group; default: one made from the config.
+    Raises:
+        SettingError: a setting or an environment variable is wrong, missing or unknown.
+        tft_coord.errors.Unreachable, tft_coord.errors.DeadlinePassed: the group's store, its manager server or the
+            lighthouse did not answer within connect_timeout.
+    """
+
+    def __init__(
+        self,
+        pg: ProcessGroup,
+        load_state_dict: LoadState | None = None,
+        state_dict: TakeState | None = None,
+        min_replica_size: int | None = None,
+        *,
+        config: ManagerConfig | None = None,
+        coordinator: Coordinator | None = None,
+        **settings: Any,
+    ) -> None:
+        if min_replica_size is not None:
+            settings["min_replica_size"] = min_replica_size
+        if (load_state_dict is None) != (state_dict is None):
+            raise SettingError("load_state_dict and state_dict belong together; give both or neither")
+        self._config: ResolvedConfig = from_environment(config_of(config, settings), os.environ, own_host=own_host)
+        self._pg = pg
+        self._core = StepCore(
+            CoreSettings(
+                job=self._config.job,
+                min_replica_size=self._config.min_replica_size,
+                use_async_quorum=self._config.use_async_quorum,
+                fixed_with_spares=self._config.world_size_mode is WorldSizeMode.FIXED_WITH_SPARES,
+                init_sync=self._config.init_sync,
+                max_retries=self._config.max_retries,
+            )
+        )
+        self._lock = threading.Lock()  # guards the core's errors, which any thread may report
+        self._user_state: dict[str, tuple[LoadState, TakeState]] = {}
+        self._reading_allowed = True
+        self._reductions: list[Reduction] = []
+        self._quorum: Future[None] | None = None
+        self._fetch: Fetch | None = None
+        self._healed_bytes = 0
+        self._timers: set[threading.Timer] = set()
+        self._closed = False
+        self._synchronize: Callable[[], None] | None = (
+            torch.accelerator.synchronize if torch.accelerator.is_available() else None
+        )
+        if load_state_dict is not None and state_dict is not None:
+            self.register_state_dict_fn("default", load_state_dict, state_dict)
+        if self._config.timeout_was_said:
+            pg.set_timeout(self._config.timeout)
+        self._transport: CheckpointTransport[Any] = self._config.checkpoint_transport or HTTPTransport(
+            self._config.timeout, num_chunks=0, advertise_addr=self._config.hostname
+        )
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tft-quorum")
+        try:
+            self._coordinator: Coordinator = coordinator or GroupCoordinator(self._config)
+        except BaseException:
+            self._transport.shutdown(wait=False)
+            self._executor.shutdown(wait=False)
+            raise
+
+    # --- the user's state ----------------------------------------------------------------------------------------
+
+    def register_state_dict_fn(self, key: str, load_state_dict: LoadState, state_dict: TakeState) -> None:
+        """Add a piece of user state that a healing member takes from its source.
+
+        Args:
+            key: its name, the same on every replica.
+            load_state_dict: applies it in place; called on the training thread.
+            state_dict: gives it; called on the training thread.
+        Raises: SettingError: there is a piece of that name already.
+        """
+        if key in self._user_state:
+            raise SettingError(f"state is registered under {key!r} already; give another key")
+        self._user_state[key] = (load_state_dict, state_dict)
+
+    def set_state_dict_fns(self, load_state_dict: LoadState, state_dict: TakeState) -> None:
+        """Deprecated: use register_state_dict_fn, which takes a key."""
+        warnings.warn("set_state_dict_fns is deprecated; use register_state_dict_fn", DeprecationWarning, stacklevel=2)
+        self.register_state_dict_fn("set_state_dict_fns", load_state_dict, state_dict)
+
+    def disallow_state_dict_read(self) -> None:
+        """Say that the user's state is half written, as between two optimizers' steps.
+
+        State is read on the training thread alone, inside start_quorum and should_commit, so this guards against one
+        thing: calling them in that condition, which then raises StateUnavailable when a member wants the state.
+        """
+        self._reading_allowed = False
+
+    def allow_state_dict_read(self) -> None:
+        """Say that the user's state is whole again."""
+        self._reading_allowed = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """This Manager's own state, for a durable checkpoint: step, batches_committed, lineage."""
+        return dict(self._core.state_dict())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a Manager's state from a durable checkpoint, together with the user's own.
+
+        Raises: StateUnavailable: it is no state of a Manager; nothing has changed then.
+        """
+        self._settle()
+        self._core.state_loaded(state_dict)
+
+    # --- the quorum ----------------------------------------------------------------------------------------------
+
+    def start_quorum(
+        self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
+    ) -> None:
+        """Begin a step: ask who trains together.
+
+        With an asynchronous quorum it returns at once; what goes wrong is recorded for this step, and the next call
+        starts afresh. With a synchronous one it returns when the group is ready and healed.
+
+        Args:
+            allow_heal: members may heal in this step; it counts only if all say so.
+            shrink_only: no newcomers.
+            timeout: for the quorum; None: quorum_timeout.
+        Raises: Closed. Synchronous: what the quorum raised; the Manager stays usable. Asynchronous: nothing else, it
+            is recorded, and should_commit raises it if this process can't go on.
+        """
+        self._check_open()
+        self._settle()
+        request = self._core.quorum_started(
+            checkpoint_metadata=self._transport.metadata(),
+            group_usable=self._pg.errored() is None,
+            allow_heal=allow_heal,
+            shrink_only=shrink_only,
+        )
+        self._quorum = self._executor.submit(self._negotiate, request, timeout or self._config.quorum_timeout)
+        if not self._config.use_async_quorum:
+            self.wait_quorum()
+            self._give_or_take_state()
+
+    def wait_quorum(self) -> None:
+        """Wait until the plan is here and the process group is configured.
+
+        Raises: UsageError: no quorum was started; else what the quorum raised.
+        """
+        if self._quorum is None:
+            raise UsageError("wait_quorum was called before start_quorum; call start_quorum first")
+        self._quorum.result()
+
+    def _negotiate(self, request: RankRequest, timeout: timedelta) -> None:
+        """On the quorum thread: from the request to a configured group."""
+        try:
+            arrival = self._ask(request, timeout)
+            if arrival.heal:
+                self._start_fetch(arrival.plan)
+            if arrival.configure:
+                self._configure(arrival.plan)
+        except Exception as error:
+            with self._lock:
+                self._core.quorum_failed(error)
+            self._log(logging.WARNING, "no quorum: %s", error)
+            raise
+
+    def _ask(self, request: RankRequest, timeout: timedelta) -> Arrival:
+        """Raises: what the coordinator raises; StaleQuorum: the answer names a quorum that is not held here."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        while True:
+            remaining = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+            try:
+                answer = self._coordinator.quorum(request, remaining)
+            except ServerRestarted:
+                self._core.server_restarted()
+                request = replace(request, held=None, needs_configure=False)
+                continue
+            if not isinstance(answer, QuorumKey):
+                return self._core.plan_arrived(answer)
+            return self._core.unchanged_arrived(answer)
+
+    def _configure(self, plan: Plan) -> None:
+        """Build the process group for a plan. A failure is an error of the step, not of the quorum."""
+        config = self._config
+        begun = time.monotonic()
+        store = f"{plan.store_address}/tft/{config.job}/{plan.key}/{config.rank}"
+        try:
+            self._pg.configure(
+                store,
+                plan.replica_rank,
+                plan.replica_world_size,
+                replica_id=plan.replica_id,
+                quorum_id=plan.key.quorum_id,
+                group_rank=config.rank,
+                group_world_size=config.world_size,
+                global_ranks=[rank * config.world_size + config.rank for rank in range(plan.replica_world_size)],
+            )
+        except Exception as error:
+            with self._lock:
+                self._core.configure_failed(error)
+            self._log(logging.WARNING, "could not configure quorum %s: %s", plan.key, error)
+            return
+        self._core.group_configured()
+        self._log(
+            logging.INFO,
+            "reconfigured: quorum %s, rank %d of %d, %d participants, %.0f ms",
+            plan.key,
+            plan.replica_rank,
+            plan.replica_world_size,
+            plan.num_participants,
+            1_000 * (time.monotonic() - begun),
+        )
+
+    def _settle(self) -> None:
+        """End what an attempt has left running: its quorum, its fetch, its reductions."""
+        if self._quorum is not None:
+            with contextlib.suppress(Exception):  # recorded when it happened
+                self._quorum.result()
+        if self._fetch is not None:
+            self._fetch.cancel()
+            self._fetch = None
+        for reduction in self._reductions:
+            reduction.wait()
+        self._reductions.clear()
+
+    def _plan(self) -> Plan | None:
+        """The plan of this step, waited for; None if there is none. Never raises what the quorum raised."""
+        if self._quorum is None:
+            raise UsageError("a reduction needs a quorum; call start_quorum first")
+        if not self._quorum.done():
+            with contextlib.suppress(Exception):
+                self._quorum.result()
+        return self._core.plan
+
+    # --- reductions ----------------------------------------------------------------------------------------------
+
+    def allreduce(
+        self,
+        tensor: torch.Tensor,
+        should_quantize: bool = False,
+        reduce_op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.AVG,
+    ) -> dist.Work:
+        """Reduce a tensor over the participants, in place.
+
+        Failures are reported to this Manager, never raised: the step will not commit, and what the tensor holds then
+        means nothing. A member that does not participate gives zeros.
+
+        Args:
+            tensor: dense; every replica gives the same shape and dtype, in the same order of calls.
+            should_quantize: refused; there is no quantized reduction here.
+            reduce_op: AVG is the sum divided by the number of participants; SUM, MAX, MIN, PRODUCT as they are.
+        Returns: a Work whose wait() is True if the reduction succeeded and False if not.
+        Raises: Unsupported: should_quantize. ValueError: AVG of whole numbers. UsageError: no quorum was started.
+        """
+        if should_quantize:
+            raise Unsupported(
+                "quantized reductions do not exist here, and nothing is sent unquantized in their place; call "
+                "allreduce without should_quantize"
+            )
+        average = reduce_op == dist.ReduceOp.AVG
+        if average and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ValueError(
+                f"an average needs a floating point tensor, and this one is {tensor.dtype}; use ReduceOp.SUM"
+            )
+        plan = self._plan()
+        core = self._core
+        if plan is None:
+            return DummyWork([tensor])
+        if core.error is not None:
+            if plan.replica_world_size > 1 and self._pg.errored() is None:
+                # The others are in this reduction already, or soon: end it for them, rather than let them wait.
+                self._pg.abort()
+            return DummyWork([tensor])
+        name = core.name
+        if not core.is_participating:
+            tensor.zero_()
+        elif plan.replica_world_size == 1:
+            return DummyWork([tensor])
+        try:
+            work = self._pg.allreduce([tensor], dist.ReduceOp.SUM if average else reduce_op)
+        except Exception as error:
+            self._report(error, name)
+            return DummyWork([tensor])
+        reduction = Reduction(
+            work,
+            tensor,
+            divide_by=max(plan.num_participants, 1) if average else 1,
+            report=lambda error: self._report(error, name),
+        )
+        self._reductions.append(reduction)
+        return reduction
+
+    def wrap_future(
+        self, fut: torch.futures.Future[T], default: T, timeout: timedelta | None = None
+    ) -> torch.futures.Future[T]:
+        """A future that never fails: on an error or a time-out, that is reported and the result is `default`.
+
+        Args:
+            fut: any future.
+            default: the result in place of an error.
+            timeout: None: the Manager's.
+        """
+        limit = timeout or self._config.timeout
+        wrapped: torch.futures.Future[T] = torch.futures.Future()
+        name = self._core.name
+        once = threading.Lock()
+
+        def end(error: Exception | None, result: T) -> None:
+            if not once.acquire(blocking=False):
+                return
+            timer.cancel()
+            self._timers.discard(timer)
+            if error is not None:
+                self._report(error, name)
+            wrapped.set_result(result)
+
+        def expired() -> None:
+            end(TimeoutError(f"future did not complete within {limit.total_seconds():g} s"), default)
+
+        def done(finished: torch.futures.Future[T]) -> None:
+            try:
+                result = finished.value()
+            except Exception as error:
+                end(error, default)
+            else:
+                end(None, result)
+
+        timer = threading.Timer(limit.total_seconds(), expired)
+        timer.name = "tft-future"
+        timer.daemon = True
+        self._timers.add(timer)
+        timer.start()
+        fut.add_done_callback(done)
+        return wrapped
+
+    # --- errors --------------------------------------------------------------------------------------------------
+
+    def report_error(self, e: Exception) -> None:
+        """Say that this step has failed: later reductions do nothing, and should_commit votes no."""
+        self._report(e, None)
+
+    def errored(self) -> ExceptionWithTraceback | None:
+        """The first error of this step, or None."""
+        error = self._core.error
+        return None if error is None else ExceptionWithTraceback(error)
+
+    def errors(self) -> tuple[Exception, ...]:
+        """The errors of this step, in order; at most 16 are kept."""
+        return self._core.errors
+
+    def _report(self, error: Exception, name: StepName | None) -> None:
+        with self._lock:
+            counts = self._core.error_reported(error, name)
+        if counts:
+            self._log(logging.WARNING, "this step will not commit: %s", error)
+        else:
+            self._log(logging.WARNING, "an error of %s came when that was over: %s", name or "a step", error)
+
+    # --- the vote ------------------------------------------------------------------------------------------------
+
+    def should_commit(self, timeout: timedelta | None = None) -> bool:
+        """End a step: wait for its reductions, heal or serve, vote.
+
+        Args:
+            timeout: for the vote; None: the Manager's.
+        Returns: True: the optimizer steps now, on every rank of this group. False: it must not.
+        Raises:
+            tft_coord.errors.GroupLost, Refused: this process can't go on; the message says why.
+            tft_coord.errors.DeadlinePassed: no verdict came; neither step nor go on.
+            TooManyFailures: more steps in a row failed than max_retries allows.
+            StateUnavailable: a member wants this process's state, which can't be taken.
+            UsageError: no quorum was started since the last verdict.
+        """
+        self._check_open()
+        core = self._core
+        if core.phase is Phase.IDLE or self._quorum is None:
+            raise UsageError("should_commit was called without a start_quorum before it; call start_quorum first")
+        plan = self._plan()
+        if plan is None:
+            error = core.error
+            if isinstance(error, FATAL):
+                raise error
+            return self._conclude(False)
+        for reduction in self._reductions:
+            reduction.wait()
+        self._reductions.clear()
+        if self._synchronize is not None:
+            self._synchronize()
+        failure = self._pg.errored()
+        if failure is not None and core.error is None:
+            self._report(failure, core.name)
+        if self._config.use_async_quorum:
+            self._give_or_take_state()
+        vote = core.vote()
+        if not vote.yes:
+            self._log(
+                logging.INFO,
+                "should_commit=False enough_replicas=%s errored=%s",
+                vote.enough_replicas,
+                vote.error,
+            )
+        try:
+            verdict = self._coordinator.vote(
+                vote.name.step,
+                vote.yes,
+                timeout or self._config.timeout,
+                key=plan.key,
+                purpose=Purpose.COMMIT,
+            )
+        except ServerRestarted:
+            core.server_restarted()
+            self._log(logging.WARNING, "the manager server ended during the vote, which counts as no")
+            verdict = False
+        return self._conclude(verdict)
+
+    def _conclude(self, verdict: bool) -> bool:
+        error = self._core.error
+        outcome = self._core.verdict_arrived(verdict)
+        if outcome.exhausted:
+            raise TooManyFailures(
+                f"replica {self.replica_id} failed to commit {outcome.failures} times in a row, and max_retries is "
+                f"{self._config.max_retries}; the last error was: {error}",
+                failures=outcome.failures,
+            ) from error
+        return outcome.committed
+
+    # --- live state ----------------------------------------------------------------------------------------------
+
+    def _give_or_take_state(self) -> None:
+        """On the training thread, at a step boundary: serve those that heal, or heal."""
+        plan = self._core.plan
+        if plan is None:
+            return
+        if plan.serve:
+            self._serve(plan)
+        elif self._core.healing is Healing.FETCHING:
+            self._heal(plan)
+
+    def _serve(self, plan: Plan) -> None:
+        if not self._reading_allowed:
+            raise StateUnavailable(
+                f"replicas {list(plan.recover_dst_replica_ranks)} heal from replica {self.replica_id}, whose state was "
+                "declared half written by disallow_state_dict_read; call allow_state_dict_read first"
+            )
+        begun = time.monotonic()
+        state = {
+            "user": {key: take() for key, (_, take) in self._user_state.items()},
+            "tft": self._core.snapshot_state(),
+        }
+        try:
+            self._transport.send_checkpoint(
+                list(plan.recover_dst_replica_ranks), plan.step, state, self._config.heal_timeout, key=state_key(plan)
+            )
+        except CheckpointError as error:
+            # This replica's step is sound, and those that wait for the state are told; so it trains on.
+            self._log(logging.ERROR, "can't serve step %d: %s", plan.step, error)
+            return
+        self._log(
+            logging.INFO,
+            "serving step %d to %s, snapshot taken in %.0f ms",
+            plan.step,
+            [plan.replica_ids[rank] for rank in plan.recover_dst_replica_ranks] or "nobody first",
+            1_000 * (time.monotonic() - begun),
+        )
+
+    def _start_fetch(self, plan: Plan) -> None:
+        fetch = Fetch(
+            plan,
+            coordinator=self._coordinator,
+            transport=self._transport,
+            timeout=self._config.heal_timeout,
+            received_before=self._healed_bytes,
+        )
+        self._fetch = fetch
+        self._log(logging.INFO, "healing from %s to step %d", plan.sources[0].replica_id, plan.step)
+        fetch.start()
+
+    def _heal(self, plan: Plan) -> None:
+        """Stage, agree inside the group that all have staged, load; all or none."""
+        fetch, self._fetch = self._fetch, None
+        assert fetch is not None, "a plan that heals has no fetch"
+        error: Exception | None = None
+        state: Mapping[str, Any] = {}
+        try:
+            state = self._check_staged(fetch.result())
+        except HealingFailed as failure:
+            error = failure
+        self._healed_bytes += fetch.received_bytes
+        if not self._all_ranks_staged(plan, error is None):
+            error = error or HealingFailed(
+                f"another rank of replica {self.replica_id} could not fetch step {plan.step}; a group heals whole, so "
+                "the next quorum tries again",
+                sources=tuple(source.replica_id for source in plan.sources),
+            )
+        if error is None:
+            error = self._load(state)
+        if error is None:
+            self._core.healed(state["tft"])
+            self._log(
+                logging.INFO,
+                "healed from %s to step %d: %d bytes in %.2f s",
+                plan.sources[0].replica_id,
+                plan.step,
+                fetch.received_bytes,
+                fetch.seconds,
+            )
+            return
+        with self._lock:
+            self._core.heal_failed(error)
+        self._log(logging.WARNING, "%s", error)
+        if not self._config.use_async_quorum:
+            # The others count on this group's gradients: end the reduction for them, rather than let them wait.
+            self._pg.abort()
+
+    def _check_staged(self, state: Any) -> Mapping[str, Any]:
+        """Raises: HealingFailed: the fetched state does not fit what is registered here. Nothing was loaded."""
+        if not isinstance(state, Mapping) or not all(isinstance(state.get(key), Mapping) for key in ("user", "tft")):
+            raise HealingFailed("the fetched state is none of a Manager's; run the same release on every replica")
+        self._core.check_staged(state["tft"])
+        theirs, ours = set(state["user"]), set(self._user_state)
+        if theirs != ours:
+            raise HealingFailed(
+                f"the source has state registered under {sorted(theirs)} and this replica under {sorted(ours)}; "
+                "register the same keys on every replica"
+            )
+        return state
+
+    def _all_ranks_staged(self, plan: Plan, staged: bool) -> bool:
+        if self._config.world_size == 1:
+            return staged
+        return self._coordinator.vote(
+            plan.step, staged, self._config.heal_timeout, key=plan.key, purpose=Purpose.STAGED
+        )
+
+    def _load(self, state: Mapping[str, Any]) -> Exception | None:
+        """Apply a staged state, on the training thread."""
+        self._core.load_began()
+        for key, (load, _) in self._user_state.items():
+            try:
+                load(state["user"][key])
+            except Exception as error:
+                failure = HealingFailed(
+                    f"load_state_dict of the state registered under {key!r} raised {error!r}; this replica's state is "
+                    "half written until it heals"
+                )
+                failure.__cause__ = error
+                return failure
+        return None
+
+    def report_torn(self, error: Exception) -> None:
+        """Say that the step was committed and could not be applied: the state here is half written.
+
+        This group heals, whole, before its gradients count again. `Optimizer` calls it when the optimizer raises.
+        """
+        self._core.optimizer_raised()
+        self._log(logging.WARNING, "the optimizer raised after the commit, so this replica heals: %r", error)
+
+    # --- facts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def replica_id(self) -> str:
+        """The full id of this replica group, `name:uuid4`."""
+        return self._coordinator.replica_id
+
+    @property
+    def config(self) -> ResolvedConfig:
+        """The settings, with what the environment and the defaults filled in."""
+        return self._config
+
+    def current_step(self) -> int:
+        """Committed steps, 0 at the start."""
+        return self._core.step
+
+    def batches_committed(self) -> int:
+        """Sum over the committed steps of their participants."""
+        return self._core.batches_committed
+
+    def num_participants(self) -> int:
+        """Members whose gradients count in this step; waits for the quorum; 0 before the first."""
+        if self._quorum is None:
+            return 0
+        self._plan()
+        return self._core.num_participants
+
+    def participating_rank(self) -> int | None:
+        """This group's place among the participants; waits for the quorum; None if it gives zeros."""
+        if self._quorum is None:
+            return None
+        self._plan()
+        return self._core.participating_rank if self._core.is_participating else None
+
+    def is_participating(self) -> bool:
+        """Whether this group's gradients count in this step; waits for the quorum."""
+        return self.participating_rank() is not None
+
+    # --- the end -------------------------------------------------------------------------------------------------
+
+    def shutdown(self, wait: bool = True) -> None:
+        """End everything that this Manager started, and its process group; again does nothing.
+
+        Args:
+            wait: until all of it has ended.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._fetch is not None:
+            self._transport.abort()
+            self._fetch.cancel()
+        for timer in list(self._timers):
+            timer.cancel()
+        self._pg.shutdown()
+        self._coordinator.close()
+        self._transport.shutdown(wait)
+        self._executor.shutdown(wait, cancel_futures=True)
+
+    def __enter__(self) -> Manager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed(f"the Manager of replica {self.replica_id} was shut down; make a new one")
+
+    def _log(self, level: int, message: str, *args: object) -> None:
+        if logger.isEnabledFor(level):
+            prefix = f"[{self.replica_id}/{self._config.rank} - step {self._core.step}] "
+            logger.log(level, prefix.replace("%", "%%") + message, *args)

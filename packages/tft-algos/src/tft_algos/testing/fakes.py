@@ -1,0 +1,162 @@
+"""Stand-ins for coordination and transport, in memory, that answer what a test wrote down beforehand.
+
+With them a Manager runs in one process without a socket: the test is the lighthouse, the other replicas and the wire.
+
+Law of this file: no threads, no waiting; a stand-in that has no answer left says so.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any, final
+
+from tft_ckpt import CheckpointTransport, StateKey, StateUnavailable
+from tft_coord.core.lineage import initial_lineage
+from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest, Source
+
+
+def plan_of(
+    quorum_id: int = 1,
+    *,
+    step: int = 0,
+    lineage: int | None = None,
+    rank: int = 0,
+    size: int = 1,
+    healing: Sequence[int] = (),
+    participants: Sequence[int] | None = None,
+    min_replica_size: int = 1,
+    store_address: str = "localhost:1",
+) -> Plan:
+    """A plan, as replica `rank` of `size` gets it.
+
+    Args:
+        quorum_id: of the key; its nonce is the same number.
+        step, lineage: the reference; None: the lineage of a fresh state.
+        healing: replica ranks that heal; all others hold the reference.
+        participants: None: all that hold the reference.
+    """
+    names = [f"replica_{member}" for member in range(size)]
+    holders = tuple(member for member in range(size) if member not in healing)
+    counted = tuple(participants) if participants is not None else holders
+    heal = rank in healing
+    return Plan(
+        key=QuorumKey(quorum_id, quorum_id),
+        replica_id=names[rank],
+        replica_rank=rank,
+        replica_world_size=size,
+        replica_ids=tuple(names),
+        step=step,
+        lineage=initial_lineage("default") if lineage is None else lineage,
+        heal=heal,
+        sources=tuple(Source(member, names[member], names[member]) for member in holders) if heal else (),
+        recover_dst_replica_ranks=tuple(healing) if rank == holders[0] else (),
+        serve=bool(healing) and rank in holders,
+        store_address=store_address,
+        up_to_date=holders,
+        participants=counted,
+        participating_rank=counted.index(rank) if rank in counted else None,
+        min_replica_size=min_replica_size,
+    )
+
+
+@final
+class ScriptedCoordinator:
+    """Answers a Manager's questions from two lists.
+
+    Args:
+        answers: to its quorum requests, in order: a Plan, a QuorumKey for "unchanged", or an exception to raise.
+        verdicts: to its votes, in order; what the Manager voted, where the list has ended.
+        replica_id: of the group.
+
+    `requests` and `votes` hold what was asked and voted.
+    """
+
+    def __init__(
+        self,
+        answers: Iterable[Plan | QuorumKey | Exception],
+        verdicts: Iterable[bool | Exception] = (),
+        *,
+        replica_id: str = "replica_0",
+    ) -> None:
+        self._answers = deque(answers)
+        self._verdicts = deque(verdicts)
+        self.replica_id = replica_id
+        self.requests: list[RankRequest] = []
+        self.votes: list[tuple[QuorumKey, int, bool, Purpose]] = []
+        self.healed_bytes = 0
+        self.closed = False
+
+    def quorum(self, request: RankRequest, timeout: timedelta) -> Plan | QuorumKey:
+        self.requests.append(request)
+        if not self._answers:
+            raise AssertionError("the script has no answer for this quorum request")
+        answer = self._answers.popleft()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def vote(self, step: int, yes: bool, timeout: timedelta, *, key: QuorumKey, purpose: Purpose) -> bool:
+        self.votes.append((key, step, yes, purpose))
+        verdict = self._verdicts.popleft() if self._verdicts else yes
+        if isinstance(verdict, Exception):
+            raise verdict
+        return verdict
+
+    def source_metadata(self, address: str, timeout: timedelta) -> str:
+        return address
+
+    def healed(self, bytes_total: int) -> None:
+        self.healed_bytes = bytes_total
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@final
+class MemoryTransport(CheckpointTransport[Any]):
+    """Keeps what is sent in a dictionary, and receives from it.
+
+    Args:
+        shelf: by state key; the same one for sender and receiver.
+    """
+
+    def __init__(self, shelf: dict[StateKey | None, Any] | None = None) -> None:
+        self.shelf: dict[StateKey | None, Any] = {} if shelf is None else shelf
+        self.sent_to: list[list[int]] = []
+        self.closed = False
+
+    def metadata(self) -> str:
+        return "memory"
+
+    def send_checkpoint(
+        self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta, *, key: StateKey | None = None
+    ) -> None:
+        self.sent_to.append(dst_ranks)
+        self.shelf[key] = state_dict
+
+    def recv_checkpoint(
+        self,
+        src_rank: int,
+        metadata: str,
+        step: int,
+        timeout: timedelta,
+        *,
+        key: StateKey | None = None,
+        sources: Sequence[str] = (),
+        progress: Callable[[int, int], None] | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> Any:
+        if key not in self.shelf:
+            raise StateUnavailable(f"nobody offers the state {key}", source=metadata, key=key)
+        return self.shelf[key]
+
+    def disallow_checkpoint(self) -> None:
+        """Nothing: what is kept is the test's."""
+
+    def abort(self) -> None:
+        """Nothing runs."""
+
+    def shutdown(self, wait: bool = True) -> None:
+        self.closed = True
