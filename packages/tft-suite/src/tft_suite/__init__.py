@@ -1,3 +1,82 @@
-"""Everything for fault-tolerant PyTorch training in one import, and the tft command."""
+"""Everything for fault-tolerant PyTorch training in one import, and the `tft` command.
+
+Intuition: a training script needs a handful of names and should not have to know which package each lives in:
+`from tft_suite import Manager, DistributedDataParallel, Optimizer, ProcessGroupGloo`. Who composes a strategy of their
+own imports the small packages instead.
+
+Law of this file: names. Each is imported from its package when it is first used, so that `import tft_suite` costs
+nothing, brings no torch, and the command line answers at once.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tft_algos import DistributedDataParallel, Manager, ManagerConfig, Optimizer, WorldSizeMode
+    from tft_ckpt import CheckpointTransport, HTTPTransport
+    from tft_coord import LighthouseClient, ManagerClient, ManagerServer, Timeouts
+    from tft_lighthouse import LighthouseServer
+    from tft_pg import (
+        ErrorSwallowingProcessGroupWrapper,
+        FakeProcessGroupWrapper,
+        ManagedProcessGroup,
+        ProcessGroup,
+        ProcessGroupDummy,
+        ProcessGroupGloo,
+        ProcessGroupWrapper,
+    )
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointTransport",
+    "DistributedDataParallel",
+    "ErrorSwallowingProcessGroupWrapper",
+    "FakeProcessGroupWrapper",
+    "HTTPTransport",
+    "LighthouseClient",
+    "LighthouseServer",
+    "ManagedProcessGroup",
+    "Manager",
+    "ManagerClient",
+    "ManagerConfig",
+    "ManagerServer",
+    "Optimizer",
+    "ProcessGroup",
+    "ProcessGroupDummy",
+    "ProcessGroupGloo",
+    "ProcessGroupWrapper",
+    "Timeouts",
+    "WorldSizeMode",
+]
+
+_HOMES = {
+    "tft_algos": ("DistributedDataParallel", "Manager", "ManagerConfig", "Optimizer", "WorldSizeMode"),
+    "tft_ckpt": ("CheckpointTransport", "HTTPTransport"),
+    "tft_coord": ("LighthouseClient", "ManagerClient", "ManagerServer", "Timeouts"),
+    "tft_lighthouse": ("LighthouseServer",),
+    "tft_pg": (
+        "ErrorSwallowingProcessGroupWrapper",
+        "FakeProcessGroupWrapper",
+        "ManagedProcessGroup",
+        "ProcessGroup",
+        "ProcessGroupDummy",
+        "ProcessGroupGloo",
+        "ProcessGroupWrapper",
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(home), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

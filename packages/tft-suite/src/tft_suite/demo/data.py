@@ -1,0 +1,55 @@
+"""The handwritten digits that come with scikit-learn, and who trains on which of them in which step.
+
+Intuition: 1,797 real images of 8 x 8 pixels; a stratified fifth is kept for the test. What a replica trains on is drawn
+anew in each step from (seed, replica, step), so that a run can be repeated, and no two replicas do the same work. It is
+drawn with replacement; dealing each sample out exactly once is the business of an exact sampler, not of a demo.
+
+Law of this file: functions of their arguments; the data set is read from the installed package, nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor
+
+TEST_PART = 0.2
+TEST_SEED = 0
+PIXEL_MAX = 16.0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """`images`: float32 [n, 1, 8, 8], 0 to 1. `labels`: int64 [n], 0 to 9."""
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def at(self, indices: Tensor) -> Samples:
+        return Samples(self.images[indices], self.labels[indices])
+
+
+def load() -> tuple[Samples, Samples]:
+    """The train part (1,437 samples) and the test part (360), the same on every call."""
+    digits = load_digits()
+    labels = torch.from_numpy(digits.target).long()
+    images = torch.from_numpy(digits.images).float().unsqueeze(1) / PIXEL_MAX
+    train, test = train_test_split(range(len(labels)), test_size=TEST_PART, stratify=labels, random_state=TEST_SEED)
+    everything = Samples(images, labels)
+    return everything.at(torch.tensor(train)), everything.at(torch.tensor(test))
+
+
+def draw(samples: Samples, *, batch: int, seed: int, replica: int, step: int) -> Samples:
+    """The batch of one replica in one step, drawn with replacement; equal arguments, equal batch."""
+    key = hashlib.blake2b(f"{seed}/{replica}/{step}".encode(), digest_size=7).digest()
+    dice = torch.Generator().manual_seed(int.from_bytes(key, "big"))
+    return samples.at(torch.randint(len(samples), (batch,), generator=dice))

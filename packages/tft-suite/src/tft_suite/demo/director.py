@@ -1,0 +1,184 @@
+"""What is to happen next in a run, from what has happened.
+
+Intuition: the director reads the script (the kills), watches the stage (the events) and calls the cues. Three rules
+need care. A replica is killed only while another one trains, because the state lives in the living alone. A replica
+that died otherwise than by kill -9 is not restarted: that would hide a bug. And nobody leaves before everybody is at
+the last step with its figures told, because who is behind heals from those that are not.
+
+That last rule: a replica whose last commit failed stays at a lower step while the others are done. After a pause the
+director orders *hold*: all take further steps together, so that the one behind heals, and all spoil their own vote, so
+that nobody goes beyond the last step.
+
+Law of this file: pure; events and the time in, orders out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from signal import SIGKILL
+from typing import TypeAlias, final
+
+from tft_suite.demo.events import (
+    Event,
+    ProcessEnded,
+    ProcessStarted,
+    ReplicaFailed,
+    StepCommitted,
+    TrainingEnded,
+)
+from tft_suite.demo.schedule import Kill
+from tft_suite.demo.story import State, Story, exit_words
+
+HOLD_AFTER_S = 2.0
+"""Without news for so long while some are done and some are not: the others hold."""
+
+SILENCE_MAX_S = 120.0
+"""Without news for so long, whoever is waited for: the run is given up. Above each time-out of the packages below."""
+
+FRUITLESS_STARTS_MAX = 3
+"""Killed so often without a commit between: the run is given up."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StartReplica:
+    replica: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class KillReplica:
+    """kill -9, now; `step` is the commit that it just reported."""
+
+    replica: int
+    step: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class HoldReplica:
+    """Tell the replica: further steps, but no further commit."""
+
+    replica: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StopReplica:
+    """Tell the replica that it may end."""
+
+    replica: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EndRun:
+    """End all processes. `error` says what went wrong, None if all has been done."""
+
+    error: str | None
+
+
+Order: TypeAlias = StartReplica | KillReplica | HoldReplica | StopReplica | EndRun
+
+
+@final
+class Director:
+    """The state machine of one run. Feed it each event once; call `tick` now and then."""
+
+    def __init__(self, *, replicas: int, kills: tuple[Kill, ...]) -> None:
+        self.story = Story(replicas)
+        self._pending = list(kills)
+        self._fruitless_starts = dict.fromkeys(range(replicas), 0)
+        self._last_news_s = 0.0
+        self._held_since_s: float | None = None
+        self._is_stopping = False
+        self._is_over = False
+
+    def begin(self) -> tuple[Order, ...]:
+        """The first orders of a run."""
+        return tuple(StartReplica(who.replica) for who in self.story.replicas)
+
+    def on_event(self, event: Event) -> tuple[Order, ...]:
+        """Take in what happened. Returns what is to be done now, in this order.
+
+        What follows on a kill comes as an event too (ProcessKilled, then ProcessEnded), as does each start.
+        """
+        was_done = self._is_done(event.replica)
+        self.story.apply(event)
+        if not isinstance(event, TrainingEnded) or not was_done:
+            self._last_news_s = event.at_s
+        if self._is_over:
+            return ()
+        match event:
+            case StepCommitted():
+                return self._kills_due(event)
+            case ProcessStarted() if self._held_since_s is not None:
+                return (HoldReplica(event.replica),)
+            case TrainingEnded():
+                return self._stop_if_all_are_done()
+            case ReplicaFailed():
+                return self._end(f"replica {event.replica} failed: {event.error}")
+            case ProcessEnded():
+                return self._ended(event)
+            case _:
+                return ()
+
+    def tick(self, now_s: float) -> tuple[Order, ...]:
+        """Look at the time, in the same seconds as the events' `at_s`."""
+        if self._is_over:
+            return ()
+        silent_s = now_s - self._last_news_s
+        if silent_s >= SILENCE_MAX_S:
+            states = ", ".join(f"replica {who.replica} {who.state.value}" for who in self.story.replicas)
+            return self._end(f"nothing happened for {silent_s:.0f} s after step {self.story.step} ({states}).")
+        if self._held_since_s is not None and now_s - self._held_since_s >= SILENCE_MAX_S:
+            behind = [str(who.replica) for who in self.story.replicas if not self._is_done(who.replica)]
+            return self._end(
+                f"replica {', '.join(behind)} did not reach the last step in {SILENCE_MAX_S:.0f} s of healing."
+            )
+        some_are_done = any(self._is_done(who.replica) for who in self.story.replicas)
+        if some_are_done and not self._is_stopping and self._held_since_s is None and silent_s >= HOLD_AFTER_S:
+            self._held_since_s = now_s
+            # Who is behind is told first: it may already wait for a quorum, and must find the order when that forms.
+            behind_first = sorted(self.story.replicas, key=lambda who: self._is_done(who.replica))
+            return tuple(HoldReplica(who.replica) for who in behind_first if who.state is not State.DEAD)
+        return ()
+
+    def _is_done(self, replica: int) -> bool:
+        return self.story.replicas[replica].state is State.DONE
+
+    def _kills_due(self, event: StepCommitted) -> tuple[Order, ...]:
+        due = next((kill for kill in self._pending if kill.replica == event.replica), None)
+        others = (who for who in self.story.replicas if who.replica != event.replica)
+        if due is None or event.step < due.step or not any(who.state is State.TRAINING for who in others):
+            return ()
+        self._pending.remove(due)
+        return (KillReplica(event.replica, event.step),)
+
+    def _stop_if_all_are_done(self) -> tuple[Order, ...]:
+        ended = [who.ended for who in self.story.replicas]
+        steps = {end.step for end in ended if end is not None}
+        if self._is_stopping or None in ended or len(steps) != 1:
+            return ()
+        self._is_stopping = True
+        return tuple(StopReplica(who.replica) for who in self.story.replicas)
+
+    def _ended(self, event: ProcessEnded) -> tuple[Order, ...]:
+        if self._is_stopping:
+            if event.exit_code != 0:
+                return self._end(f"replica {event.replica} did not end well: {exit_words(event.exit_code)}.")
+            return self._end(None) if all(who.is_gone for who in self.story.replicas) else ()
+        if event.exit_code != -SIGKILL:
+            return self._end(f"replica {event.replica} ended before its time: {exit_words(event.exit_code)}.")
+        who = self.story.replicas[event.replica]
+        self._fruitless_starts[event.replica] = 0 if who.num_commits else self._fruitless_starts[event.replica] + 1
+        if self._fruitless_starts[event.replica] == FRUITLESS_STARTS_MAX:
+            return self._end(
+                f"replica {event.replica} was killed {FRUITLESS_STARTS_MAX} times in a row before it committed a step; "
+                "is memory short?"
+            )
+        return (StartReplica(event.replica),)
+
+    def _end(self, error: str | None) -> tuple[Order, ...]:
+        self._is_over = True
+        return (EndRun(error),)

@@ -1,0 +1,146 @@
+"""What happens in a demo run, and how a replica tells it.
+
+Intuition: the whole run is a list of these; everything shown, written or decided is a fold over that list.
+
+Law of this file: frozen values and their JSON; no clock (`at_s` is given by who saw it), no I/O.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import TypeAlias, final
+
+from tft_suite.errors import MessageError
+
+MESSAGE_BYTES_MAX = 3_500  # below PIPE_BUF with its frame: a replica that is killed never leaves half a message
+TEXT_MAX = 500
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealingStarted:
+    """The replica takes part in a quorum whose plan heals it."""
+
+    at_s: float
+    replica: int
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCommitted:
+    """The replica committed `step`; `participants` gradients entered it, its own among them if it `took_part`."""
+
+    at_s: float
+    replica: int
+    step: int
+    participants: int
+    took_part: bool
+    loss: float
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDiscarded:
+    """The replica's vote on the step after `step` was no."""
+
+    at_s: float
+    replica: int
+    step: int
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingEnded:
+    """The replica is at its last step, and still there to heal others from: what it holds, in figures."""
+
+    at_s: float
+    replica: int
+    step: int
+    digest: str
+    test_accuracy: float
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaFailed:
+    """The replica raised an error, and ends."""
+
+    at_s: float
+    replica: int
+    error: str
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessStarted:
+    """A process of the replica was started: the first one, or the next one after a death."""
+
+    at_s: float
+    replica: int
+    pid: int
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessKilled:
+    """The supervisor sent kill -9 to the replica, which had just committed `step`."""
+
+    at_s: float
+    replica: int
+    step: int
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessEnded:
+    """The replica's process is gone. `exit_code` is minus the signal's number if a signal ended it."""
+
+    at_s: float
+    replica: int
+    exit_code: int
+
+
+ReplicaEvent: TypeAlias = HealingStarted | StepCommitted | StepDiscarded | TrainingEnded | ReplicaFailed
+Event: TypeAlias = ReplicaEvent | ProcessStarted | ProcessKilled | ProcessEnded
+
+_BY_NAME: dict[str, type[ReplicaEvent]] = {
+    kind.__name__: kind for kind in (HealingStarted, StepCommitted, StepDiscarded, TrainingEnded, ReplicaFailed)
+}
+_TYPES = {"int": int, "float": float, "bool": bool, "str": str}
+
+
+def encode(event: ReplicaEvent) -> bytes:
+    """One line of JSON, at most MESSAGE_BYTES_MAX. Who receives it adds its own `replica` and `at_s`."""
+    facts = {key: value for key, value in asdict(event).items() if key not in ("at_s", "replica")}
+    return json.dumps({"event": type(event).__name__, **facts}).encode()
+
+
+def decode(message: bytes, *, replica: int, at_s: float) -> ReplicaEvent:
+    """The event in a replica's message, as seen by the receiver at `at_s`.
+
+    Raises: MessageError: not an event, or a field is missing, unknown, or of another type.
+    """
+    where = f"a message of replica {replica}"
+    try:
+        facts = json.loads(message)
+    except ValueError as error:
+        raise MessageError(f"{where} is not JSON; the replica runs another version of this program?") from error
+    kind = _BY_NAME.get(str(facts.pop("event", ""))) if isinstance(facts, dict) else None
+    if kind is None:
+        raise MessageError(f"{where} names no event; the replica runs another version of this program?")
+    expected = {item.name: _TYPES[str(item.type)] for item in fields(kind) if item.name not in ("at_s", "replica")}
+    if set(facts) != set(expected):
+        raise MessageError(f"{where} has the fields {sorted(facts)}; a {kind.__name__} has {sorted(expected)}.")
+    for name, wanted in expected.items():
+        if type(facts[name]) is not wanted or (wanted is int and not 0 <= facts[name] < 2**63):
+            raise MessageError(f"{where} has {name}={str(facts[name])[:80]!r}; a {wanted.__name__} is expected.")
+    return kind(replica=replica, at_s=at_s, **facts)
+
+
+def one_line(error: BaseException) -> str:
+    """An error as one bounded line for ReplicaFailed: its type, its message, and who caused it."""
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if error.__cause__ is not None:
+        text += f" (because of {type(error.__cause__).__name__}: {' '.join(str(error.__cause__).split())})"
+    return text if len(text) <= TEXT_MAX else text[: TEXT_MAX - 1] + "…"

@@ -1,0 +1,94 @@
+"""The two pipes between the supervisor and a replica: events one way, orders the other.
+
+Intuition: JSON in frames, nothing else; a replica whose supervisor is gone ends at once, so nothing is ever orphaned.
+
+Law of this file: the pipes and the thread that listens to one of them; what is said over them stands in events.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from enum import Enum
+from multiprocessing.connection import Connection
+from typing import final
+
+from tft_suite.demo.events import MESSAGE_BYTES_MAX, ReplicaEvent, encode
+from tft_suite.errors import MessageError
+
+
+@final
+class ReplicaOrder(Enum):
+    """What a supervisor tells a replica."""
+
+    HOLD = b"hold"
+    STOP = b"stop"
+
+
+@final
+class Link:
+    """The replica's end. One per process; its thread ends with the process.
+
+    Args:
+        events: written by this process alone.
+        orders: read by this object alone; its end ends this process.
+    """
+
+    def __init__(self, *, events: Connection, orders: Connection) -> None:
+        self._events = events
+        self._orders = orders
+        self._news = threading.Condition()
+        self._is_held = False
+        self._is_stopped = False
+        threading.Thread(target=self._listen, name="tft-demo-orders", daemon=True).start()
+
+    def tell(self, event: ReplicaEvent) -> None:
+        """Send one event. Its `at_s` and `replica` are filled in by the supervisor."""
+        self._events.send_bytes(encode(event))
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this replica must not commit any more (it goes on stepping, so that others can heal)."""
+        with self._news:
+            return self._is_held
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether this replica may end."""
+        with self._news:
+            return self._is_stopped
+
+    def wait_for_order(self) -> None:
+        """Block until this replica is held or stopped."""
+        with self._news:
+            self._news.wait_for(lambda: self._is_held or self._is_stopped)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                order = ReplicaOrder(self._orders.recv_bytes(MESSAGE_BYTES_MAX))
+            except (EOFError, OSError, ValueError):
+                # The supervisor is gone, or is not one of ours: nobody is left who could want anything of this process.
+                os._exit(1)
+            with self._news:
+                self._is_held = self._is_held or order is ReplicaOrder.HOLD
+                self._is_stopped = self._is_stopped or order is ReplicaOrder.STOP
+                self._news.notify_all()
+
+
+def give(orders: Connection, order: ReplicaOrder) -> None:
+    """Send an order to a replica. One that has just died is not told: its end is reported elsewhere."""
+    try:
+        orders.send_bytes(order.value)
+    except (BrokenPipeError, ConnectionResetError):
+        return
+
+
+def take(events: Connection) -> bytes | None:
+    """The next message of a replica, which must be there; None: it closed its end. Raises MessageError: too long."""
+    try:
+        return events.recv_bytes(MESSAGE_BYTES_MAX)
+    except EOFError:
+        return None
+    except OSError as error:
+        raise MessageError("a replica sent a message longer than any that this program has.") from error

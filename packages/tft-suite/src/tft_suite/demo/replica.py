@@ -1,0 +1,115 @@
+"""One replica group of the demo: a plain training loop.
+
+Intuition: the loop is what a user would write; the demo adds only that it tells its supervisor what happened, and that
+it does not leave before everybody is done.
+
+Law of this file: training. The process around it stands in process, who is killed and when nobody here knows.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from tft_suite import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+from tft_suite.demo.data import draw, load
+from tft_suite.demo.events import HealingStarted, StepCommitted, StepDiscarded, TrainingEnded
+from tft_suite.demo.link import Link
+from tft_suite.demo.model import LEARNING_RATE, accuracy, digest_of, make_net
+from tft_suite.demo.process import ReplicaTask
+
+BATCH = 128
+TIMEOUT = timedelta(seconds=10)
+CONNECT_TIMEOUT = timedelta(seconds=30)
+
+
+@final
+class HeldError(Exception):
+    """The reason for a vote of no after the last step: this step was taken only to heal others."""
+
+
+def train(task: ReplicaTask, link: Link) -> None:
+    """Train to `task.steps`, then serve those behind until stopped.
+
+    Raises: whatever training raises; the supervisor reports it.
+    """
+    torch.set_num_threads(1)  # the replicas share the cores
+    train_part, test_part = load()
+    torch.manual_seed(task.seed * 1_000 + task.replica)  # replicas begin with different weights: the first step heals
+    net = make_net()
+    inner = torch.optim.Adam(net.parameters(), lr=LEARNING_RATE)
+
+    def state() -> dict[str, Any]:
+        return {"net": net.state_dict(), "optimizer": inner.state_dict()}
+
+    def load_state(healed: dict[str, Any]) -> None:
+        net.load_state_dict(healed["net"])
+        inner.load_state_dict(healed["optimizer"])
+
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=TIMEOUT),
+        load_state_dict=load_state,
+        state_dict=state,
+        min_replica_size=1,
+        timeout=TIMEOUT,
+        connect_timeout=CONNECT_TIMEOUT,
+        rank=0,
+        world_size=1,
+        replica_id=f"replica_{task.replica}",
+        lighthouse_addr=task.lighthouse_addr,
+        hostname="127.0.0.1",
+    )
+    try:
+        model = DistributedDataParallel(manager, net)
+        optimizer = Optimizer(manager, inner)
+
+        def take_step() -> None:
+            before = manager.current_step()
+            batch = draw(train_part, batch=BATCH, seed=task.seed, replica=task.replica, step=before)
+            optimizer.zero_grad()
+            loss = cross_entropy(model(batch.images), batch.labels)
+            took_part = manager.is_participating()
+            if not took_part:
+                link.tell(HealingStarted(at_s=0, replica=task.replica))
+            loss.backward()  # type: ignore[no-untyped-call]
+            participants = manager.num_participants()
+            is_held = link.is_held  # read once: what is voted on is what is told
+            if is_held:
+                manager.report_error(HeldError(f"replica {task.replica} is held at its last step, {task.steps}"))
+            optimizer.step()
+            step = manager.current_step()
+            if is_held:
+                return
+            if step > before:
+                link.tell(
+                    StepCommitted(
+                        at_s=0,
+                        replica=task.replica,
+                        step=step,
+                        participants=participants,
+                        took_part=took_part,
+                        loss=loss.item(),
+                    )
+                )
+            else:
+                link.tell(StepDiscarded(at_s=0, replica=task.replica, step=before))
+
+        while not link.is_stopped:
+            if manager.current_step() < task.steps or link.is_held:
+                take_step()
+            if manager.current_step() >= task.steps:
+                link.tell(
+                    TrainingEnded(
+                        at_s=0,
+                        replica=task.replica,
+                        step=manager.current_step(),
+                        digest=digest_of(net.state_dict(), inner.state_dict()),
+                        test_accuracy=accuracy(net, test_part),
+                    )
+                )
+                link.wait_for_order()
+    finally:
+        manager.shutdown()

@@ -1,0 +1,148 @@
+"""The run as one watches it: a live picture on a terminal, lines elsewhere.
+
+Intuition: both draw the same story; neither knows anything of its own.
+
+Law of this file: from a story and the time to what is shown. It starts nothing, and the run does not depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Protocol, final
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from tft_suite.demo.story import Note, ReplicaStory, State, Story
+
+NOTES_SHOWN = 12
+PROGRESS_LINES = 10
+
+STYLES = {
+    State.STARTING: "grey62",
+    State.HEALING: "yellow",
+    State.TRAINING: "green",
+    State.DEAD: "red",
+    State.DONE: "bold green",
+}
+
+
+class View(Protocol):
+    """Shows a run while it lasts, inside a `with`."""
+
+    def __enter__(self) -> View: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def show(self, story: Story, now_s: float) -> None:
+        """Called after each batch of events, and some ten times a second without."""
+
+
+def view_for(console: Console, *, steps: int) -> View:
+    """The live view if the console is a terminal, else the lines."""
+    if console.is_terminal and not console.is_dumb_terminal:
+        return LiveView(console, steps=steps)
+    return LineView(lambda line: console.out(line, highlight=False), steps=steps)
+
+
+@final
+class LiveView:
+    """Replicas as a table, and the last notes below."""
+
+    def __init__(self, console: Console, *, steps: int) -> None:
+        self._steps = steps
+        self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+
+    def __enter__(self) -> LiveView:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def show(self, story: Story, now_s: float) -> None:
+        self._live.update(picture(story, steps=self._steps, now_s=now_s), refresh=True)
+
+
+@final
+class LineView:
+    """Each note as a line, and a line of progress with every tenth of the steps."""
+
+    def __init__(self, write: Callable[[str], None], *, steps: int) -> None:
+        self._write = write
+        self._steps = steps
+        self._num_notes = 0
+        self._progress = 0
+
+    def __enter__(self) -> LineView:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing is open."""
+
+    def show(self, story: Story, now_s: float) -> None:
+        for note in story.notes[self._num_notes :]:
+            self._write(line_of(note))
+        self._num_notes = len(story.notes)
+        progress = story.step * PROGRESS_LINES // self._steps
+        if progress > self._progress:
+            self._progress = progress
+            self._write(line_of(Note(now_s, progress_of(story, steps=self._steps))))
+
+
+def line_of(note: Note) -> str:
+    return f"[{note.at_s:6.1f} s] {note.text}"
+
+
+def progress_of(story: Story, *, steps: int) -> str:
+    """One line about where the run is."""
+    losses = [who.loss for who in story.replicas if who.loss is not None]
+    loss = f", loss {sum(losses) / len(losses):.4f}" if losses else ""
+    return f"step {story.step} of {steps}, {participants_of(story)}{loss}"
+
+
+def participants_of(story: Story) -> str:
+    return f"{story.participants} participant{'' if story.participants == 1 else 's'}"
+
+
+def picture(story: Story, *, steps: int, now_s: float) -> RenderableType:
+    """The whole live view."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=True)
+    table.add_column("replica", justify="right")
+    table.add_column("state", min_width=10)
+    table.add_column("step", justify="right", min_width=len(str(steps)))
+    table.add_column("", ratio=1)
+    table.add_column("loss", justify="right", min_width=7)
+    table.add_column("starts", justify="right")
+    for who in story.replicas:
+        table.add_row(*row(who, steps=steps))
+    summary = Text(f"step {story.step} of {steps}   {participants_of(story)}   {now_s:.0f} s", style="bold")
+    notes = Text(no_wrap=True, overflow="ellipsis")
+    for note in story.notes[-NOTES_SHOWN:]:
+        notes.append(f"{note.at_s:6.1f} s  ", style="dim")
+        notes.append(f"{note.text}\n", style="red" if note.is_bad else "")
+    return Panel(Group(summary, Text(), table, Text(), notes), title="tft demo", title_align="left", border_style="dim")
+
+
+def row(who: ReplicaStory, *, steps: int) -> list[RenderableType]:
+    step = who.step or 0
+    style = STYLES[who.state]
+    return [
+        str(who.replica),
+        Text(f"● {who.state.value}", style=style),
+        "-" if who.step is None else str(step),
+        ProgressBar(total=steps, completed=step, complete_style=style, finished_style=style),
+        "-" if who.loss is None else f"{who.loss:.4f}",
+        str(who.num_starts),
+    ]

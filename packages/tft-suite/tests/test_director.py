@@ -1,0 +1,144 @@
+"""The director, told of runs that never were: what it orders, and in which order."""
+
+from __future__ import annotations
+
+from signal import SIGKILL, SIGSEGV
+
+from demo_script import committed, done, ended, killed, started, together
+
+from tft_suite.demo.director import (
+    FRUITLESS_STARTS_MAX,
+    HOLD_AFTER_S,
+    SILENCE_MAX_S,
+    Director,
+    EndRun,
+    HoldReplica,
+    KillReplica,
+    Order,
+    StartReplica,
+    StopReplica,
+)
+from tft_suite.demo.events import Event, ReplicaFailed
+from tft_suite.demo.schedule import Kill
+
+
+def director_of(*kills: Kill, replicas: int = 3) -> Director:
+    director = Director(replicas=replicas, kills=kills)
+    assert director.begin() == tuple(StartReplica(replica) for replica in range(replicas))
+    for replica in range(replicas):
+        assert director.on_event(started(replica)) == ()
+    return director
+
+
+def told(director: Director, *events: Event) -> list[Order]:
+    return [order for event in events for order in director.on_event(event)]
+
+
+def test_a_replica_is_killed_when_it_reports_its_step() -> None:
+    director = director_of(Kill(replica=1, step=3))
+    assert told(director, *together([0, 1, 2], [1, 2], participants=3), committed(0, 3, 3.0)) == []
+    assert told(director, committed(1, 3, 3.01)) == [KillReplica(1, 3)]
+    assert told(director, killed(1, 3, 3.02), committed(2, 3, 3.03)) == []
+
+
+def test_a_replica_that_healed_past_its_step_is_killed_at_its_next_commit() -> None:
+    director = director_of(Kill(replica=1, step=3))
+    assert told(director, committed(0, 1, 1), committed(1, 5, 5)) == [KillReplica(1, 5)]
+
+
+def test_the_last_one_that_holds_the_state_is_not_killed_until_another_trains() -> None:
+    director = director_of(Kill(replica=0, step=2), Kill(replica=1, step=3), replicas=2)
+    told(director, *together([0, 1], [1], participants=2))
+    assert told(director, committed(1, 2, 2), committed(0, 2, 2.01)) == [KillReplica(0, 2)]
+    told(director, killed(0, 2, 2.02), ended(0, 2.03, -SIGKILL), started(0, 2.04))
+    assert told(director, committed(1, 3, 3, participants=1), committed(1, 4, 4, participants=1)) == []
+    assert told(director, committed(0, 5, 5, took_part=False), committed(1, 5, 5.01)) == [KillReplica(1, 5)]
+
+
+def test_a_killed_replica_is_started_again_whoever_killed_it() -> None:
+    director = director_of()
+    told(director, *together([0, 1, 2], [1], participants=3))
+    assert told(director, ended(2, 1.5, -SIGKILL)) == [StartReplica(2)]
+
+
+def test_a_replica_that_died_otherwise_ends_the_run() -> None:
+    for exit_code, words in ((-SIGSEGV, "by SIGSEGV"), (0, "exit code 0"), (3, "exit code 3")):
+        director = director_of()
+        (order,) = told(director, ended(2, 1.5, exit_code))
+        assert order == EndRun(f"replica 2 ended before its time: {words}.")
+        assert told(director, ended(0, 1.6, -SIGKILL)) == []
+
+
+def test_a_replica_that_failed_ends_the_run_with_its_error() -> None:
+    director = director_of()
+    (order,) = told(director, ReplicaFailed(at_s=1, replica=2, error="ValueError: no"))
+    assert order == EndRun("replica 2 failed: ValueError: no")
+    assert told(director, ended(2, 1.1, 1)) == []
+
+
+def test_a_replica_that_is_killed_again_and_again_before_it_commits_ends_the_run() -> None:
+    director = director_of()
+    for attempt in range(1, FRUITLESS_STARTS_MAX):
+        assert told(director, ended(2, attempt, -SIGKILL)) == [StartReplica(2)]
+        told(director, started(2, attempt))
+    (order,) = told(director, ended(2, 9, -SIGKILL))
+    assert isinstance(order, EndRun)
+    assert "replica 2 was killed 3 times in a row" in str(order.error)
+
+
+def test_nobody_leaves_before_all_are_at_the_last_step() -> None:
+    director = director_of()
+    assert told(director, done(0, 5, 5), done(1, 5, 5.1)) == []
+    assert told(director, done(2, 5, 5.2)) == [StopReplica(0), StopReplica(1), StopReplica(2)]
+    assert told(director, done(2, 5, 5.3), ended(0, 6), ended(1, 6)) == []
+    assert told(director, ended(2, 6)) == [EndRun(None)]
+
+
+def test_a_replica_that_ends_badly_after_the_stop_fails_the_run() -> None:
+    director = director_of(replicas=1)
+    assert told(director, done(0, 5, 5), ended(0, 6, 1)) == [
+        StopReplica(0),
+        EndRun("replica 0 did not end well: exit code 1."),
+    ]
+
+
+def test_all_hold_when_one_stays_behind_the_others_and_who_is_behind_is_told_first() -> None:
+    director = director_of()
+    told(director, committed(1, 4, 4.9), done(0, 5, 5), done(2, 5, 5))
+    assert director.tick(5 + HOLD_AFTER_S / 2) == ()
+    assert director.tick(5 + HOLD_AFTER_S) == (HoldReplica(1), HoldReplica(0), HoldReplica(2))
+    assert director.tick(5 + HOLD_AFTER_S + 1) == ()
+    assert told(director, done(0, 5, 7.5), done(1, 5, 7.5)) == [StopReplica(0), StopReplica(1), StopReplica(2)]
+
+
+def test_a_replica_that_starts_while_others_hold_holds_too() -> None:
+    director = director_of()
+    told(director, done(0, 5, 5), done(1, 5, 5), ended(2, 5, -SIGKILL))
+    assert director.tick(5 + HOLD_AFTER_S) == (HoldReplica(0), HoldReplica(1))
+    assert told(director, started(2, 8)) == [HoldReplica(2)]
+
+
+def test_holding_has_an_end() -> None:
+    director = director_of()
+    told(director, done(0, 5, 5), done(2, 5, 5))
+    assert director.tick(5 + HOLD_AFTER_S)
+    told(director, done(0, 5, 60))  # repeated, so no news
+    (order,) = director.tick(5 + HOLD_AFTER_S + SILENCE_MAX_S)
+    assert isinstance(order, EndRun)
+    assert order.error
+
+
+def test_nobody_holds_while_all_still_train() -> None:
+    director = director_of()
+    told(director, *together([0, 1, 2], [1], participants=3))
+    assert director.tick(60) == ()
+
+
+def test_a_run_in_which_nothing_happens_is_given_up() -> None:
+    director = director_of()
+    told(director, *together([0, 1], [1], participants=2))
+    assert director.tick(SILENCE_MAX_S) == ()
+    (order,) = director.tick(2 + SILENCE_MAX_S)
+    assert isinstance(order, EndRun)
+    assert "after step 1 (replica 0 training, replica 1 training, replica 2 starting)" in str(order.error)
+    assert director.tick(3 + SILENCE_MAX_S) == ()
