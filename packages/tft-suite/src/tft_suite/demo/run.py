@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,8 @@ def run_demo(settings: DemoSettings, *, console: Console, body: str = TRAIN) -> 
         highlight=False,
         soft_wrap=True,
     )
+    # A replica, a restarted one too, is up in a fraction of a second: what it imports is there when it is forked.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["__main__", "torch", body.partition(":")[0]])
     with (
         caught_signals() as caught,
         logged(settings.out / "lighthouse.log", "tft_lighthouse"),

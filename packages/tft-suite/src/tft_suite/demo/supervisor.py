@@ -83,8 +83,6 @@ class Supervisor:
         self._body = body
         self._caught = caught
         self._context = multiprocessing.get_context("forkserver")
-        # A replica, restarted too, is up in a fraction of a second: all that it imports is there when it is forked.
-        self._context.set_forkserver_preload(["__main__", "torch", body.partition(":")[0]])
         kills = draw_kills(replicas=settings.replicas, steps=settings.steps, kills=settings.kills, seed=settings.seed)
         self._director = Director(replicas=settings.replicas, kills=kills)
         self._children: dict[int, Child] = {}
