@@ -13,7 +13,7 @@ from typing import final
 from tft_coord.client.caller import Caller, seconds
 from tft_coord.client.rank_session import RankSession
 from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest
-from tft_coord.errors import Closed, CoordinationError
+from tft_coord.errors import Closed, CoordinationError, ProtocolError
 from tft_coord.timeouts import Timeouts
 from tft_coord.views import QuorumResult, result_view
 from tft_coord.wire import codec, services
@@ -37,7 +37,7 @@ class ManagerClient:
         group_rank: opens this rank's session at once, as `open_session` does; None leaves it to the caller.
         token: shared secret of the job, or None.
         timeouts: of the job.
-    Raises: SettingError: the address is none. Unreachable: nobody answered in time. Refused: there is no such rank.
+    Raises: SettingError: the address is none. Unreachable: nobody answered in time. ProtocolError: no such rank.
     """
 
     def __init__(
@@ -81,9 +81,21 @@ class ManagerClient:
             Unreachable: the manager server is gone.
         """
         what = f"rank {group_rank}'s quorum for step {request.step}"
-        encoded = codec.encode_rank_request(group_rank, request)
-        answer = codec.decode_plan(self._caller.call(self._quorum_stub, encoded, seconds(timeout), what, again=True))
-        return Unchanged(answer) if isinstance(answer, QuorumKey) else answer
+        ask, timeout_s = codec.Ask(group_rank, request), seconds(timeout)
+        session = self._session
+        answer: Plan | QuorumKey | bool
+        if session is not None and session.group_rank == group_rank:
+            answer = session.call(ask, timeout_s, what)
+        else:
+            encoded = codec.encode_rank_request(ask)
+            answer = codec.decode_plan(self._caller.call(self._quorum_stub, encoded, timeout_s, what, again=True))
+        match answer:
+            case Plan():
+                return answer
+            case QuorumKey():
+                return Unchanged(answer)
+            case _:
+                raise ProtocolError(f"{what}: the manager server answered with a verdict; it is broken")
 
     def should_commit(
         self,
@@ -108,9 +120,17 @@ class ManagerClient:
         Raises: DeadlinePassed, GroupLost, Unreachable: there is no verdict; neither step nor go on without one.
         """
         what = f"rank {group_rank}'s vote on step {step}" + (f" of quorum {key}" if key is not None else "")
-        vote = codec.encode_vote(codec.Vote(group_rank, step, should_commit, key, purpose))
-        again = key is not None
-        return codec.decode_verdict(self._caller.call(self._commit_stub, vote, seconds(timeout), what, again=again))
+        vote, timeout_s = codec.Vote(group_rank, step, should_commit, key, purpose), seconds(timeout)
+        session = self._session
+        # Without a key a vote that is said twice could open the next round, so it travels as a call of its own.
+        if session is None or session.group_rank != group_rank or key is None:
+            encoded = codec.encode_vote(vote)
+            again = key is not None
+            return codec.decode_verdict(self._caller.call(self._commit_stub, encoded, timeout_s, what, again=again))
+        verdict = session.call(vote, timeout_s, what)
+        if not isinstance(verdict, bool):
+            raise ProtocolError(f"{what}: the manager server answered with a plan; it is broken")
+        return verdict
 
     def checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
         """Where the live state of that rank of this manager server's group can be fetched.
@@ -127,7 +147,7 @@ class ManagerClient:
         """Keep this rank's stream up until `close`: when it breaks for longer than reconnect_grace, the rank is lost.
 
         Returns when the manager server knows the rank.
-        Raises: Refused: the group has no such rank. Unreachable: the manager server did not answer.
+        Raises: ProtocolError: the group has no such rank. Unreachable: the manager server did not answer.
         """
         if self._closed:
             raise Closed("this manager client was closed; make a new one")

@@ -11,18 +11,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Sequence
-from typing import cast, final
+from collections.abc import Callable, Sequence
+from typing import NoReturn, TypeAlias, cast, final
 
 import grpc
 import grpc.aio
 
 from tft_coord.core import effects, events
 from tft_coord.core.group import GroupCore
-from tft_coord.core.types import Quorum, Refusal
+from tft_coord.core.types import Plan, Quorum, QuorumKey, Refusal
 from tft_coord.errors import ProtocolError, SettingError
 from tft_coord.manager_server.config import ManagerServerConfig
 from tft_coord.manager_server.link import LighthouseLink
+from tft_coord.transport.outbox import Outbox
 from tft_coord.transport.settings import fail, join_host_port, server_options
 from tft_coord.wire import codec, services
 from tft_coord.wire.services import Context
@@ -32,6 +33,9 @@ logger = logging.getLogger(__name__)
 # The answer to a deadline must reach the caller before its own clock ends the call.
 ANSWER_EARLIER_MS = 50
 LAST_ANSWERS_S = 0.1
+
+
+Answer: TypeAlias = Plan | QuorumKey | bool | codec.Failure
 
 
 @final
@@ -45,8 +49,8 @@ class ManagerServerShell:
     def __init__(self, config: ManagerServerConfig) -> None:
         self._config = config
         self._loop = asyncio.get_running_loop()
-        self._calls = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[bytes | effects.FailRank]] = {}
+        self._numbers = itertools.count(1)  # of calls and streams
+        self._waiting: dict[int, Callable[[Answer], None]] = {}
         self._healed_bytes: dict[int, int] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._server = grpc.aio.server(options=server_options(config.timeouts))
@@ -125,25 +129,26 @@ class ManagerServerShell:
         for decision in decisions:
             match decision:
                 case effects.AnswerRankUnchanged(call, _, key):
-                    self._answer(call, codec.encode_unchanged(key))
+                    self._answer(call, key)
                 case effects.AnswerVote(call, _, verdict):
-                    self._answer(call, codec.encode_verdict(verdict))
+                    self._answer(call, verdict)
                 case effects.AskLighthouse(request, member, held):
                     self._link.ask(request, member, held)
                 case effects.AnswerPlan(call, _, plan):
-                    self._answer(call, codec.encode_plan(plan))
+                    self._answer(call, plan)
                 case effects.WithdrawFromLighthouse(request):
                     self._link.withdraw(request)
-                case effects.FailRank(call):
-                    self._answer(call, decision)
+                case effects.FailRank(call, _, code, message):
+                    why = f" ({self._link.trouble})" if code == "deadline" and self._link.trouble else ""
+                    self._answer(call, codec.Failure(code, message + why))
                 case effects.ReportDeath(reason):
                     logger.info("replica %s ends: %s", self._config.replica_id, reason)
                     self._link.report_death(reason)
 
-    def _answer(self, call: int, answer: bytes | effects.FailRank) -> None:
-        waiting = self._waiting.get(call)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(answer)
+    def _answer(self, call: int, answer: Answer) -> None:
+        reply = self._waiting.pop(call, None)
+        if reply is not None:
+            reply(answer)
 
     def _watch_the_clock(self) -> None:
         """Have `tick` called when the core has something to do next. A timer that comes too early does no harm."""
@@ -165,26 +170,31 @@ class ManagerServerShell:
     def _now_ms(self) -> int:
         return int(self._loop.time() * 1000)
 
-    # --- unary calls of the ranks -------------------------------------------------------------------------------------
+    # --- unary calls -------------------------------------------------------------------------------------------------
 
     async def _answer_quorum(self, request: bytes, context: Context) -> bytes:
         try:
-            rank, asked = codec.decode_rank_request(request)
+            ask = codec.decode_rank_request(request)
         except ProtocolError as error:
             await fail(context, Refusal.MALFORMED.value, str(error))
-        deadline_ms = await self._deadline_ms(context)
-        call = next(self._calls)
-        return await self._wait(context, rank, events.RankAsked(rank, call, asked, deadline_ms))
+        match await self._ask_and_wait(context, ask):
+            case Plan() as plan:
+                return codec.encode_plan(plan)
+            case QuorumKey() as key:
+                return codec.encode_unchanged(key)
+            case answer:
+                return await self._fail(context, answer)
 
     async def _answer_vote(self, request: bytes, context: Context) -> bytes:
         try:
             vote = codec.decode_vote(request)
         except ProtocolError as error:
             await fail(context, Refusal.MALFORMED.value, str(error))
-        deadline_ms = await self._deadline_ms(context)
-        call, rank = next(self._calls), vote.group_rank
-        voted = events.RankVoted(rank, call, vote.key, vote.step, vote.purpose, vote.yes, deadline_ms)
-        return await self._wait(context, rank, voted)
+        match await self._ask_and_wait(context, vote):
+            case bool() as verdict:
+                return codec.encode_verdict(verdict)
+            case answer:
+                return await self._fail(context, answer)
 
     async def _answer_metadata(self, request: bytes, context: Context) -> bytes:
         try:
@@ -193,9 +203,7 @@ class ManagerServerShell:
             await fail(context, Refusal.MALFORMED.value, str(error))
         metadata = self._core.checkpoint_metadata(rank)
         if metadata is None:
-            sentence = (
-                f"rank not found: rank {rank} of replica {self._config.replica_id} has not asked for a quorum yet"
-            )
+            sentence = f"rank not found: rank {rank} of replica {self._config.replica_id} has asked for no quorum yet"
             await fail(context, Refusal.MALFORMED.value, sentence)
         return codec.encode_metadata(metadata)
 
@@ -204,66 +212,117 @@ class ManagerServerShell:
             grpc.StatusCode.UNIMPLEMENTED, "this manager server ends no process; kill the replica's processes instead"
         )
 
-    async def _wait(self, context: Context, rank: int, event: events.RankAsked | events.RankVoted) -> bytes:
-        waiting = self._waiting[event.call] = self._loop.create_future()
-        try:
-            self._handle(event)
-            answer = await waiting
-        except asyncio.CancelledError:
-            self._handle(events.RankWithdrew(rank, event.call))
-            raise
-        finally:
-            del self._waiting[event.call]
-        if isinstance(answer, bytes):
-            return answer
-        sentence = answer.message
-        if answer.code == "deadline" and self._link.trouble:
-            sentence = f"{sentence} ({self._link.trouble})"
-        return await fail(context, answer.code, sentence)
-
-    async def _deadline_ms(self, context: Context) -> int:
-        """When the answer must be given. Ends a call without a deadline."""
-        remaining = cast("float | None", context.time_remaining())
-        if remaining is None:
+    async def _ask_and_wait(self, context: Context, asked: codec.Ask | codec.Vote) -> Answer:
+        remaining_s = cast("float | None", context.time_remaining())
+        if remaining_s is None:
             await fail(
                 context, Refusal.MALFORMED.value, "missing timeout: give the call a deadline, the grpc-timeout header"
             )
-        remaining_ms = int(remaining * 1000)
-        return self._now_ms() + remaining_ms - min(ANSWER_EARLIER_MS, remaining_ms // 10)
+        waiting: asyncio.Future[Answer] = self._loop.create_future()
 
-    # --- a rank's stream ----------------------------------------------------------------------------------------------
+        def reply(answer: Answer) -> None:
+            if not waiting.done():
+                waiting.set_result(answer)
+
+        call = self._ask(asked, int(remaining_s * 1000), reply)
+        try:
+            return await waiting
+        except asyncio.CancelledError:
+            self._withdraw(asked.group_rank, call)
+            raise
+
+    async def _fail(self, context: Context, answer: Answer) -> NoReturn:
+        assert isinstance(answer, codec.Failure), f"{answer} answers another question"
+        await fail(context, answer.code, answer.message)
+
+    # --- calls of either kind ----------------------------------------------------------------------------------------
+
+    def _ask(self, asked: codec.Ask | codec.Vote, remaining_ms: int, reply: Callable[[Answer], None]) -> int:
+        """Tell the core of it; `reply` is called once, now or later, unless the call is withdrawn."""
+        call, rank = next(self._numbers), asked.group_rank
+        self._waiting[call] = reply
+        deadline_ms = self._now_ms() + remaining_ms - min(ANSWER_EARLIER_MS, remaining_ms // 10)
+        match asked:
+            case codec.Ask():
+                self._handle(events.RankAsked(rank, call, asked.request, deadline_ms))
+            case codec.Vote():
+                self._handle(events.RankVoted(rank, call, asked.key, asked.step, asked.purpose, asked.yes, deadline_ms))
+        return call
+
+    def _withdraw(self, rank: int, call: int) -> None:
+        if self._waiting.pop(call, None) is not None:
+            self._handle(events.RankWithdrew(rank, call))
+
+    # --- a rank's stream ---------------------------------------------------------------------------------------
 
     async def _serve_rank(self, _messages: object, context: Context) -> None:
-        rank, stream, left = -1, next(self._calls), False
+        rank = _RankStream(next(self._numbers))
+        reader = self._loop.create_task(self._read(rank, context))
         try:
-            while True:
-                message = cast("object", await context.read())
-                if not isinstance(message, bytes):
-                    break  # the rank closed its side
-                match codec.decode_from_rank(message):
-                    case codec.RankHello(group_rank, session):
-                        if group_rank >= self._config.world_size:
-                            await context.write(codec.encode_to_rank(self._no_such_rank(group_rank)))
-                            return
-                        rank = group_rank
-                        self._handle(events.RankConnected(rank, stream))
-                        await context.write(codec.encode_to_rank(effects.Welcome(stream, session, 0, "")))
-                    case codec.RankBeat(healed_bytes) if rank >= 0:
-                        self._healed_bytes[rank] = max(healed_bytes, self._healed_bytes.get(rank, 0))
-                        self._link.healed(sum(self._healed_bytes.values()))
-                    case codec.RankGoodbye():
-                        left = True
-                    case codec.RankBeat():
-                        raise ProtocolError("a rank's stream beats before its hello")
-        except ProtocolError as error:
-            await fail(context, Refusal.MALFORMED.value, str(error))
+            await rank.outbox.write_all(context.write)
         finally:
-            if rank >= 0:
-                self._handle(events.RankDisconnected(rank, stream, left))
+            reader.cancel()
+            for call in rank.calls.values():
+                self._withdraw(rank.rank, call)
+            if rank.rank >= 0:
+                self._handle(events.RankDisconnected(rank.rank, rank.stream, rank.left))
 
-    def _no_such_rank(self, rank: int) -> effects.RefuseSession:
-        sentence = (
-            f"replica {self._config.replica_id} has world size {self._config.world_size} and no rank {rank}; "
-            "give every process of the group the same WORLD_SIZE and its own RANK below it"
-        )
-        return effects.RefuseSession(0, Refusal.MALFORMED, sentence)
+    async def _read(self, rank: _RankStream, context: Context) -> None:
+        """Hear the stream until the rank closes its side, breaks, or talks nonsense."""
+        try:
+            while isinstance(message := cast("object", await context.read()), bytes):
+                self._heard(rank, codec.decode_from_rank(message))
+        except ProtocolError as error:
+            logger.warning("the stream of rank %d from %s is ended: %s", rank.rank, context.peer(), error)
+            rank.say(effects.RefuseSession(0, Refusal.MALFORMED, str(error)))
+        finally:
+            rank.outbox.close()
+
+    def _heard(self, rank: _RankStream, message: codec.FromRank) -> None:
+        """Raises: ProtocolError: it makes no sense here; the stream ends."""
+        match message:
+            case codec.RankHello(group_rank, session):
+                if group_rank >= self._config.world_size:
+                    raise ProtocolError(
+                        f"replica {self._config.replica_id} has world size {self._config.world_size} and no rank "
+                        f"{group_rank}; give every process of the group the same WORLD_SIZE and its own RANK below it"
+                    )
+                rank.rank = group_rank
+                self._handle(events.RankConnected(group_rank, rank.stream))
+                rank.say(effects.Welcome(0, session, 0, ""))
+            case _ if rank.rank < 0:
+                raise ProtocolError("a rank's stream must begin with a hello")
+            case codec.RankCall(number, timeout_ms, asked):
+                if asked.group_rank != rank.rank:
+                    raise ProtocolError(f"the stream of rank {rank.rank} asks for rank {asked.group_rank}")
+
+                def reply(answer: Answer) -> None:
+                    rank.calls.pop(number, None)
+                    rank.say(codec.RankAnswer(number, answer))
+
+                call = self._ask(asked, timeout_ms, reply)
+                if call in self._waiting:
+                    rank.calls[number] = call
+            case codec.RankWithdraw(number):
+                call = rank.calls.pop(number, 0)
+                self._withdraw(rank.rank, call)
+            case codec.RankBeat(healed_bytes):
+                self._healed_bytes[rank.rank] = max(healed_bytes, self._healed_bytes.get(rank.rank, 0))
+                self._link.healed(sum(self._healed_bytes.values()))
+            case codec.RankGoodbye():
+                rank.left = True
+
+
+@final
+class _RankStream:
+    """One stream of one rank: its number here, and the calls on it that wait, by the rank's numbers."""
+
+    def __init__(self, stream: int) -> None:
+        self.stream = stream
+        self.outbox = Outbox()
+        self.calls: dict[int, int] = {}
+        self.rank = -1
+        self.left = False
+
+    def say(self, message: codec.ToRank) -> None:
+        self.outbox.put(codec.encode_to_rank(message))

@@ -111,20 +111,36 @@ def error_of(failure: grpc.RpcError, what: str) -> CoordinationError:
     status, details = failure.code(), failure.details() or ""
     trailing: Any = failure.trailing_metadata() or ()
     code = next((_text(value) for key, value in trailing if key == CODE_KEY), "")
+    if code:
+        return error_of_code(code, details, what)
     sentence = f"{what}: {details}" if details else what
-    if code == "deadline" or (not code and status in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)):
-        return DeadlinePassed(sentence if code else f"{what}: no answer before the deadline")
-    if code == "group_lost":
-        return GroupLost(sentence)
-    if code == Refusal.STALE.value:
-        return StaleQuorum(sentence)
-    if code == Refusal.MALFORMED.value or status in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED):
-        return ProtocolError(sentence)
-    if code or status in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED):
-        return Refused(sentence, code=code or status.name.lower())
-    if status is grpc.StatusCode.UNAVAILABLE:
-        return Unreachable(sentence)
-    return CoordinationError(f"{what}: {status.name}: {details}")
+    match status:
+        case grpc.StatusCode.DEADLINE_EXCEEDED | grpc.StatusCode.CANCELLED:
+            return DeadlinePassed(f"{what}: no answer before the deadline")
+        case grpc.StatusCode.UNAVAILABLE:
+            return Unreachable(sentence)
+        case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.UNIMPLEMENTED:
+            return ProtocolError(sentence)
+        case grpc.StatusCode.PERMISSION_DENIED | grpc.StatusCode.UNAUTHENTICATED:
+            return Refused(sentence, code=status.name.lower())
+        case _:
+            return CoordinationError(f"{what}: {status.name}: {details}")
+
+
+def error_of_code(code: str, message: str, what: str) -> CoordinationError:
+    """Our error for a code of ours, wherever it was read."""
+    sentence = f"{what}: {message}"
+    match code:
+        case "deadline":
+            return DeadlinePassed(sentence)
+        case "group_lost":
+            return GroupLost(sentence)
+        case Refusal.STALE.value:
+            return StaleQuorum(sentence)
+        case Refusal.MALFORMED.value:
+            return ProtocolError(sentence)
+        case _:
+            return Refused(sentence, code=code)
 
 
 def _text(value: Any) -> str:

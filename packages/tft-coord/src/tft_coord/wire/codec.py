@@ -87,6 +87,14 @@ class RankGoodbye:
 
 
 @dataclass(frozen=True, slots=True)
+class Ask:
+    """A rank's question for the next quorum."""
+
+    group_rank: int
+    request: RankRequest
+
+
+@dataclass(frozen=True, slots=True)
 class Vote:
     """A rank's vote. `key` is None from a client that names no quorum."""
 
@@ -95,6 +103,42 @@ class Vote:
     yes: bool
     key: QuorumKey | None
     purpose: Purpose
+
+
+@dataclass(frozen=True, slots=True)
+class RankCall:
+    """A call on a rank's stream. `call` is the rank's number, rising; the answer must be there in `timeout_ms`."""
+
+    call: int
+    timeout_ms: int
+    asked: Ask | Vote
+
+
+@dataclass(frozen=True, slots=True)
+class RankWithdraw:
+    """The rank gave that call up."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A call failed. `code` is a Refusal's value, "deadline", "group_lost" or "stale"."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankAnswer:
+    """The answer to a call: a plan, the key of the plan that stands, a verdict, or why there is none."""
+
+    call: int
+    answer: Plan | QuorumKey | bool | Failure
+
+
+FromRank = RankHello | RankBeat | RankGoodbye | RankCall | RankWithdraw
+ToRank = Welcome | RefuseSession | RankAnswer
 
 
 # --- a manager server's stream to the lighthouse ---------------------------------------------------------------------
@@ -271,10 +315,20 @@ def decode_heartbeat(data: bytes) -> str:
 # --- a group rank and its manager server -----------------------------------------------------------------------------
 
 
-def encode_rank_request(group_rank: int, request: RankRequest) -> bytes:
+def encode_rank_request(ask: Ask) -> bytes:
     """A rank's question for the next quorum."""
+    return _ask_to_wire(ask).SerializeToString()
+
+
+def decode_rank_request(data: bytes) -> Ask:
+    """A rank's question. Raises: ProtocolError: damaged or out of bounds."""
+    return _ask_from_wire(_parse(pb.ManagerQuorumRequest, data))
+
+
+def _ask_to_wire(ask: Ask) -> pb.ManagerQuorumRequest:
+    request = ask.request
     return pb.ManagerQuorumRequest(
-        group_rank=group_rank,
+        group_rank=ask.group_rank,
         step=request.step,
         checkpoint_metadata=request.checkpoint_metadata,
         shrink_only=request.shrink_only,
@@ -292,15 +346,13 @@ def encode_rank_request(group_rank: int, request: RankRequest) -> bytes:
         min_replica_size=request.min_replica_size,
         data=request.data,
         held=_key_to_wire(request.held),
-    ).SerializeToString()
+    )
 
 
-def decode_rank_request(data: bytes) -> tuple[int, RankRequest]:
-    """The rank and what it asks. Raises: ProtocolError: damaged or out of bounds."""
-    message = _parse(pb.ManagerQuorumRequest, data)
+def _ask_from_wire(message: pb.ManagerQuorumRequest) -> Ask:
     ours = message.min_replica_size > 0
     rank = _count("group_rank", message.group_rank, MAX_WORLD_SIZE)
-    return rank, RankRequest(
+    request = RankRequest(
         step=_count("step", message.step, MAX_INT64),
         lineage=message.lineage if message.HasField("lineage") else None,
         live=message.live,
@@ -319,10 +371,25 @@ def decode_rank_request(data: bytes) -> tuple[int, RankRequest]:
         data=_text("data", message.data, MAX_DATA_BYTES),
         reconfigure_handle=_text("reconfigure_handle", message.reconfigure_handle, MAX_METADATA_BYTES),
     )
+    return Ask(rank, request)
 
 
 def encode_plan(plan: Plan) -> bytes:
     """A rank's plan, in torchft's fields as far as they reach and in ours beyond."""
+    return _plan_to_wire(plan).SerializeToString()
+
+
+def encode_unchanged(key: QuorumKey) -> bytes:
+    """The short answer to a rank: its plan of that key stands."""
+    return _unchanged_to_wire(key).SerializeToString()
+
+
+def decode_plan(data: bytes) -> Plan | QuorumKey:
+    """A rank's plan, or the key of the one that stands. Raises: ProtocolError: damaged or out of bounds."""
+    return _plan_from_wire(_parse(pb.ManagerQuorumResponse, data))
+
+
+def _plan_to_wire(plan: Plan) -> pb.ManagerQuorumResponse:
     first = plan.sources[0] if plan.sources else None
     return pb.ManagerQuorumResponse(
         quorum_id=plan.key.quorum_id,
@@ -349,17 +416,14 @@ def encode_plan(plan: Plan) -> bytes:
         up_to_date=plan.up_to_date,
         participants=plan.participants,
         min_replica_size=plan.min_replica_size,
-    ).SerializeToString()
+    )
 
 
-def encode_unchanged(key: QuorumKey) -> bytes:
-    """The short answer to a rank: its plan of that key stands."""
-    return pb.ManagerQuorumResponse(quorum_id=key.quorum_id, nonce=key.nonce, unchanged=True).SerializeToString()
+def _unchanged_to_wire(key: QuorumKey) -> pb.ManagerQuorumResponse:
+    return pb.ManagerQuorumResponse(quorum_id=key.quorum_id, nonce=key.nonce, unchanged=True)
 
 
-def decode_plan(data: bytes) -> Plan | QuorumKey:
-    """A rank's plan, or the key of the one that stands. Raises: ProtocolError: damaged or out of bounds."""
-    message = _parse(pb.ManagerQuorumResponse, data)
+def _plan_from_wire(message: pb.ManagerQuorumResponse) -> Plan | QuorumKey:
     key = QuorumKey(message.quorum_id, message.nonce)
     if message.unchanged:
         return key
@@ -404,18 +468,25 @@ def decode_plan(data: bytes) -> Plan | QuorumKey:
 
 def encode_vote(vote: Vote) -> bytes:
     """A rank's vote."""
+    return _vote_to_wire(vote).SerializeToString()
+
+
+def decode_vote(data: bytes) -> Vote:
+    """A rank's vote. Raises: ProtocolError: damaged or out of bounds."""
+    return _vote_from_wire(_parse(pb.ShouldCommitRequest, data))
+
+
+def _vote_to_wire(vote: Vote) -> pb.ShouldCommitRequest:
     return pb.ShouldCommitRequest(
         should_commit=vote.yes,
         group_rank=vote.group_rank,
         step=vote.step,
         key=_key_to_wire(vote.key),
         purpose=pb.STAGED if vote.purpose is Purpose.STAGED else pb.COMMIT,
-    ).SerializeToString()
+    )
 
 
-def decode_vote(data: bytes) -> Vote:
-    """A rank's vote. Raises: ProtocolError: damaged or out of bounds."""
-    message = _parse(pb.ShouldCommitRequest, data)
+def _vote_from_wire(message: pb.ShouldCommitRequest) -> Vote:
     if message.purpose not in (pb.COMMIT, pb.STAGED):
         raise ProtocolError(f"a vote's purpose is {message.purpose}; this version knows 0 and 1")
     return Vote(
@@ -458,47 +529,75 @@ def decode_metadata(data: bytes) -> str:
     return _text("checkpoint_metadata", message.checkpoint_metadata, MAX_METADATA_BYTES)
 
 
-def encode_from_rank(message: RankHello | RankBeat | RankGoodbye) -> bytes:
+def encode_from_rank(message: FromRank) -> bytes:
     """A message on a rank's stream."""
     match message:
+        case RankCall(call, timeout_ms, Ask() as asked):
+            asks = pb.RankCall(call=call, timeout_ms=timeout_ms, quorum=_ask_to_wire(asked))
+            return pb.ToManagerServer(call=asks).SerializeToString()
+        case RankCall(call, timeout_ms, Vote() as vote):
+            votes = pb.RankCall(call=call, timeout_ms=timeout_ms, vote=_vote_to_wire(vote))
+            return pb.ToManagerServer(call=votes).SerializeToString()
         case RankHello():
             hello = pb.RankHello(group_rank=message.group_rank, session=message.session)
             return pb.ToManagerServer(hello=hello).SerializeToString()
         case RankBeat():
             return pb.ToManagerServer(beat=pb.RankBeat(healed_bytes=message.healed_bytes)).SerializeToString()
+        case RankWithdraw():
+            return pb.ToManagerServer(withdraw=pb.RankWithdraw(call=message.call)).SerializeToString()
         case RankGoodbye():
             return pb.ToManagerServer(goodbye=pb.RankGoodbye()).SerializeToString()
+    raise AssertionError(f"{message} is no message of a rank")
 
 
-def decode_from_rank(data: bytes) -> RankHello | RankBeat | RankGoodbye:
+def decode_from_rank(data: bytes) -> FromRank:
     """A message that came on a rank's stream. Raises: ProtocolError: damaged or out of bounds."""
     message = _parse(pb.ToManagerServer, data)
     match message.WhichOneof("message"):
+        case "call":
+            return _call_from_wire(message.call)
         case "hello":
             return RankHello(_count("group_rank", message.hello.group_rank, MAX_WORLD_SIZE), message.hello.session)
         case "beat":
             return RankBeat(message.beat.healed_bytes)
+        case "withdraw":
+            return RankWithdraw(message.withdraw.call)
         case "goodbye":
             return RankGoodbye()
         case _:
             raise ProtocolError("a message to the manager server says nothing that this version knows")
 
 
-def encode_to_rank(message: Welcome | RefuseSession) -> bytes:
-    """A manager server's answer to a rank's hello."""
+def encode_to_rank(message: ToRank) -> bytes:
+    """A manager server's message to a rank."""
     match message:
+        case RankAnswer(call, bool() as verdict):
+            answer = pb.RankAnswer(call=call, verdict=pb.ShouldCommitResponse(should_commit=verdict))
+            return pb.FromManagerServer(answer=answer).SerializeToString()
+        case RankAnswer(call, QuorumKey() as key):
+            answer = pb.RankAnswer(call=call, plan=_unchanged_to_wire(key))
+            return pb.FromManagerServer(answer=answer).SerializeToString()
+        case RankAnswer(call, Plan() as plan):
+            answer = pb.RankAnswer(call=call, plan=_plan_to_wire(plan))
+            return pb.FromManagerServer(answer=answer).SerializeToString()
+        case RankAnswer(call, Failure(code, sentence)):
+            answer = pb.RankAnswer(call=call, refused=pb.Refused(code=code, message=_clip(sentence)))
+            return pb.FromManagerServer(answer=answer).SerializeToString()
         case Welcome():
             welcome = pb.Welcome(session=message.session)
             return pb.FromManagerServer(welcome=welcome).SerializeToString()
         case RefuseSession():
             refused = pb.Refused(code=message.refusal.value, message=_clip(message.message))
             return pb.FromManagerServer(refused=refused).SerializeToString()
+    raise AssertionError(f"{message} is no message to a rank")
 
 
-def decode_to_rank(data: bytes) -> Welcome | RefuseSession:
-    """A manager server's answer to a hello. Raises: ProtocolError: damaged or out of bounds."""
+def decode_to_rank(data: bytes) -> ToRank:
+    """A manager server's message to a rank. Raises: ProtocolError: damaged or out of bounds."""
     message = _parse(pb.FromManagerServer, data)
     match message.WhichOneof("message"):
+        case "answer":
+            return RankAnswer(message.answer.call, _rank_answer_from_wire(message.answer))
         case "welcome":
             return Welcome(0, message.welcome.session, 0, "")
         case "refused":
@@ -600,6 +699,30 @@ def _hello_from_wire(message: pb.Hello) -> Hello:
         held=_key_from_wire(message.held) if message.HasField("held") else None,
         lighthouse_started_ms=_count("lighthouse_started_ms", message.lighthouse_started_ms, MAX_INT64),
     )
+
+
+def _call_from_wire(message: pb.RankCall) -> RankCall:
+    timeout_ms = _count("timeout_ms", message.timeout_ms)
+    match message.WhichOneof("asked"):
+        case "quorum":
+            return RankCall(message.call, timeout_ms, _ask_from_wire(message.quorum))
+        case "vote":
+            return RankCall(message.call, timeout_ms, _vote_from_wire(message.vote))
+        case _:
+            raise ProtocolError("a rank's call asks nothing that this version knows")
+
+
+def _rank_answer_from_wire(message: pb.RankAnswer) -> Plan | QuorumKey | bool | Failure:
+    match message.WhichOneof("answer"):
+        case "plan":
+            return _plan_from_wire(message.plan)
+        case "verdict":
+            return message.verdict.should_commit
+        case "refused":
+            refused = message.refused
+            return Failure(_name("code", refused.code), _text("message", refused.message, MAX_SENTENCE_BYTES))
+        case _:
+            raise ProtocolError("an answer of the manager server says nothing that this version knows")
 
 
 def _answer_from_wire(message: pb.QuorumAnswer) -> AnswerQuorum | AnswerUnchanged | RefuseRequest:

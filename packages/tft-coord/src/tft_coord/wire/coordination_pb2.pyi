@@ -413,20 +413,56 @@ class RankGoodbye(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class RankCall(_message.Message):
+    __slots__ = ("call", "timeout_ms", "quorum", "vote")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_FIELD_NUMBER: _ClassVar[int]
+    VOTE_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    timeout_ms: int
+    quorum: ManagerQuorumRequest
+    vote: ShouldCommitRequest
+    def __init__(self, call: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., quorum: _Optional[_Union[ManagerQuorumRequest, _Mapping]] = ..., vote: _Optional[_Union[ShouldCommitRequest, _Mapping]] = ...) -> None: ...
+
+class RankWithdraw(_message.Message):
+    __slots__ = ("call",)
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    def __init__(self, call: _Optional[int] = ...) -> None: ...
+
 class ToManagerServer(_message.Message):
-    __slots__ = ("hello", "beat", "goodbye")
+    __slots__ = ("hello", "beat", "goodbye", "call", "withdraw")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAW_FIELD_NUMBER: _ClassVar[int]
     hello: RankHello
     beat: RankBeat
     goodbye: RankGoodbye
-    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., beat: _Optional[_Union[RankBeat, _Mapping]] = ..., goodbye: _Optional[_Union[RankGoodbye, _Mapping]] = ...) -> None: ...
+    call: RankCall
+    withdraw: RankWithdraw
+    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., beat: _Optional[_Union[RankBeat, _Mapping]] = ..., goodbye: _Optional[_Union[RankGoodbye, _Mapping]] = ..., call: _Optional[_Union[RankCall, _Mapping]] = ..., withdraw: _Optional[_Union[RankWithdraw, _Mapping]] = ...) -> None: ...
+
+class RankAnswer(_message.Message):
+    __slots__ = ("call", "plan", "verdict", "refused")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    plan: ManagerQuorumResponse
+    verdict: ShouldCommitResponse
+    refused: Refused
+    def __init__(self, call: _Optional[int] = ..., plan: _Optional[_Union[ManagerQuorumResponse, _Mapping]] = ..., verdict: _Optional[_Union[ShouldCommitResponse, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
 
 class FromManagerServer(_message.Message):
-    __slots__ = ("welcome", "refused")
+    __slots__ = ("welcome", "refused", "answer")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refused: Refused
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
+    answer: RankAnswer
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., answer: _Optional[_Union[RankAnswer, _Mapping]] = ...) -> None: ...
