@@ -15,7 +15,7 @@ from tft_algos.errors import (
     Unsupported,
     UsageError,
 )
-from tft_algos.manager import Coordinator, Manager, ManagerConfig, WorldSizeMode
+from tft_algos.manager import Coordinator, Group, Manager, ManagerConfig, WorldSizeMode
 from tft_algos.optim import Optimizer
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Coordinator",
     "DistributedDataParallel",
     "ExceptionWithTraceback",
+    "Group",
     "HealingFailed",
     "Manager",
     "ManagerConfig",

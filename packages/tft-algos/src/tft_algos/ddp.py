@@ -62,7 +62,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             raise Unsupported("static_graph needs gradient_as_bucket_view here; leave gradient_as_bucket_view out")
         group = process_group if process_group is not None else ProcessGroupDummy(0, 1)
         super().__init__(module, process_group=group, **kwargs)
-        self.register_comm_hook(_Backward(manager, process_group), _reduce)
+        # Torch compares a hook's annotations with types, and ours are strings; a lambda has none.
+        self.register_comm_hook(_Backward(manager, process_group), lambda state, bucket: _reduce(state, bucket))
         self.reducer._push_all_rebuilt_params()
         if not self.reducer._rebuild_buckets():
             raise SettingError(

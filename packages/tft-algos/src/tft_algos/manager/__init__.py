@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tft_algos.manager.config import ManagerConfig, ResolvedConfig, WorldSizeMode
-from tft_algos.manager.coordinator import Coordinator, ServerRestarted
 from tft_algos.manager.manager import Manager
+from tft_algos.manager.parts import Coordinator, Group, ServerRestarted
 
-__all__ = ["Coordinator", "Manager", "ManagerConfig", "ResolvedConfig", "ServerRestarted", "WorldSizeMode"]
+__all__ = ["Coordinator", "Group", "Manager", "ManagerConfig", "ResolvedConfig", "ServerRestarted", "WorldSizeMode"]

@@ -12,13 +12,14 @@ from __future__ import annotations
 import difflib
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any, Final
 
 from tft_algos.errors import SettingError, UnknownSetting
 from tft_ckpt import CheckpointTransport
 from tft_coord.errors import SettingError as CoordinationSettingError
+from tft_coord.security import check_token, read_token
 from tft_coord.timeouts import Timeouts
 
 DEFAULT_JOB: Final = "default"
@@ -67,6 +68,7 @@ class ManagerConfig:
         max_retries: failed steps in a row that are allowed; None: any number.
         quorum_retries: tries again inside the manager server; env TORCHFT_QUORUM_RETRIES. Default 0.
         job: jobs of different names on one lighthouse never meet; env TFT_JOB_ID. Default "default".
+        token: the job's shared secret, shown to and demanded of everybody; env TFT_TOKEN or TFT_TOKEN_FILE.
     Raises: SettingError: a value can't work; one sentence names it.
     """
 
@@ -92,6 +94,7 @@ class ManagerConfig:
     max_retries: int | None = None
     quorum_retries: int | None = None
     job: str | None = None
+    token: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self._check_whole("min_replica_size", 1)
@@ -110,10 +113,10 @@ class ManagerConfig:
                 raise SettingError(f"{name} is {getattr(self, name)}; a port is 0 to 65535")
         if self.rank is not None and self.world_size and self.rank >= self.world_size:
             raise SettingError(f"rank is {self.rank} and world_size {self.world_size}; a rank is below the world size")
-        for name in ("store_addr", "lighthouse_addr", "replica_id", "hostname", "job"):
+        for name in ("store_addr", "lighthouse_addr", "replica_id", "hostname", "job", "token"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
-                raise SettingError(f"{name} is {value!r}; give a string")
+                raise SettingError(f"{name} is a {type(value).__name__}; give a string")
         if self.job is not None and (not self.job or "/" in self.job):
             raise SettingError(f"job is {self.job!r}; give a name without a slash")
 
@@ -162,6 +165,7 @@ class ResolvedConfig:
     max_retries: int | None
     quorum_retries: int
     job: str
+    token: str | None = field(repr=False)
     run_scope: str
     group_scope: str
 
@@ -262,9 +266,17 @@ def from_environment(
         max_retries=config.max_retries,
         quorum_retries=retries if retries is not None else _whole(environ, "TORCHFT_QUORUM_RETRIES", 0) or 0,
         job=job,
+        token=_token(config, environ),
         run_scope=f"{group_scope}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
         group_scope=group_scope,
     )
+
+
+def _token(config: ManagerConfig, environ: Mapping[str, str]) -> str | None:
+    try:
+        return check_token(config.token) if config.token is not None else read_token(environ)
+    except CoordinationSettingError as error:
+        raise SettingError(str(error)) from error
 
 
 def _timeouts(config: ManagerConfig, environ: Mapping[str, str]) -> tuple[Timeouts, bool]:

@@ -1,8 +1,7 @@
-"""What a Manager needs of coordination, as one small interface, and the one that real jobs use.
+"""How a replica group speaks with the lighthouse and agrees with itself.
 
-The interface has what the step needs and no more: a plan for a request, a verdict for a vote, the address of a
-source's state. The real one belongs to a replica group: rank 0 runs the manager server in a child process, every rank
-holds a client and a session to it.
+Rank 0 runs the manager server in a child process; every rank holds a client and a session to it. When the server of a
+group of one dies, a new one takes its place at once; a larger group is lost, and says so.
 
 Law of this file: translating between the Manager and tft_coord; nothing is decided about steps.
 """
@@ -13,10 +12,11 @@ import logging
 import threading
 import uuid
 from datetime import timedelta
-from typing import Final, Protocol, final
+from typing import Final, final
 
 from tft_algos.manager.config import ResolvedConfig
 from tft_algos.manager.group_store import GroupStore, open_group_store
+from tft_algos.manager.parts import ServerRestarted
 from tft_coord import ManagerClient, ManagerServer
 from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest
 from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, GroupLost, Unreachable
@@ -24,48 +24,6 @@ from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, GroupLos
 logger = logging.getLogger("tft_algos.manager")
 
 WATCH_INTERVAL_S: Final = 0.1
-
-
-class ServerRestarted(Exception):
-    """The manager server of a group of one had died; a new one runs. What was open there counts as no."""
-
-
-class Coordinator(Protocol):
-    """What a Manager asks of coordination. Its methods are called from two threads at most, never the same one twice.
-
-    Attributes:
-        replica_id: full id of the replica group.
-    """
-
-    @property
-    def replica_id(self) -> str: ...
-
-    def quorum(self, request: RankRequest, timeout: timedelta) -> Plan | QuorumKey:
-        """Ask for the next quorum.
-
-        Returns: the plan, or the key of the quorum that stands unchanged.
-        Raises: DeadlinePassed, Refused, GroupLost, Closed; ServerRestarted: ask again, holding nothing.
-        """
-        ...
-
-    def vote(self, step: int, yes: bool, timeout: timedelta, *, key: QuorumKey, purpose: Purpose) -> bool:
-        """Vote; returns the verdict of the whole group.
-
-        Raises: DeadlinePassed, GroupLost, Closed; ServerRestarted: it counts as a no.
-        """
-        ...
-
-    def source_metadata(self, address: str, timeout: timedelta) -> str:
-        """Where the state of this group rank can be fetched, asked of a source's manager server."""
-        ...
-
-    def healed(self, bytes_total: int) -> None:
-        """Bytes of live state received so far in this process's life; shows that a healing goes on."""
-        ...
-
-    def close(self) -> None:
-        """End everything; again does nothing."""
-        ...
 
 
 @final
@@ -114,6 +72,8 @@ class GroupCoordinator:
         return answer if isinstance(answer, Plan) else answer.key
 
     def vote(self, step: int, yes: bool, timeout: timedelta, *, key: QuorumKey, purpose: Purpose) -> bool:
+        if self._config.world_size == 1:
+            return yes  # the verdict of one rank is its vote, whoever lives
         client = self._client_in_use()
         try:
             return client.should_commit(self._config.rank, step, yes, timeout, key=key, purpose=purpose)
@@ -121,10 +81,10 @@ class GroupCoordinator:
             raise self._after_the_loss(client, error) from error
 
     def source_metadata(self, address: str, timeout: timedelta) -> str:
-        with ManagerClient(
-            address, min(timeout, self._config.connect_timeout), timeouts=self._config.timeouts
-        ) as client:
-            return client.checkpoint_metadata(self._config.rank, timeout)
+        config = self._config
+        within = min(timeout, config.connect_timeout)
+        with ManagerClient(address, within, token=config.token, timeouts=config.timeouts) as client:
+            return client.checkpoint_metadata(config.rank, timeout)
 
     def healed(self, bytes_total: int) -> None:
         client = self._client
@@ -215,8 +175,11 @@ class GroupCoordinator:
             job=config.job,
             timeouts=config.timeouts,
             replaces=self._replaces,
+            token=config.token,
         )
 
     def _new_client(self, address: str) -> ManagerClient:
         config = self._config
-        return ManagerClient(address, config.connect_timeout, group_rank=config.rank, timeouts=config.timeouts)
+        return ManagerClient(
+            address, config.connect_timeout, group_rank=config.rank, token=config.token, timeouts=config.timeouts
+        )

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any, Final, final
 
 from tft_algos.errors import HealingFailed
-from tft_algos.manager.coordinator import Coordinator
+from tft_algos.manager.parts import Coordinator
 from tft_ckpt import CheckpointTransport, StateKey
 from tft_coord.core.types import Plan
 

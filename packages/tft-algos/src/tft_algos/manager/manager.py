@@ -38,16 +38,17 @@ from tft_algos.errors import (
     UsageError,
 )
 from tft_algos.manager.config import ManagerConfig, ResolvedConfig, WorldSizeMode, config_of, from_environment
-from tft_algos.manager.coordinator import Coordinator, GroupCoordinator, ServerRestarted
+from tft_algos.manager.coordinator import GroupCoordinator
 from tft_algos.manager.core import Arrival, CoreSettings, Healing, Phase, StepCore, StepName
 from tft_algos.manager.group_store import own_host
 from tft_algos.manager.healing import Fetch, state_key
+from tft_algos.manager.parts import Coordinator, Group, ServerRestarted
 from tft_algos.manager.reduction import Reduction
 from tft_ckpt import CheckpointError, CheckpointTransport, HTTPTransport
 from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest
 from tft_coord.errors import Closed as CoordinationClosed
 from tft_coord.errors import GroupLost, ProtocolError, Refused
-from tft_pg import DummyWork, ProcessGroup
+from tft_pg import DummyWork
 
 T = TypeVar("T")
 LoadState = Callable[[Any], object]
@@ -78,7 +79,7 @@ class Manager:
 
     def __init__(
         self,
-        pg: ProcessGroup,
+        pg: Group,
         load_state_dict: LoadState | None = None,
         state_dict: TakeState | None = None,
         min_replica_size: int | None = None,
@@ -120,7 +121,7 @@ class Manager:
         if self._config.timeout_was_said:
             pg.set_timeout(self._config.timeout)
         self._transport: CheckpointTransport[Any] = self._config.checkpoint_transport or HTTPTransport(
-            self._config.timeout, num_chunks=0, advertise_addr=self._config.hostname
+            self._config.timeout, num_chunks=0, advertise_addr=self._config.hostname, token=self._config.token
         )
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tft-quorum")
         try:

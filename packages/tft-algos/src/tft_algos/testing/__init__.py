@@ -6,6 +6,6 @@ Law of this folder: public, and used by this project's own tests; nothing here r
 from __future__ import annotations
 
 from tft_algos.testing.digest import digest
-from tft_algos.testing.fakes import MemoryTransport, ScriptedCoordinator, plan_of
+from tft_algos.testing.fakes import FakeGroup, MemoryTransport, ScriptedCoordinator, plan_of
 
-__all__ = ["MemoryTransport", "ScriptedCoordinator", "digest", "plan_of"]
+__all__ = ["FakeGroup", "MemoryTransport", "ScriptedCoordinator", "digest", "plan_of"]

@@ -12,9 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, final
 
+import torch
+import torch.distributed as dist
+
 from tft_ckpt import CheckpointTransport, StateKey, StateUnavailable
 from tft_coord.core.lineage import initial_lineage
 from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest, Source
+from tft_pg.work import PendingWork
 
 
 def plan_of(
@@ -111,6 +115,64 @@ class ScriptedCoordinator:
         self.healed_bytes = bytes_total
 
     def close(self) -> None:
+        self.closed = True
+
+
+@final
+class FakeGroup:
+    """A process group of which this process is the only one that exists; the others are a number.
+
+    Args:
+        others: what the other members give together: a sum adds it to every element.
+
+    `calls` holds the reduced tensors as they came, `configured` what each configure was told.
+    """
+
+    def __init__(self, others: float = 0.0) -> None:
+        self.others = others
+        self.calls: list[torch.Tensor] = []
+        self.configured: list[tuple[str, int, int]] = []
+        self.timeout: timedelta | None = None
+        self.closed = False
+        self.failing_configure: Exception | None = None
+        self.failing_call: Exception | None = None
+        self.failing_wait: Exception | None = None
+        self._error: Exception | None = None
+
+    def configure(self, store_addr: str, rank: int, world_size: int, **identity: object) -> None:
+        self.configured.append((store_addr, rank, world_size))
+        error, self.failing_configure = self.failing_configure, None
+        self._error = error
+        if error is not None:
+            raise error
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: dist.ReduceOp | dist.ReduceOp.RedOpType) -> dist.Work:
+        if self._error is not None:
+            raise self._error
+        error, self.failing_call = self.failing_call, None
+        if error is not None:
+            raise error
+        work = PendingWork(on_timeout=lambda limit: TimeoutError(str(limit)), limit=timedelta(seconds=10))
+        self.calls.append(tensors[0].clone())
+        error, self.failing_wait = self.failing_wait, None
+        if error is not None:
+            self._error = error
+            work.fail(error)
+        else:
+            tensors[0].add_(self.others)
+            work.finish(tensors)
+        return work
+
+    def errored(self) -> Exception | None:
+        return self._error
+
+    def abort(self) -> None:
+        self._error = RuntimeError("aborted")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+
+    def shutdown(self) -> None:
         self.closed = True
 
 

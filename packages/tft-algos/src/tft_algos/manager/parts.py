@@ -1,0 +1,99 @@
+"""What a Manager is put together from, as small interfaces: coordination and a process group.
+
+Each has what a step needs and no more, so that a test or another strategy can bring its own. The third part, the
+transport of live state, is `tft_ckpt.CheckpointTransport`.
+
+Law of this file: interfaces and their words; nothing is done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest
+
+
+class Group(Protocol):
+    """What a Manager asks of its process group; every `tft_pg.ProcessGroup` is one."""
+
+    def configure(
+        self,
+        store_addr: str,
+        rank: int,
+        world_size: int,
+        *,
+        replica_id: str,
+        quorum_id: int | None,
+        group_rank: int,
+        group_world_size: int,
+        global_ranks: Sequence[int] | None,
+    ) -> None:
+        """Build the group anew, under a store prefix that nobody has used; blocks."""
+        ...
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: dist.ReduceOp | dist.ReduceOp.RedOpType) -> dist.Work:
+        """Start a reduction, in place."""
+        ...
+
+    def errored(self) -> Exception | None:
+        """Why the group can't be used until the next configure."""
+        ...
+
+    def abort(self) -> None:
+        """End what runs, here and at the peers; returns at once."""
+        ...
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Of each operation."""
+        ...
+
+    def shutdown(self) -> None:
+        """For ever."""
+        ...
+
+
+class ServerRestarted(Exception):
+    """The manager server of a group of one had died; a new one runs. What was open there counts as no."""
+
+
+class Coordinator(Protocol):
+    """What a Manager asks of coordination. Its methods may be called from any thread.
+
+    Attributes:
+        replica_id: full id of the replica group.
+    """
+
+    @property
+    def replica_id(self) -> str: ...
+
+    def quorum(self, request: RankRequest, timeout: timedelta) -> Plan | QuorumKey:
+        """Ask for the next quorum.
+
+        Returns: the plan, or the key of the quorum that stands unchanged.
+        Raises: DeadlinePassed, Refused, GroupLost, Closed; ServerRestarted: ask again, holding nothing.
+        """
+        ...
+
+    def vote(self, step: int, yes: bool, timeout: timedelta, *, key: QuorumKey, purpose: Purpose) -> bool:
+        """Vote; returns the verdict of the whole group.
+
+        Raises: DeadlinePassed, GroupLost, Closed; ServerRestarted: it counts as a no.
+        """
+        ...
+
+    def source_metadata(self, address: str, timeout: timedelta) -> str:
+        """Where the state of this group rank can be fetched, asked of a source's manager server."""
+        ...
+
+    def healed(self, bytes_total: int) -> None:
+        """Bytes of live state received so far in this process's life; shows that a healing goes on."""
+        ...
+
+    def close(self) -> None:
+        """End everything; again does nothing."""
+        ...

@@ -1,0 +1,148 @@
+"""Settings: what is said, what the environment says, what clashes."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from tft_algos.errors import SettingError, UnknownSetting
+from tft_algos.manager.config import ManagerConfig, ResolvedConfig, WorldSizeMode, config_of, from_environment
+from tft_coord.timeouts import Timeouts
+
+LIGHTHOUSE = {"TFT_LIGHTHOUSE": "localhost:1"}
+
+
+def resolve(environ: dict[str, str] | None = None, **settings: object) -> ResolvedConfig:
+    environ = LIGHTHOUSE if environ is None else environ
+    return from_environment(config_of(None, settings), environ, own_host=lambda: "here")
+
+
+def test_plain_python_needs_a_lighthouse_and_nothing_else() -> None:
+    config = resolve()
+    assert (config.rank, config.world_size, config.store_addr, config.hostname) == (0, 1, None, "here")
+    assert (config.min_replica_size, config.job, config.quorum_retries) == (1, "default", 0)
+
+
+def test_torchruns_environment_is_enough() -> None:
+    environ = {
+        **LIGHTHOUSE,
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "host",
+        "MASTER_PORT": "29400",
+        "TORCHELASTIC_RUN_ID": "run",
+        "TORCHELASTIC_RESTART_COUNT": "3",
+    }
+    config = resolve(environ)
+    assert (config.rank, config.world_size, config.store_addr, config.store_port) == (1, 2, "host", 29400)
+    assert (config.group_scope, config.run_scope) == ("tft/default/run", "tft/default/run/3")
+
+
+@pytest.mark.parametrize("name", ["TFT_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE"])
+def test_either_name_of_the_lighthouse_will_do(name: str) -> None:
+    assert resolve({name: "http://there:2"}).lighthouse_addr == "http://there:2"
+
+
+def test_an_argument_beats_the_environment() -> None:
+    environ = {
+        **LIGHTHOUSE,
+        "TORCHFT_TIMEOUT_SEC": "5",
+        "TORCHFT_MANAGER_PORT": "7",
+        "TORCHFT_QUORUM_RETRIES": "3",
+        "TFT_JOB_ID": "theirs",
+        "RANK": "0",
+    }
+    config = resolve(environ, timeout=timedelta(seconds=2), port=8, quorum_retries=0, job="mine", lighthouse_addr="a:1")
+    assert (config.timeout, config.port, config.quorum_retries) == (timedelta(seconds=2), 8, 0)
+    assert (config.job, config.lighthouse_addr) == ("mine", "a:1")
+
+
+def test_time_out_variables_take_fractions_and_reach_all_that_they_name() -> None:
+    """The fault of torchft: "1.5" is refused, and each variable reaches only some of its users."""
+    environ = {
+        **LIGHTHOUSE,
+        "TORCHFT_TIMEOUT_SEC": "1.5",
+        "TORCHFT_QUORUM_TIMEOUT_SEC": "2.5",
+        "TORCHFT_CONNECT_TIMEOUT_SEC": "0.5",
+    }
+    config = resolve(environ)
+    assert config.timeouts == Timeouts(timeout_ms=1_500, quorum_timeout_ms=2_500, connect_timeout_ms=500)
+    assert config.timeout_was_said
+    assert not resolve().timeout_was_said
+
+
+def test_timeouts_in_one_value_beat_the_environment_and_give_way_to_single_ones() -> None:
+    config = resolve(
+        {**LIGHTHOUSE, "TORCHFT_TIMEOUT_SEC": "5"},
+        timeouts=Timeouts(timeout_ms=7_000, connect_timeout_ms=8_000),
+        connect_timeout=timedelta(seconds=9),
+    )
+    assert (config.timeouts.timeout_ms, config.timeouts.connect_timeout_ms) == (7_000, 9_000)
+
+
+def test_an_unknown_setting_names_the_nearest_one() -> None:
+    with pytest.raises(UnknownSetting, match="the nearest is 'min_replica_size'") as raised:
+        config_of(None, {"min_replicas_size": 2})
+    assert isinstance(raised.value, TypeError)
+    assert raised.value.nearest == "min_replica_size"
+
+
+def test_single_settings_lie_over_a_config() -> None:
+    config = config_of(ManagerConfig(min_replica_size=2, job="a"), {"job": "b"})
+    assert (config.min_replica_size, config.job) == (2, "b")
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"min_replica_size": 0}, "min_replica_size is 0; give a whole number, at least 1"),
+        ({"timeout": 3}, "timeout is 3; give a timedelta"),
+        ({"heal_timeout": timedelta(0)}, "heal_timeout is .*; give a timedelta"),
+        ({"use_async_quorum": 1}, "use_async_quorum is 1; give True or False"),
+        ({"world_size_mode": "DYNAMIC"}, "give a WorldSizeMode"),
+        ({"rank": 2, "world_size": 2}, "a rank is below the world size"),
+        ({"rank": -1}, "rank is -1"),
+        ({"port": 70_000}, "a port is 0 to 65535"),
+        ({"max_retries": True}, "max_retries is True"),
+        ({"replica_id": 3}, "replica_id is a int; give a string"),
+        ({"job": "a/b"}, "without a slash"),
+        ({"token": "with space"}, "shared secret"),
+    ],
+)
+def test_a_wrong_setting_gets_one_sentence(settings: dict[str, object], sentence: str) -> None:
+    with pytest.raises(SettingError, match=sentence) as raised:
+        resolve(LIGHTHOUSE, **settings)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("environ", "sentence"),
+    [
+        ({}, "set TFT_LIGHTHOUSE to its address"),
+        ({**LIGHTHOUSE, "WORLD_SIZE": "2"}, "RANK is not set"),
+        ({**LIGHTHOUSE, "WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR is not set"),
+        ({**LIGHTHOUSE, "WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "a"}, "MASTER_PORT is not set"),
+        (
+            {**LIGHTHOUSE, "WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "below the world size",
+        ),
+        ({**LIGHTHOUSE, "WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'; give a whole number"),
+        ({**LIGHTHOUSE, "TORCHFT_TIMEOUT_SEC": "soon"}, "TORCHFT_TIMEOUT_SEC is 'soon'; give seconds"),
+        ({**LIGHTHOUSE, "TORCHFT_CONNECT_TIMEOUT_SEC": "nan"}, "TORCHFT_CONNECT_TIMEOUT_SEC is 'nan'"),
+        ({**LIGHTHOUSE, "TFT_JOB_ID": "a/b"}, "TFT_JOB_ID is 'a/b'"),
+        ({**LIGHTHOUSE, "TFT_TOKEN": "a", "TFT_TOKEN_FILE": "b"}, "both set"),
+    ],
+)
+def test_a_wrong_or_missing_variable_gets_one_sentence_that_names_it(environ: dict[str, str], sentence: str) -> None:
+    with pytest.raises(SettingError, match=sentence):
+        resolve(environ)
+
+
+def test_a_secret_is_not_printed() -> None:
+    assert "hidden" not in repr(ManagerConfig(token="hidden"))
+    assert "hidden" not in repr(resolve({**LIGHTHOUSE, "TFT_TOKEN": "hidden"}))
+
+
+def test_the_world_size_modes_have_torchfts_values() -> None:
+    assert (WorldSizeMode.DYNAMIC.value, WorldSizeMode.FIXED_WITH_SPARES.value) == (0, 1)

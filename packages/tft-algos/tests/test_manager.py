@@ -1,0 +1,559 @@
+"""The Manager in one process: the test is the lighthouse, the other replicas and the wire."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tft_algos import (
+    Closed,
+    HealingFailed,
+    Manager,
+    SettingError,
+    StateUnavailable,
+    TooManyFailures,
+    Unsupported,
+    UsageError,
+)
+from tft_algos.manager import ServerRestarted
+from tft_algos.testing import FakeGroup, MemoryTransport, ScriptedCoordinator, plan_of
+from tft_ckpt import StateUnsupported
+from tft_coord.core.types import Plan, Purpose, QuorumKey
+from tft_coord.errors import DeadlinePassed, GroupLost, Refused
+
+
+class Weights:
+    """User state that is one tensor, and remembers on which thread it was touched."""
+
+    def __init__(self, value: float) -> None:
+        self.tensor = torch.full((2,), value)
+        self.threads: list[str] = []
+
+    def take(self) -> dict[str, torch.Tensor]:
+        self.threads.append(threading.current_thread().name)
+        return {"tensor": self.tensor.clone()}
+
+    def load(self, state: dict[str, torch.Tensor]) -> None:
+        self.threads.append(threading.current_thread().name)
+        self.tensor.copy_(state["tensor"])
+
+
+class Rig:
+    """A Manager with its stand-ins."""
+
+    def __init__(
+        self, *answers: Plan | QuorumKey | Exception, verdicts: Any = (), others: float = 0.0, **settings: Any
+    ):
+        self.weights = Weights(1.0)
+        self.group = FakeGroup(others)
+        self.coordinator = ScriptedCoordinator(answers, verdicts)
+        self.transport = settings.pop("checkpoint_transport", MemoryTransport())
+        self.manager = Manager(
+            self.group,
+            self.weights.load,
+            self.weights.take,
+            coordinator=self.coordinator,
+            checkpoint_transport=self.transport,
+            lighthouse_addr="nowhere:1",
+            hostname="localhost",
+            **settings,
+        )
+
+    def step(self) -> bool:
+        self.manager.start_quorum()
+        self.manager.allreduce(torch.ones(2)).wait()
+        return self.manager.should_commit()
+
+
+@pytest.fixture
+def rigs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Makes rigs, outside of any launcher, and shuts them down."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHFT_TIMEOUT_SEC"):
+        monkeypatch.delenv(name, raising=False)
+    made: list[Rig] = []
+
+    def make(*answers: Any, **settings: Any) -> Rig:
+        made.append(Rig(*answers, **settings))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.manager.shutdown()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("tft-")]
+
+
+@pytest.fixture(params=[True, False], ids=["async", "sync"])
+def use_async_quorum(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+# --- a step -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_configures_the_group_and_commits(rigs: Any, use_async_quorum: bool) -> None:
+    rig = rigs(plan_of(7, size=2), use_async_quorum=use_async_quorum)
+    assert rig.step()
+    assert rig.group.configured == [("localhost:1/tft/default/7.0000000000000007/0", 0, 2)]
+    assert rig.coordinator.votes == [(QuorumKey(7, 7), 0, True, Purpose.COMMIT)]
+    assert (rig.manager.current_step(), rig.manager.batches_committed()) == (1, 2)
+
+
+def test_an_unchanged_quorum_is_not_configured_again(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2), QuorumKey(7, 7), QuorumKey(7, 7))
+    assert [rig.step() for _ in range(3)] == [True, True, True]
+    assert len(rig.group.configured) == 1
+
+
+def test_before_the_first_quorum_nobody_participates(rigs: Any) -> None:
+    manager = rigs().manager
+    assert (manager.num_participants(), manager.participating_rank(), manager.is_participating()) == (0, None, False)
+    with pytest.raises(UsageError, match="start_quorum first"):
+        manager.wait_quorum()
+    with pytest.raises(UsageError, match="start_quorum first"):
+        manager.allreduce(torch.ones(1))
+    with pytest.raises(UsageError, match="start_quorum first"):
+        manager.should_commit()
+
+
+def test_a_verdict_ends_the_step(rigs: Any) -> None:
+    rig = rigs(plan_of(7))
+    assert rig.step()
+    with pytest.raises(UsageError, match="start_quorum first"):
+        rig.manager.should_commit()
+    assert rig.manager.current_step() == 1
+
+
+def test_the_groups_verdict_counts_and_not_the_own_vote(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2), verdicts=[False])
+    assert not rig.step()
+    assert rig.manager.current_step() == 0
+
+
+def test_a_vote_without_an_answer_neither_steps_nor_goes_on(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2), verdicts=[DeadlinePassed("no verdict")])
+    with pytest.raises(DeadlinePassed, match="no verdict"):
+        rig.step()
+    assert rig.manager.current_step() == 0
+
+
+def test_max_retries(rigs: Any) -> None:
+    rig = rigs(plan_of(7), plan_of(8), verdicts=[False, False], max_retries=1)
+    assert not rig.step()
+    with pytest.raises(TooManyFailures, match="failed to commit 2 times in a row, and max_retries is 1"):
+        rig.step()
+
+
+# --- reductions -------------------------------------------------------------------------------------------------------
+
+
+def test_an_average_is_the_sum_divided_by_the_participants_in_place(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=4, healing=[3]), others=5.0)
+    rig.manager.start_quorum()
+    tensor = torch.ones(2)
+    assert rig.manager.allreduce(tensor).wait()
+    assert tensor.tolist() == [2.0, 2.0]
+
+
+def test_a_future_holds_the_average(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2), others=5.0)
+    rig.manager.start_quorum()
+    tensor = torch.ones(2)
+    work = rig.manager.allreduce(tensor)
+    assert work.get_future().wait()[0] is tensor
+    assert work.wait()
+    assert tensor.tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.MAX])
+def test_other_operations_pass_as_they_are(rigs: Any, op: dist.ReduceOp.RedOpType) -> None:
+    rig = rigs(plan_of(7, size=2), others=5)
+    rig.manager.start_quorum()
+    tensor = torch.ones(2, dtype=torch.int64)
+    assert rig.manager.allreduce(tensor, reduce_op=op).wait()
+    assert tensor.tolist() == [6, 6]
+
+
+def test_an_average_of_whole_numbers_is_refused(rigs: Any) -> None:
+    rig = rigs(plan_of(7))
+    rig.manager.start_quorum()
+    with pytest.raises(ValueError, match=r"needs a floating point tensor, and this one is torch\.int64"):
+        rig.manager.allreduce(torch.ones(1, dtype=torch.int64))
+
+
+def test_should_quantize_is_refused_and_never_silently_ignored(rigs: Any) -> None:
+    """The fault of torchft: without Triton, unquantized data is sent."""
+    rig = rigs(plan_of(7, size=2))
+    rig.manager.start_quorum()
+    with pytest.raises(Unsupported, match="quantized reductions do not exist here"):
+        rig.manager.allreduce(torch.ones(1), should_quantize=True)
+    assert rig.group.calls == []
+
+
+def test_the_only_member_reduces_nothing(rigs: Any) -> None:
+    rig = rigs(plan_of(7))
+    rig.manager.start_quorum()
+    tensor = torch.full((2,), 3.0)
+    assert rig.manager.allreduce(tensor).wait()
+    assert (tensor.tolist(), rig.group.calls, rig.manager.num_participants()) == ([3.0, 3.0], [], 1)
+
+
+def test_a_spare_gives_zeros_and_takes_the_mean(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=3, rank=2, participants=[0, 1]), others=4.0)
+    rig.manager.start_quorum()
+    tensor = torch.ones(2)
+    assert rig.manager.allreduce(tensor).wait()
+    assert rig.group.calls[0].tolist() == [0.0, 0.0]
+    assert tensor.tolist() == [2.0, 2.0]
+    assert (rig.manager.is_participating(), rig.manager.participating_rank()) == (False, None)
+
+
+@pytest.mark.parametrize("moment", ["failing_call", "failing_wait"])
+def test_a_failed_reduction_is_reported_and_never_raised(rigs: Any, moment: str) -> None:
+    rig = rigs(plan_of(7, size=2), plan_of(8, size=2))
+    setattr(rig.group, moment, RuntimeError("the peer died"))
+    rig.manager.start_quorum()
+    rig.manager.allreduce(torch.ones(2)).wait()
+    assert "the peer died" in str(rig.manager.errored())
+    assert not rig.manager.should_commit()
+    assert rig.coordinator.votes[-1][2] is False
+    assert rig.step()
+
+
+def test_a_failed_reduction_leaves_a_finished_future(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2))
+    rig.group.failing_wait = RuntimeError("the peer died")
+    rig.manager.start_quorum()
+    tensor = torch.ones(2)
+    assert rig.manager.allreduce(tensor).get_future().wait()[0] is tensor
+    assert rig.manager.errored() is not None
+
+
+def test_should_commit_waits_for_reductions_that_nobody_waited_for(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2))
+    rig.group.failing_wait = RuntimeError("the peer died")
+    rig.manager.start_quorum()
+    rig.manager.allreduce(torch.ones(2))
+    assert not rig.manager.should_commit()
+
+
+def test_after_an_error_the_others_are_not_left_waiting_in_a_reduction(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2))
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    rig.manager.report_error(ValueError("nan"))
+    assert rig.group.errored() is None
+    assert rig.manager.allreduce(torch.ones(2)).wait()
+    assert rig.group.calls == []
+    assert rig.group.errored() is not None
+    assert not rig.manager.should_commit()
+
+
+def test_a_user_error_votes_no(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2))
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    rig.manager.report_error(ValueError("nan"))
+    assert [str(error) for error in rig.manager.errors()] == ["nan"]
+    assert not rig.manager.should_commit()
+
+
+def test_a_late_error_of_the_step_before_does_not_count(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
+    rig = rigs(plan_of(7, size=2), QuorumKey(7, 7))
+    future: torch.futures.Future[int] = torch.futures.Future()
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    rig.manager.wrap_future(future, 3)
+    assert rig.manager.should_commit()
+    rig.manager.start_quorum()
+    future.set_exception(RuntimeError("late"))
+    assert rig.manager.should_commit()
+    assert "came when that was over: late" in caplog.text
+
+
+# --- wrapped futures --------------------------------------------------------------------------------------------------
+
+
+def test_a_wrapped_future_that_fails_gives_the_default_and_is_reported(rigs: Any) -> None:
+    rig = rigs(plan_of(7))
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    future: torch.futures.Future[int] = torch.futures.Future()
+    wrapped = rig.manager.wrap_future(future, 3)
+    future.set_exception(RuntimeError("no"))
+    assert wrapped.wait() == 3
+    assert not rig.manager.should_commit()
+
+
+def test_a_wrapped_future_passes_its_result_on(rigs: Any) -> None:
+    rig = rigs(plan_of(7))
+    rig.manager.start_quorum()
+    future: torch.futures.Future[int] = torch.futures.Future()
+    wrapped = rig.manager.wrap_future(future, 3)
+    future.set_result(4)
+    assert wrapped.wait() == 4
+    assert rig.manager.should_commit()
+
+
+def test_a_wrapped_future_that_never_ends_is_reported(rigs: Any) -> None:
+    rig = rigs(plan_of(7))
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    wrapped = rig.manager.wrap_future(torch.futures.Future(), 3, timedelta(milliseconds=1))
+    assert wrapped.wait() == 3
+    assert "future did not complete within 0.001 s" in str(rig.manager.errored())
+
+
+# --- the quorum -------------------------------------------------------------------------------------------------------
+
+
+def test_after_one_failed_quorum_the_manager_is_usable_again(rigs: Any) -> None:
+    """The fault of torchft: every later start_quorum raises the old error again, at once."""
+    rig = rigs(DeadlinePassed("nobody answered"), plan_of(7, size=2))
+    assert not rig.step()
+    assert rig.coordinator.votes == []
+    assert rig.step()
+    assert rig.coordinator.requests[1].commit_failures == 0
+
+
+def test_after_one_failed_synchronous_quorum_the_manager_is_usable_again(rigs: Any) -> None:
+    rig = rigs(DeadlinePassed("nobody answered"), plan_of(7, size=2), use_async_quorum=False)
+    with pytest.raises(DeadlinePassed, match="nobody answered"):
+        rig.manager.start_quorum()
+    assert rig.step()
+
+
+@pytest.mark.parametrize("error", [GroupLost("rank 1 ended"), Refused("two of that name", code="duplicate")])
+def test_what_this_process_can_do_nothing_about_is_raised(rigs: Any, error: Exception) -> None:
+    rig = rigs(error)
+    rig.manager.start_quorum()
+    rig.manager.allreduce(torch.ones(2)).wait()
+    with pytest.raises(type(error), match=str(error)):
+        rig.manager.should_commit()
+
+
+def test_a_group_that_can_not_be_configured_is_an_error_of_the_step(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2), plan_of(8, size=2))
+    rig.group.failing_configure = RuntimeError("rank 1 did not come")
+    assert not rig.step()
+    assert rig.step()
+    assert rig.coordinator.requests[1].needs_configure
+
+
+def test_a_group_that_failed_after_the_step_asks_for_a_new_id(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2), plan_of(8, size=2, step=1))
+    assert rig.step()
+    rig.group.abort()
+    assert rig.step()
+    assert rig.coordinator.requests[1].needs_configure
+    assert rig.coordinator.requests[1].commit_failures == 0
+
+
+def test_a_manager_server_that_ended_is_asked_again_holding_nothing(rigs: Any) -> None:
+    rig = rigs(plan_of(7), ServerRestarted(), plan_of(8, step=1))
+    assert rig.step()
+    assert rig.step()
+    held = [request.held for request in rig.coordinator.requests]
+    assert held == [None, QuorumKey(7, 7), None]
+
+
+def test_a_manager_server_that_ended_in_the_vote_counts_as_no(rigs: Any) -> None:
+    rig = rigs(plan_of(7), plan_of(8), verdicts=[ServerRestarted()])
+    assert not rig.step()
+    assert rig.step()
+    assert rig.coordinator.requests[1].held is None
+
+
+def test_the_time_out_reaches_the_process_group_when_it_was_said(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rigs().group.timeout is None
+    monkeypatch.setenv("TORCHFT_TIMEOUT_SEC", "1.5")
+    assert rigs().group.timeout == timedelta(seconds=1.5)
+    assert rigs(timeout=timedelta(seconds=3)).group.timeout == timedelta(seconds=3)
+
+
+# --- live state -------------------------------------------------------------------------------------------------------
+
+
+def test_a_member_heals_while_it_gives_zeros(rigs: Any, use_async_quorum: bool) -> None:
+    shelf: dict[Any, Any] = {}
+    facts = {"size": 2, "healing": [1], "step": 5, "lineage": 99}
+    source = rigs(plan_of(7, **facts), checkpoint_transport=MemoryTransport(shelf), use_async_quorum=use_async_quorum)
+    source.manager.load_state_dict({"step": 5, "batches_committed": 10, "lineage": f"{99:016x}"})
+    source.weights.tensor.fill_(8.0)
+    assert source.step()
+    member = rigs(
+        plan_of(7, rank=1, **facts), checkpoint_transport=MemoryTransport(shelf), use_async_quorum=use_async_quorum
+    )
+    assert member.step()
+    assert member.weights.tensor.tolist() == [8.0, 8.0]
+    assert (member.manager.current_step(), member.manager.batches_committed()) == (6, 11)
+    assert member.manager.state_dict() == source.manager.state_dict()
+    if use_async_quorum:
+        assert member.group.calls[0].tolist() == [0.0, 0.0]
+    # User state is touched on the training thread alone.
+    assert set(source.weights.threads + member.weights.threads) == {threading.current_thread().name}
+
+
+def test_the_snapshot_is_taken_after_the_reductions_and_before_the_vote(rigs: Any) -> None:
+    order: list[str] = []
+    rig = rigs(plan_of(7, size=2, healing=[1]))
+    rig.manager.register_state_dict_fn("order", lambda _: None, lambda: order.append("snapshot"))
+    reduce, vote = rig.group.allreduce, rig.coordinator.vote
+    rig.group.allreduce = lambda *args: order.append("reduction") or reduce(*args)
+    rig.coordinator.vote = lambda *args, **kwargs: order.append("vote") or vote(*args, **kwargs)
+    assert rig.step()
+    order.append("optimizer")
+    assert order == ["reduction", "snapshot", "vote", "optimizer"]
+
+
+def test_the_snapshot_is_taken_when_the_reductions_failed_too(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2, healing=[1]))
+    rig.group.failing_wait = RuntimeError("the peer died")
+    assert not rig.step()
+    assert len(rig.transport.shelf) == 1
+
+
+def test_with_a_synchronous_quorum_the_snapshot_is_taken_in_start_quorum(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2, healing=[1]), use_async_quorum=False)
+    rig.manager.start_quorum()
+    assert len(rig.transport.shelf) == 1
+
+
+def test_a_healing_that_fails_votes_no_and_changes_nothing(rigs: Any, use_async_quorum: bool) -> None:
+    rig = rigs(plan_of(7, rank=1, size=2, healing=[1], step=5), plan_of(8, size=1), use_async_quorum=use_async_quorum)
+    assert not rig.step()
+    assert (rig.weights.tensor.tolist(), rig.manager.current_step()) == ([1.0, 1.0], 0)
+    assert rig.step()
+    assert rig.coordinator.requests[1].failed_heals == 1
+
+
+def test_a_synchronous_healing_that_fails_ends_the_reduction_for_the_others(rigs: Any) -> None:
+    rig = rigs(plan_of(7, rank=1, size=2, healing=[1], step=5), use_async_quorum=False)
+    rig.manager.start_quorum()
+    assert rig.group.errored() is not None
+    assert isinstance(rig.manager.errors()[0], HealingFailed)
+
+
+def test_state_registered_under_other_keys_is_refused_whole(rigs: Any) -> None:
+    shelf: dict[Any, Any] = {}
+    source = rigs(plan_of(7, size=2, healing=[1]), checkpoint_transport=MemoryTransport(shelf))
+    source.manager.register_state_dict_fn("more", lambda _: None, lambda: 1)
+    source.weights.tensor.fill_(8.0)
+    assert source.step()
+    member = rigs(plan_of(7, rank=1, size=2, healing=[1]), checkpoint_transport=MemoryTransport(shelf))
+    assert not member.step()
+    assert "under ['default', 'more'] and this replica under ['default']" in str(member.manager.errors()[0])
+    assert member.weights.tensor.tolist() == [1.0, 1.0]
+
+
+def test_a_load_that_raises_leaves_a_torn_state(rigs: Any) -> None:
+    shelf: dict[Any, Any] = {}
+    assert rigs(plan_of(7, size=2, healing=[1]), checkpoint_transport=MemoryTransport(shelf)).step()
+    member = rigs(plan_of(7, rank=1, size=2, healing=[1]), plan_of(8), checkpoint_transport=MemoryTransport(shelf))
+
+    def load(state: object) -> None:
+        raise KeyError("missing")
+
+    member.weights.load = load
+    member.manager._user_state["default"] = (load, member.weights.take)
+    assert not member.step()
+    member.manager.start_quorum()
+    member.manager.wait_quorum()
+    assert member.coordinator.requests[1].torn
+
+
+def test_a_state_that_can_not_travel_costs_the_source_nothing(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
+    rig = rigs(plan_of(7, size=2, healing=[1]))
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise StateUnsupported("user['f'] is a function", path="user['f']")
+
+    rig.transport.send_checkpoint = refuse
+    assert rig.step()
+    assert "can't serve step 0: user['f'] is a function" in caplog.text
+
+
+def test_a_state_that_was_declared_half_written_is_not_served(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2, healing=[1]), plan_of(8, size=2, healing=[1]))
+    rig.manager.disallow_state_dict_read()
+    rig.manager.start_quorum()
+    with pytest.raises(StateUnavailable, match="call allow_state_dict_read first"):
+        rig.manager.should_commit()
+    rig.manager.allow_state_dict_read()
+    assert rig.step()
+
+
+def test_a_torn_replica_asks_to_heal(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2), plan_of(8, size=2, step=1))
+    assert rig.step()
+    rig.manager.report_torn(RuntimeError("out of memory"))
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    assert rig.coordinator.requests[1].torn
+
+
+def test_two_ranks_agree_that_all_have_staged_before_one_loads(rigs: Any) -> None:
+    shelf: dict[Any, Any] = {}
+    assert rigs(plan_of(7, size=2, healing=[1]), checkpoint_transport=MemoryTransport(shelf)).step()
+    place = {"rank": 0, "world_size": 2, "store_addr": "localhost", "store_port": 1}
+    member = rigs(
+        plan_of(7, rank=1, size=2, healing=[1]),
+        verdicts=[False, False],
+        checkpoint_transport=MemoryTransport(shelf),
+        **place,
+    )
+    member.weights.tensor.fill_(2.0)
+    assert not member.step()
+    assert [(yes, purpose) for _, _, yes, purpose in member.coordinator.votes] == [
+        (True, Purpose.STAGED),
+        (False, Purpose.COMMIT),
+    ]
+    assert member.weights.tensor.tolist() == [2.0, 2.0]
+    assert "another rank of replica" in str(member.manager.errors()[0])
+
+
+# --- registering, logging, ending -------------------------------------------------------------------------------------
+
+
+def test_state_is_registered_once_under_each_key(rigs: Any) -> None:
+    manager = rigs().manager
+    with pytest.raises(SettingError, match="'default' already"):
+        manager.register_state_dict_fn("default", lambda _: None, dict)
+    with pytest.warns(DeprecationWarning, match="register_state_dict_fn"):
+        manager.set_state_dict_fns(lambda _: None, dict)
+
+
+def test_one_of_the_two_state_functions_is_not_enough() -> None:
+    with pytest.raises(SettingError, match="give both or neither"):
+        Manager(FakeGroup(), lambda _: None, None)
+
+
+def test_the_log_says_what_happened_where(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tft_algos.manager")
+    rig = rigs(plan_of(7, size=2, healing=[1]), verdicts=[False])
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    rig.manager.report_error(RuntimeError("50% gone"))
+    rig.manager.should_commit()
+    lines = [record.getMessage() for record in caplog.records if record.name == "tft_algos.manager"]
+    assert all(line.startswith("[replica_0/0 - step 0] ") for line in lines)
+    text = "\n".join(lines)
+    assert "reconfigured: quorum 7.0000000000000007, rank 0 of 2, 1 participants" in text
+    assert "serving step 0 to ['replica_1']" in text
+    assert "should_commit=False enough_replicas=True errored=50% gone" in text
+
+
+def test_shutdown_ends_all_parts_and_may_be_repeated(rigs: Any) -> None:
+    rig = rigs(plan_of(7))
+    with rig.manager:
+        assert rig.step()
+    rig.manager.shutdown()
+    assert (rig.group.closed, rig.coordinator.closed, rig.transport.closed) == (True, True, True)
+    with pytest.raises(Closed, match="make a new one"):
+        rig.manager.start_quorum()
