@@ -18,16 +18,8 @@ SCRIPTS: Final = {"tft-lighthouse": "tft-lighthouse", "tft-suite": "tft"}
 
 
 def build(package: str, *, into: Path) -> zipfile.ZipFile:
-    command = [
-        sys.executable,
-        "-m",
-        "build",
-        "--wheel",
-        "--no-isolation",
-        "--outdir",
-        into,
-        ROOT / "packages" / package,
-    ]
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
+    command += ["--outdir", str(into), str(ROOT / "packages" / package)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = into.glob("*.whl")
