@@ -12,13 +12,14 @@ reads /proc.
 from __future__ import annotations
 
 import os
+import select
 import socket
 import stat
 import struct
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-__all__ = ["Endpoint", "connected", "connecting", "shut_down", "supported"]
+__all__ = ["Endpoint", "connected", "connecting", "register", "shut_down", "supported"]
 
 _DESCRIPTORS = "/proc/self/fd"
 _SYN_SENT = "02"
@@ -85,6 +86,26 @@ def connected(*, local: Collection[Endpoint] = (), remote: Collection[Endpoint] 
             if here in local or there in remote:
                 found.add(os.fstat(duplicate.fileno()).st_ino)
     return frozenset(found)
+
+
+def register(epoll: select.epoll, inodes: Collection[int], events: int) -> int:
+    """Let an epoll watch those of these sockets that are still open; gives how many.
+
+    The kernel forgets each when its owner closes it.
+    """
+    count = 0
+    for descriptor, inode in _inodes():
+        if inode not in inodes:
+            continue
+        try:
+            epoll.register(descriptor, events)
+            if os.fstat(descriptor).st_ino != inode:  # closed and reused since the look
+                epoll.unregister(descriptor)
+                continue
+        except OSError:
+            continue
+        count += 1
+    return count
 
 
 def connecting(*, remote: Collection[Endpoint]) -> frozenset[int]:

@@ -13,10 +13,10 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import final
+from typing import Any, final
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
@@ -27,6 +27,10 @@ from tft_pg.sockets import Endpoint
 __all__ = ["StoreAddress", "StoreClient", "create_store_client", "format_store_addr", "parse_store_addr"]
 
 _RETRY_S = 0.05
+_TRY_S = 1.0
+_IDENTIFY_TRIES = 3
+
+_Place = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
 
 
 @dataclass(frozen=True)
@@ -147,28 +151,39 @@ class StoreClient:
         Raises: StoreUnreachable: the time is up, or the host has no address.
         """
         deadline_s = time.monotonic() + timeout.total_seconds()
-        self._wait_for_listener(deadline_s, keep_trying)
+        places = self._look_up()
         # Which connection is ours is decided by exclusion: it is the one that was not there before. If another
         # thread connects to the same store meanwhile there are two, and another try will tell.
-        for _ in range(3):
+        for _ in range(_IDENTIFY_TRIES):
             self._before = sockets.connected(remote=self._remote)
-            remaining_s = max(deadline_s - time.monotonic(), 0.001)
-            try:
-                self._store = TCPStore(
-                    self.host,
-                    self.port,
-                    is_master=False,
-                    wait_for_workers=False,
-                    timeout=timedelta(seconds=remaining_s),
-                )
-            except RuntimeError as error:
-                keep_trying()
-                raise self._unreachable(str(error).splitlines()[0]) from error
+            self._store = store = self._open(places, deadline_s, keep_trying)
             fresh = sockets.connected(remote=self._remote) - self._before
             if len(fresh) == 1:
                 self._own = fresh
                 break
-        self._store.set_timeout(timeout)  # type: ignore[union-attr]
+        store.set_timeout(timeout)
+
+    def _open(self, places: Sequence[_Place], deadline_s: float, keep_trying: Callable[[], None]) -> Store:
+        """A client of torch's, which is noisy and deaf while nothing listens: then we wait for that ourselves.
+
+        It is tried first all the same, because the store's server stops for a name look-up at every connection that
+        it accepts, so one too many is no small thing.
+        """
+        while True:
+            limit_s = min(deadline_s - time.monotonic(), _TRY_S)
+            try:
+                return TCPStore(
+                    self.host,
+                    self.port,
+                    is_master=False,
+                    wait_for_workers=False,
+                    timeout=timedelta(seconds=max(limit_s, 0.001)),
+                )
+            except RuntimeError as error:
+                keep_trying()
+                if time.monotonic() >= deadline_s:
+                    raise self._unreachable(str(error).splitlines()[0]) from error
+            self._wait_for_listener(places, deadline_s, keep_trying)
 
     def under(self, prefix: str) -> Store:
         """The store as seen under a prefix."""
@@ -188,18 +203,21 @@ class StoreClient:
             f"the store at {StoreAddress(self.host, self.port)} did not answer ({why}); ask for a new quorum"
         )
 
-    def _wait_for_listener(self, deadline_s: float, keep_trying: Callable[[], None]) -> None:
-        """Find out that something listens there, in steps short enough to be ended (a TCPStore's are not)."""
+    def _look_up(self) -> Sequence[_Place]:
         try:
-            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+            places = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise self._unreachable(f"{error.strerror or error}") from error
-        endpoints = (Endpoint.of(sockaddr) for *_, sockaddr in found)
+        endpoints = (Endpoint.of(sockaddr) for *_, sockaddr in places)
         self._remote = frozenset(endpoint for endpoint in endpoints if endpoint is not None)
+        return places
+
+    def _wait_for_listener(self, places: Sequence[_Place], deadline_s: float, keep_trying: Callable[[], None]) -> None:
+        """Wait until something listens there, in steps short enough to be ended."""
         while True:
             why = "refused"
-            share_s = (deadline_s - time.monotonic()) / len(found)
-            for family, kind, protocol, _, sockaddr in found:
+            share_s = (deadline_s - time.monotonic()) / len(places)
+            for family, kind, protocol, _, sockaddr in places:
                 with socket.socket(family, kind, protocol) as probe:
                     probe.setblocking(False)
                     why = _connect_in_steps(probe, sockaddr, time.monotonic() + share_s, keep_trying)
@@ -211,11 +229,9 @@ class StoreClient:
             time.sleep(_RETRY_S)
 
 
-def _connect_in_steps(
-    probe: socket.socket, sockaddr: object, deadline_s: float, keep_trying: Callable[[], None]
-) -> str:
+def _connect_in_steps(probe: socket.socket, sockaddr: Any, deadline_s: float, keep_trying: Callable[[], None]) -> str:
     """Connect a non-blocking socket; gives why not, or nothing."""
-    probe.connect_ex(sockaddr)  # type: ignore[arg-type]
+    probe.connect_ex(sockaddr)
     poll = select.poll()
     poll.register(probe, select.POLLOUT)
     while not poll.poll(_RETRY_S * 1000):

@@ -6,6 +6,7 @@ calls the same two. The law of this file: a Work knows its own operation and not
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,6 +14,8 @@ from typing import Any, Protocol, final
 
 import torch
 import torch.distributed as dist
+
+from tft_pg.errors import ProcessGroupError
 
 __all__ = ["ConvertsErrors", "DummyWork", "GuardedWork", "PendingWork"]
 
@@ -84,8 +87,14 @@ class GuardedWork(dist.Work):
         """
         try:
             return self._work.wait(timeout) if timeout else self._work.wait()
+        except ProcessGroupError:
+            raise
         except RuntimeError as error:
-            raise self._converter.convert(self._operation, error) from error
+            converted = self._converter.convert(self._operation, error)
+            if self._work.is_completed():
+                # A backend's Work keeps connections and threads; an error that somebody keeps must not.
+                self._work = _FailedWork(converted)
+            raise converted from error
 
     def get_future(self) -> _Future:
         """The backend's own future. Its error stays the backend's; the group is told of it when it comes."""
@@ -96,6 +105,8 @@ class GuardedWork(dist.Work):
     def _tell(self, future: _Future) -> None:
         try:
             future.value()
+        except ProcessGroupError:
+            return
         except RuntimeError as error:
             self._converter.convert(self._operation, error)
 
@@ -113,6 +124,33 @@ class GuardedWork(dist.Work):
 
     def block_current_stream(self) -> None:
         self._work.block_current_stream()
+
+
+@final
+class _FailedWork(dist.Work):
+    """What is left of an operation that has failed."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error = copy.copy(error)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        raise copy.copy(self._error)
+
+    def get_future(self) -> _Future:
+        trigger: _Future = torch.futures.Future()
+        future = trigger.then(lambda _: self.wait())
+        trigger.set_result(None)
+        return future
+
+    def is_completed(self) -> bool:
+        return True
+
+    def result(self) -> list[torch.Tensor]:
+        raise copy.copy(self._error)
+
+    def synchronize(self) -> None:
+        raise copy.copy(self._error)
 
 
 @final

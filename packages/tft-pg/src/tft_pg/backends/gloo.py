@@ -15,9 +15,11 @@ import os
 import socket
 import struct
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -28,6 +30,7 @@ from tft_pg import sockets
 from tft_pg.backends.attempt import Attempt
 from tft_pg.backends.live import LiveGroup
 from tft_pg.backends.native import NativeProcessGroup
+from tft_pg.backends.watch import Watch
 from tft_pg.errors import (
     ConfigureFailed,
     DeadlinePassed,
@@ -106,8 +109,14 @@ class ProcessGroupGloo(NativeProcessGroup):
         torch_group = dist.ProcessGroup(store, where.rank, where.world_size)
         torch_group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
         torch_group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        mesh.watch()
         return LiveGroup(
-            torch_group, set_timeout=backend.set_timeout, sever=mesh.sever, classify=_classify, where=where
+            torch_group,
+            set_timeout=backend.set_timeout,
+            sever=mesh.end,
+            settle=mesh.settle,
+            classify=_classify,
+            where=where,
         )
 
     def _discard(self) -> None:
@@ -183,6 +192,7 @@ class _Mesh:
         self._peers: set[Endpoint] = set()
         self._poked: set[str] = set()
         self._inodes: frozenset[int] = frozenset()
+        self._watch: Watch | None = None
 
     def published(self, device: str, record: bytes) -> None:
         with self._lock:
@@ -205,9 +215,21 @@ class _Mesh:
                 "a peer is gone, ask for a new quorum"
             )
 
-    def sever(self) -> None:
+    def watch(self) -> None:
+        """From now on the end of one connection is the end of all."""
+        if self._inodes:
+            self._watch = Watch(self._inodes, partial(sockets.shut_down, self._inodes))
+            weakref.finalize(self, self._watch.stop)  # a group that nobody shut down leaves no thread either
+
+    def end(self) -> None:
         """End every operation of the built group, here and at the peers."""
+        if self._watch is not None:
+            self._watch.stop()
         sockets.shut_down(self._inodes)
+
+    def settle(self) -> None:
+        if self._watch is not None:
+            self._watch.join()
 
     def sever_unfinished(self) -> None:
         """End what the building waits on; to be repeated, because the builder then goes on to the next wait."""
@@ -216,7 +238,7 @@ class _Mesh:
             poke = [own for device, own in self._own.items() if device not in self._poked] if peers else []
             if peers:
                 self._poked.update(self._own)
-        sockets.shut_down(self._connected() | sockets.connecting(remote=peers))
+        sockets.shut_down(self._connected() | (sockets.connecting(remote=peers) if peers else frozenset()))
         for own in poke:
             self._connect_in_place_of_peers(own)
 
@@ -257,6 +279,7 @@ class _WitnessStore(Store):
         """Publish this rank's record of one device, unless somebody has under the same prefix."""
         record = value.encode() if isinstance(value, str) else bytes(value)
         with _Keeping(self):
+            self._attempt.check()
             self._mesh.published(_device_of(key), record)
             found = self._store.compare_set(key, "", record)  # type: ignore[arg-type]  # bytes, in fact
             if found != record:

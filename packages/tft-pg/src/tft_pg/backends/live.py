@@ -45,7 +45,8 @@ class LiveGroup:
     Args:
         torch_group: does the work; destroying it joins its threads.
         set_timeout: sets its time-out.
-        sever: ends whatever waits in it; called once, from any thread.
+        sever: ends whatever waits in it; called once, from any thread, and returns at once.
+        settle: called last of all, when the torch group is gone; may wait for what `sever` has ended.
         classify: which fault an error of its operations is.
         where: its place, for messages.
     """
@@ -56,6 +57,7 @@ class LiveGroup:
         *,
         set_timeout: Callable[[timedelta], None],
         sever: Callable[[], None],
+        settle: Callable[[], None],
         classify: Callable[[Exception], _Fault],
         where: Where,
     ) -> None:
@@ -63,6 +65,7 @@ class LiveGroup:
         self._torch_group: dist.ProcessGroup | None = torch_group
         self._set_timeout: Callable[[timedelta], None] | None = set_timeout
         self._sever = sever
+        self._settle = settle
         self._classify = classify
         self._lock = threading.Lock()
         self._ended: ProcessGroupError | None = None
@@ -92,7 +95,8 @@ class LiveGroup:
         if self._ended is not None:
             return self._because_ended(operation)
         fault = self._classify(error)
-        converted = fault(f"{operation} failed ({self.where}): {_SENTENCES[fault]}", where=self.where)
+        reason = (str(error).splitlines() or [""])[0]
+        converted = fault(f"{operation} failed ({self.where}): {_SENTENCES[fault]} ({reason})", where=self.where)
         if fault is not OperationRefused:
             with self._lock:
                 if self._failed is None:
@@ -121,6 +125,7 @@ class LiveGroup:
         assert self._ended is not None
         self._set_timeout = None
         self._torch_group = None
+        self._settle()
 
     def _because_ended(self, operation: str) -> ProcessGroupError:
         assert self._ended is not None

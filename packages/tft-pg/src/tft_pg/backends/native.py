@@ -98,9 +98,9 @@ class NativeProcessGroup(ProcessGroup):
             self._begin(attempt)
             try:
                 live = self._build(self._connect(address, attempt), attempt, self._timeout)
-            except Exception as error:
+            except BaseException as error:
                 failure = self._fail(attempt, error)
-                if failure is error:
+                if failure is error or not isinstance(error, Exception):
                     raise
                 raise failure from error
             self._finish(attempt, live)
@@ -128,7 +128,7 @@ class NativeProcessGroup(ProcessGroup):
             attempt.break_with(client.sever)
         return client.under(address.prefix)
 
-    def _fail(self, attempt: Attempt, error: Exception) -> ProcessGroupError:
+    def _fail(self, attempt: Attempt, error: BaseException) -> ProcessGroupError:
         self._store_client = None  # it may have been severed, or be the fault
         self._discard()
         try:
@@ -243,5 +243,5 @@ class NativeProcessGroup(ProcessGroup):
         return f"{type(self).__name__}({self._where}, {state})"
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]

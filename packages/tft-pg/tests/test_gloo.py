@@ -1,0 +1,598 @@
+"""ProcessGroupGloo where it differs from any other group: what an abort reaches, and what it leaves alone."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ReduceOp, TCPStore
+from torch.nn.parallel import DistributedDataParallel
+
+from tft_pg import (
+    Aborted,
+    Closed,
+    ConfigureFailed,
+    InvalidSetting,
+    OperationRefused,
+    PeerFailed,
+    ProcessGroup,
+    ProcessGroupError,
+    ProcessGroupGloo,
+    parse_store_addr,
+    sockets,
+)
+from tft_pg.backends.gloo import _Published
+from tft_pg.sockets import Endpoint
+from tft_pg.testing import Bench
+
+HOUR = timedelta(hours=1)
+GUARD = timedelta(seconds=20)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    with Bench(ProcessGroupGloo, timeout=GUARD) as bench:
+        yield bench
+
+
+def failure(act: Callable[[], object]) -> BaseException | None:
+    try:
+        act()
+    except ProcessGroupError as error:
+        return error
+    return None
+
+
+def reduce(group: ProcessGroup) -> torch.Tensor:
+    tensor = torch.ones(3)
+    group.allreduce([tensor]).wait()
+    return tensor
+
+
+# --- what an abort reaches -----------------------------------------------------------------------------------------
+
+
+def test_an_abort_ends_a_collective_within_200_ms_here_and_there(bench: Bench) -> None:
+    groups = bench.configured(3)
+    took_s = []
+    for _ in range(7):
+        bench.configure(groups)
+        for group in groups:
+            group.set_timeout(HOUR)
+        works = [groups[rank].allreduce([torch.ones(1 << 16)]) for rank in (0, 1)]
+        ended: list[float] = []
+
+        def wait(work: dist.Work, ended: list[float] = ended) -> BaseException | None:
+            error = failure(work.wait)
+            ended.append(time.perf_counter())
+            return error
+
+        waits = [bench.start(partial(wait, work)) for work in works]
+        begun_s = time.perf_counter()
+        groups[0].abort()
+        errors = [finish().get() for finish in waits]
+        took_s.append(max(ended) - begun_s)
+        assert isinstance(errors[0], Aborted)
+        assert isinstance(errors[1], PeerFailed)
+        assert isinstance(failure(partial(reduce, groups[2])), PeerFailed)
+    assert statistics.median(took_s) < 0.2, took_s
+
+
+def test_every_kind_of_wait_is_ended(bench: Bench) -> None:
+    groups = bench.configured(2)
+    starts: dict[str, Callable[[ProcessGroup], dist.Work]] = {
+        "recv": lambda group: group.recv([torch.ones(3)], 1, 0),
+        "send": lambda group: group.send([torch.ones(1 << 22)], 1, 0),
+        "barrier": lambda group: group.barrier(),
+        "broadcast": lambda group: group.broadcast(torch.ones(3), 1),
+        "two": lambda group: [group.allreduce([torch.ones(3)]) for _ in range(5)][-1],
+    }
+    for name, start in starts.items():
+        bench.configure(groups)
+        groups[0].set_timeout(HOUR)
+        work = start(groups[0])
+        waiting = bench.start(partial(failure, work.wait))
+        groups[0].abort()
+        assert isinstance(waiting().get(), Aborted), name
+
+
+def test_a_new_configure_and_a_shutdown_end_what_runs(bench: Bench) -> None:
+    groups = bench.configured(2)
+    for group in groups:
+        group.set_timeout(HOUR)
+    before = groups[0].allreduce([torch.ones(3)])
+    bench.configure(groups)
+    assert isinstance(failure(before.wait), Aborted)
+    assert groups[0].errored() is None
+    before = groups[0].allreduce([torch.ones(3)])
+    groups[0].shutdown()
+    assert isinstance(failure(before.wait), Closed)
+    assert isinstance(failure(partial(reduce, groups[1])), PeerFailed)
+
+
+def test_an_old_works_error_is_not_the_new_groups(bench: Bench) -> None:
+    groups = bench.configured(2)
+    work = groups[1].allreduce([torch.ones(3)])
+    groups[0].abort()
+    bench.configure(groups)
+    assert isinstance(failure(work.wait), PeerFailed | Aborted)
+    assert groups[1].errored() is None
+    assert [tensor.tolist() for tensor in bench.all(groups, lambda rank, group: reduce(group))] == [[2.0] * 3] * 2
+
+
+def test_an_error_that_comes_through_a_future_is_known_to_the_group(bench: Bench) -> None:
+    groups = bench.configured(2)
+    future = groups[1].allreduce([torch.ones(3)]).get_future()
+    groups[0].abort()
+    known = future.then(lambda future: groups[1].errored())
+    assert isinstance(known.wait(), PeerFailed)
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        future.wait()
+
+
+def test_a_slow_callback_of_a_future_does_not_lock_the_group_up(bench: Bench) -> None:
+    groups = bench.configured(2)
+    groups[0].set_timeout(HOUR)
+    entered, leave, done = threading.Event(), threading.Event(), threading.Event()
+
+    def callback(future: torch.futures.Future[object]) -> None:
+        entered.set()
+        leave.wait(20)
+        done.set()
+
+    groups[0].allreduce([torch.ones(3)]).get_future().add_done_callback(callback)
+    groups[0].abort()  # returns while the callback runs
+    assert entered.wait(20)
+    closing = bench.start(groups[0].shutdown)
+    leave.set()
+    closing().get()  # waits for it
+    assert done.is_set()
+
+
+def test_a_callback_may_abort(bench: Bench) -> None:
+    groups = bench.configured(2)
+    groups[1].set_timeout(HOUR)
+    done = threading.Event()
+
+    def callback(future: torch.futures.Future[object]) -> None:
+        groups[1].abort()
+        done.set()
+
+    groups[1].allreduce([torch.ones(3)]).get_future().add_done_callback(callback)
+    groups[0].abort()
+    assert done.wait(20)
+    bench.configure(groups)
+    assert [tensor.tolist() for tensor in bench.all(groups, lambda rank, group: reduce(group))] == [[2.0] * 3] * 2
+
+
+def test_nothing_lands_in_a_tensor_after_its_work_has_failed(bench: Bench) -> None:
+    groups = bench.configured(3)
+    for length in (1, 1000, 1 << 18):
+        tensors = [torch.full((length,), float(rank)) for rank in range(3)]
+        works = [groups[rank].allreduce([tensors[rank]]) for rank in (0, 1)]
+        aborting = bench.start(groups[1].abort)
+        errors = [failure(work.wait) for work in works]
+        left = [tensor.clone() for tensor in tensors]
+        late = failure(lambda tensor=tensors[2]: groups[2].allreduce([tensor]).wait())
+        left[2] = tensors[2].clone()
+        aborting().get()
+        assert all(isinstance(error, ProcessGroupError) for error in (*errors, late))
+        bench.configure(groups)
+        bench.all(groups, lambda rank, group: reduce(group))
+        torch.testing.assert_close(tensors, left, rtol=0, atol=0)
+
+
+# --- an abort in the middle of a configure -------------------------------------------------------------------------
+
+
+def record(endpoint: Endpoint, numbers: tuple[int, ...]) -> bytes:
+    """What a rank of torch 2.13 publishes."""
+    address = struct.pack("=H", socket.AF_INET) + struct.pack(">H", endpoint.port)
+    address += socket.inet_aton(endpoint.address)
+    address = address.ljust(128, b"\0") + struct.pack("=q", -1)
+    name = b"elsewhere"
+    return b"".join(
+        [struct.pack("=Q", len(name)), name, struct.pack("=Q", len(address)), address, struct.pack("=2q", *numbers)]
+    )
+
+
+def publish(address: str, rank: int, endpoint: Endpoint) -> None:
+    place = parse_store_addr(address)
+    store = PrefixStore(place.prefix, TCPStore(place.host, place.port, is_master=False, wait_for_workers=False))
+    store.set(f"0/{rank}", record(endpoint, (0, 1)))
+
+
+def abort_once_connecting(bench: Bench, peer: Endpoint, until: Callable[[], bool], timeout: timedelta = HOUR) -> object:
+    """Configure rank 0 of 2 whose peer is an impostor at an address, and abort when that has come about."""
+    group, address = bench.make(), bench.fresh_address()
+    publish(address, 1, peer)
+    configuring = bench.start(partial(failure, partial(group.configure, address, 0, 2, timeout=timeout)))
+    deadline_s = time.monotonic() + 20
+    while not until():
+        assert time.monotonic() < deadline_s
+    begun_s = time.perf_counter()
+    if timeout == HOUR:
+        group.abort()
+    error = configuring().get()
+    assert time.perf_counter() - begun_s < 5
+    groups = [group, bench.make()]
+    bench.configure(groups)
+    assert [tensor.tolist() for tensor in bench.all(groups, lambda rank, group: reduce(group))] == [[2.0] * 3] * 2
+    return error
+
+
+def test_a_peer_that_published_and_never_connects(bench: Bench) -> None:
+    """A rank with the lower address waits for the other to call; 127.255.255.254 is above any of ours."""
+    with socket.socket() as listener:
+        listener.bind(("127.255.255.254", 0))
+        listener.listen()
+        peer = Endpoint.of(listener.getsockname())
+        assert peer is not None
+        watched = threading.Event()
+        # Nothing tells from outside that the rank waits now, so the abort falls before, into or after its coming.
+        for _ in range(3):
+            error = abort_once_connecting(bench, peer, lambda: watched.wait(0.02) or True)
+            assert isinstance(error, Aborted)
+
+
+def test_a_peer_that_published_and_does_not_answer(bench: Bench) -> None:
+    """A rank with the higher address calls; a listener with a full queue drops the call, as a dead host would."""
+    with socket.socket() as listener, socket.socket() as first, socket.socket() as second:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        peer = Endpoint.of(listener.getsockname())
+        assert peer is not None
+        for filler in (first, second):
+            filler.setblocking(False)
+            filler.connect_ex(peer)
+        with Bench(partial(ProcessGroupGloo, hostname="127.0.0.2"), timeout=GUARD) as higher:
+            known = sockets.connecting(remote={peer})
+            error = abort_once_connecting(higher, peer, lambda: bool(sockets.connecting(remote={peer}) - known))
+            assert isinstance(error, Aborted)
+            limit = timedelta(milliseconds=200)
+            error = abort_once_connecting(higher, peer, lambda: True, timeout=limit)
+            assert isinstance(error, ConfigureFailed)
+            assert "0.2 s" in str(error)
+
+
+_SERVER = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def stopped_store() -> Iterator[Callable[[], int]]:
+    """Starts a store in another process; the function given stops it, and gives its port."""
+    with subprocess.Popen([sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+
+        def stop() -> int:
+            os.kill(process.pid, signal.SIGSTOP)
+            return port
+
+        yield stop
+        process.kill()
+
+
+def test_a_store_that_is_stopped(bench: Bench, stopped_store: Callable[[], int]) -> None:
+    """torch's client would wait for ever, whatever its time-out."""
+    group, port = bench.make(), stopped_store()
+    error = failure(lambda: group.configure(f"127.0.0.1:{port}/a", 0, 2, timeout=timedelta(milliseconds=100)))
+    assert isinstance(error, ConfigureFailed)
+    configuring = bench.start(partial(failure, partial(group.configure, f"127.0.0.1:{port}/b", 0, 2, timeout=HOUR)))
+    while not sockets.connected(remote={Endpoint("127.0.0.1", port)}):
+        pass
+    group.abort()
+    assert isinstance(configuring().get(), Aborted)
+    bench.configure([group])
+    assert reduce(group).tolist() == [1.0] * 3
+
+
+# --- a peer in another process -------------------------------------------------------------------------------------
+
+
+def _peer(address: str, size: int, parent: Connection) -> None:
+    """Rank 1 of 2: configure, say so, and reduce when told to."""
+    torch.set_num_threads(1)
+    group = ProcessGroupGloo()
+    group.configure(address, 1, 2)
+    parent.send("configured")
+    if parent.recv() == "reduce":
+        group.allreduce([torch.ones(size)]).wait()
+        parent.send("reduced")
+        parent.poll(None)
+
+
+@pytest.fixture
+def start_peer(bench: Bench) -> Iterator[Callable[[int], tuple[ProcessGroup, multiprocessing.Process, Connection]]]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "tft_pg"])
+    children: list[tuple[multiprocessing.Process, Connection]] = []
+
+    def start(size: int) -> tuple[ProcessGroup, multiprocessing.Process, Connection]:
+        group, address = bench.make(), bench.fresh_address()
+        ours, theirs = context.Pipe()
+        child = context.Process(target=_peer, args=(address, size, theirs), daemon=True)
+        child.start()
+        theirs.close()
+        children.append((child, ours))
+        group.configure(address, 0, 2, timeout=GUARD)
+        assert ours.poll(20)
+        assert ours.recv() == "configured"
+        return group, child, ours
+
+    yield start
+    for child, ours in children:
+        child.kill()
+        child.join(20)
+        ours.close()
+
+
+def test_an_abort_while_the_peer_is_stopped(bench: Bench, start_peer: Callable[..., tuple[ProcessGroup, ...]]) -> None:
+    group, child, _ = start_peer(3)
+    group.set_timeout(HOUR)
+    os.kill(child.pid, signal.SIGSTOP)
+    # More than the socket's buffers hold, so that it waits for the peer to read, too.
+    works = [group.allreduce([torch.ones(1 << 22)]), group.send([torch.ones(1 << 22)], 1, 0)]
+    begun_s = time.perf_counter()
+    group.abort()
+    assert all(isinstance(failure(work.wait), Aborted) for work in works)
+    assert time.perf_counter() - begun_s < 2
+    bench.configure([group])
+    assert reduce(group).tolist() == [1.0] * 3
+
+
+def test_a_process_that_receives_more_than_it_expects_is_ended_by_torch(
+    start_peer: Callable[..., tuple[ProcessGroup, ...]],
+) -> None:
+    """Not caught, and documented: Gloo's own thread throws, which ends the process that expected less."""
+    group, child, ours = start_peer(4)
+    ours.send("reduce")
+    assert isinstance(failure(lambda: group.allreduce([torch.ones(8)]).wait()), PeerFailed)
+    child.join(20)
+    assert child.exitcode == -signal.SIGABRT
+
+
+def test_a_rank_that_receives_less_than_it_expects_is_not_told(bench: Bench) -> None:
+    """Not caught, and documented: the rest of the tensor stays as it was."""
+    groups = bench.configured(2)
+    tensors = [torch.full((4,), 1.0), torch.full((8,), 2.0)]
+    assert bench.all(groups, lambda rank, group: group.broadcast(tensors[rank], 0).wait()) == [True, True]
+    assert tensors[1].tolist() == [1.0] * 4 + [2.0] * 4
+
+
+# --- what an abort leaves alone ------------------------------------------------------------------------------------
+
+
+def resources() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def test_a_hundred_configures_and_aborts_leave_nothing_and_touch_nothing_else(bench: Bench) -> None:
+    groups = bench.configured(2)
+    place = parse_store_addr(bench.fresh_address())
+    stop = threading.Event()
+    rounds: list[int] = []
+
+    def use_sockets_and_a_store() -> None:
+        store = TCPStore(place.host, place.port, is_master=False, wait_for_workers=False)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            while not stop.is_set():
+                with socket.create_connection(server.getsockname()) as here, server.accept()[0] as there:
+                    for number in range(20):
+                        here.sendall(b"%06d" % number)
+                        assert there.recv(6) == b"%06d" % number
+                        rounds.append(store.add("rounds", 1))
+
+    plain = [TCPStore(place.host, place.port, is_master=False, wait_for_workers=False) for _ in range(2)]
+    bystanders: list[dist.ProcessGroupGloo] = [None, None]
+
+    def make_bystander(rank: int) -> None:
+        store = PrefixStore("bystander", plain[rank])
+        bystanders[rank] = dist.ProcessGroupGloo(store, rank, 2, timeout=GUARD)
+
+    for finish in [bench.start(partial(make_bystander, rank)) for rank in range(2)]:
+        finish().get()
+    using = bench.start(use_sockets_and_a_store)
+
+    def cycle(number: int) -> None:
+        for group in groups:
+            group.set_timeout(HOUR)
+        work = groups[number % 2].allreduce([torch.ones(100)])
+        groups[0].abort()
+        assert isinstance(failure(work.wait), Aborted | PeerFailed)
+        bench.configure(groups)
+
+    for number in range(10):
+        cycle(number)
+    before = resources()
+    for number in range(100):
+        cycle(number)
+    gc.collect()
+    # The bystander opens and closes a pair of sockets all the time, and a server lets go of a client a moment later.
+    for _ in range(2000):
+        after = resources()
+        if after[0] <= before[0] and after[1] <= before[1] + 2:
+            break
+        threading.Event().wait(0.005)
+    assert after[0] <= before[0]
+    assert after[1] <= before[1] + 2
+    stop.set()
+    using().get()
+    assert rounds
+    works = [bystander.allreduce(torch.ones(2)) for bystander in bystanders]
+    assert all(work.wait() for work in works)
+
+
+def test_another_group_of_the_same_process_is_left_alone(bench: Bench) -> None:
+    one, two = bench.configured(2), bench.configured(2)
+    one[0].abort()
+    assert [tensor.tolist() for tensor in bench.all(two, lambda rank, group: reduce(group))] == [[2.0] * 3] * 2
+
+
+def test_a_member_that_was_left_behind_does_not_disturb_the_others(bench: Bench) -> None:
+    groups = bench.configured(3)
+    bench.configure(groups[1:])  # over the same listeners
+    groups[0].abort()
+    groups[0].shutdown()
+    assert [tensor.tolist() for tensor in bench.all(groups[1:], lambda rank, group: reduce(group))] == [[2.0] * 3] * 2
+
+
+def test_only_connected_sockets_of_the_address_match() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as other:
+        place, elsewhere = Endpoint.of(server.getsockname()), Endpoint.of(other.getsockname())
+        assert place is not None
+        assert elsewhere is not None
+        with socket.create_connection(place) as here, server.accept()[0] as there, socket.create_connection(elsewhere):
+            inodes = {end: os.fstat(end.fileno()).st_ino for end in (here, there)}
+            assert sockets.connected(local={place}) == {inodes[there]}
+            assert sockets.connected(remote={place}) == {inodes[here]}
+            assert sockets.connected(local={place}, remote={place}) == set(inodes.values())
+            assert sockets.shut_down({inodes[here]}) == 1
+            assert there.recv(1) == b""
+        assert sockets.shut_down(set(inodes.values())) == 0
+        with socket.create_connection(place) as here, server.accept()[0] as there:
+            here.sendall(b"1")
+            assert there.recv(1) == b"1"
+
+
+def test_an_address_is_the_same_in_every_form() -> None:
+    assert Endpoint.of(("::ffff:10.0.0.1", 5, 0, 0)) == Endpoint.of(("10.0.0.1", 5)) == Endpoint("10.0.0.1", 5)
+    assert Endpoint.of(("fe80::1%eth0", 5, 0, 2)) == Endpoint("fe80::1", 5)
+    assert Endpoint.of("/a/unix/socket") is None
+
+
+def test_a_record_is_read_or_refused() -> None:
+    published = _Published.read(record(Endpoint("10.1.2.3", 4000), (5, 6)))
+    assert (published.endpoint, published.numbers) == (Endpoint("10.1.2.3", 4000), (5, 6))
+    for junk in (b"", b"x" * 20, record(Endpoint("10.1.2.3", 4000), (5, 6))[:-1], struct.pack("=QQ", 0, 1 << 60)):
+        with pytest.raises(ConfigureFailed, match="can't read"):
+            _Published.read(junk)
+
+
+# --- settings and calls --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", [{"interface": "lo"}, {"hostname": "127.0.0.3"}, {}])
+def test_it_listens_where_it_is_told(where: dict[str, str]) -> None:
+    with Bench(partial(ProcessGroupGloo, **where), timeout=GUARD) as bench:
+        groups = bench.configured(2)
+        address = where.get("hostname", "127.0.0.1")
+        assert {_listener(group).address for group in groups} == {address}
+        assert [tensor.tolist() for tensor in bench.all(groups, lambda rank, group: reduce(group))] == [[2.0] * 3] * 2
+
+
+def _listener(group: ProcessGroup) -> Endpoint:
+    store = group._live._torch_group.get_group_store()  # type: ignore[attr-defined]
+    return _Published.read(store.get(f"0/{group.rank()}")).endpoint
+
+
+def test_the_interface_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
+    groups = bench.configured(2)
+    assert [tensor.tolist() for tensor in bench.all(groups, lambda rank, group: reduce(group))] == [[2.0] * 3] * 2
+    assert len(groups[0]._devices) == 2  # type: ignore[attr-defined]
+    groups[0].abort()
+    assert isinstance(failure(partial(reduce, groups[1])), PeerFailed)
+
+
+def test_an_interface_that_is_not_there_is_a_clear_error(bench: Bench) -> None:
+    group = ProcessGroupGloo(interface="nope0")
+    error = failure(lambda: group.configure(bench.fresh_address(), 0, 1))
+    assert isinstance(error, ConfigureFailed)
+    assert "nope0" in str(error)
+    group.shutdown()
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(InvalidSetting, match="not both"):
+        ProcessGroupGloo(interface="lo", hostname="localhost")
+    with pytest.raises(InvalidSetting, match="above zero"):
+        ProcessGroupGloo(timedelta(0))
+
+
+def test_a_refused_operation_leaves_the_group_usable(bench: Bench) -> None:
+    groups = bench.configured(2)
+    for error in bench.all(
+        groups, lambda rank, group: failure(lambda: group.allreduce([torch.ones(2, dtype=torch.int16)]).wait())
+    ):
+        assert isinstance(error, OperationRefused)
+        assert "Invalid scalar type" in str(error)
+    with pytest.raises(TypeError):
+        groups[0].allreduce("no tensor")
+    assert [tensor.tolist() for tensor in bench.all(groups, lambda rank, group: reduce(group))] == [[2.0] * 3] * 2
+    assert [group.errored() for group in groups] == [None, None]
+
+
+def test_torchs_functions_take_the_group(bench: Bench) -> None:
+    groups = bench.configured(2)
+
+    def use(rank: int, group: ProcessGroup) -> list[object]:
+        mean, taken = torch.full((2,), float(rank)), torch.full((2,), float(rank))
+        gathered, objects = [torch.zeros(2), torch.zeros(2)], [None, None]
+        dist.all_reduce(mean, op=ReduceOp.AVG, group=group)
+        dist.broadcast(taken, group_src=1, group=group)
+        dist.all_gather(gathered, taken + rank, group=group)
+        dist.barrier(group=group)
+        dist.all_gather_object(objects, {"rank": rank}, group=group)
+        work = dist.all_reduce(taken, group=group, async_op=True)
+        work.wait()
+        return [mean.tolist(), taken.tolist(), [tensor.tolist() for tensor in gathered], objects]
+
+    expected = [[0.5, 0.5], [2.0, 2.0], [[1.0, 1.0], [2.0, 2.0]], [{"rank": 0}, {"rank": 1}]]
+    assert bench.all(groups, use) == [expected, expected]
+
+
+def test_torchs_ddp_runs_on_it_unmodified(bench: Bench) -> None:
+    groups = bench.configured(2)
+
+    def gradients(rank: int, group: ProcessGroup) -> list[torch.Tensor]:
+        with torch.random.fork_rng():
+            model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        for number, parameter in enumerate(model.parameters()):
+            torch.nn.init.constant_(parameter, 0.01 * (number + 1))
+        trained = DistributedDataParallel(model, process_group=group)
+        for step in range(3):
+            trained.zero_grad()
+            trained(torch.full((2, 4), float(rank + step))).sum().backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    on_ours = bench.all(groups, gradients)
+    assert len(on_ours[0]) == 4
+    torch.testing.assert_close(on_ours[0], on_ours[1], rtol=0, atol=0)
+    alone = bench.configured(1)
+    mean = [(one + two) / 2 for one, two in zip(gradients(0, alone[0]), gradients(1, alone[0]), strict=True)]
+    torch.testing.assert_close(on_ours[0], mean)
+
+
+def test_the_groups_words_name_the_place(bench: Bench) -> None:
+    groups = bench.configured(2)
+    assert repr(groups[1]) == "ProcessGroupGloo(rank 1 of 2, replica replica_1/0, quorum 1, configured)"
+    groups[1].abort()
+    error = failure(partial(reduce, groups[1]))
+    assert isinstance(error, Aborted)
+    assert error.where is not None
+    assert (error.where.rank, error.where.replica_id, error.where.quorum_id) == (1, "replica_1", 1)
+    assert "rank 1 of 2, replica replica_1/0, quorum 1" in str(error)
+    assert "unusable" in repr(groups[1])

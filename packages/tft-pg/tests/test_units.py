@@ -1,0 +1,413 @@
+"""The table, the forwarder, the works, the errors and the wrappers, without a backend, thread or socket."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Mapping
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+import tft_pg
+from tft_pg import (
+    COLLECTIVES,
+    Aborted,
+    Closed,
+    Collective,
+    ConfigureFailed,
+    DeadlinePassed,
+    DummyWork,
+    ErrorSwallowingProcessGroupWrapper,
+    FakeProcessGroupWrapper,
+    InvalidSetting,
+    ManagedProcessGroup,
+    PeerFailed,
+    ProcessGroup,
+    ProcessGroupDummy,
+    ProcessGroupError,
+    ProcessGroupWrapper,
+    StoreAddressError,
+    Unsupported,
+)
+from tft_pg.backends.gloo import _classify
+from tft_pg.errors import OperationRefused, Where
+from tft_pg.ops import collective
+from tft_pg.work import GuardedWork, PendingWork
+
+NAMES = [name for row in COLLECTIVES for name in (row.name, *row.aliases)]
+
+
+# --- the table and the forwarder ---
+
+
+def test_every_name_is_one_row() -> None:
+    assert len(NAMES) == len(set(NAMES))
+    for row in COLLECTIVES:
+        assert all(collective(name) is row for name in (row.name, *row.aliases))
+    with pytest.raises(InvalidSetting, match="'allredcue' is no collective"):
+        collective("allredcue")
+
+
+def test_torch_knows_every_name() -> None:
+    for name in NAMES:
+        assert callable(getattr(dist.ProcessGroup, name))
+
+
+def test_no_collective_of_torch_is_missing() -> None:
+    torchs_own = {
+        name
+        for name in dir(dist.ProcessGroup)
+        if any(word in name for word in ("all", "reduce", "gather", "scatter", "broad", "send", "recv", "barrier"))
+    }
+    elsewhere = {"monitored_barrier", "_start_coalescing", "_end_coalescing", "__reduce__", "__reduce_ex__"}
+    elsewhere |= {name for name in torchs_own if name.startswith("__")}
+    assert torchs_own - elsewhere == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_collective_passes_its_arguments_on_as_they_are(name: str) -> None:
+    seen: list[tuple[str, tuple[object, ...], Mapping[str, object]]] = []
+    group = Recorder(seen)
+    for wrapped in (group, ProcessGroupWrapper(group), FakeProcessGroupWrapper(ProcessGroupWrapper(group))):
+        getattr(wrapped, name)(1, 2, opts="x")
+    assert seen == [(collective(name).name, (1, 2), {"opts": "x"})] * 3
+
+
+class Recorder(ProcessGroup):
+    """As little as a group can be."""
+
+    def __init__(self, seen: list[tuple[str, tuple[object, ...], Mapping[str, object]]]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def _run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
+        self.seen.append((collective.name, args, kwargs))
+        return DummyWork(None)
+
+    def configure(self, *args: object, **kwargs: object) -> None: ...
+    def abort(self) -> None: ...
+    def shutdown(self) -> None: ...
+    def set_timeout(self, timeout: timedelta) -> None: ...
+
+    def errored(self) -> Exception | None:
+        return None
+
+    def size(self) -> int:
+        return 5
+
+    def rank(self) -> int:
+        return 3
+
+    def getBackendName(self) -> str:
+        return "tft-recorder"
+
+    def __repr__(self) -> str:
+        return "Recorder()"
+
+
+def test_an_abstract_group_says_what_it_lacks() -> None:
+    class Half(ProcessGroup):
+        def size(self) -> int:
+            return 1
+
+    with pytest.raises(TypeError, match="Half is abstract; it lacks __repr__, _run, abort"):
+        Half()
+
+
+def test_torch_sees_the_groups_size_and_rank() -> None:
+    group = Recorder([])
+    assert isinstance(group, dist.ProcessGroup)
+    assert (dist.ProcessGroup.size(group), dist.ProcessGroup.rank(group), group.name()) == (5, 3, "tft-recorder")
+
+
+def test_a_group_is_not_pickled() -> None:
+    with pytest.raises(TypeError, match="bound to its process"):
+        pickle.dumps(ProcessGroupDummy())
+
+
+def test_arguments_by_position_and_by_either_keyword() -> None:
+    row, tensor = collective("allreduce"), torch.ones(2)
+    assert row.argument(0, (tensor,), {}) is tensor
+    assert row.argument(0, (), {"tensor": tensor}) is tensor
+    assert row.argument(1, (tensor,), {"op": ReduceOp.MAX}) == ReduceOp.MAX
+    assert row.argument(1, (tensor,), {}) is None
+    assert row.results(([tensor],), {}) == [tensor]
+    assert collective("barrier").results((), {}) == []
+
+
+# --- works ---
+
+
+def test_a_dummy_work_is_done() -> None:
+    work = DummyWork([1])
+    assert work.wait()
+    assert work.wait(timedelta(seconds=1))
+    assert work.is_completed()
+    assert work.result() == [1]
+    assert work.get_future() is work.get_future()
+    assert work.get_future().then(lambda future: future.value()[0] + 1).wait() == 2
+
+
+class Converter:
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def convert(self, operation: str, error: Exception) -> Exception:
+        self.told.append(f"{operation}: {error}")
+        return PeerFailed("in other words")
+
+
+def pending() -> PendingWork:
+    return PendingWork(
+        on_timeout=lambda limit: DeadlinePassed(f"{limit.total_seconds():g} s"), limit=timedelta(seconds=20)
+    )
+
+
+def test_a_pending_work_is_finished_once() -> None:
+    work = pending()
+    assert not work.is_completed()
+    work.finish([])
+    work.fail(KeyError("late"))
+    assert work.wait()
+    assert work.is_completed()
+    assert work.get_future().wait() == []
+
+
+def test_a_pending_work_fails_once() -> None:
+    work = pending()
+    work.fail(PeerFailed("gone"))
+    work.finish([])
+    with pytest.raises(PeerFailed, match="gone"):
+        work.wait()
+    with pytest.raises(RuntimeError, match="PeerFailed: gone"):
+        work.get_future().wait()
+
+
+def test_a_pending_work_that_nobody_finishes() -> None:
+    with pytest.raises(DeadlinePassed, match=r"0.01 s"):
+        pending().wait(timedelta(milliseconds=10))
+
+
+class Failing(dist.Work):
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        raise RuntimeError("backend's words")
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_a_guarded_work_speaks_its_groups_words_and_lets_go_of_the_backends() -> None:
+    converter = Converter()
+    work = GuardedWork(Failing(), converter, "allreduce")
+    for _ in range(2):
+        with pytest.raises(PeerFailed, match="in other words"):
+            work.wait()
+    assert converter.told == ["allreduce: backend's words"]
+    assert not isinstance(work._work, Failing)
+    with pytest.raises(RuntimeError, match="in other words"):
+        work.get_future().wait()
+
+
+def test_a_guarded_work_tells_of_an_error_in_its_future() -> None:
+    converter, inner = Converter(), pending()
+    inner.fail(KeyError("raw"))  # another process group's own, unconverted
+    future = GuardedWork(inner, converter, "broadcast").get_future()
+    with pytest.raises(RuntimeError, match="raw"):
+        future.wait()
+    assert len(converter.told) == 1
+    assert converter.told[0].startswith("broadcast:")
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize(
+    "kind", [error for error in vars(tft_pg).values() if isinstance(error, type) and issubclass(error, Exception)]
+)
+def test_every_error_is_one_of_the_family_and_travels(kind: type[ProcessGroupError]) -> None:
+    assert issubclass(kind, ProcessGroupError)
+    assert issubclass(kind, RuntimeError)
+    assert kind.__doc__
+    error = kind("what, where, what next", where=Where(1, 3, "a", 7)) if kind is not StoreAddressError else kind("x")
+    for copied in (copy.copy(error), pickle.loads(pickle.dumps(error))):
+        assert type(copied) is kind
+        assert (str(copied), copied.where) == (str(error), error.where)
+
+
+def test_a_place_reads_as_a_sentence_part() -> None:
+    assert str(Where()) == "unconfigured group"
+    assert str(Where(1, 3)) == "rank 1 of 3"
+    assert str(Where(1, 3, "a", 7, 2)) == "rank 1 of 3, replica a/2, quorum 7"
+    assert ConfigureFailed("x", missing_ranks=(2,)).missing_ranks == (2,)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("[/x/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 100ms for recv", DeadlinePassed),
+        ("[/x/gloo/gloo/transport/tcp/pair.cc:1] Application timeout caused pair closure", DeadlinePassed),
+        ("[/x/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:56536", PeerFailed),
+        ("[/x/gloo/gloo/transport/tcp/pair.cc:1] Read error [::1]:5: Connection reset by peer", PeerFailed),
+        ("Operation timed out!", DeadlinePassed),
+        ("Invalid scalar type", OperationRefused),
+    ],
+)
+def test_gloos_words_are_understood(text: str, kind: type[ProcessGroupError]) -> None:
+    assert _classify(RuntimeError(text)) is kind
+
+
+# --- dummy ---
+
+
+def test_a_dummy_group_copies_and_counts() -> None:
+    group = ProcessGroupDummy(0, 1)
+    output, tensor = torch.zeros(2), torch.ones(2)
+    group.allgather([[output]], [tensor]).wait()
+    assert output.tolist() == [1.0, 1.0]
+    group.configure("anywhere:1/x", 0, 1)
+    group.allreduce([tensor], ReduceOp.AVG).get_future().wait()
+    assert (group.configure_count, group.wait_count, group.get_future_count) == (1, 1, 1)
+
+
+def test_a_dummy_group_is_alone() -> None:
+    with pytest.raises(InvalidSetting, match="rank 1 of 2"):
+        ProcessGroupDummy(1, 2)
+    with pytest.raises(InvalidSetting, match="rank 0 of 2"):
+        ProcessGroupDummy().configure("anywhere:1/x", 0, 2)
+    with pytest.raises(InvalidSetting, match="outputs as large as its inputs"):
+        ProcessGroupDummy().allgather([[torch.zeros(3)]], [torch.ones(2)])
+
+
+# --- managed ---
+
+
+class Manager:
+    def __init__(self) -> None:
+        self.calls: list[tuple[torch.Tensor, object]] = []
+
+    def allreduce(self, tensor: torch.Tensor, *, reduce_op: object) -> dist.Work:
+        self.calls.append((tensor, reduce_op))
+        return DummyWork([tensor])
+
+    def num_participants(self) -> int:
+        return 4
+
+
+def test_a_managed_group_reduces_through_its_manager() -> None:
+    manager, tensor = Manager(), torch.ones(2)
+    group = ManagedProcessGroup(manager)
+    dist.all_reduce(tensor, group=group, op=ReduceOp.AVG)
+    dist.all_reduce(tensor, group=group)
+    group.allreduce([tensor], ReduceOp.MAX).wait()
+    group.allreduce(tensor, op=ReduceOp.MIN).wait()
+    group.allreduce([tensor]).wait()
+    assert all(seen is tensor for seen, _ in manager.calls)
+    assert [op for _, op in manager.calls] == [ReduceOp.AVG, ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.SUM]
+    assert (group.size(), group.rank(), group.errored()) == (4, 0, None)
+
+
+def test_a_managed_group_does_nothing_else() -> None:
+    group = ManagedProcessGroup(Manager())
+    with pytest.raises(Unsupported, match="no barrier"):
+        group.barrier()
+    with pytest.raises(InvalidSetting, match="one tensor, but got 2"):
+        group.allreduce([torch.ones(1), torch.ones(1)])
+    for act in (group.abort, lambda: group.set_timeout(timedelta(1)), lambda: group.configure("h:1", 0, 1)):
+        with pytest.raises(Unsupported, match="its Manager does that"):
+            act()
+    group.shutdown()
+
+
+# --- swallowing and faulty ---
+
+
+def test_after_an_error_every_collective_is_a_finished_dummy() -> None:
+    faulty = FakeProcessGroupWrapper(ProcessGroupDummy())
+    group = ErrorSwallowingProcessGroupWrapper(faulty)
+    faulty.fail(nth=2)
+    assert group.allreduce([torch.ones(1)]).wait()
+    assert group.error() is None
+    assert not group.broadcast([torch.ones(1)]).wait()
+    assert isinstance(group.error(), PeerFailed)
+    output = torch.zeros(2)
+    work = group.allgather([[output]], [torch.ones(2)])
+    assert work.wait()
+    assert work.get_future().wait() == [output]
+    assert output.tolist() == [0.0, 0.0]
+    group.configure("anywhere:1/x", 0, 1)
+    assert group.error() is None
+    assert group.allreduce([torch.ones(1)]).wait()
+
+
+def test_an_error_in_a_future_is_swallowed() -> None:
+    faulty = FakeProcessGroupWrapper(ProcessGroupDummy())
+    group, tensor = ErrorSwallowingProcessGroupWrapper(faulty), torch.ones(1)
+    faulty.report_future_error(PeerFailed("asked for"))
+    assert group.allreduce([tensor]).get_future().wait() == [tensor]
+    assert "asked for" in str(group.error())
+
+
+def test_a_reported_error_swallows_too() -> None:
+    group = ErrorSwallowingProcessGroupWrapper(ProcessGroupDummy())
+    group.report_error(PeerFailed("first"))
+    group.report_error(PeerFailed("second"))
+    assert group.allreduce([torch.ones(1)]).wait()
+    assert "first" in str(group.error())
+
+
+def test_a_fault_comes_at_the_call_that_was_named() -> None:
+    group = FakeProcessGroupWrapper(ProcessGroupDummy())
+    group.fail(nth=2, operation="allreduce", error=PeerFailed("asked for"))
+    group.allreduce([torch.ones(1)]).wait()
+    group.barrier().wait()
+    work = group.allreduce([torch.ones(1)])
+    with pytest.raises(PeerFailed, match="asked for"):
+        work.wait()
+    assert group.allreduce([torch.ones(1)]).wait()
+    with pytest.raises(InvalidSetting, match="no call 0"):
+        group.fail(nth=0)
+    with pytest.raises(InvalidSetting, match="no collective"):
+        group.fail(operation="fly")
+
+
+@pytest.mark.parametrize("end", ["abort", "shutdown", "configure"])
+def test_a_hanging_call_is_ended(end: str) -> None:
+    group = FakeProcessGroupWrapper(ProcessGroupDummy())
+    group.hang()
+    work = group.allreduce([torch.ones(1)])
+    assert not work.is_completed()
+    if end == "configure":
+        group.configure("anywhere:1/x", 0, 1)
+    else:
+        getattr(group, end)()
+    with pytest.raises(Aborted):
+        work.wait()
+
+
+def test_a_hanging_call_has_a_time_out() -> None:
+    group = FakeProcessGroupWrapper(ProcessGroupDummy(), timeout=timedelta(milliseconds=10))
+    group.hang()
+    with pytest.raises(DeadlinePassed, match="allreduce hung"):
+        group.allreduce([torch.ones(1)]).wait()
+
+
+def test_a_delay_is_cut_short_by_an_abort() -> None:
+    group = FakeProcessGroupWrapper(ProcessGroupDummy())
+    group.delay(seconds=3600)
+    group.abort()
+    with pytest.raises(Aborted):
+        group.allreduce([torch.ones(1)])
+    group.shutdown()
+    with pytest.raises(Closed):
+        group.allreduce([torch.ones(1)])
+
+
+def test_configure_forgets_faults() -> None:
+    group = FakeProcessGroupWrapper(ProcessGroupDummy())
+    group.fail()
+    group.configure("anywhere:1/x", 0, 1)
+    assert group.allreduce([torch.ones(1)]).wait()
