@@ -13,7 +13,8 @@ import http.client
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import final
 
@@ -44,7 +45,7 @@ _WAIT_OTHERS_S = 0.05
 _PAUSE_S = 0.05
 _SENTENCE_BYTES = 4096
 # What a source may be allowed to be silent for, however little time is left.
-_SILENCE_MIN_S = 0.25
+_SILENCE_MIN_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,31 +205,29 @@ class Receive:
 
     # ---- one request ----
 
-    def _allowance_s(self) -> float:
-        # With others to turn to, one dead source must not use up the time that they would need.
-        share = self._stop.remaining_s() / max(1, self._plan.num_sources)
-        return max(_SILENCE_MIN_S, min(self._silence_s, share))
+    def _share_s(self) -> float:
+        # With others to turn to, one dead source must not use up the time that they would need. Half of its part: it
+        # may be silent both while it waits for the state and while it should be sending.
+        others = self._plan.num_sources > 1
+        share = self._stop.remaining_s() / (2 * self._plan.num_sources if others else 1)
+        return max(_SILENCE_MIN_S, share)
 
     def _connect(self, source: str) -> Connection:
         host, port = parse_url(source)
-        try:
-            return Connection(host, port, silence_s=self._allowance_s(), stop=self._stop)
-        except (OSError, UnicodeError) as error:
-            raise _Failed(f"no connection to {source}: {error}") from error
+        with _breaking(f"no connection to {source}"):
+            return Connection(host, port, silence_s=min(self._silence_s, self._share_s()), stop=self._stop)
 
     def _get(
         self, connection: Connection, source: str, path: str, headers: Mapping[str, str], *, patience_s: float = 0.0
     ) -> http.client.HTTPResponse:
-        try:
+        with _breaking(f"the connection to {source} broke"):
             return connection.get(path, {**self._headers, **headers}, patience_s=patience_s)
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise _broken(source, error) from error
 
     def _fetch_manifest(self, source: str) -> Manifest | None:
         connection = self._connect(source)
         try:
             wait_s = _WAIT_PREFERRED_S if source == self._plan.preferred else _WAIT_OTHERS_S
-            wait_s = min(wait_s, self._stop.remaining_s())
+            wait_s = min(wait_s, self._share_s())
             asked_s = time.monotonic()
             headers = {WAIT_HEADER: str(int(wait_s * 1e3))}
             response = self._get(connection, source, manifest_path(self._key), headers, patience_s=wait_s)
@@ -260,19 +259,15 @@ class Receive:
                 part="manifest",
                 source=source,
             )
-        try:
+        with _breaking(f"the connection to {source} broke"):
             data = response.read(length)
-        except (OSError, http.client.HTTPException) as error:
-            raise _broken(source, error) from error
         if len(data) != length:
             raise _Failed(f"{source} broke off within the manifest")
         return data
 
     def _refusal(self, response: http.client.HTTPResponse, source: str) -> CheckpointError | _Failed:
-        try:
+        with _breaking(f"the connection to {source} broke"):
             sentence = response.read(_SENTENCE_BYTES).decode("utf-8", "replace").strip()
-        except (OSError, http.client.HTTPException) as error:
-            return _broken(source, error)
         message = f"{source} answers {response.status}: {sentence or response.reason}"
         if response.status == 409:
             return StateMismatch(message, wanted=self._key, offered=_offered(response), source=source)
@@ -359,10 +354,8 @@ class Receive:
     def _read_exactly(self, response: http.client.HTTPResponse, source: str, view: memoryview) -> None:
         at = 0
         while at < len(view):
-            try:
+            with _breaking(f"the connection to {source} broke"):
                 count = response.readinto(view[at:])
-            except (OSError, http.client.HTTPException) as error:
-                raise _broken(source, error) from error
             if count == 0:
                 raise _Failed(f"{source} broke off within the data")
             at += count
@@ -438,8 +431,16 @@ class Receive:
         return failure
 
 
-def _broken(source: str, error: Exception) -> _Failed:
-    return _Failed(f"the connection to {source} broke: {str(error) or type(error).__name__}")
+@contextmanager
+def _breaking(what: str) -> Iterator[None]:
+    """Turn what sockets and http.client raise into _Failed."""
+    try:
+        yield
+    except CheckpointError:
+        # Before the next clause: a passed deadline is an OSError as well.
+        raise
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise _Failed(f"{what}: {str(error) or type(error).__name__}") from error
 
 
 def _offered(response: http.client.HTTPResponse) -> StateKey | None:

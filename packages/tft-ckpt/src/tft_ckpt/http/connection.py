@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
-from tft_ckpt.errors import Closed, DeadlinePassed
+from tft_ckpt.errors import CheckpointError, Closed, DeadlinePassed
 
 __all__ = ["Connection", "Silence", "StopSignal"]
 
@@ -216,10 +216,11 @@ def _connect(host: str, port: int, silence_s: float, stop: StopSignal) -> socket
                 if code:
                     raise OSError(code, os.strerror(code)) from None
             return sock
+        except CheckpointError:
+            # Before the next clause: a passed deadline is an OSError as well.
+            sock.close()
+            raise
         except OSError as error:
             sock.close()
             failure = error
-        except BaseException:
-            sock.close()
-            raise
     raise failure

@@ -14,6 +14,7 @@ import concurrent.futures
 import hmac
 import logging
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from typing import NoReturn, final
@@ -38,6 +39,8 @@ _PIECE_BYTES = 1 << 20
 # aiohttp waits for the socket to take everything only after writes longer than this; a shorter last piece is therefore
 # sent from a copy, because the buffer may be used again as soon as the handler returns.
 _UNDRAINED_BYTES = 64 << 10
+
+_NO_LINGERING = struct.pack("ii", 1, 0)
 
 _log = logging.getLogger("tft_ckpt.http")
 
@@ -171,7 +174,7 @@ class StateServer:
     def _send_off(self, snapshots: list[Snapshot]) -> None:
         for snapshot in snapshots:
             for transport in self._transports.get(snapshot, ()):
-                transport.abort()
+                _break(transport)
 
     def _published(self, snapshot: Snapshot, expected: bool) -> None:
         if expected:
@@ -294,8 +297,8 @@ class StateServer:
                 watch.pieces += 1
             await response.write_eof()
         except ConnectionResetError:
+            # aiohttp finds the connection closed as well, and goes on to the next one.
             _log.info("a reader of state %s left before its end", snapshot.key)
-            raise
         finally:
             watch.end()
             self._transports[snapshot].discard(transport)
@@ -323,13 +326,21 @@ class _SilenceWatch:
     def _look(self) -> None:
         seen = (self.pieces, self._transport.get_write_buffer_size())
         if seen == self._seen:
-            self._transport.abort()
+            _break(self._transport)
             return
         self._seen = seen
         self._timer = self._loop.call_later(self._silence_s, self._look)
 
     def end(self) -> None:
         self._timer.cancel()
+
+
+def _break(transport: asyncio.Transport) -> None:
+    # Without lingering: what the reader did not take would else stay in the kernel, and the reader would never hear.
+    sock = transport.get_extra_info("socket")
+    if sock is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGERING)
+    transport.abort()
 
 
 def _key(request: web.Request) -> StateKey:

@@ -1,0 +1,171 @@
+"""A TCP proxy in front of one HTTP source that hurts what passes, where and how often it is told.
+
+Law of this file: it understands of HTTP only which path was asked for last; positions count the answers' bytes, their
+heads included. Threads and sockets end with `close`.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Literal, final
+from urllib.parse import urlsplit
+
+__all__ = ["Fault", "FaultyProxy"]
+
+THREAD_NAME = "tft-ckpt-proxy"
+_READ_BYTES = 64 << 10
+
+
+@dataclass(slots=True)
+class Fault:
+    """One way to hurt an answer.
+
+    Fields:
+        on: the path's last word, "manifest" or "data".
+        kind: flip a bit; cut this connection; kill the proxy, which refuses every connection from then on; stall until
+            `release` is called.
+        at: position in bytes; for flip and stall in each answer, where beyond 1000 it is past any head; for cut and
+            kill in all answers on that path together, whatever connection they come over.
+        times: answers to hurt; those after go through.
+        happened: set when it first did.
+    """
+
+    on: Literal["manifest", "data"]
+    kind: Literal["flip", "cut", "kill", "stall"]
+    at: int = 1000
+    times: int = 1_000_000
+    happened: threading.Event = field(default_factory=threading.Event)
+
+
+@final
+class FaultyProxy:
+    """Stands in for a source until closed.
+
+    Fields:
+        url: what to give receivers in place of the source's.
+        passed_bytes: of answers, in all.
+    """
+
+    def __init__(self, target_url: str, *faults: Fault) -> None:
+        parts = urlsplit(target_url)
+        self._target = (parts.hostname or "", parts.port or 0)
+        self._faults = faults
+        self._released = threading.Event()
+        self._lock = threading.Lock()
+        self._sockets: set[socket.socket] = set()
+        self._dead = False
+        self._answered = {"manifest": 0, "data": 0}
+        self.passed_bytes = 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._threads = [threading.Thread(target=self._accept, name=THREAD_NAME, daemon=True)]
+        self._threads[0].start()
+
+    def __enter__(self) -> FaultyProxy:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def release(self) -> None:
+        """Let go on what a fault has stalled."""
+        self._released.set()
+
+    def kill(self) -> None:
+        """Break every connection and refuse new ones."""
+        with self._lock:
+            self._dead = True
+            for sock in (self._listener, *self._sockets):
+                # shutdown, not close: it wakes the thread that waits for the socket, which then closes it.
+                _shut(sock)
+
+    def close(self) -> None:
+        """End all threads and sockets."""
+        self.kill()
+        self.release()
+        for thread in self._threads:
+            thread.join()
+
+    def _accept(self) -> None:
+        with self._listener:
+            while True:
+                try:
+                    client, _ = self._listener.accept()
+                except OSError:
+                    return
+                thread = threading.Thread(target=self._carry, args=(client,), name=THREAD_NAME, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _carry(self, client: socket.socket) -> None:
+        with client:
+            try:
+                server = socket.create_connection(self._target)
+            except OSError:
+                return
+            with server:
+                with self._lock:
+                    if self._dead:
+                        return
+                    self._sockets |= {client, server}
+                try:
+                    self._relay(client, server)
+                except OSError:
+                    pass
+                finally:
+                    with self._lock:
+                        self._sockets -= {client, server}
+
+    def _relay(self, client: socket.socket, server: socket.socket) -> None:
+        asked, position = "", 0
+        while True:
+            for ready in select.select([client, server], [], [])[0]:
+                data = ready.recv(_READ_BYTES)
+                if not data:
+                    return
+                if ready is client:
+                    asked, position = data.split(b" ", 2)[1].decode().rsplit("/", 1)[-1], 0
+                    server.sendall(data)
+                    continue
+                hurt = self._hurt(asked, position, bytearray(data))
+                client.sendall(hurt)
+                position += len(data)
+                with self._lock:
+                    self.passed_bytes += len(hurt)
+                if len(hurt) < len(data):
+                    return
+
+    def _hurt(self, asked: str, position: int, data: bytearray) -> bytearray:
+        """What to pass on of a piece of an answer; less than all of it ends the connection."""
+        with self._lock:
+            together = self._answered.get(asked, 0)
+            self._answered[asked] = together + len(data)
+        for fault in self._faults:
+            at = fault.at - (position if fault.kind in ("flip", "stall") else together)
+            if fault.on != asked or not 0 <= at < len(data) or fault.times == 0:
+                continue
+            fault.times -= 1
+            if fault.kind == "flip":
+                data[at] ^= 0x10
+            elif fault.kind == "stall":
+                fault.happened.set()
+                self._released.wait()
+            else:
+                if fault.kind == "kill":
+                    self.kill()
+                del data[at:]
+            fault.happened.set()
+        return data
+
+
+def _shut(sock: socket.socket) -> None:
+    # Not connected any more is what was wanted.
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,109 @@
+"""States to send, and what it means that one arrived.
+
+Law of this file: two states are the same if nobody who uses them can tell them apart, to the bit; `allclose` has no
+place here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter, OrderedDict, defaultdict
+from typing import Any
+
+import torch
+
+__all__ = ["assert_same_state", "sample_state"]
+
+
+def sample_state(*, seed: int = 0, num_bytes: int = 1 << 20) -> dict[Any, Any]:
+    """A state with a leaf of every kind that travels, and some bulk.
+
+    Args:
+        seed: of the bulk.
+        num_bytes: of the bulk, about.
+    """
+    random = torch.Generator().manual_seed(seed)
+    bulk = torch.randn(max(1, num_bytes // 4), generator=random)
+    shared = torch.arange(24, dtype=torch.int64)
+    optimizer_state: defaultdict[int, dict[str, Any]] = defaultdict(dict)
+    optimizer_state[0] = {"step": torch.tensor(7.0), "exp_avg": torch.ones(2, 3)}
+    return {
+        "bulk": bulk,
+        "tied": {"whole": shared, "rows": shared.view(4, 6)[1:3], "columns": shared.view(4, 6)[:, ::2]},
+        "dtypes": [torch.ones(5).to(dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.complex64)],
+        "scalar": torch.tensor(3, dtype=torch.int32),
+        "empty": torch.empty(0, 4),
+        "expanded": torch.tensor([1.0, 2.0]).expand(3, 2),
+        "transposed": torch.arange(6.0).view(2, 3).t(),
+        "optimizer": {"state": optimizer_state, "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.999), "params": [0]}]},
+        "scheduler": OrderedDict(milestones=Counter([3, 3, 5]), best=float("inf")),
+        "plain": [None, True, -1, 2**100, 0.1, -0.0, float("nan"), 1 + 2j, "text \u00e9 \ud800", b"\x00\xff"],
+        "types": (torch.Size([2, 3]), torch.float16, torch.device("cpu")),
+        7: {(1, "a", 2.5): "tuple key", True: "bool key", 0.5: "float key"},
+    }
+
+
+def assert_same_state(actual: object, expected: object, path: str = "state") -> None:
+    """Raise AssertionError, naming the leaf, unless the two states are the same to the bit, sharing included."""
+    tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+    _compare(actual, expected, path, tensors)
+    for index, (first, first_expected) in enumerate(tensors):
+        for second, second_expected in tensors[:index]:
+            shared = _storage(first) == _storage(second)
+            assert shared == (_storage(first_expected) == _storage(second_expected)), "the sharing of storages differs"
+
+
+def _compare(actual: object, expected: object, path: str, tensors: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(actual, torch.Tensor), path
+        _compare_tensors(actual, expected, path)
+        if expected.numel():
+            tensors.append((actual, expected))
+        return
+    assert type(actual) is type(expected), f"{path}: {type(actual)} is not {type(expected)}"
+    if isinstance(expected, dict):
+        assert isinstance(actual, dict)
+        assert [_exact(key) for key in actual] == [_exact(key) for key in expected], f"{path}: keys differ"
+        assert getattr(actual, "default_factory", None) is getattr(expected, "default_factory", None), path
+        for mine, theirs in zip(actual, expected, strict=True):
+            _compare(actual[mine], expected[theirs], f"{path}[{theirs!r}]", tensors)
+    elif isinstance(expected, list | tuple):
+        assert isinstance(actual, list | tuple)
+        assert len(actual) == len(expected), f"{path}: lengths differ"
+        for index, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
+            _compare(mine, theirs, f"{path}[{index}]", tensors)
+    else:
+        assert _exact(actual) == _exact(expected), f"{path}: {actual!r} is not {expected!r}"
+
+
+def _compare_tensors(actual: torch.Tensor, expected: torch.Tensor, path: str) -> None:
+    assert actual.dtype == expected.dtype, f"{path}: {actual.dtype} is not {expected.dtype}"
+    assert actual.shape == expected.shape, f"{path}: {actual.shape} is not {expected.shape}"
+    assert actual.stride() == expected.stride(), f"{path}: stride {actual.stride()} is not {expected.stride()}"
+    assert _bits(actual).equal(_bits(expected)), f"{path}: bits differ"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return (
+        tensor.detach()
+        .resolve_conj()
+        .resolve_neg()
+        .clone(memory_format=torch.contiguous_format)
+        .reshape(-1)
+        .view(torch.uint8)
+    )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _exact(value: object) -> object:
+    """Something that is equal only for values that can't be told apart."""
+    if isinstance(value, float):
+        return ("float", struct.pack(">d", value))
+    if isinstance(value, complex):
+        return ("complex", struct.pack(">dd", value.real, value.imag))
+    if isinstance(value, tuple):
+        return tuple(_exact(part) for part in value)
+    return (type(value).__name__, value)

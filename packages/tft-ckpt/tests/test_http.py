@@ -1,0 +1,468 @@
+"""HTTP itself: what the server answers to whom, what the receiver makes of a hostile source, and addresses."""
+
+from __future__ import annotations
+
+import http.client
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+
+from tft_ckpt import (
+    CheckpointError,
+    Closed,
+    DeadlinePassed,
+    HTTPTransport,
+    Limits,
+    StateCorrupt,
+    StateKey,
+    StateMismatch,
+    StateUnavailable,
+    WrongSetting,
+)
+from tft_ckpt.buffers import Buffer
+from tft_ckpt.http.address import advertised_url, listen, parse_url
+from tft_ckpt.http.routes import KEY_HEADER, WAIT_HEADER, data_path, manifest_path
+from tft_ckpt.manifest import decode
+from tft_ckpt.snapshot import Snapshot
+from tft_ckpt.testing import Fault, FaultyProxy, assert_same_state
+
+BOUND = timedelta(seconds=20)
+KEY = StateKey(quorum_id=0, nonce=0, step=1, lineage=0)
+
+
+@pytest.fixture
+def source() -> Iterator[HTTPTransport[Any]]:
+    with HTTPTransport(bind="127.0.0.1", chunk_bytes=4096) as transport:
+        yield transport
+
+
+@pytest.fixture
+def receiver() -> Iterator[HTTPTransport[Any]]:
+    with HTTPTransport(bind="127.0.0.1") as transport:
+        yield transport
+
+
+def ask(url: str, path: str, *, method: str = "GET", **headers: str) -> tuple[http.client.HTTPResponse, bytes]:
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=20)
+    try:
+        connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        response = connection.getresponse()
+        return response, response.read()
+    finally:
+        connection.close()
+
+
+# ---- the server ----
+
+
+def test_the_manifest_and_any_range_of_the_data_are_there(source: HTTPTransport[Any]) -> None:
+    state = {"a": torch.arange(2000, dtype=torch.int32)}
+    source.send_checkpoint([], 1, state, BOUND)
+    response, body = ask(source.address(), manifest_path(KEY), **{WAIT_HEADER: "20000"})
+    manifest = decode(body, limits=Limits())
+    assert response.status == 200
+    assert (manifest.layout.key, manifest.layout.data_bytes, len(manifest.sums)) == (KEY, 8000, 2)
+    (leaf,) = manifest.layout.leaves()
+    assert (leaf.path, leaf.shape, leaf.stride, leaf.offset, leaf.length) == ("state['a']", (2000,), (1,), 0, 8000)
+    response, whole = ask(source.address(), data_path(KEY))
+    assert (response.status, len(whole)) == (200, 8000)
+    assert_same_state(manifest.layout.build(memoryview(bytearray(whole))), state)
+    for span, start, end in (("0-0", 0, 1), ("100-4999", 100, 5000), ("7990-9999", 7990, 8000), ("-5", 7995, 8000)):
+        response, body = ask(source.address(), data_path(KEY), range=f"bytes={span}")
+        assert response.status == 206
+        assert response.headers["content-range"] == f"bytes {start}-{end - 1}/8000"
+        assert body == whole[start:end]
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/", {}, 404),
+        ("/state/1.2.3.4/manifest", {}, 400),
+        ("/state/x/data", {}, 400),
+        (data_path(KEY), {"range": "bytes=8000-"}, 416),
+        (data_path(KEY), {"range": "bytes=5-4"}, 416),
+        (data_path(KEY), {"range": "bytes=0-1,3-4"}, 416),
+        (data_path(KEY), {"range": "chunks=0-1"}, 416),
+        (data_path(KEY), {WAIT_HEADER: "-1"}, 400),
+        (data_path(KEY), {WAIT_HEADER: "9" * 100}, 400),
+        (manifest_path(KEY), {WAIT_HEADER: "soon"}, 400),
+        (manifest_path(StateKey(quorum_id=0, nonce=0, step=0, lineage=0)), {}, 409),
+        (data_path(StateKey(quorum_id=0, nonce=0, step=2, lineage=0)), {WAIT_HEADER: "1"}, 503),
+    ],
+)
+def test_bad_requests_get_a_sentence(
+    source: HTTPTransport[Any], path: str, headers: dict[str, str], status: int
+) -> None:
+    source.send_checkpoint([1], 1, {"a": torch.zeros(2000)}, BOUND)
+    response, body = ask(source.address(), path, **headers)
+    assert response.status == status, body
+    assert body
+    if status == 409:
+        assert response.headers[KEY_HEADER] == str(KEY)
+
+
+def test_only_get_is_answered(source: HTTPTransport[Any]) -> None:
+    for method in ("HEAD", "POST", "PUT", "DELETE"):
+        assert ask(source.address(), manifest_path(KEY), method=method)[0].status == 405
+
+
+def test_garbage_ends_its_connection_and_nothing_else(source: HTTPTransport[Any], receiver: HTTPTransport[Any]) -> None:
+    parts = urlsplit(source.address())
+    for garbage in (
+        b"\x00\xff" * 100,
+        b"GET " + b"x" * 100_000,
+        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 10_000 + b"\r\n",
+    ):
+        with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=20) as sock:
+            try:
+                sock.sendall(garbage)
+                sock.shutdown(socket.SHUT_WR)
+                while sock.recv(65536):
+                    pass
+            except ConnectionError:
+                pass
+    source.send_checkpoint([1], 1, {"a": 1}, BOUND)
+    assert receiver.recv_checkpoint(0, source.metadata(), 1, BOUND) == {"a": 1}
+
+
+def test_nothing_answers_without_the_token() -> None:
+    with HTTPTransport(bind="127.0.0.1", token="right") as source:
+        source.send_checkpoint([1], 1, {"a": torch.zeros(3)}, BOUND)
+        for path in (manifest_path(KEY), data_path(KEY), "/", "/state/x/data"):
+            for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "right"}):
+                response, body = ask(source.address(), path, **headers)
+                assert response.status == 401, path
+                assert response.headers["www-authenticate"] == "Bearer"
+                assert b"right" not in body
+        for token in (None, "wrong"):
+            with (
+                HTTPTransport[Any](bind="127.0.0.1", token=token) as stranger,
+                pytest.raises(StateUnavailable, match=r"401: this job's token"),
+            ):
+                stranger.recv_checkpoint(0, source.metadata(), 1, BOUND)
+        with HTTPTransport[Any](bind="127.0.0.1", token="right") as friend:
+            assert friend.recv_checkpoint(0, source.metadata(), 1, BOUND)["a"].equal(torch.zeros(3))
+
+
+def test_a_transport_without_a_token_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with HTTPTransport[Any](bind="127.0.0.1", token="x"):
+        assert not caplog.records
+    with HTTPTransport[Any](bind="127.0.0.1"):
+        assert "no token is set" in caplog.text
+
+
+def test_a_reader_that_takes_nothing_is_sent_off() -> None:
+    with HTTPTransport(timedelta(milliseconds=100), bind="127.0.0.1") as source:
+        source.send_checkpoint([1], 1, {"a": torch.zeros(16 << 20)}, BOUND)
+        parts = urlsplit(source.address())
+        with socket.create_connection((parts.hostname or "", parts.port or 0)) as sock:
+            sock.sendall(f"GET {data_path(KEY)} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+            poll = select.poll()
+            poll.register(sock, 0)
+            assert poll.poll(20_000), "the connection was not broken"
+
+
+def test_a_state_may_be_taken_while_the_one_before_is_read(receiver: HTTPTransport[Any]) -> None:
+    """A run of steps, each with a reader that is still reading the step before."""
+    with HTTPTransport(bind="127.0.0.1") as source:
+        results: list[Any] = []
+        for step in range(1, 6):
+            state = {"a": torch.full((1 << 20,), float(step))}
+            source.send_checkpoint([1], step, state, BOUND)
+            fault = Fault("data", "stall", at=1 << 20)
+            with FaultyProxy(source.metadata(), fault) as proxy:
+                thread = threading.Thread(
+                    target=lambda step=step, url=proxy.url: results.append(
+                        receiver.recv_checkpoint(0, url, step, BOUND)
+                    )
+                )
+                thread.start()
+                assert fault.happened.wait(20)
+                source.send_checkpoint([1], step + 1, {"a": torch.zeros(1 << 20)}, BOUND)
+                proxy.release()
+                thread.join()
+            assert_same_state(results[-1], state)
+
+
+# ---- the receiver ----
+
+
+@contextmanager
+def scripted(*answers: bytes) -> Iterator[str]:
+    """A source that gives each connection one answer, whatever it asks, and then ends it; the last one for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            for index in range(1000):
+                try:
+                    sock, _ = listener.accept()
+                except OSError:
+                    return
+                with sock:
+                    try:
+                        sock.recv(65536)
+                        sock.sendall(answers[min(index, len(answers) - 1)])
+                        sock.shutdown(socket.SHUT_WR)
+                        while sock.recv(65536):
+                            pass
+                    except OSError:
+                        # The receiver left, as it may.
+                        continue
+
+        thread = threading.Thread(target=serve, name="scripted")
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def answer(body: bytes, status: str = "200 OK", **headers: object) -> bytes:
+    lines = [f"HTTP/1.1 {status}", *(f"{name.replace('_', '-')}: {value}" for name, value in headers.items())]
+    if "content_length" not in headers:
+        lines.append(f"content-length: {len(body)}")
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def manifest_of(state: object, key: StateKey = KEY) -> tuple[bytes, bytes]:
+    snapshot = Snapshot.take(state, key=key, chunk_bytes=4096, limits=Limits(), allocate=Buffer)
+    while not snapshot.sum_next_chunk():
+        pass
+    assert snapshot.manifest_bytes is not None
+    return snapshot.manifest_bytes, bytes(snapshot.data)
+
+
+MANIFEST, DATA = manifest_of({"a": torch.ones(1000)})
+OTHER_MANIFEST, _ = manifest_of({"a": torch.ones(1000)}, StateKey(quorum_id=9, nonce=9, step=9, lineage=9))
+RANGE = f"bytes 0-3999/{len(DATA)}"
+
+HOSTILE: dict[str, tuple[type[CheckpointError], list[bytes]]] = {
+    "no HTTP": (StateUnavailable, [b"\x16\x03\x01 hello"]),
+    "nothing": (StateUnavailable, [b""]),
+    "half a head": (StateCorrupt, [b"HTTP/1.1 200 OK\r\ncontent-le"]),
+    "endless head": (StateUnavailable, [b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 1000]),
+    "long line": (StateUnavailable, [b"HTTP/1.1 200 OK\r\na: " + b"b" * 100_000]),
+    "no such state": (StateUnavailable, [answer(b"gone", "404 Not Found")]),
+    "failed there": (StateUnavailable, [answer(b"gone", "410 Gone")]),
+    "elsewhere": (StateUnavailable, [answer(b"", "302 Found", location="http://127.0.0.1:9/")]),
+    "another state": (StateMismatch, [answer(b"", "409 Conflict", x_tft_key="nonsense")]),
+    "manifest of another state": (StateMismatch, [answer(OTHER_MANIFEST)]),
+    "manifest without length": (StateCorrupt, [answer(MANIFEST, transfer_encoding="chunked", content_length=0)]),
+    "huge manifest": (StateCorrupt, [answer(b"", content_length=2**40)]),
+    "negative manifest": (StateCorrupt, [answer(b"", content_length=-1)]),
+    "manifest that breaks off": (StateUnavailable, [answer(MANIFEST[:50], content_length=len(MANIFEST))]),
+    "damaged manifest": (StateCorrupt, [answer(MANIFEST[:-1] + b"]")]),
+    "no data": (StateUnavailable, [answer(MANIFEST), b""] * 3),
+    "data that breaks off": (
+        StateUnavailable,
+        [answer(MANIFEST), answer(DATA[:9], "206 X", content_range=RANGE, content_length=4000)] * 3,
+    ),
+    "data without range": (StateCorrupt, [answer(MANIFEST), answer(DATA)] * 3),
+    "another range": (StateCorrupt, [answer(MANIFEST), answer(DATA, "206 X", content_range="bytes 1-4000/4001")] * 3),
+    "short data": (StateCorrupt, [answer(MANIFEST), answer(DATA[:9], "206 X", content_range=RANGE)] * 3),
+    "damaged data": (
+        StateCorrupt,
+        [answer(MANIFEST), answer(b"\1" + DATA[1:], "206 X", content_range=RANGE)] * 3,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_source_is_named(kind: str, receiver: HTTPTransport[Any]) -> None:
+    expected, answers = HOSTILE[kind]
+    with scripted(*answers) as url:
+        with pytest.raises(expected) as caught:
+            receiver.recv_checkpoint(0, url, 1, BOUND)
+        assert type(caught.value) is expected
+        assert url in str(caught.value)
+        assert caught.value.source == url  # type: ignore[attr-defined]
+
+
+def test_an_honest_script_is_believed(receiver: HTTPTransport[Any]) -> None:
+    """Else the test above could pass for another reason."""
+    for close in ({}, {"connection": "close"}):
+        honest = [answer(MANIFEST, **close), answer(DATA, "206 X", content_range=RANGE, **close)]
+        with scripted(*honest) as url:
+            assert receiver.recv_checkpoint(0, url, 1, BOUND)["a"].equal(torch.ones(1000))
+
+
+def test_a_state_above_the_limit_takes_no_memory(source: HTTPTransport[Any]) -> None:
+    source.send_checkpoint([1], 1, {"a": torch.ones(100_000)}, BOUND)
+    with HTTPTransport[Any](bind="127.0.0.1", limits=Limits(data_bytes=1000)) as receiver:
+        receiver._allocate = None  # type: ignore[method-assign,assignment]
+        with pytest.raises(StateCorrupt, match="limit of 1000"):
+            receiver.recv_checkpoint(0, source.metadata(), 1, BOUND)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    ["", "<n/a>", "http://", "http://host", "https://h:1", "http://h:x", "http://h:1/other", "http://[::1:5"],
+)
+def test_what_is_no_address_is_refused(metadata: str, receiver: HTTPTransport[Any]) -> None:
+    with pytest.raises(StateUnavailable, match="no source's address"):
+        receiver.recv_checkpoint(0, metadata, 1, BOUND)
+
+
+def test_a_silent_source_does_not_use_up_the_time_of_the_others(
+    source: HTTPTransport[Any], receiver: HTTPTransport[Any]
+) -> None:
+    """The first takes connections and says nothing."""
+    source.send_checkpoint([1], 1, {"a": 1}, BOUND)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        got = receiver.recv_checkpoint(0, url, 1, timedelta(seconds=2), sources=[source.metadata()])
+    assert got == {"a": 1}
+    report = receiver.last_receive
+    assert report is not None
+    assert report.sources == (source.metadata(),)
+    assert url in report.faults[0]
+
+
+def test_kept_buffers_are_used_again(source: HTTPTransport[Any]) -> None:
+    with HTTPTransport[Any](bind="127.0.0.1", reuse_buffers=True) as receiver:
+        places = []
+        for step in range(3):
+            source.send_checkpoint([1], step, {"a": torch.full((1 << 20,), float(step))}, BOUND)
+            got = receiver.recv_checkpoint(0, source.metadata(), step, BOUND)
+            assert got["a"][-1] == step
+            places.append(got["a"].data_ptr())
+        assert len(set(places)) == 1
+
+
+def test_fresh_buffers_are_the_rule(source: HTTPTransport[Any], receiver: HTTPTransport[Any]) -> None:
+    source.send_checkpoint([1], 1, {"a": torch.ones(1 << 20)}, BOUND)
+    first = receiver.recv_checkpoint(0, source.metadata(), 1, BOUND)
+    second = receiver.recv_checkpoint(0, source.metadata(), 1, BOUND)
+    second["a"].zero_()
+    assert first["a"].equal(torch.ones(1 << 20))
+
+
+@pytest.mark.parametrize("num_chunks", [0, 3])
+def test_an_error_in_a_callback_ends_the_receive(num_chunks: int) -> None:
+    def fail(done: int, total: int) -> None:
+        if done:
+            raise KeyError("mine")
+
+    before = threading.active_count()
+    with (
+        HTTPTransport[Any](bind="127.0.0.1", chunk_bytes=1 << 20) as source,
+        HTTPTransport[Any](BOUND, num_chunks, bind="127.0.0.1") as receiver,
+    ):
+        source.send_checkpoint([1], 1, {"a": torch.ones(8 << 20)}, BOUND)
+        with pytest.raises(KeyError, match="mine"):
+            receiver.recv_checkpoint(0, source.metadata(), 1, BOUND, progress=fail)
+        assert threading.active_count() == before + 2, "only the two servers are left"
+        assert receiver.recv_checkpoint(0, source.metadata(), 1, BOUND)["a"][-1] == 1
+
+
+@pytest.mark.parametrize("num_chunks", [0, 3])
+@pytest.mark.parametrize("ending", ["abort", "deadline", "cancelled"])
+def test_a_transfer_under_way_can_be_ended(num_chunks: int, ending: str) -> None:
+    with (
+        HTTPTransport[Any](bind="127.0.0.1", chunk_bytes=1 << 20) as source,
+        HTTPTransport[Any](BOUND, num_chunks, bind="127.0.0.1") as receiver,
+    ):
+        source.send_checkpoint([1], 1, {"a": torch.ones(8 << 20)}, BOUND)
+        fault = Fault("data", "stall", at=1 << 20)
+        with FaultyProxy(source.metadata(), fault) as proxy:
+            stalled = fault.happened.is_set
+            timeout = timedelta(milliseconds=500) if ending == "deadline" else BOUND
+            expected = DeadlinePassed if ending == "deadline" else Closed
+            thread = threading.Thread(target=lambda: (fault.happened.wait(20), receiver.abort()))
+            if ending == "abort":
+                thread.start()
+            cancelled: Callable[[], bool] | None = stalled if ending == "cancelled" else None
+            with pytest.raises(expected):
+                receiver.recv_checkpoint(0, proxy.url, 1, timeout, cancelled=cancelled)
+            if ending == "abort":
+                thread.join()
+
+
+# ---- settings and addresses ----
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"timeout": timedelta(0)}, "timeout"),
+        ({"num_chunks": -1}, "num_chunks"),
+        ({"num_chunks": 65}, "num_chunks"),
+        ({"port": 70000}, "port"),
+        ({"token": ""}, "token"),
+        ({"token": "a\nb"}, "token"),
+        ({"chunk_bytes": 1}, "chunk_bytes"),
+        ({"bind": "203.0.113.7"}, "bind"),
+        ({"advertise_addr": "http://x"}, "advertise_addr"),
+        ({"advertise_addr": ""}, "advertise_addr"),
+        ({"advertise_addr": "host:port"}, "advertise_addr"),
+    ],
+)
+def test_a_wrong_setting_is_named_and_leaves_nothing(settings: dict[str, Any], word: str) -> None:
+    before = threading.active_count()
+    with pytest.raises(WrongSetting, match=word):
+        HTTPTransport(**settings)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("node7", "http://node7:{port}"),
+        ("node7:99", "http://node7:99"),
+        ("10.0.0.7", "http://10.0.0.7:{port}"),
+        ("fd00::2", "http://[fd00::2]:{port}"),
+        ("[fd00::2]", "http://[fd00::2]:{port}"),
+        ("[fd00::2]:99", "http://[fd00::2]:99"),
+    ],
+)
+def test_the_advertised_address_can_be_chosen(given: str, expected: str) -> None:
+    with listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        url = advertised_url(listener, given)
+        assert url == expected.format(port=port)
+        host, advertised_port = parse_url(url)
+        assert host == given.removesuffix(":99").strip("[]")
+        assert advertised_port == (99 if given.endswith("99") else port)
+
+
+def test_the_address_found_out_is_one_that_reaches_it() -> None:
+    with HTTPTransport[Any]() as everywhere, HTTPTransport[Any](bind="::1") as inside:
+        assert inside.metadata().startswith("http://[::1]:")
+        assert "0.0.0.0" not in everywhere.metadata()
+        assert "[::]" not in everywhere.metadata()
+        everywhere.send_checkpoint([1], 1, {"a": 1}, BOUND)
+        assert inside.recv_checkpoint(0, everywhere.metadata(), 1, BOUND) == {"a": 1}
+        inside.send_checkpoint([1], 1, {"a": 2}, BOUND)
+        assert everywhere.recv_checkpoint(0, inside.metadata(), 1, BOUND) == {"a": 2}
+
+
+def own_host(monkeypatch: pytest.MonkeyPatch, resolved: list[str]) -> str:
+    def resolve(host: str, *_: object, **__: object) -> list[Any]:
+        if not resolved:
+            raise socket.gaierror("unknown")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in resolved]
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "thishost")
+    with listen("0.0.0.0", 0) as listener:
+        monkeypatch.setattr(socket, "getaddrinfo", resolve)
+        return parse_url(advertised_url(listener, None))[0]
+
+
+def test_the_host_name_is_given_if_it_means_this_host_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert own_host(monkeypatch, ["10.1.2.3"]) == "thishost"
+
+
+@pytest.mark.parametrize("resolved", [[], ["127.0.1.1"], ["::1", "10.1.2.3"]])
+def test_else_the_address_that_goes_out(monkeypatch: pytest.MonkeyPatch, resolved: list[str]) -> None:
+    assert own_host(monkeypatch, resolved) != "thishost"

@@ -1,0 +1,122 @@
+"""Who gets which state, and when memory is used again: without threads."""
+
+from __future__ import annotations
+
+import torch
+
+from tft_ckpt.buffers import Buffer, BufferPool
+from tft_ckpt.key import StateKey
+from tft_ckpt.shelf import Found, NotYet, Refused, Shelf
+from tft_ckpt.snapshot import Snapshot
+from tft_ckpt.tree import Limits
+
+
+def key(quorum_id: int, step: int, lineage: int = 0, nonce: int = 0) -> StateKey:
+    return StateKey(quorum_id=quorum_id, nonce=nonce, step=step, lineage=lineage)
+
+
+def put(shelf: Shelf, at: StateKey, num_bytes: int = 4096) -> Snapshot:
+    shelf.begin(at)
+    snapshot = Snapshot.take(
+        [torch.ones(num_bytes // 4)], key=at, chunk_bytes=4096, limits=Limits(), allocate=shelf.allocate
+    )
+    shelf.publish(snapshot)
+    return snapshot
+
+
+def test_an_empty_shelf_asks_for_patience() -> None:
+    assert shelf_says(Shelf(), key(1, 1)) == "NotYet"
+
+
+def shelf_says(shelf: Shelf, wanted: StateKey) -> str:
+    return type(shelf.look_up(wanted)).__name__
+
+
+def test_who_asks_gets_the_state_or_is_told_to_wait_or_to_go() -> None:
+    shelf = Shelf()
+    snapshot = put(shelf, key(3, 5, lineage=9, nonce=1))
+    assert shelf.look_up(key(3, 5, lineage=9, nonce=1)) == Found(snapshot)
+    assert shelf.look_up(key(3, 6)) == NotYet()
+    assert shelf.look_up(key(4, 2)) == NotYet()
+    for gone in (key(3, 4), key(2, 8), key(3, 5, lineage=8, nonce=1), key(3, 5, lineage=9, nonce=2)):
+        answer = shelf.look_up(gone)
+        assert isinstance(answer, Refused)
+        assert answer.offered == snapshot.key
+
+
+def test_while_a_state_is_taken_its_readers_wait_and_older_ones_go() -> None:
+    shelf = Shelf()
+    put(shelf, key(1, 1))
+    shelf.begin(key(1, 2))
+    assert shelf_says(shelf, key(1, 1)) == "Refused"
+    assert shelf_says(shelf, key(1, 2)) == "NotYet"
+    shelf.fail("a sentence")
+    answer = shelf.look_up(key(1, 2))
+    assert isinstance(answer, Refused)
+    assert answer.offered == key(1, 2)
+    assert "a sentence" in answer.sentence
+
+
+def test_memory_is_used_again_when_nobody_reads() -> None:
+    shelf = Shelf()
+    first = put(shelf, key(1, 1))
+    second = put(shelf, key(1, 2))
+    assert second.buffer is first.buffer
+
+
+def test_memory_under_a_reader_is_left_alone() -> None:
+    shelf = Shelf()
+    first = put(shelf, key(1, 1))
+    assert shelf.lease(first)
+    assert shelf.lease(first)
+    second = put(shelf, key(1, 2))
+    assert second.buffer is not first.buffer
+    shelf.release(first)
+    third = put(shelf, key(1, 3))
+    assert third.buffer is second.buffer, "one reader is still there"
+    shelf.release(first)
+    assert put(shelf, key(1, 4)).buffer in (first.buffer, third.buffer), "both are free now"
+    assert not shelf.lease(first), "taken down"
+
+
+def test_a_state_that_is_still_offered_keeps_its_memory_after_its_readers() -> None:
+    shelf = Shelf()
+    first = put(shelf, key(1, 1))
+    shelf.lease(first)
+    shelf.release(first)
+    assert shelf.look_up(first.key) == Found(first)
+    assert shelf.allocate(4096) is not first.buffer
+
+
+def test_readers_of_states_long_gone_are_sent_off() -> None:
+    shelf = Shelf()
+    held = []
+    for step in range(1, 4):
+        held.append(put(shelf, key(1, step)))
+        shelf.lease(held[-1])
+    assert shelf.begin(key(1, 4)) == [held[0]]
+    shelf.release(held[0])
+    assert shelf.begin(key(1, 5)) == []
+
+
+def test_a_cleared_shelf_keeps_no_memory() -> None:
+    shelf = Shelf()
+    snapshot = put(shelf, key(1, 1))
+    shelf.lease(snapshot)
+    assert shelf.clear() == [snapshot]
+    shelf.release(snapshot)
+    assert shelf.allocate(4096) is not snapshot.buffer
+
+
+def test_a_buffer_is_kept_only_where_it_fits() -> None:
+    pool = BufferPool()
+    kept = Buffer(32 << 20)
+    pool.give(kept)
+    assert pool.take(20 << 20) is kept
+    pool.give(kept)
+    small = pool.take(1 << 20)
+    assert small is not kept, "a small state must not hold on to a large buffer"
+    pool.give(small)
+    pool.clear()
+    assert pool.take(1 << 20) is not small
+    assert Buffer(0).capacity_bytes == 1
