@@ -18,7 +18,7 @@ from tft_suite.demo.director import (
     StartReplica,
     StopReplica,
 )
-from tft_suite.demo.events import Event, ReplicaFailed
+from tft_suite.demo.events import Event, ReplicaFailed, StepDiscarded
 from tft_suite.demo.schedule import Kill
 
 
@@ -138,6 +138,7 @@ def test_a_run_in_which_nothing_happens_is_given_up() -> None:
     director = director_of()
     told(director, *together([0, 1], [1], participants=2))
     assert director.tick(SILENCE_MAX_S) == ()
+    told(director, StepDiscarded(at_s=100, replica=1, step=1, reason="again"))  # no news
     (order,) = director.tick(2 + SILENCE_MAX_S)
     assert isinstance(order, EndRun)
     assert "after step 1 (replica 0 training, replica 1 training, replica 2 starting)" in str(order.error)

@@ -26,7 +26,7 @@ from tft_suite.errors import MessageError
 SAID: list[ReplicaEvent] = [
     HealingStarted(at_s=1.5, replica=2),
     StepCommitted(at_s=1.5, replica=2, step=7, participants=3, took_part=True, loss=0.25),
-    StepDiscarded(at_s=1.5, replica=2, step=7),
+    StepDiscarded(at_s=1.5, replica=2, step=7, reason="PeerFailed: gone"),
     TrainingEnded(at_s=1.5, replica=2, step=7, digest="ab", test_accuracy=0.5),
     ReplicaFailed(at_s=1.5, replica=2, error="ValueError: no"),
 ]
@@ -49,11 +49,11 @@ def test_a_replica_can_speak_only_for_itself_and_not_of_the_time() -> None:
         (b"[1]", "names no event"),
         (b'{"event": "ProcessKilled", "step": 1}', "names no event"),
         (b'{"event": ["x"]}', "names no event"),
-        (b'{"event": "StepDiscarded"}', "has the fields"),
-        (b'{"event": "StepDiscarded", "step": 1, "more": 2}', "has the fields"),
-        (b'{"event": "StepDiscarded", "step": "1"}', "step='1'"),
-        (b'{"event": "StepDiscarded", "step": true}', "step='True'"),
-        (b'{"event": "StepDiscarded", "step": -1}', "step='-1'"),
+        (b'{"event": "StepDiscarded", "step": 1}', "has the fields"),
+        (b'{"event": "HealingStarted", "more": 2}', "has the fields"),
+        (b'{"event": "StepDiscarded", "reason": "", "step": "1"}', "step='1'"),
+        (b'{"event": "StepDiscarded", "reason": "", "step": true}', "step='True'"),
+        (b'{"event": "StepDiscarded", "reason": "", "step": -1}', "step='-1'"),
         (b'{"event": "ReplicaFailed", "error": 1.5}', "error='1.5'"),
     ],
 )
@@ -65,7 +65,11 @@ def test_what_is_no_event_is_refused_by_name(message: bytes, named: str) -> None
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=5) | st.binary())
 def test_any_message_is_an_event_or_refused(thing: object) -> None:
-    message = thing if isinstance(thing, bytes) else json.dumps({"event": "StepDiscarded", "step": thing}).encode()
+    message = (
+        thing
+        if isinstance(thing, bytes)
+        else json.dumps({"event": "StepDiscarded", "step": thing, "reason": ""}).encode()
+    )
     with suppress(MessageError):
         assert isinstance(decode(message, replica=0, at_s=0), StepDiscarded)
 

@@ -20,10 +20,12 @@ from typing import TypeAlias, final
 
 from tft_suite.demo.events import (
     Event,
+    HealingStarted,
     ProcessEnded,
     ProcessStarted,
     ReplicaFailed,
     StepCommitted,
+    StepDiscarded,
     TrainingEnded,
 )
 from tft_suite.demo.schedule import Kill
@@ -33,7 +35,7 @@ HOLD_AFTER_S = 2.0
 """Without news for so long while some are done and some are not: the others hold."""
 
 SILENCE_MAX_S = 120.0
-"""Without news for so long, whoever is waited for: the run is given up. Above each time-out of the packages below."""
+"""Without a commit or an end for so long, the run is given up. Above each time-out of the packages below."""
 
 FRUITLESS_STARTS_MAX = 3
 """Killed so often without a commit between: the run is given up."""
@@ -103,10 +105,11 @@ class Director:
 
         What follows on a kill comes as an event too (ProcessKilled, then ProcessEnded), as does each start.
         """
-        was_done = self._is_done(event.replica)
-        self.story.apply(event)
-        if not isinstance(event, TrainingEnded) or not was_done:
+        # What a replica repeats while it waits or tries again is no news.
+        is_repeated = isinstance(event, TrainingEnded) and self._is_done(event.replica)
+        if not (is_repeated or isinstance(event, HealingStarted | StepDiscarded)):
             self._last_news_s = event.at_s
+        self.story.apply(event)
         if self._is_over:
             return ()
         match event:
@@ -130,7 +133,7 @@ class Director:
         silent_s = now_s - self._last_news_s
         if silent_s >= SILENCE_MAX_S:
             states = ", ".join(f"replica {who.replica} {who.state.value}" for who in self.story.replicas)
-            return self._end(f"nothing happened for {silent_s:.0f} s after step {self.story.step} ({states}).")
+            return self._end(f"no step was committed for {silent_s:.0f} s after step {self.story.step} ({states}).")
         if self._held_since_s is not None and now_s - self._held_since_s >= SILENCE_MAX_S:
             behind = [str(who.replica) for who in self.story.replicas if not self._is_done(who.replica)]
             return self._end(

@@ -42,11 +42,12 @@ class StepCommitted:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDiscarded:
-    """The replica's vote on the step after `step` was no."""
+    """The step after `step` was not committed, for a `reason` in words."""
 
     at_s: float
     replica: int
     step: int
+    reason: str
 
 
 @final

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from tft_suite.demo.data import Samples
 
-CHANNELS = 48
-LEARNING_RATE = 1e-3
+CHANNELS = 96
+LEARNING_RATE = 2e-3
 
 
 def make_net() -> nn.Sequential:

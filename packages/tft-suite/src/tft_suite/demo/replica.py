@@ -16,14 +16,20 @@ from torch.nn.functional import cross_entropy
 
 from tft_suite import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 from tft_suite.demo.data import draw, load
-from tft_suite.demo.events import HealingStarted, StepCommitted, StepDiscarded, TrainingEnded
+from tft_suite.demo.events import HealingStarted, StepCommitted, StepDiscarded, TrainingEnded, one_line
 from tft_suite.demo.link import Link
 from tft_suite.demo.model import LEARNING_RATE, accuracy, digest_of, make_net
 from tft_suite.demo.process import ReplicaTask
 
-BATCH = 128
+BATCH = 256
 TIMEOUT = timedelta(seconds=10)
+DISCARDS_MAX = 50
 CONNECT_TIMEOUT = timedelta(seconds=30)
+
+
+@final
+class StuckError(Exception):
+    """No step commits any more."""
 
 
 @final
@@ -66,16 +72,18 @@ def train(task: ReplicaTask, link: Link) -> None:
         model = DistributedDataParallel(manager, net)
         optimizer = Optimizer(manager, inner)
 
+        discards = 0
+
         def take_step() -> None:
+            nonlocal discards
             before = manager.current_step()
             batch = draw(train_part, batch=BATCH, seed=task.seed, replica=task.replica, step=before)
             optimizer.zero_grad()
             loss = cross_entropy(model(batch.images), batch.labels)
-            took_part = manager.is_participating()
-            if not took_part:
+            participants, took_part = manager.num_participants(), manager.is_participating()
+            if participants and not took_part:
                 link.tell(HealingStarted(at_s=0, replica=task.replica))
-            loss.backward()  # type: ignore[no-untyped-call]
-            participants = manager.num_participants()
+            loss.backward()
             is_held = link.is_held  # read once: what is voted on is what is told
             if is_held:
                 manager.report_error(HeldError(f"replica {task.replica} is held at its last step, {task.steps}"))
@@ -94,8 +102,16 @@ def train(task: ReplicaTask, link: Link) -> None:
                         loss=loss.item(),
                     )
                 )
+                discards = 0
             else:
-                link.tell(StepDiscarded(at_s=0, replica=task.replica, step=before))
+                error = manager.errored()
+                reason = "the vote was no" if error is None else one_line(error.original_exception)
+                link.tell(StepDiscarded(at_s=0, replica=task.replica, step=before, reason=reason))
+                discards += 1
+                if discards > DISCARDS_MAX:
+                    raise StuckError(
+                        f"replica {task.replica} discarded {discards} steps in a row after step {before}: {reason}"
+                    )
 
         while not link.is_stopped:
             if manager.current_step() < task.steps or link.is_held:

@@ -23,6 +23,7 @@ from tft_suite.demo.timeline import draw
 from tft_suite.demo.view import view_for
 from tft_suite.errors import SettingError
 
+PRELOADED = ("__main__", "torch", "torch._dynamo")  # torch imports the last one, for a second, in the first optimizer
 TRAIN = "tft_suite.demo.replica:train"
 
 
@@ -42,7 +43,7 @@ def run_demo(settings: DemoSettings, *, console: Console, body: str = TRAIN) -> 
         soft_wrap=True,
     )
     # A replica, a restarted one too, is up in a fraction of a second: what it imports is there when it is forked.
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["__main__", "torch", body.partition(":")[0]])
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOADED, body.partition(":")[0]])
     with (
         caught_signals() as caught,
         logged(settings.out / "lighthouse.log", "tft_lighthouse"),

@@ -43,12 +43,13 @@ class ReplicaStory:
     """One replica. `step` and `loss` are of its last commit, None before the first of its present process."""
 
     replica: int
-    state: State = State.DEAD
+    state: State = State.STARTING
     step: int | None = None
     loss: float | None = None
     num_starts: int = 0
     num_commits: int = 0  # of its present process
     ended: TrainingEnded | None = None
+    discarded_after: int | None = None
     is_gone: bool = False  # its process ended as it should
 
 
@@ -80,7 +81,7 @@ class Story:
         match event:
             case ProcessStarted():
                 who.state, who.num_starts, who.num_commits = State.STARTING, who.num_starts + 1, 0
-                who.step = who.loss = who.ended = None
+                who.step = who.loss = who.ended = who.discarded_after = None
                 self._note(event, f"{name} starts{'' if who.num_starts == 1 else ' again'} (pid {event.pid})")
             case HealingStarted():
                 if who.state is not State.HEALING:
@@ -89,7 +90,9 @@ class Story:
             case StepCommitted():
                 self._committed(who, event)
             case StepDiscarded():
-                self._note(event, f"{name} discards the step after {event.step}", is_bad=True)
+                if who.discarded_after != event.step:  # it tries again until it commits: told once
+                    self._note(event, f"{name} discards the step after {event.step}: {event.reason}", is_bad=True)
+                who.discarded_after = event.step
             case TrainingEnded():
                 if who.ended is None:
                     self._note(event, f"{name} is at its last step, {event.step}")

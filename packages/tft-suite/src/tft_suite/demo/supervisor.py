@@ -97,6 +97,7 @@ class Supervisor:
         """
         with self._view as view:
             try:
+                view.show(self._director.story, self._now_s())  # before the first start, which takes seconds
                 self._obey(self._director.begin())
                 while self._end is None and not self._caught:
                     self._wait_for_news()

@@ -50,9 +50,10 @@ class Span:
 
 
 def lanes(events: Sequence[Event], *, end_s: float) -> list[Span]:
-    """What each replica did, without gaps from its start to its end or `end_s`, in the order of the spans' ends."""
+    """What each replica did, without gaps from 0 to its end or `end_s`, in the order of the spans' ends."""
     now: dict[int, tuple[State, float]] = {}
     spans: list[Span] = []
+    begun: set[int] = set()
 
     def change(event: Event, state: State | None) -> None:
         if event.replica in now:
@@ -68,6 +69,9 @@ def lanes(events: Sequence[Event], *, end_s: float) -> list[Span]:
         match event:
             case ProcessStarted():
                 change(event, State.STARTING)
+                if event.replica not in begun:
+                    now[event.replica] = (State.STARTING, 0.0)  # the program that starts it, starts
+                begun.add(event.replica)
             case HealingStarted():
                 change(event, State.HEALING)
             case StepCommitted():
