@@ -26,7 +26,8 @@ class Assignment:
         up_to_date: replica ranks that hold it, in order; at least one.
         recovering: replica ranks that heal, in order.
         participants: replica ranks whose gradients count.
-        min_replica_size: participants needed for a commit.
+        min_replica_size: participants needed for a commit; fewer than was set where only the first of the fresh
+            replicas can have a gradient that counts.
     """
 
     step: int
@@ -54,7 +55,8 @@ def assign(quorum: Quorum) -> Assignment:
     if lineage is None:
         lineage = adopted_lineage(quorum.key, step, members[holders[0]].replica_id)
     # At step 0 every fresh replica has the same lineage but its own random weights: the first one's count.
-    if step == 0 and members[holders[0]].init_sync:
+    first_counts = step == 0 and members[holders[0]].init_sync
+    if first_counts:
         holders = holders[:1]
     held = set(holders)
     may_heal = all(member.allow_heal for member in members)
@@ -71,13 +73,17 @@ def assign(quorum: Quorum) -> Assignment:
         # Those who hold the state come first: a spare that is healthy is better than a member that heals.
         preferred = [*holders, *(rank for rank in counted if rank not in held)]
         counted = sorted(preferred[: reference.min_replica_size])
+    needed = reference.min_replica_size
+    if first_counts and len(counted) < needed <= len(holders) + len(recovering):
+        # Who heals at step 0 would heal again the next time, so that the job would never have participants enough.
+        needed = len(counted)
     return Assignment(
         step=step,
         lineage=lineage,
         up_to_date=holders,
         recovering=recovering,
         participants=tuple(counted),
-        min_replica_size=reference.min_replica_size,
+        min_replica_size=needed,
     )
 
 

@@ -1,0 +1,47 @@
+"""Test your own strategy without a cluster: virtual time, a network in memory, and a simulator with seeds.
+
+Public. The pieces stand on their own:
+
+- `clock`: virtual time and a queue with a stable order.
+- `process`, `network`: processes that stop, die and vanish; streams and calls that are late, lost and cut.
+- `cluster`: the real cores of a lighthouse and of replica groups on that network; `trainer`: a model of a step.
+- `invariants`: what must hold (design.md section 10), checked on everything that happens.
+- `simulator`: all of it under random faults from one seed; `python -m tft_coord.testing --seeds 1000`.
+- `scenario`: all of it under a script, told as a transcript.
+- `marks`: which cases were reached.
+
+Law of this folder: standard library and tft_coord's core only; no real clock, thread, socket or process.
+"""
+
+from tft_coord.testing.clock import EventBudgetExceeded, VirtualClock
+from tft_coord.testing.cluster import Chance, Cluster, ClusterConfig
+from tft_coord.testing.invariants import InvariantBroken, Invariants
+from tft_coord.testing.marks import Marks
+from tft_coord.testing.network import Fate, Network, Rule, Stream
+from tft_coord.testing.process import Process, State
+from tft_coord.testing.scenario import Scenario, ScenarioError, play
+from tft_coord.testing.simulator import Report, SimulationConfig, SimulationFailed, simulate
+
+__all__ = [
+    "Chance",
+    "Cluster",
+    "ClusterConfig",
+    "EventBudgetExceeded",
+    "Fate",
+    "InvariantBroken",
+    "Invariants",
+    "Marks",
+    "Network",
+    "Process",
+    "Report",
+    "Rule",
+    "Scenario",
+    "ScenarioError",
+    "SimulationConfig",
+    "SimulationFailed",
+    "State",
+    "Stream",
+    "VirtualClock",
+    "play",
+    "simulate",
+]

@@ -1,0 +1,204 @@
+"""The invariants of the protocol, checked on everything that a simulated cluster does.
+
+Weights are digests: the digest after a commit is that of the weights before and of all gradients that went into the
+mean. So two members with equal digests have applied the same gradients in the same order, each exactly once.
+
+Law of this file: looking on. Nothing here changes what it looks at; the first thing that is wrong is raised.
+Source: design.md section 10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tft_coord.core.types import Plan, Purpose, Quorum, QuorumKey
+
+
+class InvariantBroken(AssertionError):
+    """An invariant does not hold. `invariant` is its number in design.md section 10, as `I3`."""
+
+    def __init__(self, invariant: str, message: str) -> None:
+        super().__init__(f"{invariant}: {message}")
+        self.invariant = invariant
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The state that one rank holds."""
+
+    step: int
+    lineage: int | None
+    weights: str
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one member put into a reduction. `gradient` is None for zeros."""
+
+    replica_id: str
+    before: Held
+    gradient: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """What a reduction gave to every member that saw it end."""
+
+    key: QuorumKey
+    group_rank: int
+    number: int
+    gradients: tuple[str, ...]
+
+
+class Invariants:
+    """I1 to I5 of one job, over its whole life. (I6 is the simulator's: it has to stop the faults.)
+
+    Args:
+        initial_step: at which the job's replicas start; their states are not compared before its first commit.
+    """
+
+    def __init__(self, *, initial_step: int = 0) -> None:
+        self.num_commits = 0
+        self.newest_commit: tuple[int, int] = (0, 0)  # (step, members in the reduction)
+        self._initial_step = initial_step
+        self._highest_id = 0
+        self._members: dict[QuorumKey, tuple[str, ...]] = {}
+        self._formed: set[QuorumKey] = set()
+        self._plans: dict[tuple[QuorumKey, int], tuple[object, ...]] = {}
+        self._groups: dict[tuple[QuorumKey, int], tuple[str, tuple[str, ...]]] = {}
+        self._places: dict[tuple[QuorumKey, int, int], str] = {}
+        self._states: dict[tuple[int, int, int], str] = {}
+        self._lineages: dict[tuple[int, int], set[int]] = {}
+        self._after: dict[tuple[QuorumKey, int, int], Held] = {}
+        self._votes: dict[tuple[str, QuorumKey, int, Purpose], dict[int, bool]] = {}
+        self._verdicts: dict[tuple[str, QuorumKey, int, Purpose], bool] = {}
+        self._committed: set[tuple[str, int, QuorumKey, int]] = set()
+        self._held_by: dict[str, QuorumKey] = {}
+
+    # --- I1, I2 ---------------------------------------------------------------------------------------------------
+
+    def formed(self, quorum: Quorum) -> None:
+        """A lighthouse says that a new quorum was formed."""
+        if quorum.key.quorum_id <= self._highest_id:
+            raise InvariantBroken("I1", f"quorum {quorum.key} was formed after one with id {self._highest_id}")
+        if quorum.key in self._formed:
+            raise InvariantBroken("I1", f"key {quorum.key} was given twice")
+        self._highest_id = quorum.key.quorum_id
+        self._formed.add(quorum.key)
+
+    def answered(self, replica_id: str, quorum: Quorum) -> None:
+        """A lighthouse gives that replica a quorum."""
+        if quorum.key not in self._formed:
+            raise InvariantBroken("I1", f"{replica_id} is given quorum {quorum.key}, which was never formed")
+        self.unchanged(replica_id, quorum.key)
+        ids = quorum.replica_ids
+        if list(ids) != sorted(set(ids)):
+            raise InvariantBroken("I2", f"quorum {quorum.key} is out of order or has a member twice: {ids}")
+        if replica_id not in ids:
+            raise InvariantBroken("I2", f"{replica_id} is given quorum {quorum.key} without itself: {ids}")
+        known = self._members.setdefault(quorum.key, ids)
+        if known != ids:
+            raise InvariantBroken("I2", f"quorum {quorum.key} has members {known} for one and {ids} for another")
+
+    def unchanged(self, replica_id: str, key: QuorumKey) -> None:
+        """A lighthouse tells that replica that its quorum stands."""
+        before = self._held_by.get(replica_id)
+        if before is not None and key < before:
+            raise InvariantBroken("I1", f"{replica_id} is given quorum {key} after {before}")
+        self._held_by[replica_id] = key
+
+    def planned(self, plan: Plan, group_rank: int) -> None:
+        """A rank is given a plan: its common part is the same for all."""
+        common = (plan.replica_ids, plan.up_to_date, plan.participants, plan.lineage, plan.min_replica_size)
+        known = self._plans.setdefault((plan.key, plan.step), common)
+        if known != common:
+            raise InvariantBroken(
+                "I2", f"two plans of quorum {plan.key} at step {plan.step}: {known} and {common} (rank {group_rank})"
+            )
+        if plan.heal == (plan.replica_rank in plan.up_to_date):
+            raise InvariantBroken("I3", f"{plan.replica_id} in {plan.key} is told both to heal and to be the source")
+
+    # --- I4 -------------------------------------------------------------------------------------------------------
+
+    def joined_group(self, plan: Plan, group_rank: int) -> None:
+        """A rank meets the others of its quorum at a store, under a prefix made of the key and its group rank."""
+        place = (plan.key, group_rank)
+        claims = (plan.store_address, plan.replica_ids)
+        known = self._groups.setdefault(place, claims)
+        if known != claims:
+            raise InvariantBroken("I4", f"under key {plan.key} rank {group_rank}: {known} meets {claims}")
+        seat = (plan.key, group_rank, plan.replica_rank)
+        if self._places.setdefault(seat, plan.replica_id) != plan.replica_id:
+            raise InvariantBroken(
+                "I4", f"{self._places[seat]} and {plan.replica_id} take one place, {plan.replica_rank}, in {plan.key}"
+            )
+
+    # --- I3 -------------------------------------------------------------------------------------------------------
+
+    def reduced(self, key: QuorumKey, group_rank: int, given: Mapping[str, Contribution]) -> None:
+        """All members have reached a reduction: those who gave gradients stood at one state."""
+        counted = [contribution for contribution in given.values() if contribution.gradient is not None]
+        states = {contribution.before for contribution in counted}
+        if len(states) > 1:
+            shown = ", ".join(f"{each.replica_id} at {each.before}" for each in counted)
+            raise InvariantBroken("I3", f"one mean in quorum {key}, rank {group_rank}, of different states: {shown}")
+
+    def holds(self, replica_id: str, group_rank: int, held: Held) -> None:
+        """A rank has a state: the same step and lineage are the same weights, whoever has them and whenever."""
+        if held.lineage is None or held.step <= self._initial_step:
+            return
+        name = (group_rank, held.step, held.lineage)
+        self._lineages.setdefault((group_rank, held.step), set()).add(held.lineage)
+        known = self._states.setdefault(name, held.weights)
+        if known != held.weights:
+            raise InvariantBroken(
+                "I3", f"{replica_id} rank {group_rank} holds {held.weights} at step {held.step}, others {known}"
+            )
+
+    def committed(
+        self, replica_id: str, group_rank: int, step: int, reduced: Reduced, num_members: int, after: Held
+    ) -> None:
+        """A rank's optimizer has stepped."""
+        name = (replica_id, group_rank, reduced.key, step)
+        if name in self._committed:
+            raise InvariantBroken("I5", f"{replica_id} rank {group_rank} steps twice for step {step} of {reduced.key}")
+        self._committed.add(name)
+        verdict = self._verdicts.get((replica_id, reduced.key, step, Purpose.COMMIT))
+        if verdict is not True:
+            raise InvariantBroken("I5", f"{replica_id} rank {group_rank} steps at {step} without a yes ({verdict})")
+        known = self._after.setdefault((reduced.key, group_rank, step), after)
+        if known != after:
+            raise InvariantBroken(
+                "I3", f"step {step} of quorum {reduced.key}: {replica_id} has {after} after it, others {known}"
+            )
+        self.holds(replica_id, group_rank, after)
+        self.num_commits += 1
+        self.newest_commit = (step, num_members)
+
+    def was_committed(self, key: QuorumKey, group_rank: int, step: int) -> bool:
+        """Whether some member has committed that reduction."""
+        return (key, group_rank, step) in self._after
+
+    def num_lineages(self, group_rank: int, step: int) -> int:
+        """How many different states have been held at that step."""
+        return len(self._lineages.get((group_rank, step), ()))
+
+    # --- I5 -------------------------------------------------------------------------------------------------------
+
+    def voted(self, replica_id: str, group_rank: int, key: QuorumKey, step: int, purpose: Purpose, yes: bool) -> None:
+        """A rank casts its vote, or says it again."""
+        votes = self._votes.setdefault((replica_id, key, step, purpose), {})
+        if votes.setdefault(group_rank, yes) != yes:
+            raise InvariantBroken("I5", f"{replica_id} rank {group_rank} changes its vote at step {step} of {key}")
+
+    def decided(
+        self, replica_id: str, world_size: int, key: QuorumKey, step: int, purpose: Purpose, verdict: bool
+    ) -> None:
+        """A rank is given a verdict: yes only if all voted yes, and the same for all."""
+        name = (replica_id, key, step, purpose)
+        votes = self._votes.get(name, {})
+        if verdict and not (len(votes) == world_size and all(votes.values())):
+            raise InvariantBroken("I5", f"{replica_id} gets a yes at step {step} of {key} of votes {votes}")
+        if self._verdicts.setdefault(name, verdict) != verdict:
+            raise InvariantBroken("I5", f"{replica_id} gets both verdicts at step {step} of {key} ({purpose.value})")

@@ -1,0 +1,402 @@
+"""Scenarios as transcripts: a command, four dashes, what happened.
+
+A transcript is a test and a page of documentation at once. The commands drive a simulated cluster (real cores, virtual
+time, nothing left to chance); the output tells who formed a quorum and why, who healed from whom, who committed. When
+the behaviour changes on purpose, the transcripts are written anew and the change is read as a difference of texts.
+
+Law of this file: parsing commands, calling the cluster's verbs, telling what happened.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from tft_coord.core import effects
+from tft_coord.core.types import Member, Quorum, QuorumKey
+from tft_coord.testing.cluster import JOB, Chance, Cluster, ClusterConfig, Replica
+from tft_coord.testing.network import Fate, Rule
+from tft_coord.testing.process import Process
+from tft_coord.testing.trainer import Trainer, TrainerSettings
+
+SEPARATOR = "----"
+MOST_MS = 120_000  # no `until` waits longer than this
+MOMENT_MS = 20  # what several tell within it is told together
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One command of a transcript, the comment before it, and its output."""
+
+    comment: str
+    command: str
+    output: str
+
+
+class ScenarioError(AssertionError):
+    """A transcript has a command that does not exist or can't be done; the message names it."""
+
+
+def parse(text: str) -> list[Block]:
+    """Read a transcript: blocks of comment lines (`# …`), one command line, `----`, output up to an empty line."""
+    blocks: list[Block] = []
+    for paragraph in text.strip().split("\n\n"):
+        lines = paragraph.split("\n")
+        comment = [line for line in lines if line.startswith("#")]
+        rest = lines[len(comment) :]
+        if not rest:
+            blocks.append(Block("\n".join(comment), "", ""))
+            continue
+        if SEPARATOR not in rest or rest.index(SEPARATOR) != 1:
+            raise ScenarioError(f"a block needs one command and {SEPARATOR!r} below it, not {rest[:2]}")
+        blocks.append(Block("\n".join(comment), rest[0], "\n".join(rest[2:])))
+    return blocks
+
+
+def play(text: str) -> str:
+    """Run a transcript's commands; returns the transcript with what really happened as output.
+
+    Raises: ScenarioError: a command is unknown. InvariantBroken: what happened is against the protocol.
+    """
+    scenario = Scenario()
+    parts = []
+    for block in parse(text):
+        lines = [block.comment] if block.comment else []
+        if block.command:
+            lines += [block.command, SEPARATOR, *scenario.do(block.command)]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+class Scenario:
+    """A cluster that does what it is told and tells what happened."""
+
+    def __init__(self) -> None:
+        self._cluster: Cluster | None = None
+        self._forget()
+        self._commands: dict[str, Callable[[list[str]], Iterable[str]]] = {
+            name.removeprefix("_do_").replace("_", "-"): getattr(self, name)
+            for name in dir(self)
+            if name.startswith("_do_")
+        }
+
+    def _forget(self) -> None:
+        self._told: list[tuple[int, str, list[str]]] = []
+        self._wanted = ""
+        self._heard: set[str] = set()
+        self._numbers: dict[QuorumKey, int] = {}
+        self._lineages: dict[int | None, str] = {None: "?"}
+        self._weights: dict[str, str] = {}
+        self._step_ms: dict[str, int] = {}
+        self._spreads_ms: list[int] = []
+        self._rules: dict[str, list[Rule]] = {}
+        self._given: set[tuple[str, tuple[QuorumKey, tuple[Member, ...]]]] = set()
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster; the first command makes it."""
+        if self._cluster is None:
+            raise ScenarioError("the first command of a transcript is `cluster`")
+        return self._cluster
+
+    def do(self, command: str) -> list[str]:
+        """Run one command; returns the lines of its output."""
+        words = shlex.split(command)
+        run = self._commands.get(words[0])
+        if run is None:
+            raise ScenarioError(f"there is no command {words[0]!r}; there are {', '.join(sorted(self._commands))}")
+        lines = [*run(words[1:])]
+        told = [self._line(at_ms, text, names) for at_ms, text, names in self._told]
+        self._told.clear()
+        return [*told, *lines] or ["ok"]
+
+    # --- telling ----------------------------------------------------------------------------------------------------
+
+    def _tell(self, name: str, text: str) -> None:
+        """One more thing happened; the same of several members within a moment is one line."""
+        now_ms = self.cluster.clock.now_ms
+        if self._wanted and self._wanted in text:
+            self._heard.add(name)
+        for at_ms, known, names in reversed(self._told):
+            if now_ms - at_ms > MOMENT_MS:
+                break
+            if known == text:
+                if name not in names:
+                    names.append(name)
+                return
+        self._told.append((now_ms, text, [name]))
+
+    @staticmethod
+    def _line(at_ms: int, text: str, names: list[str]) -> str:
+        who = " ".join(sorted(names))
+        return f"{at_ms:6d}  {who}: {text}"
+
+    def _of_trainer(self, name: str, text: str) -> None:
+        life, rank = name.split("/")
+        self._tell(life if self.cluster.config.world_size == 1 else f"{life}/{rank}", text)
+
+    def _of_lighthouse(self, order: effects.LighthouseEffect) -> None:
+        match order:
+            case effects.QuorumFormed():
+                self._tell("lighthouse", f"quorum {self._quorum(order.quorum)}, because {order.reason}")
+            case effects.ReplicaLost():
+                self._tell("lighthouse", f"{order.replica_id} is lost: {order.reason}")
+            case effects.RefuseSession() | effects.RefuseRequest():
+                self._tell("lighthouse", f"refuses: {order.message}")
+            case effects.AskForQuorum():
+                who = self.cluster.replica_of_stream(order.stream)
+                name = who.replica_id if who is not None else "somebody"
+                self._tell("lighthouse", f"asks {name} who is in quorum {self._number(order.key)}")
+            case effects.AnswerUnchanged():
+                self._tell("lighthouse", f"quorum {self._number(order.key)} stands unchanged")
+            case effects.AnswerQuorum():
+                self._given_whole(order)
+
+    def _given_whole(self, order: effects.AnswerQuorum) -> None:
+        who = self.cluster.replica_of_stream(order.stream)
+        if who is None:
+            return
+        name, key, formed = who.replica_id, order.quorum.key, (order.quorum.key, order.quorum.members)
+        if (name, formed) in self._given:
+            self._tell("lighthouse", f"gives {name} quorum {self._number(key)} again")
+        elif any(other == formed for _, other in self._given):
+            pass
+        elif any(other[0] == key for _, other in self._given):
+            self._tell("lighthouse", f"quorum {self._quorum(order.quorum)} stands, and is told anew")
+        self._given.add((name, formed))
+
+    def _number(self, key: QuorumKey) -> int:
+        return self._numbers.setdefault(key, len(self._numbers) + 1)
+
+    def _quorum(self, quorum: Quorum) -> str:
+        members = " ".join(f"{member.replica_id}@{member.step}" for member in quorum.members)
+        return f"{self._number(quorum.key)} = {members}"
+
+    # --- naming -----------------------------------------------------------------------------------------------------
+
+    def _replica(self, name: str) -> Replica:
+        try:
+            return self.cluster.replicas[name]
+        except KeyError:
+            raise ScenarioError(f"there is no replica {name!r}") from None
+
+    def _trainers(self, words: list[str]) -> list[Trainer]:
+        """`a` is all ranks of a, `a/1` is one."""
+        found: list[Trainer] = []
+        for word in words:
+            name, _, rank = word.partition("/")
+            trainers = self._replica(name).trainers
+            found += [trainers[int(rank)]] if rank else trainers
+        return found
+
+    def _processes(self, words: list[str]) -> list[Process]:
+        found: list[Process] = []
+        for word in words:
+            name, _, part = word.partition("/")
+            if word == "lighthouse":
+                found.append(self.cluster.lighthouse)
+            elif part == "manager":
+                manager = self._replica(name).manager
+                if manager is None:
+                    raise ScenarioError(f"{name} has no manager server now")
+                found.append(manager)
+            elif part == "":
+                found += self._replica(name).processes()
+            else:
+                found += self._trainers([word])
+        return found
+
+    # --- commands ---------------------------------------------------------------------------------------------------
+
+    def _do_cluster(self, words: list[str]) -> Iterable[str]:
+        """cluster [world_size=1] [min_replicas=1] [step=0] [synchronous]: an empty cluster with a lighthouse."""
+        numbers = dict(word.split("=", 1) for word in words if "=" in word)
+        config = ClusterConfig(
+            names=(),
+            world_size=int(numbers.get("world_size", 1)),
+            min_replicas=int(numbers.get("min_replicas", 1)),
+            delay_ms=(1, 1),
+            trainers=TrainerSettings(
+                step=int(numbers.get("step", 0)), use_async_quorum="synchronous" not in words, init_sync=True
+            ),
+        )
+        chance = Chance(
+            nonces=itertools.count(1).__next__,
+            step_ms=lambda name: self._step_ms.get(name, 200),
+            spread_ms=lambda: self._spreads_ms.pop(0) if self._spreads_ms else 1,
+        )
+        self._forget()
+        self._cluster = Cluster(config, chance)
+        self._cluster.observer = self._of_lighthouse
+        self._cluster.teller = self._of_trainer
+        # The lighthouse's first grace is over before anybody comes.
+        self._cluster.clock.run_until(1_000)
+        return []
+
+    def _do_start(self, words: list[str]) -> Iterable[str]:
+        """start a b [step=5000] [loading] [replaces]: new lives of these replica groups."""
+        for word in [word for word in words if "=" not in word and word not in ("loading", "replaces")]:
+            settings = self.cluster.config.trainers
+            for other in words:
+                if other.startswith("step="):
+                    settings = replace(settings, step=int(other.removeprefix("step=")))
+            before = self.cluster.replicas.get(word)
+            replaces = before.replica_id if before is not None and "replaces" in words else ""
+            self.cluster.start(word, settings=settings, replaces=replaces, loading="loading" in words)
+        return []
+
+    def _do_ready(self, words: list[str]) -> Iterable[str]:
+        """ready c: a replica that was loading begins to train."""
+        for trainer in self._trainers(words):
+            trainer.start()
+        return []
+
+    def _do_run(self, words: list[str]) -> Iterable[str]:
+        """run 500: let so many milliseconds pass."""
+        self.cluster.clock.run_until(self.cluster.clock.now_ms + int(words[0]))
+        return []
+
+    def _do_until(self, words: list[str]) -> Iterable[str]:
+        """until [a b] WORDS: let time pass until each of these (or anybody) tells something with these words."""
+        num_names = next((i for i, word in enumerate(words) if word.split("/")[0] not in self.cluster.replicas), 0)
+        names = {self._life(word) for word in words[:num_names]}
+        wanted = " ".join(words[num_names:])
+        self._wanted = wanted
+        self._heard.clear()
+
+        def stop() -> bool:
+            return names <= self._heard if names else bool(self._heard)
+
+        if not self.cluster.clock.run_until(self.cluster.clock.now_ms + MOST_MS, stop):
+            raise ScenarioError(f"nothing like {' '.join(words)!r} happened within {MOST_MS} ms")
+        self._wanted = ""
+        return []
+
+    def _life(self, word: str) -> str:
+        name, slash, rank = word.partition("/")
+        return self._replica(name).replica_id + slash + rank
+
+    def _do_kill(self, words: list[str]) -> Iterable[str]:
+        """kill a | a/1 | a/manager | lighthouse: kill -9."""
+        for word in words:
+            name, _, part = word.partition("/")
+            if word == "lighthouse":
+                self.cluster.end_process(self.cluster.lighthouse)
+            elif part == "manager":
+                self.cluster.kill_manager(self._replica(name))
+            else:
+                self.cluster.kill_trainer(self._replica(name), int(part or 0))
+        return []
+
+    def _do_vanish(self, words: list[str]) -> Iterable[str]:
+        """vanish a: its host is gone; nobody is told."""
+        for word in words:
+            self.cluster.vanish(self._replica(word))
+        return []
+
+    def _do_stop(self, words: list[str]) -> Iterable[str]:
+        """stop a | a/1 | a/manager | lighthouse: SIGSTOP."""
+        for process in self._processes(words):
+            process.stop()
+        return []
+
+    def _do_resume(self, words: list[str]) -> Iterable[str]:
+        """resume …: SIGCONT."""
+        for process in self._processes(words):
+            process.resume()
+        return []
+
+    def _do_revive(self, words: list[str]) -> Iterable[str]:
+        """revive lighthouse: start one with an empty memory at the address of the dead one."""
+        self.cluster.revive_lighthouse()
+        return []
+
+    def _do_break(self, words: list[str]) -> Iterable[str]:
+        """break a: its manager server's stream to the lighthouse breaks; it redials."""
+        for word in words:
+            self.cluster.network.break_streams(f"{self._replica(word).replica_id}/manager*", "lighthouse")
+        return []
+
+    def _do_drop(self, words: list[str]) -> Iterable[str]:
+        """drop FROM TO: what is sent from one process to another is lost, until `mend`."""
+        return self._rule(words, Fate.DROP)
+
+    def _do_hold(self, words: list[str]) -> Iterable[str]:
+        """hold FROM TO: what is sent from one process to another waits, until `mend`."""
+        return self._rule(words, Fate.HOLD)
+
+    def _do_mend(self, words: list[str]) -> Iterable[str]:
+        """mend FROM TO: end of `drop` or `hold`."""
+        for rule in self._rules.pop(" ".join(words), []):
+            self.cluster.network.remove(rule)
+        return []
+
+    def _rule(self, words: list[str], fate: Fate) -> Iterable[str]:
+        source, target = ("*" if word == "*" else self._processes([word])[0].name for word in words)
+        self._rules.setdefault(" ".join(words), []).append(self.cluster.network.add(Rule(source, target, fate)))
+        return []
+
+    def _do_slow(self, words: list[str]) -> Iterable[str]:
+        """slow a 5000: its forward and backward take so long from the next step on; `slow a` ends it."""
+        if len(words) > 1:
+            self._step_ms[words[0]] = int(words[1])
+        else:
+            self._step_ms.pop(words[0], None)
+        return []
+
+    def _do_late(self, words: list[str]) -> Iterable[str]:
+        """late a 5000: it takes so long before its next request (evaluation, a checkpoint, compiling)."""
+        for trainer in self._trainers(words[:1]):
+            trainer.late_ms = int(words[1])
+        return []
+
+    def _do_spread(self, words: list[str]) -> Iterable[str]:
+        """spread 1 1 500: after how many ms each member learns that the next reductions are complete."""
+        self._spreads_ms = [int(word) for word in words]
+        return []
+
+    def _do_fail(self, words: list[str]) -> Iterable[str]:
+        """fail a: it has an error of its own in the step that runs."""
+        for trainer in self._trainers(words):
+            trainer.fails_once = True
+        return []
+
+    def _do_abort(self, words: list[str]) -> Iterable[str]:
+        """abort a: its process group is aborted."""
+        for trainer in self._trainers(words):
+            trainer.leave_group()
+        return []
+
+    def _do_shrink_only(self, words: list[str]) -> Iterable[str]:
+        """shrink-only a: from its next request on it wants no newcomers; `shrink-only a off` ends it."""
+        for trainer in self._trainers([word for word in words if word != "off"]):
+            trainer.shrink_only = "off" not in words
+        return []
+
+    def _do_snapshot_late(self, words: list[str]) -> Iterable[str]:
+        """snapshot-late a: as a mistake, it takes its snapshots after its optimizer has stepped."""
+        for trainer in self._trainers(words):
+            trainer.snapshots_late = True
+        return []
+
+    def _do_load(self, words: list[str]) -> Iterable[str]:
+        """load a step=3: a state is loaded into it by hand before its next request."""
+        for trainer in self._trainers(words[:1]):
+            trainer.loads_step = int(words[1].removeprefix("step="))
+        return []
+
+    def _do_state(self, words: list[str]) -> Iterable[str]:
+        """state [a b]: what every rank holds. Equal letters are equal lineages, equal w-numbers equal weights."""
+        names = words or sorted(self.cluster.replicas)
+        for trainer in self._trainers(names):
+            state = trainer.state_held
+            lineage = self._lineages.setdefault(state.lineage, chr(ord("A") + len(self._lineages) - 1))
+            weights = self._weights.setdefault(state.weights, f"w{len(self._weights) + 1}")
+            phase = trainer.phase if trainer.alive else "dead"
+            yield f"{trainer.name}: step {state.step}, lineage {lineage}, weights {weights}, {phase}"
+
+    def _do_waiting(self, words: list[str]) -> Iterable[str]:
+        """waiting: what the lighthouse's next quorum waits for."""
+        yield self.cluster.lighthouse.core.waiting_for(JOB)

@@ -1,0 +1,466 @@
+"""The simulator: a cluster, a seed, faults at random, and the invariants looked at all the time.
+
+First faults of every kind fall for a while; then they stop, everything that was stopped goes on, and the job must
+commit a step within a bound, with all replicas in it. A seed says everything that happens, so one that fails is run
+again as often as one likes: `python -m tft_coord.testing --seed 17 --trace`.
+
+Law of this file: choosing by chance, from one seed that is split per concern, so that another fault does not change
+the network's delays. Source: design.md sections 4 and 10.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from tft_coord.testing.cluster import Chance, Cluster, ClusterConfig, Replica
+from tft_coord.testing.invariants import InvariantBroken
+from tft_coord.testing.marks import Marks
+from tft_coord.testing.network import Fate, Rule
+from tft_coord.testing.process import Process
+from tft_coord.testing.trainer import TrainerSettings
+from tft_coord.timeouts import Timeouts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationConfig:
+    """How long, how many, how bad.
+
+    Args:
+        faults_ms: how long faults fall.
+        fault_every_ms: bounds of the time between two faults.
+        most_replicas: largest cluster.
+        verbose_lines: lines of the trace that a failure shows.
+    """
+
+    faults_ms: int = 12_000
+    fault_every_ms: tuple[int, int] = (200, 2_500)
+    most_replicas: int = 5
+    verbose_lines: int = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one seed did.
+
+    Args:
+        seed: of the run.
+        num_commits: of all ranks.
+        calm_to_commit_ms: virtual time from the last fault to the first commit after it.
+        calm_to_whole_ms: until all replicas committed one step together.
+        num_events: of the run.
+        trace_digest: of every event and effect: the same for the same seed, always.
+        marks: what it came by.
+    """
+
+    seed: int
+    num_commits: int
+    calm_to_commit_ms: int
+    calm_to_whole_ms: int
+    num_events: int
+    trace_digest: str
+    marks: Marks = field(compare=False)
+
+
+class SimulationFailed(AssertionError):
+    """A seed failed; the message says how to run it again and what happened last."""
+
+    def __init__(self, seed: int, cause: Exception, log: list[str]) -> None:
+        lines = "\n".join(log)
+        super().__init__(
+            f"seed {seed} failed: {cause}\nrun it again: python -m tft_coord.testing --seed {seed} --trace\n"
+            f"the last events:\n{lines}"
+        )
+        self.seed = seed
+        self.cause = cause
+
+
+def commit_bound_ms(timeouts: Timeouts) -> int:
+    """I6: within this after the last fault a step commits.
+
+    A trainer may have just entered a rendezvous, a healing or a reduction that can't end, and a vote after it: each
+    ends by `timeout_ms`. It then asks; a quorum waits for a silent replica until it is lost, for a late one until
+    `join_timeout_ms`, for one that heals until `heal_timeout_ms`. That may happen twice, because the first attempt may
+    show another that its group can't be used.
+    """
+    stuck_ms = 4 * timeouts.timeout_ms + timeouts.quorum_timeout_ms
+    waited_ms = timeouts.heartbeat_timeout_ms + max(timeouts.join_timeout_ms, timeouts.heal_timeout_ms)
+    return 2 * (stuck_ms + waited_ms)
+
+
+def simulate(
+    seed: int, config: SimulationConfig | None = None, *, on_line: Callable[[str], None] | None = None
+) -> Report:
+    """Run one seed.
+
+    Args:
+        seed: says everything.
+        config: how long and how bad.
+        on_line: given every line of the trace.
+    Returns: what it did.
+    Raises: SimulationFailed: an invariant broke, a core or the model raised, or somebody went round in circles.
+    """
+    simulation = Simulation(seed, config or SimulationConfig(), on_line=on_line)
+    try:
+        return simulation.run()
+    except Exception as error:  # whatever it is, the seed must be told
+        raise SimulationFailed(seed, error, list(simulation.cluster.log)) from error
+
+
+class Simulation:
+    """One seed's cluster and faults."""
+
+    def __init__(self, seed: int, config: SimulationConfig, *, on_line: Callable[[str], None] | None = None) -> None:
+        self._seed = seed
+        self._config = config
+        self._faults = self._rng("faults")
+        workload = self._rng("workload")
+        nonces = self._rng("nonces")
+        jitter = self._rng("jitter")
+        groups = self._rng("groups")
+        size = self._rng("size")
+        num_replicas = size.randint(2, config.most_replicas)
+        world_size = size.choice((1, 1, 2))
+        # One job in five goes on from a checkpoint, one in four is synchronous, a few have spares.
+        settings = TrainerSettings(
+            use_async_quorum=size.random() < 0.75,
+            init_sync=size.random() < 0.8,
+            fixed_with_spares=size.random() < 0.15,
+            min_replica_size=size.choice((1, 1, 2)),
+            step=100 if size.random() < 0.2 else 0,
+        )
+        cluster_config = ClusterConfig(
+            names=tuple("abcdefgh"[:num_replicas]),
+            world_size=world_size,
+            min_replicas=settings.min_replica_size,
+            trainers=settings,
+        )
+        self._raising = False
+        chance = Chance(
+            network=self._rng("network"),
+            jitter=jitter.random,
+            nonces=lambda: nonces.getrandbits(64),
+            step_ms=lambda _: workload.randint(50, 400),
+            spread_ms=lambda: groups.randint(1, 60),
+            chunk_ms=lambda: groups.randint(5, 120),
+            optimizer_raises=self._optimizer_raises,
+        )
+        self.cluster = Cluster(
+            cluster_config, chance, on_end=self._ended, on_line=on_line, log_lines=config.verbose_lines
+        )
+        self._calm = False
+        self._num_faults = 0
+
+    def run(self) -> Report:
+        """All of it."""
+        cluster, clock = self.cluster, self.cluster.clock
+        for name in cluster.config.names:
+            clock.after(self._faults.randint(0, 1_500), partial(self._start, name))
+        clock.after(self._faults.randint(1_000, 3_000), self._next_fault)
+        clock.run_until(self._config.faults_ms)
+        to_commit_ms, to_whole_ms = self._demand_progress()
+        return Report(
+            seed=self._seed,
+            num_commits=cluster.invariants.num_commits,
+            calm_to_commit_ms=to_commit_ms,
+            calm_to_whole_ms=to_whole_ms,
+            num_events=clock.num_events,
+            trace_digest=cluster.trace_digest,
+            marks=cluster.marks,
+        )
+
+    def _start(self, name: str) -> None:
+        self.cluster.start(name)
+
+    def _rng(self, concern: str) -> random.Random:
+        return random.Random(f"{self._seed}/{concern}")
+
+    # --- I6 ---------------------------------------------------------------------------------------------------------
+
+    def _demand_progress(self) -> tuple[int, int]:
+        cluster, clock = self.cluster, self.cluster.clock
+        self._calm = True
+        cluster.trace("faults", "stop")
+        cluster.network.clear()
+        cluster.revive_lighthouse()
+        for process in [cluster.lighthouse, *(p for r in cluster.replicas.values() for p in r.processes())]:
+            process.resume()
+        calm_ms = clock.now_ms
+        bound_ms = commit_bound_ms(cluster.timeouts)
+        before = cluster.invariants.num_commits
+        if not clock.run_until(calm_ms + bound_ms, lambda: cluster.invariants.num_commits > before):
+            raise InvariantBroken("I6", f"no step within {bound_ms} ms after the last fault; {self._why()}")
+        to_commit_ms = clock.now_ms - calm_ms
+        if not clock.run_until(calm_ms + 2 * bound_ms, self._whole):
+            raise InvariantBroken(
+                "I6", f"not all replicas train together {2 * bound_ms} ms after the last fault; {self._why()}"
+            )
+        return to_commit_ms, clock.now_ms - calm_ms
+
+    def _whole(self) -> bool:
+        """All replica groups have committed the newest step, in one quorum, and hold one state."""
+        replicas = [self.cluster.replicas.get(name) for name in self.cluster.config.names]
+        if any(replica is None or not replica.alive for replica in replicas):
+            return False
+        trainers = [trainer for replica in replicas if replica is not None for trainer in replica.trainers]
+        first = trainers[0]
+        return (
+            self.cluster.invariants.newest_commit == (first.step - 1, len(replicas))
+            and len({(each.step, each.lineage) for each in trainers}) == 1
+            and not any(each.torn for each in trainers)
+        )
+
+    def _why(self) -> str:
+        trainers = [
+            f"{trainer.name} {trainer.phase} at step {trainer.step}"
+            for replica in self.cluster.replicas.values()
+            for trainer in replica.trainers
+        ]
+        return f"{'; '.join(trainers)}; the lighthouse waits: {self.cluster.lighthouse.core.waiting_for('job')}"
+
+    # --- faults -----------------------------------------------------------------------------------------------------
+
+    def _ended(self, replica: Replica) -> None:
+        """A life is over; the supervisor starts the next, with fresh or loaded state."""
+        delay_ms = self._faults.randint(300, 3_000)
+        loading_ms = self._faults.randint(-6_000, 3_000)
+        replaces = replica.replica_id if self._faults.random() < 0.3 else ""
+
+        def again() -> None:
+            self.cluster.marks.hit("a replica was started again")
+            if self._calm or loading_ms < 0:
+                self.cluster.start(replica.name, replaces=replaces)
+                return
+            self.cluster.marks.hit("a replica loaded for a while")
+            new = self.cluster.start(replica.name, replaces=replaces, loading=True)
+            for trainer in new.trainers:
+                trainer.after(loading_ms, trainer.start)
+
+        self.cluster.clock.after(delay_ms, again)
+
+    def _optimizer_raises(self, _name: str) -> bool:
+        raises, self._raising = self._raising, False
+        return raises
+
+    def _next_fault(self) -> None:
+        if self._calm:
+            return
+        self._num_faults += 1
+        fault = self._faults.choice(FAULTS)
+        self.cluster.trace("fault", fault.__name__)
+        self.cluster.marks.hit(f"fault: {fault.__name__.strip('_')}")
+        fault(self)
+        # Faults come in bursts: what breaks a protocol is most often the second one.
+        low_ms, high_ms = self._config.fault_every_ms
+        if self._faults.random() < 0.3:
+            low_ms, high_ms = 1, 400
+        self.cluster.clock.after(self._faults.randint(low_ms, high_ms), self._next_fault)
+
+    def _some_replica(self) -> Replica | None:
+        living = [replica for replica in self.cluster.replicas.values() if replica.alive]
+        return self._faults.choice(living) if living else None
+
+    def _on_replica(self, action: Callable[[Replica], None]) -> None:
+        replica = self._some_replica()
+        if replica is not None:
+            action(replica)
+
+    def _for_a_while(self, rules: list[Rule], low_ms: int, high_ms: int) -> None:
+        for rule in rules:
+            self.cluster.network.add(rule)
+        duration_ms = self._faults.randint(low_ms, high_ms)
+
+        def over() -> None:
+            for rule in rules:
+                self.cluster.network.remove(rule)
+
+        self.cluster.clock.after(duration_ms, over)
+
+    def _stop(self, processes: list[Process], low_ms: int, high_ms: int) -> None:
+        for process in processes:
+            process.stop()
+            self.cluster.clock.after(self._faults.randint(low_ms, high_ms), process.resume)
+
+    # Each fault is a method below; FAULTS says how often each falls.
+
+    def _kill_rank_0(self) -> None:
+        self._on_replica(lambda replica: self.cluster.kill_trainer(replica, 0))
+
+    def _kill_last_rank(self) -> None:
+        self._on_replica(lambda replica: self.cluster.kill_trainer(replica, len(replica.trainers) - 1))
+
+    def _vanish(self) -> None:
+        self._on_replica(self.cluster.vanish)
+
+    def _kill_manager(self) -> None:
+        self._on_replica(self.cluster.kill_manager)
+
+    def _stop_trainer(self) -> None:
+        self._on_replica(lambda replica: self._stop([self._faults.choice(replica.trainers)], 100, 9_000))
+
+    def _stop_manager(self) -> None:
+        def stop(replica: Replica) -> None:
+            if replica.manager is not None:
+                self._stop([replica.manager], 100, 5_000)
+
+        self._on_replica(stop)
+
+    def _stop_group(self) -> None:
+        self._on_replica(lambda replica: self._stop(replica.processes(), 2_500, 2_500))
+
+    def _stop_lighthouse(self) -> None:
+        self._stop([self.cluster.lighthouse], 100, 6_000)
+
+    def _blink(self) -> None:
+        """One stream breaks, and is redialed at once."""
+        self._on_replica(lambda replica: self._break(replica, 0))
+
+    def _break_for_long(self) -> None:
+        """One stream breaks, and dials fail for longer than the grace."""
+        self._on_replica(lambda replica: self._break(replica, self._faults.randint(350, 1_500)))
+
+    def _break(self, replica: Replica, for_ms: int) -> None:
+        pattern = f"{replica.replica_id}/manager*"
+        if for_ms:
+            self._for_a_while(
+                [Rule(pattern, "lighthouse", Fate.DROP), Rule("lighthouse", pattern, Fate.DROP)], for_ms, for_ms
+            )
+        self.cluster.network.break_streams(pattern, "lighthouse")
+
+    def _blink_all(self) -> None:
+        """All streams break at once: a sick network."""
+        if self._faults.random() < 0.5:
+            self._for_a_while([Rule("*", "lighthouse", Fate.DROP)], 50, 1_200)
+        self.cluster.network.break_streams("*/manager*", "lighthouse")
+
+    def _cut(self) -> None:
+        """A cable is cut, both ways or one way, between a manager server and the lighthouse."""
+
+        def cut(replica: Replica) -> None:
+            pattern = f"{replica.replica_id}/manager*"
+            ways = [Rule(pattern, "lighthouse", Fate.PARTITION), Rule("lighthouse", pattern, Fate.PARTITION)]
+            chosen = self._faults.choice((ways, ways[:1], ways[1:]))
+            self._for_a_while(chosen, 100, 5_000)
+
+        self._on_replica(cut)
+
+    def _slow(self) -> None:
+        """Messages are late, from or to one process or all."""
+        name = self._faults.choice(["*", *(replica.replica_id + "/*" for replica in self.cluster.replicas.values())])
+        high_ms = self._faults.choice((50, 200, 800))
+        rules = [Rule(name, "*", Fate.DELAY, 1, high_ms), Rule("*", name, Fate.DELAY, 1, high_ms)]
+        self._for_a_while(rules, 300, 3_000)
+
+    def _lose_calls(self) -> None:
+        """Calls and answers between a rank and its manager server are lost for a moment."""
+
+        def lose(replica: Replica) -> None:
+            rank, manager = f"{replica.replica_id}/?", f"{replica.replica_id}/manager*"
+            ways = [Rule(rank, manager, Fate.DROP), Rule(manager, rank, Fate.DROP)]
+            self._for_a_while(self._faults.choice((ways, ways[:1], ways[1:])), 20, 1_500)
+
+        self._on_replica(lose)
+
+    def _break_rank_stream(self) -> None:
+        def cut(replica: Replica) -> None:
+            rank = self._faults.choice(replica.trainers).name
+            if self._faults.random() < 0.3:
+                self._for_a_while([Rule(rank, "*", Fate.DROP)], 350, 800)
+            self.cluster.network.break_streams(rank, "*")
+
+        self._on_replica(cut)
+
+    def _restart_lighthouse(self) -> None:
+        self.cluster.restart_lighthouse(self._faults.choice((0, 50, 500, 3_000)))
+
+    def _give_up(self) -> None:
+        """The next request of some ranks is given up early."""
+
+        def impatient(replica: Replica) -> None:
+            for trainer in replica.trainers:
+                trainer.gives_up_after_ms = self._faults.randint(1, 300)
+
+        self._on_replica(impatient)
+
+    def _raise_in_optimizer(self) -> None:
+        self._raising = True
+
+    def _be_late(self) -> None:
+        """A group takes long between two steps, once."""
+
+        def late(replica: Replica) -> None:
+            late_ms = self._faults.randint(500, 7_000)
+            for trainer in replica.trainers:
+                trainer.late_ms = late_ms
+
+        self._on_replica(late)
+
+    def _fail(self) -> None:
+        """A rank has an error of its own in a step."""
+
+        def fail(replica: Replica) -> None:
+            self._faults.choice(replica.trainers).fails_once = True
+
+        self._on_replica(fail)
+
+    def _abort(self) -> None:
+        """A rank's process group is aborted, whatever it does."""
+        self._on_replica(lambda replica: self._faults.choice(replica.trainers).leave_group())
+
+    def _load_by_hand(self) -> None:
+        """A state is loaded into a group: an older one, one of this step, or one far ahead."""
+
+        def load(replica: Replica) -> None:
+            step = max(0, replica.trainers[0].step + self._faults.choice((-3, 0, 0, 1_000)))
+            for trainer in replica.trainers:
+                trainer.loads_step = step
+
+        self._on_replica(load)
+
+    def _shrink_only(self) -> None:
+        """A group wants no newcomers for a while."""
+
+        def shrink(replica: Replica) -> None:
+            for trainer in replica.trainers:
+                trainer.shrink_only = True
+                trainer.after(self._faults.randint(500, 3_000), partial(setattr, trainer, "shrink_only", False))
+
+        self._on_replica(shrink)
+
+
+FAULTS: tuple[Callable[[Simulation], None], ...] = (
+    Simulation._kill_rank_0,
+    Simulation._kill_rank_0,
+    Simulation._kill_last_rank,
+    Simulation._vanish,
+    Simulation._kill_manager,
+    Simulation._stop_trainer,
+    Simulation._stop_trainer,
+    Simulation._stop_manager,
+    Simulation._stop_group,
+    Simulation._stop_lighthouse,
+    Simulation._blink,
+    Simulation._blink,
+    Simulation._break_for_long,
+    Simulation._blink_all,
+    Simulation._cut,
+    Simulation._cut,
+    Simulation._slow,
+    Simulation._slow,
+    Simulation._lose_calls,
+    Simulation._lose_calls,
+    Simulation._break_rank_stream,
+    Simulation._restart_lighthouse,
+    Simulation._restart_lighthouse,
+    Simulation._give_up,
+    Simulation._raise_in_optimizer,
+    Simulation._be_late,
+    Simulation._be_late,
+    Simulation._fail,
+    Simulation._abort,
+    Simulation._load_by_hand,
+    Simulation._shrink_only,
+)
+FAULT_NAMES: tuple[str, ...] = tuple(dict.fromkeys(f"fault: {fault.__name__.strip('_')}" for fault in FAULTS))

@@ -1,0 +1,556 @@
+"""A model of one training process: the Manager's step, small and exact, without tensors.
+
+Weights are a digest, a gradient is a name, a process group is a meeting of those who were configured with one key. The
+model does what design.md section 5 says a step does, in that order, and nothing else; it is here so that the cores are
+tried by trainers that behave, and that die, hang and lose their way as real ones do.
+
+Law of this file: one rank's step and what it meets others in (groups, snapshots). The cluster around it is
+`simulator.py`'s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+from tft_coord.core.lineage import fold_lineage, initial_lineage
+from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest
+from tft_coord.testing.clock import VirtualClock
+from tft_coord.testing.invariants import Contribution, Held, Invariants, Reduced
+from tft_coord.testing.marks import Marks
+from tft_coord.testing.process import Process
+from tft_coord.timeouts import Timeouts
+
+NUM_BUCKETS = 2  # reductions in a step: what one death tears between
+POLL_MS = 50
+HEAL_CHUNKS = 4
+
+
+class Waiter:
+    """Something that a process waits for: resolved once, with a value."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.value: Any = None
+        self._then: list[Callable[[Any], None]] = []
+
+    def resolve(self, value: Any) -> None:
+        """Give it its value; later values are ignored."""
+        if self.done:
+            return
+        self.done = True
+        self.value = value
+        then, self._then = self._then, []
+        for action in then:
+            action(value)
+
+    def then(self, action: Callable[[Any], None]) -> None:
+        """Let `action` happen with the value."""
+        if self.done:
+            action(self.value)
+        else:
+            self._then.append(action)
+
+
+Life = Generator[Waiter, Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A call failed. `fatal`: this process can only end."""
+
+    code: str
+    message: str = ""
+    fatal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A rank's live state as it was at a step boundary, with the manifest that says which."""
+
+    key: QuorumKey
+    held: Held
+
+
+# --- the process group ----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Reduction:
+    given: dict[str, Contribution] = field(default_factory=dict)
+    waiting: dict[str, Waiter] = field(default_factory=dict)
+
+
+class Group:
+    """The meeting of the ranks that were configured with one (key, group rank).
+
+    Args:
+        key, group_rank: what names it.
+        members: replica ids that belong to it.
+        clock, invariants: of the simulation.
+        spread_ms: gives the time after which a member learns that a reduction is complete.
+    """
+
+    def __init__(
+        self,
+        key: QuorumKey,
+        group_rank: int,
+        members: tuple[str, ...],
+        clock: VirtualClock,
+        invariants: Invariants,
+        spread_ms: Callable[[], int],
+    ) -> None:
+        self.key = key
+        self.broken = False
+        self._group_rank = group_rank
+        self._members = members
+        self._clock = clock
+        self._invariants = invariants
+        self._spread_ms = spread_ms
+        self._joined: dict[str, Waiter] = {}
+        self._left: set[str] = set()
+        self._reductions: dict[int, _Reduction] = {}
+
+    def join(self, replica_id: str) -> Waiter:
+        """Configure: resolves to True when all members are here."""
+        waiter = Waiter()
+        if self.broken or replica_id in self._left:
+            waiter.resolve(False)
+            return waiter
+        self._joined[replica_id] = waiter
+        if len(self._joined) == len(self._members):
+            for each in list(self._joined.values()):
+                each.resolve(True)
+        return waiter
+
+    def leave(self, replica_id: str) -> None:
+        """Abort, shut down or die: who has met here can't go on without that member."""
+        self._left.add(replica_id)
+        if len(self._joined) == len(self._members):
+            self.broken = True
+            for reduction in self._reductions.values():
+                for waiter in reduction.waiting.values():
+                    waiter.resolve(None)
+        else:
+            self._joined.pop(replica_id, None)
+
+    def reduce(self, number: int, contribution: Contribution) -> Waiter:
+        """Reduce: resolves to `Reduced` when all members have reached it, to None when it fails.
+
+        When all have, each learns it a little later; a member that is torn away in between fails it for those who
+        have not learned it yet. So one member may commit what another has lost.
+        """
+        waiter = Waiter()
+        if self.broken:
+            waiter.resolve(None)
+            return waiter
+        reduction = self._reductions.setdefault(number, _Reduction())
+        reduction.given[contribution.replica_id] = contribution
+        reduction.waiting[contribution.replica_id] = waiter
+        if len(reduction.given) == len(self._members):
+            self._invariants.reduced(self.key, self._group_rank, reduction.given)
+            gradients = tuple(sorted(each.gradient for each in reduction.given.values() if each.gradient is not None))
+            result = Reduced(self.key, self._group_rank, number, gradients)
+            for each in reduction.waiting.values():
+                self._clock.after(self._spread_ms(), partial(each.resolve, result))
+        return waiter
+
+
+# --- the trainer ----------------------------------------------------------------------------------------------
+
+
+class Surroundings(Protocol):
+    """What a trainer finds outside: its manager server, the groups, the snapshots of others."""
+
+    @property
+    def clock(self) -> VirtualClock:
+        """Of the simulation."""
+
+    @property
+    def timeouts(self) -> Timeouts:
+        """Of the job."""
+
+    @property
+    def invariants(self) -> Invariants:
+        """Of the simulation."""
+
+    @property
+    def marks(self) -> Marks:
+        """Of the simulation."""
+
+    def ask(self, trainer: Trainer, request: RankRequest) -> Waiter:
+        """Ask the manager server; resolves to a Plan, to a QuorumKey (unchanged), or to Refused."""
+
+    def vote(self, trainer: Trainer, key: QuorumKey, step: int, purpose: Purpose, yes: bool) -> Waiter:
+        """Vote; resolves to the verdict, or to Refused."""
+
+    def group(self, key: QuorumKey, group_rank: int, members: tuple[str, ...]) -> Group:
+        """The meeting of that name."""
+
+    def snapshot_of(self, trainer: Trainer, replica_id: str, group_rank: int) -> Snapshot | None:
+        """What that rank serves, if it can be reached."""
+
+    def received(self, trainer: Trainer, num_bytes: int) -> None:
+        """Bytes of state came in; travels with the beats."""
+
+    def step_ms(self, trainer: Trainer) -> int:
+        """How long a forward and backward pass takes."""
+
+    def chunk_ms(self) -> int:
+        """How long a chunk of a transfer takes."""
+
+    def optimizer_raises(self, trainer: Trainer) -> bool:
+        """Whether the optimizer raises after this commit."""
+
+    def ended(self, trainer: Trainer, reason: str) -> None:
+        """The trainer ends itself."""
+
+    def note(self, trainer: Trainer, text: str) -> None:
+        """For whoever tells the story."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSettings:
+    """How a job's trainers are set; the same for all of them.
+
+    Args:
+        use_async_quorum, init_sync, fixed_with_spares, min_replica_size: as in Member.
+        step: at which it starts; more than 0 is a state loaded from outside.
+    """
+
+    use_async_quorum: bool = True
+    init_sync: bool = True
+    fixed_with_spares: bool = False
+    min_replica_size: int = 1
+    step: int = 0
+
+
+class Trainer(Process):
+    """One rank of a replica group.
+
+    Args:
+        job, replica_id, rank: who it is.
+        settings: of the job.
+        outside: what it works with.
+    """
+
+    def __init__(
+        self, job: str, replica_id: str, rank: int, world_size: int, settings: TrainerSettings, outside: Surroundings
+    ) -> None:
+        super().__init__(f"{replica_id}/{rank}", outside.clock)
+        self.replica_id = replica_id
+        self.rank = rank
+        self.world_size = world_size
+        self.step = settings.step
+        # A state loaded from outside doesn't know its lineage; a fresh one has its own random weights.
+        loaded = settings.step > 0
+        self.lineage: int | None = None if loaded else initial_lineage(job)
+        first = f"random/{self.name}" if settings.init_sync else f"seeded/{rank}"
+        self.weights = f"loaded/{rank}" if loaded else first
+        self.live = False
+        self.torn = False
+        self.commit_failures = 0
+        self.failed_heals = 0
+        self.needs_configure = True
+        self.held: QuorumKey | None = None
+        self.plan: Plan | None = None
+        self.group: Group | None = None
+        self.snapshot: Snapshot | None = None
+        self.phase = "start"
+        # What a script may ask of the next step; random faults use the first.
+        self.gives_up_after_ms: int | None = None
+        self.shrink_only = False
+        self.fails_once = False
+        self.snapshots_late = False
+        self.loads_step: int | None = None
+        self.late_ms = 0
+        self._settings = settings
+        self._outside = outside
+        self._life: Life | None = None
+        self._num_reductions = 0
+        self._received_bytes = 0
+        self._refused: set[str] = set()
+
+    @property
+    def state_held(self) -> Held:
+        """Its state, for comparison."""
+        return Held(self.step, self.lineage, self.weights)
+
+    # --- running ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to train."""
+        self._life = self._train()
+        self._go_on(None)
+
+    def end(self, *, vanish: bool = False) -> None:
+        """Killed, or gone with its host."""
+        if not self.alive:
+            return
+        super().end(vanish=vanish)
+        if not vanish:  # nobody is told anything by a host that is gone
+            self.leave_group()
+
+    def leave_group(self) -> None:
+        """Abort the process group."""
+        if self.group is not None:
+            self.group.leave(self.replica_id)
+            self.group = None
+        self.needs_configure = True
+
+    def _go_on(self, value: Any) -> None:
+        assert self._life is not None
+        try:
+            waiter = self._life.send(value)
+        except StopIteration:
+            return
+        waiter.then(lambda result: self.run(lambda: self._go_on(result)))
+
+    def _sleep(self, delay_ms: int) -> Waiter:
+        waiter = Waiter()
+        self.after(delay_ms, lambda: waiter.resolve(None))
+        return waiter
+
+    def _within(self, waiter: Waiter, timeout_ms: int) -> Waiter:
+        """The same, but None when the time-out passes first."""
+        timer = self.clock.after(timeout_ms, lambda: waiter.resolve(None))
+        waiter.then(lambda _: timer.cancel())
+        return waiter
+
+    def _quit(self, reason: str) -> None:
+        self.phase = f"ended: {reason}"
+        self._outside.ended(self, reason)
+
+    # --- one step after another -------------------------------------------------------------------------------------
+
+    def _train(self) -> Life:
+        while self.alive:
+            yield from self._one_step()
+
+    def _one_step(self) -> Life:
+        if self.late_ms:
+            late_ms, self.late_ms = self.late_ms, 0
+            self.phase = "between steps"
+            yield self._sleep(late_ms)
+        if self.loads_step is not None:
+            self.step, self.lineage, self.live = self.loads_step, None, False
+            self.weights = f"by hand/{self.rank}"
+            self.loads_step = None
+        self.phase = "quorum"
+        answer = yield self._outside.ask(self, self._request())
+        if isinstance(answer, Refused):
+            self._outside.note(self, f"is refused a quorum ({answer.code})")
+            if answer.fatal:
+                self._quit(answer.code)
+                yield Waiter()  # for ever
+            yield self._sleep(POLL_MS)
+            return
+        plan = self._plan_of(answer)
+        step = plan.step
+        good = yield from self._configure(plan)
+        if not plan.heal and self.lineage is None:
+            self.lineage = plan.lineage
+        if not self._settings.use_async_quorum:
+            if plan.serve:
+                self._take_snapshot(plan)
+            if plan.heal:
+                healed = yield from self._heal(plan)
+                if not healed:
+                    self.leave_group()
+                    good = False
+        self.phase = "forward"
+        yield self._sleep(self._outside.step_ms(self))
+        reduced: Reduced | None = None
+        if good:
+            reduced = yield from self._reduce(plan)
+        if self._settings.use_async_quorum:
+            if plan.serve and not self.snapshots_late:
+                self._take_snapshot(plan)
+            if plan.heal:
+                healed = yield from self._heal(plan)
+                good = good and healed
+        fails, self.fails_once = self.fails_once, False
+        if fails:
+            self._outside.note(self, "has an error of its own in this step")
+            good = False
+        enough = plan.num_participants >= plan.min_replica_size
+        verdict = yield from self._vote(plan.key, step, Purpose.COMMIT, good and reduced is not None and enough)
+        if verdict is None:
+            return
+        if verdict:
+            assert reduced is not None
+            self._commit(plan, step, reduced)
+        else:
+            self.commit_failures += 1
+            self._outside.marks.hit("a commit failed")
+            if self._outside.invariants.was_committed(plan.key, self.rank, step):
+                self._outside.marks.hit("one group committed what another lost")
+            self._outside.note(self, f"does not commit step {step + 1}")
+        if plan.serve and self.snapshots_late:
+            self._take_snapshot(plan)
+
+    def _plan_of(self, answer: Plan | QuorumKey) -> Plan:
+        """The plan that counts now: the one given, or the one that stands, at our step."""
+        if isinstance(answer, Plan):
+            self.plan = answer
+        else:
+            assert self.plan is not None, "told that a plan stands without one"
+            assert self.lineage is not None, "told that a plan stands with an unknown lineage"
+            self._outside.marks.hit("a rank was told unchanged")
+            self.plan = replace(self.plan, step=self.step, lineage=self.lineage)
+        self._outside.invariants.planned(self.plan, self.rank)
+        return self.plan
+
+    def _request(self) -> RankRequest:
+        return RankRequest(
+            step=self.step,
+            lineage=self.lineage,
+            live=self.live,
+            torn=self.torn,
+            held=self.held,
+            checkpoint_metadata=self.name,
+            commit_failures=self.commit_failures,
+            needs_configure=self.needs_configure,
+            failed_heals=self.failed_heals,
+            shrink_only=self.shrink_only,
+            init_sync=self._settings.init_sync,
+            use_async_quorum=self._settings.use_async_quorum,
+            fixed_with_spares=self._settings.fixed_with_spares,
+            min_replica_size=self._settings.min_replica_size,
+        )
+
+    def _configure(self, plan: Plan) -> Life:
+        if self.held == plan.key and not self.needs_configure and self.group is not None:
+            return True
+        self.phase = "configure"
+        self.leave_group()
+        self.held = plan.key
+        self._outside.invariants.joined_group(plan, self.rank)
+        group = self._outside.group(plan.key, self.rank, plan.replica_ids)
+        self.group = group
+        joined = yield self._within(group.join(self.replica_id), self._outside.timeouts.timeout_ms)
+        if not joined:
+            self._outside.marks.hit("a rendezvous failed")
+            self._outside.note(self, "can't meet the others of its quorum")
+            self.leave_group()
+            return False
+        self.needs_configure = False
+        self._num_reductions = 0
+        return True
+
+    def _reduce(self, plan: Plan) -> Life:
+        """All buckets; None when one of them fails, and then the group is aborted."""
+        self.phase = "reduction"
+        counts = plan.participating_rank is not None and self.step == plan.step
+        gradients: list[str] = []
+        for bucket in range(NUM_BUCKETS):
+            if self.group is None:
+                return None
+            gradient = f"{self.replica_id}:{self.step}:{bucket}" if counts else None
+            self._num_reductions += 1
+            contribution = Contribution(self.replica_id, self.state_held, gradient)
+            waiter = self.group.reduce(self._num_reductions, contribution)
+            result = yield self._within(waiter, self._outside.timeouts.timeout_ms)
+            if result is None:
+                self._outside.marks.hit("a reduction failed")
+                self._outside.note(self, "sees its reduction fail")
+                self.leave_group()
+                return None
+            gradients += result.gradients
+        return Reduced(plan.key, self.rank, self._num_reductions, tuple(gradients))
+
+    # --- healing ----------------------------------------------------------------------------------------------------
+
+    def _take_snapshot(self, plan: Plan) -> None:
+        self.snapshot = Snapshot(plan.key, self.state_held)
+
+    def _heal(self, plan: Plan) -> Life:
+        """Fetch, agree with the other ranks that all have, load; all or none."""
+        self.phase = "heal"
+        fetched = yield from self._fetch(plan)
+        staged = yield from self._vote(plan.key, plan.step, Purpose.STAGED, fetched is not None)
+        if not staged or fetched is None:
+            self.failed_heals += 1
+            self._outside.marks.hit("a healing failed")
+            self._outside.note(self, "could not heal")
+            return False
+        self.step, self.lineage, self.weights = plan.step, plan.lineage, fetched.weights
+        self.live = True
+        self.torn = False
+        self.failed_heals = 0
+        self._outside.marks.hit("a group healed")
+        self._outside.note(self, f"has healed: it holds step {self.step}")
+        self._outside.invariants.holds(self.replica_id, self.rank, self.state_held)
+        return True
+
+    def _fetch(self, plan: Plan) -> Life:
+        """The reference of the plan from the first source that serves it; the others carry on where one ends."""
+        self._outside.note(self, f"heals from {plan.sources[0].replica_id}, step {plan.step}")
+        self._refused.clear()
+        deadline_ms = self.clock.now_ms + self._outside.timeouts.timeout_ms
+        chunks = 0
+        while self.clock.now_ms < deadline_ms:
+            served = self._served(plan)
+            if served is None:
+                yield self._sleep(POLL_MS)
+                continue
+            yield self._sleep(self._outside.chunk_ms())
+            chunks += 1
+            self._received_bytes += 1
+            self._outside.received(self, self._received_bytes)
+            if chunks >= HEAL_CHUNKS:
+                return served
+        return None
+
+    def _served(self, plan: Plan) -> Held | None:
+        for source in plan.sources:
+            snapshot = self._outside.snapshot_of(self, source.replica_id, self.rank)
+            if snapshot is None:
+                continue
+            held = snapshot.held
+            if (snapshot.key, held.step, held.lineage) == (plan.key, plan.step, plan.lineage):
+                return held
+            if source.replica_id not in self._refused and snapshot.key == plan.key:
+                self._outside.note(self, f"refuses a snapshot of step {held.step}, for it needs step {plan.step}")
+                self._refused.add(source.replica_id)
+            self._outside.marks.hit("a snapshot of another step was refused")
+        return None
+
+    # --- the vote -----------------------------------------------------------------------------------------------------
+
+    def _vote(self, key: QuorumKey, step: int, purpose: Purpose, yes: bool) -> Life:
+        """The verdict; None when this rank can't have it, which ends it unless it is the only one of its group."""
+        self.phase = purpose.value
+        verdict = yield self._outside.vote(self, key, step, purpose, yes)
+        if isinstance(verdict, Refused):
+            if verdict.fatal:
+                self._quit(f"vote: {verdict.code}")
+                yield Waiter()  # for ever
+            # The manager server of a group of one rank died with the vote open: that is a no.
+            self._outside.marks.hit("an open vote was taken for a no")
+            self._outside.note(self, "takes its open vote for a no")
+            return False
+        return verdict
+
+    def _commit(self, plan: Plan, step: int, reduced: Reduced) -> None:
+        assert self.step == step, f"{self.name} commits step {step} at {self.step}"
+        assert self.lineage is not None
+        self.weights = hashlib.blake2b("|".join((self.weights, *reduced.gradients)).encode(), digest_size=8).hexdigest()
+        self.step = step + 1
+        self.lineage = fold_lineage(self.lineage, plan.key, self.step)
+        self.live = True
+        self.commit_failures = 0
+        after = self.state_held
+        self._outside.invariants.committed(self.replica_id, self.rank, step, reduced, plan.replica_world_size, after)
+        mean_of = len({gradient.rsplit(":", 2)[0] for gradient in reduced.gradients})
+        self._outside.note(self, f"commits step {self.step}, a mean of {mean_of}")
+        if self._outside.invariants.num_lineages(self.rank, self.step) > 1:
+            self._outside.marks.hit("a lost step was committed again by others")
+        if self._outside.optimizer_raises(self):
+            # Half of the parameters may have been written.
+            self._outside.note(self, "raises in its optimizer: its state is torn")
+            self.torn = True
+            self.weights = f"torn/{self.name}"

@@ -1,0 +1,11 @@
+"""What the tests of tft-coord share: the flag that writes the golden transcripts anew, and the soak's size."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`pytest packages/tft-coord --rewrite-transcripts`, then read the difference."""
+    parser.addoption("--rewrite-transcripts", action="store_true", help="write the golden transcripts anew")
+    parser.addoption("--simulator-seeds", type=int, default=20_000, help="seeds of the simulator's soak test")

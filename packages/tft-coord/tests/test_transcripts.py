@@ -1,0 +1,65 @@
+"""The golden transcripts: each is a page to read, and what the cores really do.
+
+After a change on purpose: `pytest packages/tft-coord/tests/test_transcripts.py --rewrite-transcripts`, and read the
+difference.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tft_coord.testing.scenario import ScenarioError, parse, play
+
+TRANSCRIPTS = sorted((Path(__file__).parent / "transcripts").glob("*.txt"))
+NEEDED = {
+    "join",
+    "two_joins",
+    "death",
+    "slow_joiner",
+    "shrink_only",
+    "split_brain",
+    "commit_failure",
+    "scenario_01_snapshot",
+    "scenario_02_verdict",
+    "scenario_03_lighthouse_without_memory",
+    "scenario_07_same_list",
+    "scenario_09_partial_commit",
+}
+
+
+@pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)
+def test_what_happens_is_what_is_written(path: Path, request: pytest.FixtureRequest) -> None:
+    written = path.read_text()
+    happened = play(written)
+    if request.config.getoption("--rewrite-transcripts", default=False):
+        path.write_text(happened)
+    else:
+        assert happened == written
+
+
+def test_no_transcript_is_missing() -> None:
+    assert {path.stem for path in TRANSCRIPTS} == NEEDED
+
+
+@pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)
+def test_each_begins_with_a_sentence(path: Path) -> None:
+    first = parse(path.read_text())[0]
+    assert first.comment.startswith("# ")
+    assert first.comment.endswith((".", ":"))
+
+
+def test_an_unknown_command_is_named() -> None:
+    with pytest.raises(ScenarioError, match="there is no command 'explode'; there are abort, break"):
+        play("explode a\n----\n")
+
+
+def test_a_block_without_its_line_is_named() -> None:
+    with pytest.raises(ScenarioError, match="a block needs one command and '----' below it"):
+        play("cluster\n")
+
+
+def test_what_never_happens_is_named() -> None:
+    with pytest.raises(ScenarioError, match="nothing like 'a commits' happened"):
+        play("cluster min_replicas=2\n----\n\nstart a\n----\n\nuntil a commits\n----\n")
