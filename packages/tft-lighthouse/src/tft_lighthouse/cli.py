@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from typing import NoReturn, final
 
 from tft_lighthouse import __version__, defaults
 
@@ -31,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: end.set())
 
+    # grpc's own words about a port in use or a client that went away would stand beside ours.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from tft_coord.errors import SettingError
     from tft_coord.security import read_token
     from tft_lighthouse.server import LighthouseServer
@@ -53,8 +56,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+@final
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One sentence; argparse would print the usage before it."""
+        self.exit(USAGE_ERROR, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="tft-lighthouse",
         description="The server that decides membership for fault-tolerant training. It ends by SIGINT or SIGTERM.",
         epilog="TFT_TOKEN, or TFT_TOKEN_FILE, sets a secret that every process of the job must share.",

@@ -26,7 +26,8 @@ _REPORT_BYTES: Final = 64 * 1024
 
 # Isolated (-I): neither the working directory nor PYTHON* variables come before what the parent imports from.
 _BOOT: Final = """\
-import json, sys
+import json, os, sys
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 boot = json.loads(sys.stdin.buffer.readline())
 sys.path[:] = boot["path"]
 from tft_coord.manager_server.child import main

@@ -1,0 +1,394 @@
+"""A manager server and its ranks, without a lighthouse: votes, deadlines, sessions, and the life of its process."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+import pytest
+
+from tft_coord import (
+    Closed,
+    DeadlinePassed,
+    GroupLost,
+    ManagerClient,
+    ManagerServer,
+    ProtocolError,
+    Purpose,
+    QuorumKey,
+    RankRequest,
+    Refused,
+    SettingError,
+    StaleQuorum,
+    Timeouts,
+    Unreachable,
+)
+from tft_coord.wire import codec, services
+
+NOBODY = "127.0.0.1:9"  # the discard port: no lighthouse answers there
+SOON = timedelta(milliseconds=300)
+LATE = timedelta(seconds=20)
+QUICK = Timeouts(heartbeat_timeout_ms=1_000, beat_interval_ms=100, reconnect_grace_ms=100)
+KEY = QuorumKey(7, 1)
+
+T = TypeVar("T")
+
+
+def serve(
+    world_size: int = 1, *, in_process: bool = True, token: str | None = None, timeouts: Timeouts = QUICK
+) -> ManagerServer:
+    return ManagerServer(
+        "group:1",
+        NOBODY,
+        "127.0.0.1",
+        "127.0.0.1:0",
+        "127.0.0.1:1",
+        world_size,
+        timeouts=timeouts,
+        token=token,
+        in_process=in_process,
+    )
+
+
+@pytest.fixture(params=[True, False], ids=["in_process", "child"])
+def server(request: pytest.FixtureRequest) -> Iterator[ManagerServer]:
+    with serve(world_size=2, in_process=request.param) as server:
+        yield server
+
+
+def together(*calls: Callable[[], T]) -> list[T | Exception]:
+    """Run the calls at once, each on a thread; their results or errors in order."""
+    results: list[T | Exception] = [RuntimeError("it did not end")] * len(calls)
+
+    def run(index: int, call: Callable[[], T]) -> None:
+        try:
+            results[index] = call()
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=item) for item in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
+
+
+def client_of(server: ManagerServer, rank: int | None = None, token: str | None = None) -> ManagerClient:
+    return ManagerClient(server.address(), LATE, group_rank=rank, token=token, timeouts=QUICK)
+
+
+@pytest.mark.parametrize("with_session", [True, False], ids=["on the stream", "unary"])
+def test_a_vote_is_yes_when_both_ranks_say_so_and_its_verdict_is_final(
+    server: ManagerServer, with_session: bool
+) -> None:
+    ranks = (0, 1) if with_session else (None, None)
+    with client_of(server, ranks[0]) as zero, client_of(server, ranks[1]) as one:
+        votes = [
+            lambda: zero.should_commit(0, 3, True, LATE, key=KEY),
+            lambda: one.should_commit(1, 3, True, LATE, key=KEY),
+        ]
+        assert together(*votes) == [True, True]
+        # An answer that was lost is asked for again, and a change of mind comes too late.
+        assert zero.should_commit(0, 3, True, LATE, key=KEY) is True
+        assert one.should_commit(1, 3, False, LATE, key=KEY) is True
+        # The next round is another; one no decides it.
+        assert one.should_commit(1, 4, False, LATE, key=KEY) is False
+        assert zero.should_commit(0, 4, True, LATE, key=KEY) is False
+        # Staging is a round of its own.
+        staged = [
+            lambda: zero.should_commit(0, 4, True, LATE, key=KEY, purpose=Purpose.STAGED),
+            lambda: one.should_commit(1, 4, True, LATE, key=KEY, purpose=Purpose.STAGED),
+        ]
+        assert together(*staged) == [True, True]
+
+
+def test_a_vote_that_nobody_joins_is_sealed_as_no_before_its_deadline(server: ManagerServer) -> None:
+    with client_of(server, 0) as zero, client_of(server, 1) as one:
+        assert zero.should_commit(0, 3, True, SOON, key=KEY) is False
+        # The one who comes late gets the same verdict, and the next round is not poisoned.
+        assert one.should_commit(1, 3, True, LATE, key=KEY) is False
+        votes = [
+            lambda: zero.should_commit(0, 4, True, LATE, key=KEY),
+            lambda: one.should_commit(1, 4, True, LATE, key=KEY),
+        ]
+        assert together(*votes) == [True, True]
+
+
+def test_torchfts_votes_without_a_key(server: ManagerServer) -> None:
+    with client_of(server) as zero, client_of(server) as one:
+        for verdict in (True, False, True):
+            votes = [
+                lambda: zero.should_commit(0, 1, True, LATE),
+                lambda verdict=verdict: one.should_commit(1, 1, verdict, LATE),
+            ]
+            assert together(*votes) == [verdict, verdict]
+
+
+@pytest.mark.parametrize("with_session", [True, False], ids=["on the stream", "unary"])
+def test_a_quorum_that_does_not_come_says_who_was_waited_for(with_session: bool) -> None:
+    with serve(world_size=2) as server, client_of(server, 0 if with_session else None) as zero:
+        with pytest.raises(DeadlinePassed, match="rank 1 of the group has not asked") as caught:
+            zero.quorum(0, RankRequest(step=5), SOON)
+        assert "rank 0's quorum for step 5" in str(caught.value)
+        assert isinstance(caught.value, TimeoutError)
+    with serve(world_size=1) as server, client_of(server, 0 if with_session else None) as zero:
+        with pytest.raises(DeadlinePassed, match=r"the lighthouse at 127\.0\.0\.1:9") as caught:
+            zero.quorum(0, RankRequest(step=5), SOON)
+        assert "has not answered" in str(caught.value)
+
+
+def test_a_rank_that_asks_again_makes_its_older_request_void() -> None:
+    asked = threading.Event()
+    with serve(world_size=2) as server, client_of(server, 0) as first, client_of(server, 0) as second:
+
+        def older() -> object:
+            asked.set()
+            return first.quorum(0, RankRequest(step=1, checkpoint_metadata="older"), LATE)
+
+        def newer() -> object:
+            asked.wait(10)
+            while second_sees() != "older":
+                pass
+            return second.quorum(0, RankRequest(step=2), SOON)
+
+        def second_sees() -> str:
+            try:
+                return second.checkpoint_metadata(0, LATE)
+            except ProtocolError:
+                return ""
+
+        results = together(older, newer)
+    assert isinstance(results[0], StaleQuorum)
+    assert isinstance(results[1], DeadlinePassed)
+
+
+def test_checkpoint_metadata_is_what_the_rank_said_last(server: ManagerServer) -> None:
+    with client_of(server, 0) as zero:
+        with pytest.raises(ProtocolError, match="rank not found: rank 0"):
+            zero.checkpoint_metadata(0, LATE)
+        with pytest.raises(DeadlinePassed):
+            zero.quorum(0, RankRequest(step=1, checkpoint_metadata="http://here:1"), SOON)
+        assert zero.checkpoint_metadata(0, LATE) == "http://here:1"
+        assert zero._checkpoint_metadata(0, LATE) == "http://here:1"
+
+
+def test_the_loss_of_a_rank_ends_the_group_at_once(server: ManagerServer) -> None:
+    waits = threading.Event()
+    with client_of(server, 0) as zero:
+        one = client_of(server, 1)
+
+        def vote() -> bool:
+            waits.set()
+            return zero.should_commit(0, 1, True, LATE, key=KEY)
+
+        def leave() -> bool:
+            waits.wait(10)
+            one.close()
+            return True
+
+        assert together(vote, leave) == [False, True]
+        with pytest.raises(GroupLost, match=r"lost a rank .*end this process and start the group again"):
+            zero.quorum(0, RankRequest(step=1), LATE)
+
+
+def test_a_rank_that_the_group_does_not_have_is_told_so(server: ManagerServer) -> None:
+    with pytest.raises(ProtocolError, match="world size 2 and no rank 2"):
+        client_of(server, 2)
+    with client_of(server) as client:
+        with pytest.raises(ProtocolError, match="which has world size 2"):
+            client.quorum(2, RankRequest(step=1), LATE)
+        with pytest.raises(ProtocolError, match="which has world size 2"):
+            client.should_commit(2, 1, True, LATE, key=KEY)
+
+
+def test_calls_under_way_end_when_their_client_is_closed() -> None:
+    with serve(world_size=2) as server:
+        for rank in (None, 0):
+            client = client_of(server, rank)
+            waits = threading.Event()
+
+            def ask(client: ManagerClient = client, waits: threading.Event = waits) -> object:
+                waits.set()
+                return client.quorum(0, RankRequest(step=1), LATE)
+
+            def close(client: ManagerClient = client, waits: threading.Event = waits) -> object:
+                waits.wait(10)
+                client.close()
+                return None
+
+            result = together(ask, close)[0]
+            assert isinstance(result, Closed)
+            with pytest.raises(Closed, match="make a new one"):
+                client.quorum(0, RankRequest(step=1), LATE)
+            client.close()
+
+
+def test_a_server_with_a_secret_answers_nobody_without_it() -> None:
+    with serve(token="s3cret") as server:
+        with client_of(server) as stranger, pytest.raises(Refused, match="shared secret"):
+            stranger.should_commit(0, 1, True, LATE, key=KEY)
+        with pytest.raises(Refused, match="shared secret"):
+            client_of(server, 0, token="other")
+        with client_of(server, 0, token="s3cret") as client:
+            assert client.should_commit(0, 1, True, LATE, key=KEY) is True
+
+
+def test_a_call_without_a_deadline_and_nonsense_are_refused_with_a_sentence() -> None:
+    with serve() as server:
+        channel = grpc.insecure_channel(server.address().removeprefix("http://"))
+        vote = codec.encode_vote(codec.Vote(0, 1, True, None, Purpose.COMMIT))
+        with pytest.raises(grpc.RpcError) as caught:
+            services.unary_stub(channel, services.MANAGER_SHOULD_COMMIT)(vote)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "missing timeout" in (caught.value.details() or "")
+        with pytest.raises(grpc.RpcError) as caught:
+            services.unary_stub(channel, services.MANAGER_QUORUM)(b"\xff\xff", timeout=5)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(grpc.RpcError) as caught:
+            services.unary_stub(channel, services.MANAGER_KILL)(b"", timeout=5)
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        channel.close()
+
+
+def test_a_manager_server_that_ended_is_unreachable_within_the_heartbeat_timeout(server: ManagerServer) -> None:
+    with client_of(server, 0) as zero, client_of(server) as unary:
+        waits = threading.Event()
+
+        def ask(client: ManagerClient) -> object:
+            waits.set()
+            return client.quorum(0, RankRequest(step=1), LATE)
+
+        def end() -> object:
+            waits.wait(10)
+            server.shutdown()
+            return None
+
+        results = together(lambda: ask(zero), end)
+        # It said goodbye where it could; a call that found it gone says so.
+        assert isinstance(results[0], (GroupLost, Unreachable))
+        with pytest.raises(Unreachable, match=r"127\.0\.0\.1"):
+            unary.quorum(0, RankRequest(step=1), LATE)
+        with pytest.raises(Unreachable, match="the manager server has ended"):
+            zero.quorum(0, RankRequest(step=1), LATE)
+
+
+def test_nobody_answers_within_connect_timeout() -> None:
+    with pytest.raises(Unreachable, match=r"was not reached within 0\.2 s; check that the address is right"):
+        ManagerClient(NOBODY, timedelta(seconds=0.2))
+
+
+# --- settings and the process ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_an_address_that_cannot_be_bound_is_said_in_one_sentence(in_process: bool) -> None:
+    with serve() as other:
+        taken = other.address().removeprefix("http://")
+        with pytest.raises(SettingError, match=f"replica a can't listen at {taken}"):
+            ManagerServer("a", NOBODY, "127.0.0.1", taken, "", 1, in_process=in_process)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"replica_id": ""}, "replica_id is ''"),
+        ({"replica_id": "x" * 257}, "replica_id is"),
+        ({"lighthouse_addr": "nowhere"}, "'nowhere' is no address"),
+        ({"world_size": 0}, "world_size is 0"),
+        ({"job": ""}, "job is ''"),
+        ({"quorum_retries": -1}, "quorum_retries is -1"),
+        ({"connect_timeout": timedelta(0)}, "longer than nothing"),
+        ({"token": "two words"}, "shared secret"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_by_name(change: dict[str, object], says: str) -> None:
+    settings: dict[str, object] = {
+        "replica_id": "a",
+        "lighthouse_addr": NOBODY,
+        "hostname": "127.0.0.1",
+        "bind": "127.0.0.1:0",
+        "store_addr": "",
+        "world_size": 1,
+        "in_process": True,
+    }
+    with pytest.raises(SettingError, match=says):
+        ManagerServer(**{**settings, **change})  # type: ignore[arg-type]
+
+
+def test_shutdown_leaves_no_process_and_can_be_said_twice() -> None:
+    server = serve(in_process=False)
+    assert server.alive()
+    server.shutdown()
+    server.shutdown()
+    assert not server.alive()
+    with pytest.raises(Closed, match="group:1 was shut down"):
+        server.address()
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+HOLD_AND_DIE = """
+import os, sys
+from tft_coord import ManagerServer
+server = ManagerServer("a", "127.0.0.1:9", "127.0.0.1", "127.0.0.1:0", "", 1)
+if sys.argv[1] == "fork" and os.fork() == 0:
+    os.close(1)
+    sys.stdin.read()  # a forked worker that outlives its parent, until the test has seen what it wanted
+    os._exit(0)
+print(server._server._process.pid, flush=True)
+if sys.argv[1] == "return":
+    sys.exit()
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("how", ["kill", "fork", "return"])
+def test_the_child_ends_when_its_parent_does(how: str) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", HOLD_AND_DIE, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    watch = os.pidfd_open(child) if Path(f"/proc/{child}").exists() else -1
+    parent.wait(10)
+    if watch >= 0:
+        readable, _, _ = select.select([watch], [], [], 10)
+        os.close(watch)
+        assert readable, "the manager server outlived its parent"
+    assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split(")")[1]
+    parent.communicate()
+
+
+def test_signals_to_all_processes_leave_the_child_to_its_parent() -> None:
+    with serve(in_process=False) as server, client_of(server, 0) as client:
+        process = server._server._process  # type: ignore[union-attr]
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(process.pid, number)
+        assert client.should_commit(0, 1, True, LATE, key=KEY) is True
+        assert os.getsid(process.pid) != os.getsid(0)
+        assert server.alive()
+
+
+def test_the_child_imports_no_torch_and_no_main_module() -> None:
+    with serve(in_process=False) as server:
+        maps = Path(f"/proc/{server._server._process.pid}/maps")  # type: ignore[union-attr]
+        if maps.exists():
+            assert "torch" not in maps.read_text()
+
+
+def test_a_child_that_is_killed_is_not_alive() -> None:
+    with serve(in_process=False) as server:
+        process = server._server._process  # type: ignore[union-attr]
+        process.kill()
+        process.wait(10)
+        assert not server.alive()

@@ -1,0 +1,173 @@
+"""What the shells stand on: addresses, the shared secret, the process's loop, the outbox, the lazy names."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import tft_coord
+from tft_coord.errors import Closed, SettingError
+from tft_coord.security import admits, call_metadata, read_token
+from tft_coord.transport.loop import THREAD_NAME, LoopShare
+from tft_coord.transport.outbox import Outbox
+from tft_coord.transport.settings import join_host_port, target
+
+
+@pytest.mark.parametrize(
+    ("address", "dialled"),
+    [
+        ("localhost:29510", "localhost:29510"),
+        ("http://localhost:29510", "localhost:29510"),
+        (" http://localhost:29510/ ", "localhost:29510"),
+        ("http://[::1]:29510", "[::1]:29510"),
+        ("[fe80::1%eth0]:1", "[fe80::1%eth0]:1"),
+        ("10.0.0.1:65535", "10.0.0.1:65535"),
+    ],
+)
+def test_addresses_as_users_write_them(address: str, dialled: str) -> None:
+    assert target(address) == dialled
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "localhost",
+        "localhost:",
+        ":29510",
+        "localhost:0",
+        "h:70000",
+        "https://h:1",
+        "h:1/path",
+        "::1:29510",
+        "a b:1",
+    ],
+)
+def test_what_is_no_address_is_refused_with_an_example(address: str) -> None:
+    with pytest.raises(SettingError, match=r"is no address; give host:port, for example localhost:29510"):
+        target(address)
+
+
+def test_an_ipv6_host_is_put_in_brackets() -> None:
+    assert join_host_port("::1", 5) == "[::1]:5"
+    assert join_host_port("[::1]", 5) == "[::1]:5"
+    assert join_host_port("host", 5) == "host:5"
+
+
+def test_the_secret_comes_from_the_environment_or_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("s3cret\n")
+    assert read_token({}) is None
+    assert read_token({"TFT_TOKEN": "s3cret"}) == "s3cret"
+    assert read_token({"TFT_TOKEN_FILE": str(file)}) == "s3cret"
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"TFT_TOKEN": "a", "TFT_TOKEN_FILE": "b"}, "both set"),
+        ({"TFT_TOKEN": ""}, "printable ASCII"),
+        ({"TFT_TOKEN": "two words"}, "printable ASCII"),
+        ({"TFT_TOKEN_FILE": "/no/such/file"}, "/no/such/file, which can't be read"),
+    ],
+)
+def test_a_secret_that_is_none_is_refused(environment: dict[str, str], says: str) -> None:
+    with pytest.raises(SettingError, match=says):
+        read_token(environment)
+
+
+def test_who_shows_the_secret_is_admitted_and_nobody_else() -> None:
+    assert admits(None, [])
+    assert admits("s3cret", call_metadata("s3cret"))
+    for shown in ([], call_metadata("other"), [("authorization", "s3cret")], [*call_metadata("s3cret")] * 2):
+        assert not admits("s3cret", shown)
+
+
+def loop_threads() -> int:
+    return sum(thread.name == THREAD_NAME for thread in threading.enumerate())
+
+
+def test_shares_of_the_loop_have_one_thread_and_the_last_one_ends_it() -> None:
+    async def where() -> str:
+        return threading.current_thread().name
+
+    first, second = LoopShare("the first"), LoopShare("the second")
+    assert first.loop is second.loop
+    assert first.run(where()) == THREAD_NAME
+    assert loop_threads() == 1
+    first.give_back()
+    first.give_back()
+    assert second.run(where()) == THREAD_NAME
+    with pytest.raises(Closed, match="the first was shut down; make a new one"):
+        first.run(where())
+    second.give_back()
+    assert loop_threads() == 0
+    third = LoopShare("the third")
+    assert third.run(where()) == THREAD_NAME
+    third.give_back()
+
+
+def test_what_is_left_on_the_loop_is_cancelled_at_its_end() -> None:
+    share = LoopShare("a test")
+    cancelled = threading.Event()
+
+    async def wait_for_ever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    async def start() -> asyncio.Task[None]:
+        task = asyncio.create_task(wait_for_ever())
+        await asyncio.sleep(0)
+        return task
+
+    task = share.run(start())
+    share.give_back()
+    assert cancelled.is_set()
+    assert task.cancelled()
+
+
+def test_an_outbox_writes_in_order_and_ends_when_it_is_closed_and_empty() -> None:
+    written: list[bytes] = []
+
+    async def write(message: bytes) -> None:
+        await asyncio.sleep(0)
+        written.append(message)
+
+    async def scenario() -> None:
+        outbox = Outbox()
+        outbox.put(b"1")
+        writer = asyncio.create_task(outbox.write_all(write))
+        await asyncio.sleep(0)
+        outbox.put(b"2")
+        outbox.put(b"3")
+        outbox.close()
+        outbox.put(b"too late")
+        await writer
+
+    asyncio.run(scenario())
+    assert written == [b"1", b"2", b"3"]
+
+
+def test_every_public_name_is_there() -> None:
+    for name in tft_coord.__all__:
+        assert getattr(tft_coord, name) is not None
+    assert set(tft_coord.__all__) <= set(dir(tft_coord))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = tft_coord.nothing
+
+
+def test_importing_the_package_imports_neither_grpc_nor_torch() -> None:
+    script = (
+        "import sys, tft_coord, tft_coord.core.types;"
+        "loaded = sorted({name.partition('.')[0] for name in sys.modules} & {'grpc', 'google', 'torch', 'numpy'});"
+        "sys.exit(', '.join(loaded) or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr

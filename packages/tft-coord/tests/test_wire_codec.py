@@ -1,0 +1,364 @@
+"""What is encoded comes back as it was; what is damaged or out of bounds is refused with a sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tft_coord.core.effects import (
+    AnswerQuorum,
+    AnswerUnchanged,
+    AskForQuorum,
+    RefuseRequest,
+    RefuseSession,
+    TellLost,
+    Welcome,
+)
+from tft_coord.core.events import (
+    BeatReceived,
+    DeathReported,
+    HelloReceived,
+    QuorumReported,
+    QuorumRequested,
+    RequestWithdrawn,
+)
+from tft_coord.core.types import (
+    MAX_INT64,
+    MAX_UINT64,
+    Hello,
+    Member,
+    Plan,
+    Purpose,
+    Quorum,
+    QuorumKey,
+    RankRequest,
+    Refusal,
+    Source,
+)
+from tft_coord.errors import ProtocolError
+from tft_coord.wire import codec
+from tft_coord.wire import coordination_pb2 as pb
+
+characters = st.characters(exclude_categories=["Cs"])
+names = st.text(characters, min_size=1, max_size=20)
+texts = st.text(characters, max_size=20)
+steps = st.integers(0, MAX_INT64)
+numbers = st.integers(0, MAX_UINT64)
+counts = st.integers(0, codec.MAX_COUNT)
+lineages = st.none() | numbers
+keys = st.builds(QuorumKey, steps, numbers)
+sizes = st.integers(1, 1000)
+members = st.builds(
+    Member,
+    replica_id=names,
+    session=numbers,
+    address=texts,
+    store_address=texts,
+    step=steps,
+    lineage=lineages,
+    world_size=sizes,
+    commit_failures=counts,
+    failed_heals=counts,
+    min_replica_size=sizes,
+    data=texts,
+    reconfigure_handles=st.lists(texts, max_size=3).map(tuple),
+    **{
+        field: st.booleans()
+        for field in (
+            "shrink_only",
+            "needs_configure",
+            "live",
+            "torn",
+            "init_sync",
+            "allow_heal",
+            "use_async_quorum",
+            "fixed_with_spares",
+        )
+    },
+)
+quorums = st.builds(
+    lambda key, some, created_ms: Quorum(
+        key, tuple(sorted({one.replica_id: one for one in some}.values(), key=lambda one: one.replica_id)), created_ms
+    ),
+    keys,
+    st.lists(members, min_size=1, max_size=4),
+    st.integers(0, 10**13),
+)
+hellos = st.builds(
+    Hello,
+    job=names,
+    replica_id=names,
+    session=numbers,
+    address=texts,
+    replaces=texts,
+    ready=st.booleans(),
+    held=st.none() | keys,
+    lighthouse_started_ms=steps,
+)
+requests = st.builds(
+    RankRequest,
+    step=steps,
+    lineage=lineages,
+    held=st.none() | keys,
+    checkpoint_metadata=texts,
+    commit_failures=counts,
+    failed_heals=counts,
+    min_replica_size=sizes,
+    data=texts,
+    reconfigure_handle=texts,
+)
+asks = st.builds(codec.Ask, st.integers(0, 1000), requests)
+votes = st.builds(codec.Vote, st.integers(0, 1000), steps, st.booleans(), st.none() | keys, st.sampled_from(Purpose))
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    ids = tuple(draw(st.lists(names, min_size=1, max_size=4, unique=True)))
+    ranks = st.integers(0, len(ids) - 1)
+    some = st.lists(ranks, max_size=4).map(tuple)
+    own = draw(ranks)
+    return Plan(
+        key=draw(keys),
+        replica_id=ids[own],
+        replica_rank=own,
+        replica_world_size=len(ids),
+        replica_ids=ids,
+        step=draw(steps),
+        lineage=draw(numbers),
+        heal=draw(st.booleans()),
+        sources=tuple(Source(rank, ids[rank], draw(texts)) for rank in draw(some)),
+        recover_dst_replica_ranks=draw(some),
+        serve=draw(st.booleans()),
+        store_address=draw(texts),
+        up_to_date=draw(some),
+        participants=draw(some),
+        participating_rank=draw(st.none() | ranks),
+        min_replica_size=draw(sizes),
+        commit_failures=draw(counts),
+        reconfigure_handles=tuple(draw(st.lists(texts, max_size=4))),
+    )
+
+
+told_to_lighthouse = st.one_of(
+    st.builds(HelloReceived, st.just(7), hellos),
+    st.builds(BeatReceived, st.just(7), numbers),
+    st.builds(QuorumRequested, st.just(7), numbers, members, st.none() | keys),
+    st.builds(RequestWithdrawn, st.just(7), numbers),
+    st.builds(QuorumReported, st.just(7), st.none() | quorums),
+    st.builds(DeathReported, st.just(7), texts),
+)
+refusals = st.sampled_from(Refusal)
+told_by_lighthouse = st.one_of(
+    st.builds(Welcome, st.just(0), numbers, steps, texts),
+    st.builds(RefuseSession, st.just(0), refusals, texts),
+    st.builds(TellLost, st.just(0), numbers, texts),
+    st.builds(AskForQuorum, st.just(0), keys),
+    st.builds(AnswerQuorum, st.just(0), numbers, quorums),
+    st.builds(AnswerUnchanged, st.just(0), numbers, keys),
+    st.builds(RefuseRequest, st.just(0), numbers, refusals, texts),
+)
+told_by_rank = st.one_of(
+    st.builds(codec.RankHello, st.integers(0, 1000), numbers),
+    st.builds(codec.RankBeat, numbers),
+    st.just(codec.RankGoodbye()),
+    st.builds(codec.RankCall, numbers, counts, asks | votes),
+    st.builds(codec.RankWithdraw, numbers),
+)
+told_to_rank = st.one_of(
+    st.builds(Welcome, st.just(0), numbers, st.just(0), st.just("")),
+    st.builds(RefuseSession, st.just(0), refusals, texts),
+    st.builds(
+        codec.RankAnswer, numbers, st.one_of(plans(), keys, st.booleans(), st.builds(codec.Failure, names, texts))
+    ),
+)
+
+
+@given(told_to_lighthouse)
+def test_what_a_manager_server_says_comes_back(event: Any) -> None:
+    assert codec.decode_to_lighthouse(7, codec.encode_to_lighthouse(event)) == event
+
+
+@given(told_by_lighthouse)
+def test_what_the_lighthouse_says_comes_back(effect: Any) -> None:
+    assert codec.decode_from_lighthouse(codec.encode_from_lighthouse(effect)) == effect
+
+
+@given(told_by_rank)
+def test_what_a_rank_says_comes_back(message: Any) -> None:
+    assert codec.decode_from_rank(codec.encode_from_rank(message)) == message
+
+
+@given(told_to_rank)
+def test_what_a_rank_is_told_comes_back(message: Any) -> None:
+    assert codec.decode_to_rank(codec.encode_to_rank(message)) == message
+
+
+@given(asks, votes, plans(), keys)
+def test_unary_calls_come_back(ask: codec.Ask, vote: codec.Vote, plan: Plan, key: QuorumKey) -> None:
+    assert codec.decode_rank_request(codec.encode_rank_request(ask)) == ask
+    assert codec.decode_vote(codec.encode_vote(vote)) == vote
+    assert codec.decode_plan(codec.encode_plan(plan)) == plan
+    assert codec.decode_plan(codec.encode_unchanged(key)) == key
+
+
+@given(quorums, st.sampled_from([0, 1, 127, 128, 2**32, MAX_UINT64]))
+def test_a_quorum_framed_by_hand_is_what_protobuf_writes(quorum: Quorum, request: int) -> None:
+    answer = pb.QuorumAnswer(request=request, quorum=pb.Quorum.FromString(codec.encode_quorum(quorum)))
+    expected = pb.FromLighthouse(answer=answer).SerializeToString()
+    assert codec.frame_quorum_answer(request, codec.encode_quorum(quorum)) == expected
+
+
+@given(members, texts)
+def test_torchfts_wire_carries_torchfts_fields_only(member: Member, metadata: str) -> None:
+    theirs = Member(
+        member.replica_id,
+        address=member.address,
+        store_address=member.store_address,
+        step=member.step,
+        world_size=member.world_size,
+        shrink_only=member.shrink_only,
+        commit_failures=member.commit_failures,
+        data=member.data,
+        reconfigure_handles=member.reconfigure_handles,
+    )
+    assert codec.decode_lighthouse_request(codec.encode_lighthouse_request(member)) == theirs
+    quorum = Quorum(QuorumKey(3, 99), (member,), created_ms=1234)
+    answer = codec.decode_lighthouse_response(codec.encode_lighthouse_response(quorum))
+    assert answer == Quorum(QuorumKey(3, 0), (theirs,), created_ms=1234)
+    assert codec.decode_heartbeat(codec.encode_heartbeat(member.replica_id)) == member.replica_id
+    assert codec.decode_metadata(codec.encode_metadata(metadata)) == metadata
+
+
+def test_a_rank_that_says_none_of_our_fields_gets_torchfts_settings() -> None:
+    message = pb.ManagerQuorumRequest(group_rank=1, step=5, checkpoint_metadata="here", init_sync=True)
+    ask = codec.decode_rank_request(message.SerializeToString())
+    assert ask == codec.Ask(1, RankRequest(step=5, checkpoint_metadata="here", init_sync=True))
+
+
+def test_a_member_without_lineage_is_not_one_with_lineage_zero() -> None:
+    unknown, zero = Member("a", lineage=None), Member("a", lineage=0)
+    for member in (unknown, zero):
+        event = QuorumRequested(1, 1, member, None)
+        assert codec.decode_to_lighthouse(1, codec.encode_to_lighthouse(event)) == event
+
+
+DECODERS: list[Callable[[bytes], object]] = [
+    lambda data: codec.decode_to_lighthouse(1, data),
+    codec.decode_from_lighthouse,
+    codec.decode_from_rank,
+    codec.decode_to_rank,
+    codec.decode_rank_request,
+    codec.decode_vote,
+    codec.decode_plan,
+    codec.decode_lighthouse_request,
+    codec.decode_lighthouse_response,
+    codec.decode_heartbeat,
+    codec.decode_metadata,
+    codec.decode_metadata_request,
+    codec.decode_verdict,
+]
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=300)
+def test_random_bytes_never_do_more_than_raise_protocol_error(data: bytes) -> None:
+    for decode in DECODERS:
+        with suppress(ProtocolError):
+            decode(data)
+
+
+@given(told_to_lighthouse, st.data())
+@settings(max_examples=200)
+def test_a_damaged_message_never_does_more_than_raise_protocol_error(event: Any, data: st.DataObject) -> None:
+    encoded = bytearray(codec.encode_to_lighthouse(event))
+    if encoded:
+        at = data.draw(st.integers(0, len(encoded) - 1))
+        encoded[at] = data.draw(st.integers(0, 255))
+    for decode in DECODERS:
+        with suppress(ProtocolError):
+            decode(bytes(encoded))
+
+
+GOOD = pb.QuorumMember(replica_id="a", world_size=1, min_replica_size=1)
+
+
+def member_with(**fields: Any) -> bytes:
+    message = pb.QuorumMember()
+    message.CopyFrom(GOOD)
+    message.MergeFrom(pb.QuorumMember(**fields))
+    return pb.ToLighthouse(quorum_request=pb.QuorumRequest(member=message)).SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (member_with(replica_id="x" * 257), "replica_id is longer than 256 bytes"),
+        (member_with(replica_id="é" * 129), "replica_id is longer than 256 bytes"),
+        (member_with(address="x" * 513), "address is longer than 512 bytes"),
+        (member_with(data="x" * (64 * 1024 + 1)), "data is longer than 65536 bytes"),
+        (member_with(step=-1), "step is -1"),
+        (member_with(world_size=2**40), "world_size is"),
+        (member_with(commit_failures=-1), "commit_failures is -1"),
+        (member_with(reconfigure_handles=["x" * 5000]), "reconfigure_handle is longer"),
+        (pb.ToLighthouse(hello=pb.Hello(replica_id="a")).SerializeToString(), "job is empty"),
+        (pb.ToLighthouse(hello=pb.Hello(job="j" * 300, replica_id="a")).SerializeToString(), "job is longer"),
+        (
+            pb.ToLighthouse(
+                hello=pb.Hello(job="j", replica_id="a", held=pb.QuorumKey(quorum_id=-5))
+            ).SerializeToString(),
+            "quorum id -5 is outside",
+        ),
+        (pb.ToLighthouse().SerializeToString(), "says nothing"),
+        (b"\xff\xff\xff", "are not a ToLighthouse message"),
+        (
+            pb.ToLighthouse(
+                quorum_report=pb.QuorumReport(quorum=pb.Quorum(participants=[GOOD, GOOD]))
+            ).SerializeToString(),
+            "out of order or twice",
+        ),
+    ],
+)
+def test_what_is_out_of_bounds_is_refused_by_name(data: bytes, says: str) -> None:
+    with pytest.raises(ProtocolError, match=says):
+        codec.decode_to_lighthouse(1, data)
+
+
+def test_a_quorum_of_too_many_members_is_refused_before_they_are_looked_at() -> None:
+    crowd = pb.Quorum(participants=[pb.QuorumMember()] * (codec.MAX_MEMBERS + 1))
+    report = pb.ToLighthouse(quorum_report=pb.QuorumReport(quorum=crowd)).SerializeToString()
+    with pytest.raises(ProtocolError, match=r"participants has 100001 entries; at most 100000 are allowed"):
+        codec.decode_to_lighthouse(1, report)
+
+
+def test_a_sentence_that_is_too_long_or_no_text_is_cut_not_refused() -> None:
+    for reason in ("x" * 10_000, "é" * 10_000, "\ud800 broken"):
+        decoded = codec.decode_to_lighthouse(1, codec.encode_to_lighthouse(DeathReported(1, reason)))
+        assert isinstance(decoded, DeathReported)
+        assert 0 < len(decoded.reason.encode()) <= codec.MAX_SENTENCE_BYTES
+
+
+def test_a_plan_that_contradicts_itself_is_refused() -> None:
+    plan = pb.ManagerQuorumResponse(quorum_id=1, replica_world_size=2, replica_ids=["a", "b"], participants=[2])
+    with pytest.raises(ProtocolError, match="participants is replica rank 2 in a quorum of 2"):
+        codec.decode_plan(plan.SerializeToString())
+    plan.replica_ids.pop()
+    with pytest.raises(ProtocolError, match="names 1 replicas of 2"):
+        codec.decode_plan(plan.SerializeToString())
+
+
+def test_an_unchanged_answer_is_small_whatever_the_quorum() -> None:
+    answer = codec.encode_from_lighthouse(AnswerUnchanged(1, 1_000_000, QuorumKey(2**62, 2**63)))
+    assert len(answer) < 40
+
+
+def test_user_data_is_forwarded_as_it_is() -> None:
+    data = json.dumps({"rate": 0.1, "name": "ü"})
+    member = replace(Member("a"), data=data)
+    assert codec.decode_lighthouse_request(codec.encode_lighthouse_request(member)).data == data
