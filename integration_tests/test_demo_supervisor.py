@@ -92,7 +92,7 @@ def leave(task: ReplicaTask, link: Link) -> None:
 
 def mumble(task: ReplicaTask, link: Link) -> None:
     events: Connection = link._events
-    events.send_bytes(b'{"event": "StepDiscarded", "step": "many"}')
+    events.send_bytes(b'{"event": "StepDiscarded", "step": "many", "reason": ""}')
     end(task, link, task.steps)
 
 

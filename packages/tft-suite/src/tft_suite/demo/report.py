@@ -64,7 +64,7 @@ def make_report(events: Sequence[Event], *, replicas: int, steps: int, wall_s: f
         faults=tuple(faults(events)),
         digests=digests,
         identical=all_ended_there and len(set(digests)) == 1,
-        test_accuracy=min((end.test_accuracy for end in ends.values()), default=None),
+        test_accuracy=min((round(end.test_accuracy, 4) for end in ends.values()), default=None),
         wall_s=round(wall_s, 3),
     )
 

@@ -121,7 +121,9 @@ class Story:
             if event.participants != self.participants and self.step > 0:
                 self._note(event, f"participants {self.participants} -> {event.participants} in step {event.step}")
             self.step, self.participants = event.step, event.participants
-        who.state, who.step, who.loss = State.TRAINING, event.step, event.loss
+        who.state, who.step = State.TRAINING, event.step
+        if event.took_part:  # else it is the loss of what it was before it healed
+            who.loss = event.loss
         who.num_commits += 1
 
     def _note(self, event: Event, text: str, *, is_bad: bool = False) -> None:

@@ -25,8 +25,8 @@ from tft_suite.demo.events import (
     ProcessKilled,
     ProcessStarted,
     StepCommitted,
-    TrainingEnded,
 )
+from tft_suite.demo.report import deaths, faults, final_ends
 from tft_suite.demo.story import State
 
 COLORS = {
@@ -35,7 +35,7 @@ COLORS = {
     State.TRAINING: "#3b8f5a",
     State.DEAD: "#c8383f",
 }
-SMOOTHED_OVER = 15
+SMOOTHED_OVER = 5  # steps
 
 
 @final
@@ -96,20 +96,22 @@ def draw(events: Sequence[Event], *, replicas: int, end_s: float, title: str, pa
     for span in lanes(events, end_s=end_s):
         width_s = span.end_s - span.start_s
         top.barh(span.replica, width_s, left=span.start_s, height=0.62, color=COLORS[span.state], edgecolor="none")
-    for event in events:
-        if isinstance(event, ProcessKilled):
-            text = f"kill -9 at step {event.step}"
-            top.annotate(text, (event.at_s, event.replica - 0.33), (0, 3), textcoords="offset points", fontsize=9)
-            for axes in (top, middle, bottom):
-                axes.axvline(event.at_s, color=COLORS[State.DEAD], linewidth=1, linestyle=":")
-        elif isinstance(event, TrainingEnded):
-            top.plot(event.at_s, event.replica, marker="D", color="white", markersize=5)
+    for (_, kill), fault in zip(deaths(events), faults(events), strict=True):
+        back = "never back" if fault.rejoin_s is None else f"back after {fault.rejoin_s:.1f} s"
+        text = f"kill -9 at step {fault.at_step}, {back}"
+        top.annotate(text, (kill.at_s, kill.replica - 0.33), (0, 3), textcoords="offset points", fontsize=9)
+        # What is dead is started again at once: a death is too short to see as a span.
+        top.vlines(kill.at_s, kill.replica - 0.31, kill.replica + 0.31, color=COLORS[State.DEAD], linewidth=4)
+        for axes in (top, middle, bottom):
+            axes.axvline(kill.at_s, color=COLORS[State.DEAD], linewidth=1, linestyle=":", zorder=0)
+    for end in final_ends(events).values():
+        top.plot(end.at_s, end.replica, marker="D", color="white", markeredgecolor="black", markersize=7, zorder=3)
     top.set_yticks(range(replicas), [f"replica {replica}" for replica in range(replicas)])
     top.set_ylim(replicas - 0.45, -0.7)
     handles: list[Patch | Line2D] = [Patch(color=color, label=state.value) for state, color in COLORS.items()]
-    handles.append(
-        Line2D([], [], marker="D", color="#3b8f5a", markerfacecolor="white", markersize=6, label="at its last step")
-    )
+    diamond = Line2D([], [], linestyle="", marker="D", color="white", markeredgecolor="black", markersize=7)
+    diamond.set_label("at its last step")
+    handles.append(diamond)
     top.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(handles), frameon=False)
 
     commits = [event for event in events if isinstance(event, StepCommitted)]
@@ -119,22 +121,32 @@ def draw(events: Sequence[Event], *, replicas: int, end_s: float, title: str, pa
     middle.set_ylim(0, replicas + 0.5)
     middle.set_yticks(range(replicas + 1))
 
+    counted = [commit for commit in commits if commit.took_part]
     for replica in range(replicas):
-        own = [commit for commit in commits if commit.replica == replica]
-        bottom.plot([c.at_s for c in own], [c.loss for c in own], ".", markersize=2.5, alpha=0.5, color=f"C{replica}")
-    ordered = sorted(commits, key=lambda commit: commit.at_s)
-    window = SMOOTHED_OVER * replicas
-    smooth = [mean([c.loss for c in ordered[max(0, i - window + 1) : i + 1]]) for i in range(len(ordered))]
-    bottom.plot([c.at_s for c in ordered], smooth, color="black", linewidth=1.5)
+        own = [commit for commit in counted if commit.replica == replica]
+        bottom.plot([c.at_s for c in own], [c.loss for c in own], ".", markersize=3.5, alpha=0.6, color=f"C{replica}")
+    times, means = smoothed(counted, over=SMOOTHED_OVER)
+    bottom.plot(times, means, color="black", linewidth=1.2)
     bottom.set_yscale("log")
     bottom.set_ylabel("training loss\n(dots: by replica)")
     bottom.set_xlabel("seconds since the start")
-    bottom.set_xlim(0, end_s)
+    bottom.set_xlim(0, end_s * 1.01)
     for axes in (top, middle, bottom):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="x", color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
     figure.savefig(path)
+
+
+def smoothed(commits: Sequence[StepCommitted], *, over: int) -> tuple[list[float], list[float]]:
+    """Times and losses of the steps, in order: each the mean of its replicas' losses and of the `over` - 1 before."""
+    by_step: dict[int, list[StepCommitted]] = {}
+    for commit in commits:
+        by_step.setdefault(commit.step, []).append(commit)
+    steps = sorted(by_step)
+    losses = [mean([commit.loss for commit in by_step[step]]) for step in steps]
+    means = [mean(losses[max(0, index - over + 1) : index + 1]) for index in range(len(losses))]
+    return [min(commit.at_s for commit in by_step[step]) for step in steps], means
 
 
 def mean(values: Sequence[float]) -> float:

@@ -20,7 +20,8 @@ from rich.text import Text
 
 from tft_suite.demo.story import Note, ReplicaStory, State, Story
 
-NOTES_SHOWN = 12
+NOTES_MAX, NOTES_MIN = 12, 3
+LINES_AROUND = 8  # of the picture, besides replicas and notes
 PROGRESS_LINES = 10
 
 STYLES = {
@@ -58,6 +59,7 @@ class LiveView:
 
     def __init__(self, console: Console, *, steps: int) -> None:
         self._steps = steps
+        self._console = console
         self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
 
     def __enter__(self) -> LiveView:
@@ -70,7 +72,9 @@ class LiveView:
         self._live.stop()
 
     def show(self, story: Story, now_s: float) -> None:
-        self._live.update(picture(story, steps=self._steps, now_s=now_s), refresh=True)
+        room = self._console.height - LINES_AROUND - len(story.replicas)
+        num_notes = max(NOTES_MIN, min(NOTES_MAX, room))
+        self._live.update(picture(story, steps=self._steps, now_s=now_s, num_notes=num_notes), refresh=True)
 
 
 @final
@@ -116,8 +120,8 @@ def participants_of(story: Story) -> str:
     return f"{story.participants} participant{'' if story.participants == 1 else 's'}"
 
 
-def picture(story: Story, *, steps: int, now_s: float) -> RenderableType:
-    """The whole live view."""
+def picture(story: Story, *, steps: int, now_s: float, num_notes: int = NOTES_MAX) -> RenderableType:
+    """The whole live view, with the last `num_notes` notes."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=True)
     table.add_column("replica", justify="right")
     table.add_column("state", min_width=10)
@@ -129,7 +133,7 @@ def picture(story: Story, *, steps: int, now_s: float) -> RenderableType:
         table.add_row(*row(who, steps=steps))
     summary = Text(f"step {story.step} of {steps}   {participants_of(story)}   {now_s:.0f} s", style="bold")
     notes = Text(no_wrap=True, overflow="ellipsis")
-    for note in story.notes[-NOTES_SHOWN:]:
+    for note in story.notes[-num_notes:]:
         notes.append(f"{note.at_s:6.1f} s  ", style="dim")
         notes.append(f"{note.text}\n", style="red" if note.is_bad else "")
     return Panel(Group(summary, Text(), table, Text(), notes), title="tft demo", title_align="left", border_style="dim")

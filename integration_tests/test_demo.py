@@ -1,0 +1,178 @@
+"""`tft demo` as a user starts it: it heals, it says what is wrong, and it leaves nothing behind however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Final
+
+import psutil
+import pytest
+from matplotlib.image import imread
+from rich.console import Console
+
+from integration_tests.conftest import Launch, started_by_us
+from tft_suite.demo.events import StepCommitted
+from tft_suite.demo.link import Link
+from tft_suite.demo.process import ReplicaTask
+from tft_suite.demo.replica import train
+from tft_suite.demo.run import run_demo
+from tft_suite.demo.settings import DemoSettings
+
+TFT: Final = Path(sys.executable).with_name("tft")
+GONE_WITHIN_S: Final = 10.0
+
+
+def read_until(process: subprocess.Popen[str], pattern: str, *, within_s: float) -> list[str]:
+    """The lines of `process` up to the first that matches `pattern`."""
+    assert process.stdout is not None
+    lines: list[str] = []
+    deadline = threading.Timer(within_s, process.kill)
+    deadline.start()
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if re.search(pattern, line):
+                return lines
+    finally:
+        deadline.cancel()
+    pytest.fail(f"no line matched {pattern!r} within {within_s} s:\n{''.join(lines)}")
+
+
+def nothing_of_it_is_left() -> bool:
+    _, alive = psutil.wait_procs(started_by_us(), timeout=GONE_WITHIN_S)
+    return not alive
+
+
+def test_a_short_run_kills_heals_and_reports(launch: Launch, tmp_path: Path) -> None:
+    out = tmp_path / "demo"
+    process = launch([TFT, "demo", "--steps", "60", "--kills", "1", "--seed", "1", "--out", out])
+    output, _ = process.communicate(timeout=50)
+    assert process.returncode == 0, output
+    assert "OK: all 3 replicas ended at step 60 with one digest" in output
+    assert "heals from a peer" in output
+    report = json.loads((out / "report.json").read_text())
+    assert list(report) == ["replicas", "steps", "faults", "digests", "identical", "test_accuracy", "wall_s"]
+    (fault,) = report["faults"]
+    assert 9 <= fault["at_step"] <= 30
+    assert 0 < fault["stall_s"] < 5  # no time-out was waited for: Gloo's is 10 s
+    assert fault["stall_s"] < fault["rejoin_s"]
+    assert report["identical"] is True
+    assert len(report["digests"]) == 3
+    assert report["test_accuracy"] >= 0.95
+    assert imread(out / "timeline.png").shape == (900, 1500, 4)
+    log = (out / f"replica-{fault['replica']}.log").read_text()
+    assert re.search(
+        r"\[replica_\d:[0-9a-f-]{36}/0 - step \d+\] healed from replica_\d:\S+ to step \d+: \d+ bytes", log
+    )
+    assert nothing_of_it_is_left()
+
+
+@pytest.mark.parametrize(
+    ("signals", "exit_code"),
+    [([signal.SIGINT], 130), ([signal.SIGINT, signal.SIGINT], 130), ([signal.SIGTERM], 143)],
+    ids=["ctrl-c", "ctrl-c twice", "sigterm"],
+)
+def test_a_signal_to_the_whole_group_leaves_nothing_behind(
+    signals: list[signal.Signals], exit_code: int, launch: Launch, tmp_path: Path
+) -> None:
+    process = launch([TFT, "demo", "--out", tmp_path / "demo"])
+    read_until(process, "participants 1 -> [23]|participants 2 -> 3", within_s=40)
+    for number in signals:
+        os.killpg(process.pid, number)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == exit_code, output
+    assert f"Ended by {signals[0].name} after" in output
+    assert "Traceback" not in output
+    assert nothing_of_it_is_left()
+
+
+def test_kill_9_of_the_command_itself_leaves_nothing_behind(launch: Launch, tmp_path: Path) -> None:
+    process = launch([TFT, "demo", "--out", tmp_path / "demo"])
+    read_until(process, "commits step 1, its first", within_s=40)
+    process.kill()
+    assert nothing_of_it_is_left()
+
+
+def train_and_fail(task: ReplicaTask, link: Link) -> None:
+    """Replica 1 fails in the middle of training, with a Manager and its server alive."""
+
+    def tell(event: object) -> None:
+        if isinstance(event, StepCommitted) and event.step >= 5:
+            raise ValueError("the disk is full")
+
+    if task.replica == 1:
+        listen_in(link, tell)
+    train(task, link)
+
+
+def lose_the_last_step(task: ReplicaTask, link: Link) -> None:
+    """Replica 1 votes no on the last step, and only on that: it stays one behind the others."""
+    from tft_suite import Manager
+
+    report, is_lost = Manager.num_participants, []
+
+    def num_participants(manager: Manager) -> int:
+        if task.replica == 1 and manager.current_step() == task.steps - 1 and not is_lost:
+            is_lost.append(True)
+            manager.report_error(ValueError("lost on purpose"))
+        return report(manager)
+
+    Manager.num_participants = num_participants  # type: ignore[method-assign]
+    train(task, link)
+
+
+def listen_in(link: Link, listener: object) -> None:
+    tell = link.tell
+
+    def tell_both(event: object) -> None:
+        listener(event)  # type: ignore[operator]
+        tell(event)  # type: ignore[arg-type]
+
+    link.tell = tell_both  # type: ignore[method-assign]
+
+
+def run(body: object, out: Path, *, steps: int) -> tuple[int, str]:
+    settings = DemoSettings(replicas=3, steps=steps, kills=0, out=out)
+    with (out.parent / "output").open("w") as file:
+        name = body.__name__  # type: ignore[attr-defined]
+        exit_code = run_demo(settings, console=Console(file=file), body=f"{__name__}:{name}")
+    return exit_code, (out.parent / "output").read_text()
+
+
+def test_a_replica_that_fails_is_reported_with_its_error(tmp_path: Path) -> None:
+    exit_code, output = run(train_and_fail, tmp_path / "demo", steps=100)
+    assert exit_code == 1
+    assert "FAILED: replica 1 failed: ValueError: the disk is full" in output
+    assert "Traceback" in (tmp_path / "demo" / "replica-1.log").read_text()
+    report = json.loads((tmp_path / "demo" / "report.json").read_text())
+    assert (report["identical"], report["digests"], report["test_accuracy"]) == (False, [], None)
+    assert nothing_of_it_is_left()
+
+
+def test_a_replica_that_lost_the_last_step_heals_before_anybody_leaves(tmp_path: Path) -> None:
+    exit_code, output = run(lose_the_last_step, tmp_path / "demo", steps=40)
+    assert "replica 1 discards the step after 39: ValueError: lost on purpose" in output
+    report = json.loads((tmp_path / "demo" / "report.json").read_text())
+    assert report["identical"] is True, output
+    assert {"healed from" in (tmp_path / "demo" / "replica-1.log").read_text()} == {True}
+    assert exit_code == (0 if report["test_accuracy"] >= 0.95 else 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"), [(["--speed", "3"], "--speed"), (["--replicas", "1"], "--kills needs --replicas 2")]
+)
+def test_a_wrong_call_is_one_sentence(arguments: list[str], named: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [TFT, "demo", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert named in line
+    assert not list(tmp_path.iterdir())
