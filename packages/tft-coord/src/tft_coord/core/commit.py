@@ -106,16 +106,16 @@ class Votes:
         return answers
 
     def forget_before(self, step: int) -> None:
-        """Every rank has asked for its next quorum at that step: earlier steps are asked about no more.
+        """Every rank has asked for its next quorum at that step: what was decided is asked about no more.
 
-        Rounds of this very step stay: each names another quorum in which the step failed. They are few and go with
-        the next commit; the bound keeps a step that fails for ever from growing them. A round without a key is over
-        with its quorum: the next attempt at the step has the same name and must not meet it.
+        A verdict that stayed would be given to another vote of the same name: that of a step which is tried again
+        without a key, or which comes again because a state was loaded by hand. A round that is open stays for those who
+        will still vote in it (syncs in flight); the bound keeps rounds that nobody ends from growing.
         """
         over = [
             name
             for name, current in self._rounds.items()
-            if (name.step < step or name.key is None) and not current.waiting
+            if not current.waiting and (current.verdict is not None or name.step < step or name.key is None)
         ]
         for name in over:
             del self._rounds[name]

@@ -23,9 +23,9 @@ from tft_coord.core.group import GroupCore
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.session import Dial, GiveUp, HangUp, SendBeat, SendHello, SendRequest, SendWithdraw, SessionCore
 from tft_coord.core.session import SessionEffect as _SessionEffect
-from tft_coord.core.types import Member, Purpose, QuorumKey, RankRequest, Refusal
+from tft_coord.core.types import Member, QuorumKey, RankRequest, Refusal
 from tft_coord.testing.clock import Timer, VirtualClock
-from tft_coord.testing.invariants import Invariants
+from tft_coord.testing.invariants import Invariants, Round
 from tft_coord.testing.marks import Marks
 from tft_coord.testing.network import Network, Stream
 from tft_coord.testing.process import Process, State
@@ -761,22 +761,22 @@ class _Outside:
         waiter.then(lambda _: timer.cancel())
         return waiter
 
-    def vote(self, trainer: Trainer, key: QuorumKey, step: int, purpose: Purpose, yes: bool) -> Waiter:
+    def vote(self, trainer: Trainer, vote: Round, yes: bool) -> Waiter:
         waiter = Waiter()
         deadline_ms = self.clock.now_ms + self.timeouts.timeout_ms
         first_manager = self.replica.manager
         world_size = self.cluster.config.world_size
-        self.invariants.voted(trainer.replica_id, trainer.rank, key, step, purpose, yes)
+        self.invariants.voted(trainer.replica_id, trainer.rank, vote, yes)
 
         def attempt() -> None:
             def make(call: int) -> events.RankVoted:
-                return events.RankVoted(trainer.rank, call, key, step, purpose, yes, deadline_ms)
+                return events.RankVoted(trainer.rank, call, vote.key, vote.step, vote.purpose, yes, deadline_ms)
 
             def done(value: Any) -> None:
                 if waiter.done:
                     return
                 if isinstance(value, bool):
-                    self.invariants.decided(trainer.replica_id, world_size, key, step, purpose, value)
+                    self.invariants.decided(trainer.replica_id, world_size, vote, value)
                     waiter.resolve(value)
                 elif self.replica.manager is not first_manager or not (first_manager and first_manager.alive):
                     waiter.resolve(Refused("manager_died", fatal=world_size > 1))

@@ -33,6 +33,16 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
+class Round:
+    """What a group agrees on. The lineage tells a step from the same step after a state was loaded by hand."""
+
+    key: QuorumKey
+    step: int
+    lineage: int
+    purpose: Purpose
+
+
+@dataclass(frozen=True, slots=True)
 class Contribution:
     """What one member put into a reduction. `gradient` is None for zeros."""
 
@@ -65,15 +75,15 @@ class Invariants:
         self._highest_id = 0
         self._members: dict[QuorumKey, tuple[str, ...]] = {}
         self._formed: set[QuorumKey] = set()
-        self._plans: dict[tuple[QuorumKey, int], tuple[object, ...]] = {}
+        self._plans: dict[tuple[QuorumKey, int, int], tuple[object, ...]] = {}
         self._groups: dict[tuple[QuorumKey, int], tuple[str, tuple[str, ...]]] = {}
         self._places: dict[tuple[QuorumKey, int, int], str] = {}
         self._states: dict[tuple[int, int, int], str] = {}
         self._lineages: dict[tuple[int, int], set[int]] = {}
-        self._after: dict[tuple[QuorumKey, int, int], Held] = {}
-        self._votes: dict[tuple[str, QuorumKey, int, Purpose], dict[int, bool]] = {}
-        self._verdicts: dict[tuple[str, QuorumKey, int, Purpose], bool] = {}
-        self._committed: set[tuple[str, int, QuorumKey, int]] = set()
+        self._after: dict[tuple[Round, int], Held] = {}
+        self._votes: dict[tuple[str, Round], dict[int, bool]] = {}
+        self._verdicts: dict[tuple[str, Round], bool] = {}
+        self._committed: set[tuple[str, int, Round]] = set()
         self._held_by: dict[str, QuorumKey] = {}
 
     # --- I1, I2 ---------------------------------------------------------------------------------------------------
@@ -110,8 +120,8 @@ class Invariants:
 
     def planned(self, plan: Plan, group_rank: int) -> None:
         """A rank is given a plan: its common part is the same for all."""
-        common = (plan.replica_ids, plan.up_to_date, plan.participants, plan.lineage, plan.min_replica_size)
-        known = self._plans.setdefault((plan.key, plan.step), common)
+        common = (plan.replica_ids, plan.up_to_date, plan.participants, plan.min_replica_size)
+        known = self._plans.setdefault((plan.key, plan.step, plan.lineage), common)
         if known != common:
             raise InvariantBroken(
                 "I2", f"two plans of quorum {plan.key} at step {plan.step}: {known} and {common} (rank {group_rank})"
@@ -129,10 +139,11 @@ class Invariants:
         if known != claims:
             raise InvariantBroken("I4", f"under key {plan.key} rank {group_rank}: {known} meets {claims}")
         seat = (plan.key, group_rank, plan.replica_rank)
-        if self._places.setdefault(seat, plan.replica_id) != plan.replica_id:
+        if seat in self._places:
             raise InvariantBroken(
-                "I4", f"{self._places[seat]} and {plan.replica_id} take one place, {plan.replica_rank}, in {plan.key}"
+                "I4", f"{plan.replica_id} takes place {plan.replica_rank} in {plan.key}, as {self._places[seat]} did"
             )
+        self._places[seat] = plan.replica_id
 
     # --- I3 -------------------------------------------------------------------------------------------------------
 
@@ -156,29 +167,25 @@ class Invariants:
                 "I3", f"{replica_id} rank {group_rank} holds {held.weights} at step {held.step}, others {known}"
             )
 
-    def committed(
-        self, replica_id: str, group_rank: int, step: int, reduced: Reduced, num_members: int, after: Held
-    ) -> None:
+    def committed(self, replica_id: str, group_rank: int, vote: Round, num_members: int, after: Held) -> None:
         """A rank's optimizer has stepped."""
-        name = (replica_id, group_rank, reduced.key, step)
+        name = (replica_id, group_rank, vote)
         if name in self._committed:
-            raise InvariantBroken("I5", f"{replica_id} rank {group_rank} steps twice for step {step} of {reduced.key}")
+            raise InvariantBroken("I5", f"{replica_id} rank {group_rank} steps twice for {vote}")
         self._committed.add(name)
-        verdict = self._verdicts.get((replica_id, reduced.key, step, Purpose.COMMIT))
+        verdict = self._verdicts.get((replica_id, vote))
         if verdict is not True:
-            raise InvariantBroken("I5", f"{replica_id} rank {group_rank} steps at {step} without a yes ({verdict})")
-        known = self._after.setdefault((reduced.key, group_rank, step), after)
+            raise InvariantBroken("I5", f"{replica_id} rank {group_rank} steps without a yes ({verdict}) for {vote}")
+        known = self._after.setdefault((vote, group_rank), after)
         if known != after:
-            raise InvariantBroken(
-                "I3", f"step {step} of quorum {reduced.key}: {replica_id} has {after} after it, others {known}"
-            )
+            raise InvariantBroken("I3", f"{replica_id} has {after} after {vote}, others {known}")
         self.holds(replica_id, group_rank, after)
         self.num_commits += 1
-        self.newest_commit = (step, num_members)
+        self.newest_commit = (vote.step, num_members)
 
-    def was_committed(self, key: QuorumKey, group_rank: int, step: int) -> bool:
+    def was_committed(self, vote: Round, group_rank: int) -> bool:
         """Whether some member has committed that reduction."""
-        return (key, group_rank, step) in self._after
+        return (vote, group_rank) in self._after
 
     def num_lineages(self, group_rank: int, step: int) -> int:
         """How many different states have been held at that step."""
@@ -186,19 +193,16 @@ class Invariants:
 
     # --- I5 -------------------------------------------------------------------------------------------------------
 
-    def voted(self, replica_id: str, group_rank: int, key: QuorumKey, step: int, purpose: Purpose, yes: bool) -> None:
+    def voted(self, replica_id: str, group_rank: int, vote: Round, yes: bool) -> None:
         """A rank casts its vote, or says it again."""
-        votes = self._votes.setdefault((replica_id, key, step, purpose), {})
+        votes = self._votes.setdefault((replica_id, vote), {})
         if votes.setdefault(group_rank, yes) != yes:
-            raise InvariantBroken("I5", f"{replica_id} rank {group_rank} changes its vote at step {step} of {key}")
+            raise InvariantBroken("I5", f"{replica_id} rank {group_rank} changes its vote for {vote}")
 
-    def decided(
-        self, replica_id: str, world_size: int, key: QuorumKey, step: int, purpose: Purpose, verdict: bool
-    ) -> None:
+    def decided(self, replica_id: str, world_size: int, vote: Round, verdict: bool) -> None:
         """A rank is given a verdict: yes only if all voted yes, and the same for all."""
-        name = (replica_id, key, step, purpose)
-        votes = self._votes.get(name, {})
+        votes = self._votes.get((replica_id, vote), {})
         if verdict and not (len(votes) == world_size and all(votes.values())):
-            raise InvariantBroken("I5", f"{replica_id} gets a yes at step {step} of {key} of votes {votes}")
-        if self._verdicts.setdefault(name, verdict) != verdict:
-            raise InvariantBroken("I5", f"{replica_id} gets both verdicts at step {step} of {key} ({purpose.value})")
+            raise InvariantBroken("I5", f"{replica_id} gets a yes of votes {votes} for {vote}")
+        if self._verdicts.setdefault((replica_id, vote), verdict) != verdict:
+            raise InvariantBroken("I5", f"{replica_id} gets both verdicts for {vote}")

@@ -372,6 +372,21 @@ class Simulation:
 
         self._on_replica(cut)
 
+    def _swallow_answers(self) -> None:
+        """What the lighthouse says to one group for a moment goes down with the stream."""
+
+        def swallow(replica: Replica) -> None:
+            pattern = f"{replica.replica_id}/manager*"
+            rule = self.cluster.network.add(Rule("lighthouse", pattern, Fate.HOLD))
+
+            def sink() -> None:
+                self.cluster.network.break_streams(pattern, "lighthouse")
+                self.cluster.network.remove(rule)
+
+            self.cluster.clock.after(self._faults.randint(10, 700), sink)
+
+        self._on_replica(swallow)
+
     def _restart_lighthouse(self) -> None:
         self.cluster.restart_lighthouse(self._faults.choice((0, 50, 500, 3_000)))
 
@@ -452,6 +467,8 @@ FAULTS: tuple[Callable[[Simulation], None], ...] = (
     Simulation._lose_calls,
     Simulation._lose_calls,
     Simulation._break_rank_stream,
+    Simulation._swallow_answers,
+    Simulation._swallow_answers,
     Simulation._restart_lighthouse,
     Simulation._restart_lighthouse,
     Simulation._give_up,

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from tft_coord.core.lineage import fold_lineage, initial_lineage
 from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest
 from tft_coord.testing.clock import VirtualClock
-from tft_coord.testing.invariants import Contribution, Held, Invariants, Reduced
+from tft_coord.testing.invariants import Contribution, Held, Invariants, Reduced, Round
 from tft_coord.testing.marks import Marks
 from tft_coord.testing.process import Process
 from tft_coord.timeouts import Timeouts
@@ -184,7 +184,7 @@ class Surroundings(Protocol):
     def ask(self, trainer: Trainer, request: RankRequest) -> Waiter:
         """Ask the manager server; resolves to a Plan, to a QuorumKey (unchanged), or to Refused."""
 
-    def vote(self, trainer: Trainer, key: QuorumKey, step: int, purpose: Purpose, yes: bool) -> Waiter:
+    def vote(self, trainer: Trainer, vote: Round, yes: bool) -> Waiter:
         """Vote; resolves to the verdict, or to Refused."""
 
     def group(self, key: QuorumKey, group_rank: int, members: tuple[str, ...]) -> Group:
@@ -349,7 +349,7 @@ class Trainer(Process):
             yield self._sleep(POLL_MS)
             return
         plan = self._plan_of(answer)
-        step = plan.step
+        vote = Round(plan.key, plan.step, plan.lineage, Purpose.COMMIT)
         good = yield from self._configure(plan)
         if not plan.heal and self.lineage is None:
             self.lineage = plan.lineage
@@ -357,7 +357,7 @@ class Trainer(Process):
             if plan.serve:
                 self._take_snapshot(plan)
             if plan.heal:
-                healed = yield from self._heal(plan)
+                healed = yield from self._heal(plan, vote)
                 if not healed:
                     self.leave_group()
                     good = False
@@ -370,25 +370,25 @@ class Trainer(Process):
             if plan.serve and not self.snapshots_late:
                 self._take_snapshot(plan)
             if plan.heal:
-                healed = yield from self._heal(plan)
+                healed = yield from self._heal(plan, vote)
                 good = good and healed
         fails, self.fails_once = self.fails_once, False
         if fails:
             self._outside.note(self, "has an error of its own in this step")
             good = False
         enough = plan.num_participants >= plan.min_replica_size
-        verdict = yield from self._vote(plan.key, step, Purpose.COMMIT, good and reduced is not None and enough)
+        verdict = yield from self._vote(vote, good and reduced is not None and enough)
         if verdict is None:
             return
         if verdict:
             assert reduced is not None
-            self._commit(plan, step, reduced)
+            self._commit(plan, vote, reduced)
         else:
             self.commit_failures += 1
             self._outside.marks.hit("a commit failed")
-            if self._outside.invariants.was_committed(plan.key, self.rank, step):
+            if self._outside.invariants.was_committed(vote, self.rank):
                 self._outside.marks.hit("one group committed what another lost")
-            self._outside.note(self, f"does not commit step {step + 1}")
+            self._outside.note(self, f"does not commit step {vote.step + 1}")
         if plan.serve and self.snapshots_late:
             self._take_snapshot(plan)
 
@@ -425,6 +425,10 @@ class Trainer(Process):
     def _configure(self, plan: Plan) -> Life:
         if self.held == plan.key and not self.needs_configure and self.group is not None:
             return True
+        if self.held == plan.key:
+            # It was aborted since it asked. A key is for one meeting: under it we would meet who has left, or nobody.
+            self._outside.marks.hit("a key was not used twice")
+            return False
         self.phase = "configure"
         self.leave_group()
         self.held = plan.key
@@ -467,11 +471,11 @@ class Trainer(Process):
     def _take_snapshot(self, plan: Plan) -> None:
         self.snapshot = Snapshot(plan.key, self.state_held)
 
-    def _heal(self, plan: Plan) -> Life:
+    def _heal(self, plan: Plan, vote: Round) -> Life:
         """Fetch, agree with the other ranks that all have, load; all or none."""
         self.phase = "heal"
         fetched = yield from self._fetch(plan)
-        staged = yield from self._vote(plan.key, plan.step, Purpose.STAGED, fetched is not None)
+        staged = yield from self._vote(replace(vote, purpose=Purpose.STAGED), fetched is not None)
         if not staged or fetched is None:
             self.failed_heals += 1
             self._outside.marks.hit("a healing failed")
@@ -521,10 +525,10 @@ class Trainer(Process):
 
     # --- the vote -----------------------------------------------------------------------------------------------------
 
-    def _vote(self, key: QuorumKey, step: int, purpose: Purpose, yes: bool) -> Life:
+    def _vote(self, vote: Round, yes: bool) -> Life:
         """The verdict; None when this rank can't have it, which ends it unless it is the only one of its group."""
-        self.phase = purpose.value
-        verdict = yield self._outside.vote(self, key, step, purpose, yes)
+        self.phase = vote.purpose.value
+        verdict = yield self._outside.vote(self, vote, yes)
         if isinstance(verdict, Refused):
             if verdict.fatal:
                 self._quit(f"vote: {verdict.code}")
@@ -535,16 +539,16 @@ class Trainer(Process):
             return False
         return verdict
 
-    def _commit(self, plan: Plan, step: int, reduced: Reduced) -> None:
-        assert self.step == step, f"{self.name} commits step {step} at {self.step}"
+    def _commit(self, plan: Plan, vote: Round, reduced: Reduced) -> None:
+        assert (self.step, self.lineage) == (vote.step, vote.lineage), f"{self.name} commits {vote} at {self.step}"
         assert self.lineage is not None
         self.weights = hashlib.blake2b("|".join((self.weights, *reduced.gradients)).encode(), digest_size=8).hexdigest()
-        self.step = step + 1
+        self.step = vote.step + 1
         self.lineage = fold_lineage(self.lineage, plan.key, self.step)
         self.live = True
         self.commit_failures = 0
         after = self.state_held
-        self._outside.invariants.committed(self.replica_id, self.rank, step, reduced, plan.replica_world_size, after)
+        self._outside.invariants.committed(self.replica_id, self.rank, vote, plan.replica_world_size, after)
         mean_of = len({gradient.rsplit(":", 2)[0] for gradient in reduced.gradients})
         self._outside.note(self, f"commits step {self.step}, a mean of {mean_of}")
         if self._outside.invariants.num_lineages(self.rank, self.step) > 1:
