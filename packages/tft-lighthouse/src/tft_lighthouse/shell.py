@@ -15,8 +15,9 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from typing import cast, final
+from typing import Final, cast, final
 
+import grpc
 import grpc.aio
 
 from tft_coord.core import effects, events
@@ -31,6 +32,8 @@ from tft_coord.wire.services import Context
 from tft_lighthouse import log
 
 logger = logging.getLogger("tft_lighthouse")
+
+LAST_ANSWERS_S: Final = 0.2
 
 
 @final
@@ -56,7 +59,7 @@ class LighthouseShell:
         self._torchft = TorchftCore(config, started_ms=started_ms)
         self._numbers = itertools.count(1)
         self._streams: dict[int, Outbox] = {}
-        self._calls: dict[int, asyncio.Future[Quorum | effects.RefuseUnary]] = {}
+        self._calls: dict[int, asyncio.Future[Quorum | effects.RefuseUnary | None]] = {}
         self._encode_quorum = _Last(codec.encode_quorum)
         self._encode_response = _Last(codec.encode_lighthouse_response)
         self._timer: asyncio.TimerHandle | None = None
@@ -91,7 +94,12 @@ class LighthouseShell:
         """End: nothing is answered from now on, on no connection, and the port is free."""
         if self._timer is not None:
             self._timer.cancel()
-        await self._server.stop(None)
+        # Who waits is told, and every stream ended, before the connections close: a clean end, not a broken one.
+        for outbox in self._streams.values():
+            outbox.close()
+        for call in list(self._calls):
+            self._answer(call, None)
+        await self._server.stop(LAST_ANSWERS_S)
 
     # --- the cores' decisions ---------------------------------------------------------------------------------------
 
@@ -143,7 +151,7 @@ class LighthouseShell:
         if outbox is not None:
             outbox.close()
 
-    def _answer(self, call: int, answer: Quorum | effects.RefuseUnary) -> None:
+    def _answer(self, call: int, answer: Quorum | effects.RefuseUnary | None) -> None:
         waiting = self._calls.get(call)
         if waiting is not None and not waiting.done():
             waiting.set_result(answer)
@@ -206,6 +214,8 @@ class LighthouseShell:
             del self._calls[call]
         if isinstance(answer, Quorum):
             return self._encode_response(answer)
+        if answer is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the lighthouse was shut down")
         return await fail(context, answer.refusal.value, answer.message)
 
 

@@ -34,6 +34,9 @@ from tft_coord.wire import codec, services
 logger = logging.getLogger(__name__)
 
 GOODBYE_WITHIN_S = 0.2
+# At the deadline the manager server answers with a verdict, or with a sentence that says who was waited for. A busy
+# machine delivers it a moment late, and a rank without a verdict can't go on.
+LATE_ANSWER_S = 0.25
 
 
 @final
@@ -84,7 +87,7 @@ class RankSession:
         loop = self._share.loop
         loop.call_soon_threadsafe(self._ask, number, waiting)
         try:
-            if not waiting.answered.acquire(timeout=timeout_s):
+            if not waiting.answered.acquire(timeout=timeout_s + LATE_ANSWER_S):
                 raise DeadlinePassed(f"{what}: no answer from the manager server at {self._address} in {timeout_s:g} s")
         except BaseException:
             with suppress(RuntimeError):  # the loop has ended: nobody waits for anything any more
@@ -198,9 +201,9 @@ class RankSession:
             while isinstance(message := await call.read(), bytes):
                 match codec.decode_to_rank(message):
                     case codec.RankAnswer(number, answer):
-                        waiting = self._waiting.pop(number, None)
-                        if waiting is not None:
-                            waiting.release(answer)
+                        caller = self._waiting.pop(number, None)
+                        if caller is not None:
+                            caller.release(answer)
                     case Welcome():
                         if not known.done():
                             known.set_result(None)

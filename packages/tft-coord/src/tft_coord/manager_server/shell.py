@@ -51,6 +51,7 @@ class ManagerServerShell:
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)  # of calls and streams
         self._waiting: dict[int, Callable[[Answer], None]] = {}
+        self._ranks: set[_RankStream] = set()
         self._healed_bytes: dict[int, int] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._server = grpc.aio.server(options=server_options(config.timeouts))
@@ -114,6 +115,8 @@ class ManagerServerShell:
         if self._timer is not None:
             self._timer.cancel()
         await self._link.close()
+        for rank in self._ranks:
+            rank.outbox.close()
         await self._server.stop(LAST_ANSWERS_S)
 
     def _quorum(self) -> Quorum | None:
@@ -257,11 +260,13 @@ class ManagerServerShell:
 
     async def _serve_rank(self, _messages: object, context: Context) -> None:
         rank = _RankStream(next(self._numbers))
+        self._ranks.add(rank)
         reader = self._loop.create_task(self._read(rank, context))
         try:
             await rank.outbox.write_all(context.write)
         finally:
             reader.cancel()
+            self._ranks.discard(rank)
             for call in rank.calls.values():
                 self._withdraw(rank.rank, call)
             if rank.rank >= 0:

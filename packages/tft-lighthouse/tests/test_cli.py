@@ -1,0 +1,142 @@
+"""The command: its words, its one-sentence complaints, and its end by a signal."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from tft_coord import LighthouseClient, Refused
+from tft_lighthouse import __version__
+
+COMMAND = [sys.executable, "-m", "tft_lighthouse.cli"]
+LATE = timedelta(seconds=20)
+
+
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *words], capture_output=True, text=True, timeout=30, check=False, env={**os.environ, **environment}
+    )
+
+
+@contextmanager
+def running(*words: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command's process and the address at which it says it listens."""
+    process = subprocess.Popen(
+        [*COMMAND, "--bind", "127.0.0.1:0", *words],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    try:
+        assert process.stderr is not None
+        found = re.search(r"listening at (http://\S+)", process.stderr.readline())
+        assert found is not None
+        yield process, found[1]
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+def test_help_shows_every_flag_and_its_default() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    shown = " ".join(done.stdout.split())
+    for flag, default in {
+        "--bind": r"\[::\]:29510",
+        "--min_replicas": "1",
+        "--quorum_tick_ms": "100",
+        "--join_timeout_ms": "60000",
+        "--heartbeat_timeout_ms": "5000",
+    }.items():
+        assert re.search(rf"{flag}\b.*?\(default: {default}\)", shown), flag
+
+
+def test_help_is_answered_without_importing_grpc() -> None:
+    script = (
+        "import sys, tft_lighthouse.cli as cli\n"
+        "try: cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit('grpc' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=30, check=False).returncode == 0
+
+
+def test_version() -> None:
+    assert run("--version").stdout == f"tft-lighthouse {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--min_replicas", "many"], "invalid int value: 'many'"),
+        (["--min-replicas", "0"], "min_replicas is 0; give at least 1"),
+        (["--quorum_tick_ms", "6000"], "quorum_tick_ms (6000 ms) exceeds heartbeat_timeout_ms (5000 ms)"),
+        (["--bind", "here"], "bind is 'here'; give host:port"),
+        (["--min_replica", "1"], "unrecognized arguments: --min_replica"),
+        (["--bind", "192.0.2.1:1"], "can't listen at 192.0.2.1:1"),
+    ],
+)
+def test_a_wrong_word_is_one_sentence_and_exit_code_2(words: list[str], says: str) -> None:
+    done = run(*words)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert says in done.stderr
+    assert done.stderr.startswith("tft-lighthouse: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_secret_that_cannot_be_read_is_one_sentence_and_exit_code_2() -> None:
+    done = run("--bind", "127.0.0.1:0", TFT_TOKEN_FILE="/no/such/file")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "TFT_TOKEN_FILE names /no/such/file, which can't be read" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_serves_until_a_signal_ends_it_cleanly(number: signal.Signals) -> None:
+    with (
+        running("--min-replicas", "1", "--quorum-tick-ms", "20") as (process, address),
+        LighthouseClient(address, LATE) as client,
+    ):
+        quorum = client.quorum("a", LATE, step=3)
+        assert [member.step for member in quorum.participants] == [3]
+        taken = run("--bind", address.removeprefix("http://"))
+        assert taken.returncode == 2
+        assert "the port is in use" in taken.stderr
+        process.send_signal(number)
+        assert process.stderr is not None
+        rest = process.stderr.read()
+        process.wait(10)
+    assert process.returncode == 0
+    assert "no shared secret is set: anyone who reaches" in rest
+    assert f"new quorum {quorum.quorum_id}" in rest
+    assert f"quorum changed, id none -> {quorum.quorum_id}, because" in rest
+    assert "Traceback" not in rest
+
+
+def test_the_secret_of_the_environment_is_asked_for(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("s3cret\n")
+    with running(TFT_TOKEN_FILE=str(file)) as (_, address):
+        with LighthouseClient(address, LATE) as stranger, pytest.raises(Refused, match="shared secret"):
+            stranger.heartbeat("a")
+        with LighthouseClient(address, LATE, token="s3cret") as friend:
+            friend.heartbeat("a")
+
+
+def test_help_takes_less_than_a_second() -> None:
+    started = time.monotonic()
+    run("--help")
+    assert time.monotonic() - started < 5.0  # a wide bound for a busy machine; the benchmark measures

@@ -1,0 +1,437 @@
+"""The lighthouse as a server: who asks gets a quorum, who gives up leaves, and after shutdown nothing is left."""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import TypeVar
+
+import grpc
+import pytest
+
+from tft_coord import (
+    Closed,
+    DeadlinePassed,
+    LighthouseClient,
+    ManagerClient,
+    ManagerServer,
+    Plan,
+    ProtocolError,
+    Quorum,
+    QuorumKey,
+    QuorumResult,
+    RankRequest,
+    Refused,
+    SettingError,
+    Timeouts,
+    Unchanged,
+    Unreachable,
+)
+from tft_coord.core.lineage import fold_lineage, initial_lineage
+from tft_coord.wire import codec, services
+from tft_lighthouse import LighthouseServer
+
+SOON = timedelta(milliseconds=300)
+LATE = timedelta(seconds=20)
+QUICK = Timeouts(heartbeat_timeout_ms=2_000, beat_interval_ms=200)
+
+T = TypeVar("T")
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[LighthouseServer]:
+    with LighthouseServer("127.0.0.1:0", min_replicas=2, quorum_tick_ms=20) as lighthouse:
+        yield lighthouse
+
+
+def together(*calls: Callable[[], T]) -> list[T]:
+    """Run the calls at once, each on a thread; their results in order. Raises what a call raised."""
+    results: list[T | Exception] = [RuntimeError("it did not end")] * len(calls)
+
+    def run(index: int, call: Callable[[], T]) -> None:
+        try:
+            results[index] = call()
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=item) for item in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return [result for result in results if not isinstance(result, Exception)]
+
+
+class Trainer:
+    """One replica group of one rank, as far as coordination goes: it keeps its step and lineage."""
+
+    def __init__(self, name: str, lighthouse: str, *, job: str = "default", token: str | None = None) -> None:
+        self.name = name
+        self.server = ManagerServer(
+            name,
+            lighthouse,
+            "127.0.0.1",
+            "127.0.0.1:0",
+            f"{name}-store:1",
+            1,
+            job=job,
+            timeouts=QUICK,
+            token=token,
+            in_process=True,
+        )
+        self.client = ManagerClient(self.server.address(), LATE, group_rank=0, token=token, timeouts=QUICK)
+        self.step = 0
+        self.lineage = initial_lineage(job)
+        self.live = False
+        self.key: QuorumKey | None = None
+        self.members: tuple[str, ...] = ()
+
+    def ask(self, timeout: timedelta = LATE) -> Plan | Unchanged:
+        request = RankRequest(step=self.step, lineage=self.lineage, live=self.live, held=self.key)
+        answer = self.client.quorum(0, request, timeout)
+        self.key = answer.key
+        self.members = answer.replica_ids if isinstance(answer, Plan) else self.members
+        if isinstance(answer, Plan) and answer.heal:
+            self.step, self.lineage = answer.step, answer.lineage
+        return answer
+
+    def commit(self) -> None:
+        assert self.key is not None
+        assert self.client.should_commit(0, self.step, True, LATE, key=self.key)
+        self.step += 1
+        self.lineage = fold_lineage(self.lineage, self.key, self.step)
+        self.live = True
+
+    def train(self) -> Plan | Unchanged:
+        answer = self.ask()
+        self.commit()
+        return answer
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.shutdown()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def joins(newcomer: Trainer, *others: Trainer) -> Plan:
+    """The newcomer's first plan; the others train on until it has it."""
+    plans: list[Plan | Unchanged] = []
+    asking = threading.Thread(target=lambda: plans.append(newcomer.ask()))
+    asking.start()
+    while newcomer.name not in others[0].members:
+        together(*(other.train for other in others))
+    asking.join(30)
+    assert isinstance(plans[0], Plan)
+    return plans[0]
+
+
+def test_two_groups_get_one_quorum_and_then_hear_that_nothing_changed(
+    lighthouse: LighthouseServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "tft_lighthouse")
+    with Trainer("a:1", lighthouse.address) as a, Trainer("b:1", lighthouse.address) as b:
+        plans = together(a.train, b.train)
+        assert [plan.replica_ids for plan in plans if isinstance(plan, Plan)] == [("a:1", "b:1")] * 2
+        assert [plan.replica_rank for plan in plans if isinstance(plan, Plan)] == [0, 1]
+        assert plans[0].key == plans[1].key
+        # The first step aligned them, so the second is told whole; from then on nothing is new.
+        together(a.train, b.train)
+        for _ in range(3):
+            assert together(a.train, b.train) == [Unchanged(plans[0].key)] * 2
+    lines = [record.getMessage() for record in caplog.records]
+    quorum_id = plans[0].key.quorum_id
+    formed = next(line for line in lines if line.startswith(f"new quorum {quorum_id}"))
+    for word in ("replica_id=a:1", "address=127.0.0.1:", "store_address=b:1-store:1", "step=0", "world_size=1"):
+        assert word in formed
+    assert "shrink_only=False commit_failures=0" in formed
+    assert any(re.fullmatch(rf"quorum changed, id none -> {quorum_id}, because .+", line) for line in lines)
+    assert sum(line.startswith("new quorum") for line in lines) == 1
+
+
+def test_a_newcomer_changes_the_quorum_and_the_log_says_why(
+    lighthouse: LighthouseServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "tft_lighthouse")
+    with Trainer("a:1", lighthouse.address) as a, Trainer("b:1", lighthouse.address) as b:
+        first = together(a.train, b.train)[0].key
+        with Trainer("c:1", lighthouse.address) as c:
+            plan = joins(c, a, b)
+            assert plan.replica_ids == ("a:1", "b:1", "c:1")
+            assert plan.heal
+            assert plan.key == a.key == b.key
+            assert plan.key.quorum_id > first.quorum_id
+    changed = [record.getMessage() for record in caplog.records if record.getMessage().startswith("quorum changed")]
+    assert f"id {first.quorum_id} -> {plan.key.quorum_id}, because" in changed[1]
+
+
+def test_a_group_that_shuts_down_is_not_waited_for(
+    lighthouse: LighthouseServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "tft_lighthouse")
+    with Trainer("a:1", lighthouse.address) as a, Trainer("b:1", lighthouse.address) as b:
+        with Trainer("c:1", lighthouse.address) as c:
+            together(a.train, b.train, c.train)
+        plan = together(a.ask, b.ask)[0]
+        assert isinstance(plan, Plan)
+        assert plan.replica_ids == ("a:1", "b:1")
+    losses = [record.getMessage() for record in caplog.records if record.getMessage().startswith("lost replica c:1")]
+    assert losses == ["lost replica c:1 of job default: its manager server reports: rank 0 shut down"]
+
+
+def test_two_jobs_on_one_lighthouse_never_meet(lighthouse: LighthouseServer) -> None:
+    groups = [Trainer(f"{job}{name}", lighthouse.address, job=job) for job in ("x", "y") for name in ("1", "2")]
+    try:
+        plans = together(*(group.ask for group in groups))
+        assert [plan.replica_ids for plan in plans if isinstance(plan, Plan)] == [("x1", "x2")] * 2 + [("y1", "y2")] * 2
+    finally:
+        for group in groups:
+            group.close()
+
+
+def test_two_groups_with_one_replica_id_are_told_apart_by_name(lighthouse: LighthouseServer) -> None:
+    with Trainer("a:1", lighthouse.address) as first, Trainer("b:1", lighthouse.address) as b:
+        together(first.train, b.train)
+        with Trainer("a:1", lighthouse.address) as second:
+            with pytest.raises(Refused, match="replica a:1 already lives at") as caught:
+                second.ask()
+            assert caught.value.code == "duplicate"
+            # It stays refused, and harms nobody.
+            with pytest.raises(Refused):
+                second.ask()
+        together(first.train, b.train)
+
+
+def test_torchfts_names_on_our_manager_client(lighthouse: LighthouseServer) -> None:
+    with Trainer("a:1", lighthouse.address) as a, Trainer("b:1", lighthouse.address) as b:
+
+        def ask(trainer: Trainer, step: int) -> QuorumResult:
+            return trainer.client._quorum(
+                group_rank=0,
+                step=step,
+                checkpoint_metadata=f"http://{trainer.name}",
+                shrink_only=False,
+                init_sync=True,
+                commit_failures=0,
+                timeout=LATE,
+            )
+
+        first, second = together(lambda: ask(a, 0), lambda: ask(b, 0))
+        assert (first.heal, second.heal) == (False, True)
+        assert second.recover_src_replica_rank == 0
+        assert second.recover_src_manager_address == a.server.address()
+        assert first.recover_dst_replica_ranks == [1]
+        assert (first.store_address, first.max_step) == ("a:1-store:1", 0)
+        source = ManagerClient(second.recover_src_manager_address, LATE)
+        assert source._checkpoint_metadata(0, LATE) == "http://a:1"
+        source.close()
+        first, second = together(lambda: ask(a, 1), lambda: ask(b, 1))
+        assert (first.heal, second.heal, second.max_world_size) == (False, False, 2)
+
+
+# --- torchft's unary wire -----------------------------------------------------------------------------------
+
+
+def test_clients_of_torchfts_wire_get_a_quorum(lighthouse: LighthouseServer) -> None:
+    with LighthouseClient(lighthouse.address(), LATE) as client:
+        client.heartbeat("a")
+        quorums: list[Quorum] = together(
+            lambda: client.quorum("b", LATE, "http://b:1", "b:2", step=5, world_size=2, data={"rate": 0.5}),
+            lambda: client.quorum("a", LATE),
+        )
+    assert quorums[0] == quorums[1]
+    a, b = quorums[0].participants
+    assert (a.replica_id, a.world_size, a.data) == ("a", 0, None)
+    assert (b.replica_id, b.address, b.store_address, b.step, b.world_size, b.shrink_only, b.data) == (
+        "b",
+        "http://b:1",
+        "b:2",
+        5,
+        2,
+        False,
+        {"rate": 0.5},
+    )
+    assert quorums[0].created.seconds > 1_600_000_000
+
+
+def test_a_request_that_was_given_up_is_in_no_quorum() -> None:
+    """torchft's lighthouse goes on counting a caller that timed out."""
+    with (
+        LighthouseServer("127.0.0.1:0", min_replicas=2, join_timeout_ms=100, quorum_tick_ms=20) as lighthouse,
+        LighthouseClient(lighthouse.address, LATE) as client,
+    ):
+        with pytest.raises(DeadlinePassed, match="replica gone's quorum for step 0"):
+            client.quorum("gone", SOON)
+        with pytest.raises(DeadlinePassed):
+            client.quorum("a", SOON)  # min_replicas is 2, and there is nobody else
+        # "gone" counts as healthy still, so it is waited for until join_timeout; but no quorum contains it.
+        quorum = together(lambda: client.quorum("a", LATE), lambda: client.quorum("b", LATE))[0]
+    assert [member.replica_id for member in quorum.participants] == ["a", "b"]
+
+
+def test_a_groups_request_that_was_given_up_is_in_no_quorum(lighthouse: LighthouseServer) -> None:
+    with Trainer("a:1", lighthouse.address) as a, Trainer("b:1", lighthouse.address) as b:
+        with pytest.raises(DeadlinePassed, match="the lighthouse has not answered"):
+            a.ask(SOON)
+        with pytest.raises(DeadlinePassed):
+            b.ask(SOON)  # it would have formed a quorum with a's request
+        together(a.train, b.train)
+
+
+def test_nonsense_is_refused_with_a_sentence(lighthouse: LighthouseServer) -> None:
+    channel = grpc.insecure_channel(lighthouse.address.removeprefix("http://"))
+    with channel:
+        for request in (b"\xff\xff", b"", codec.encode_heartbeat("x" * 300)):
+            with pytest.raises(grpc.RpcError) as caught:
+                services.unary_stub(channel, services.LIGHTHOUSE_HEARTBEAT)(request, timeout=5)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(grpc.RpcError) as caught:
+            services.unary_stub(channel, services.LIGHTHOUSE_QUORUM)(b"", timeout=5)
+        assert "missing requester" in (caught.value.details() or "")
+        stream = channel.stream_stream(services.LIGHTHOUSE_SESSION)(iter([b"\xff\xff"]), timeout=5)
+        answers = [codec.decode_from_lighthouse(answer) for answer in stream]
+        assert len(answers) == 1
+        assert "are not a ToLighthouse message" in str(answers[0])
+    with LighthouseClient(lighthouse.address, LATE) as client:
+        client.heartbeat("still served")
+
+
+def test_bad_arguments_are_refused_before_anything_is_sent(lighthouse: LighthouseServer) -> None:
+    with LighthouseClient(lighthouse.address, LATE) as client:
+        with pytest.raises(TypeError, match="data must be a dict"):
+            client.quorum("a", LATE, data=[1])  # type: ignore[arg-type]
+        with pytest.raises(SettingError, match="can't be written as JSON"):
+            client.quorum("a", LATE, data={"x": object()})
+        with pytest.raises(TypeError, match=r"must be a datetime\.timedelta"):
+            client.quorum("a", 5)  # type: ignore[arg-type]
+        with pytest.raises(SettingError, match="longer than nothing"):
+            client.quorum("a", timedelta(seconds=-1))
+        with pytest.raises(ProtocolError, match="no replica id"):
+            client.quorum("", LATE)
+    with pytest.raises(Closed):
+        client.heartbeat("a")
+
+
+# --- the secret ---------------------------------------------------------------------------------------------
+
+
+def test_a_lighthouse_with_a_secret_answers_nobody_without_it() -> None:
+    with LighthouseServer("127.0.0.1:0", token="s3cret") as lighthouse:
+        for token in (None, "other"):
+            with LighthouseClient(lighthouse.address, LATE, token=token) as stranger:
+                with pytest.raises(Refused, match="shared secret"):
+                    stranger.heartbeat("a")
+                with pytest.raises(Refused, match="shared secret"):
+                    stranger.quorum("a", LATE)
+        with Trainer("a:1", lighthouse.address) as stranger, pytest.raises(DeadlinePassed, match="shared secret"):
+            stranger.ask(timedelta(seconds=1))
+        with Trainer("a:1", lighthouse.address, token="s3cret") as friend:
+            friend.train()
+
+
+def test_without_a_secret_the_server_says_so_loudly(caplog: pytest.LogCaptureFixture) -> None:
+    with LighthouseServer("127.0.0.1:0"):
+        pass
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "no shared secret is set: anyone who reaches" in warnings[0]
+
+
+# --- beginning and end --------------------------------------------------------------------------------------
+
+
+def test_the_address_is_a_string_that_may_be_called(lighthouse: LighthouseServer) -> None:
+    assert lighthouse.address.startswith("http://127.0.0.1:")
+    assert lighthouse.address() == lighthouse.address
+    assert type(lighthouse.address()) is str
+
+
+def test_after_shutdown_no_open_connection_is_answered_and_nothing_is_left() -> None:
+    """torchft's lighthouse goes on answering on open connections, so that two can serve at once."""
+    lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=2)
+    port = int(lighthouse.address.rpartition(":")[2])
+    with LighthouseClient(lighthouse.address, LATE) as client, Trainer("a:1", lighthouse.address) as a:
+        client.heartbeat("a")
+        waiting = threading.Event()
+
+        def wait_for_quorum() -> str:
+            waiting.set()
+            with pytest.raises(DeadlinePassed) as caught:
+                a.ask(timedelta(seconds=1))
+            return str(caught.value)
+
+        def end() -> None:
+            waiting.wait(10)
+            lighthouse.shutdown()
+            lighthouse.shutdown()
+
+        assert "can't be reached" in str(together(wait_for_quorum, end)[0])
+        with pytest.raises(Unreachable):
+            client.heartbeat("a")
+        # The port is free for the next one, which is reached on the same connections.
+        with LighthouseServer(f"127.0.0.1:{port}", min_replicas=1):
+            with LighthouseClient(f"127.0.0.1:{port}", LATE) as second:
+                second.heartbeat("a")
+            a.train()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("tft-")]
+    with socket.socket() as free:
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        free.bind(("127.0.0.1", port))
+    with pytest.raises(Closed, match="was shut down"), lighthouse:
+        pass
+
+
+def test_a_lighthouse_that_forgets_everything_changes_nothing() -> None:
+    first = LighthouseServer("127.0.0.1:0", min_replicas=2)
+    port = int(first.address.rpartition(":")[2])
+    try:
+        with Trainer("a:1", first.address) as a, Trainer("b:1", first.address) as b:
+            for _ in range(3):
+                answers = together(a.train, b.train)
+            assert answers == [Unchanged(a.key)] * 2
+            first.shutdown()
+            with LighthouseServer(f"127.0.0.1:{port}", min_replicas=2):
+                for _ in range(3):
+                    answers = together(a.train, b.train)
+                # The quorum from before stands, with its id: nobody reconfigures, nobody heals.
+                assert answers == [Unchanged(a.key)] * 2
+                old = a.key
+                assert old is not None
+                with Trainer("c:1", f"127.0.0.1:{port}") as c:
+                    assert joins(c, a, b).key.quorum_id > old.quorum_id
+    finally:
+        first.shutdown()
+
+
+def test_a_port_that_is_taken_is_said_in_one_sentence(lighthouse: LighthouseServer) -> None:
+    taken = lighthouse.address.removeprefix("http://")
+    with pytest.raises(SettingError, match=f"can't listen at {taken}: the port is in use"):
+        LighthouseServer(taken)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"bind": "localhost"}, "bind is 'localhost'; give host:port"),
+        ({"bind": "localhost:99999"}, "bind is 'localhost:99999'"),
+        ({"min_replicas": 0}, "min_replicas is 0; give at least 1"),
+        ({"quorum_tick_ms": 6000}, r"quorum_tick_ms \(6000 ms\) exceeds heartbeat_timeout_ms \(5000 ms\)"),
+        ({"join_timeout_ms": -1}, "join_timeout_ms is -1"),
+        ({"token": ""}, "shared secret"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_by_name(settings: dict[str, object], says: str) -> None:
+    with pytest.raises(SettingError, match=says):
+        LighthouseServer(**{"bind": "127.0.0.1:0", **settings})  # type: ignore[arg-type]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("tft-")]
