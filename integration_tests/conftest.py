@@ -86,7 +86,7 @@ def nothing_left() -> Iterator[None]:
 def forkserver() -> ForkServerContext:
     """A context whose children are forked from a server that has torch imported: one is up in some 20 ms."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
+    context.set_forkserver_preload(["torch", "torch._dynamo", "tft_algos"])  # an optimizer imports the second
     return context
 
 

@@ -162,6 +162,17 @@ def test_too_few_participants_vote_no_without_an_error() -> None:
     assert (vote.yes, vote.enough_replicas, vote.error) == (False, False, None)
 
 
+def test_at_step_0_the_plan_may_need_fewer_than_later() -> None:
+    step = core(min_replica_size=2)
+    ask(step)
+    step.plan_arrived(plan_of(7, size=2, healing=[1], min_replica_size=1))
+    step.group_configured()
+    assert step.vote().yes
+    step.verdict_arrived(True)
+    ask(step)
+    assert step.unchanged_arrived(QuorumKey(7, 7)).plan.min_replica_size == 2
+
+
 def test_max_retries_counts_failures_in_a_row_of_both_kinds() -> None:
     step = core(max_retries=1)
     ask(step)

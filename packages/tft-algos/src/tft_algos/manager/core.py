@@ -212,7 +212,8 @@ class StepCore:
                 f"the answer names quorum {key} and this rank holds {self.held}; the next step asks again"
             )
         everyone = tuple(range(before.replica_world_size))
-        counted = everyone[: before.min_replica_size] if self._settings.fixed_with_spares else everyone
+        needed = self._settings.min_replica_size
+        counted = everyone[:needed] if self._settings.fixed_with_spares else everyone
         own = before.replica_rank
         plan = replace(
             before,
@@ -225,6 +226,7 @@ class StepCore:
             up_to_date=everyone,
             participants=counted,
             participating_rank=counted.index(own) if own in counted else None,
+            min_replica_size=needed,
             commit_failures=0,
         )
         return self._arrived(plan)
@@ -360,9 +362,8 @@ class StepCore:
         if self.phase is Phase.IDLE:
             raise UsageError("should_commit was called without a start_quorum before it; call start_quorum first")
         plan = self.plan
-        enough = plan is not None and plan.num_participants >= max(
-            self._settings.min_replica_size, plan.min_replica_size
-        )
+        # The plan's number is this group's own, save at step 0, where who heals would never count otherwise.
+        enough = plan is not None and plan.num_participants >= plan.min_replica_size
         return Vote(self.name, enough and self.error is None, enough, self.error)
 
     def verdict_arrived(self, yes: bool) -> Outcome:

@@ -1,0 +1,144 @@
+"""Replica groups that train together: they join, fail, die and come back, and stay bit-equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+
+from integration_tests.conftest import Kill, Spawn
+from integration_tests.training import Job, Trainer
+from tft_algos import WorldSizeMode
+from tft_lighthouse import LighthouseServer
+
+NewJob = Callable[..., Job]
+
+
+@pytest.fixture
+def new_job(spawn: Spawn) -> Iterator[NewJob]:
+    """`new_job(min_replicas=2)` is a job with a lighthouse of its own."""
+    lighthouses: list[LighthouseServer] = []
+
+    def start(*, min_replicas: int = 1) -> Job:
+        lighthouses.append(
+            LighthouseServer(
+                "127.0.0.1:0", min_replicas=min_replicas, join_timeout_ms=5_000, heartbeat_timeout_ms=3_000
+            )
+        )
+        return Job(spawn, lighthouses[-1])
+
+    yield start
+    for lighthouse in lighthouses:
+        lighthouse.shutdown()
+
+
+@pytest.fixture(params=[True, False], ids=["async", "sync"])
+def use_async_quorum(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def together(*trainers: Trainer) -> Callable[[], bool]:
+    return lambda: all(trainer.committed_with(len(trainers)) for trainer in trainers)
+
+
+def test_two_replicas_with_other_weights_agree_from_the_first_step_on(new_job: NewJob, use_async_quorum: bool) -> None:
+    job = new_job(min_replicas=2)
+    trainers = [job.start(name, use_async_quorum=use_async_quorum) for name in ("a", "b")]
+    job.until(together(*trainers), "both commit together")
+    job.finish()
+    assert job.check_digests() == trainers[0].step
+    assert all(trainer.of_kind("failed") == [] for trainer in trainers)
+
+
+def test_a_newcomer_heals_and_its_snapshot_is_not_torn_by_the_sources_optimizer(
+    new_job: NewJob, use_async_quorum: bool
+) -> None:
+    """It joins a job that has long rebuilt its buckets, with modules used in another order than defined."""
+    job = new_job()
+    first = job.start("a", model="buckets", use_async_quorum=use_async_quorum)
+    job.until(lambda: first.step >= 20, "the first trains alone")
+    second = job.start("b", model="buckets", use_async_quorum=use_async_quorum)
+    job.until(together(first, second), "both commit together")
+    job.finish()
+    healed = second.of_kind("healed")
+    assert len(healed) == 1
+    # What was loaded is the source's state at the step before the newcomer's first commit, bit for bit.
+    assert healed[0].digest == first.commits[min(second.commits) - 1].digest
+    assert min(second.commits) > 20
+    assert first.of_kind("failed") == []
+
+
+def test_a_killed_replica_comes_back_and_heals_while_the_survivors_go_on(new_job: NewJob, kill: Kill) -> None:
+    job = new_job()
+    survivors = [job.start(name) for name in ("a", "b")]
+    victim = job.start("c")
+    job.until(together(*survivors, victim), "all three commit together")
+    kill(victim.process.pid or 0)
+    job.until(lambda: all(trainer.committed_with(2) for trainer in survivors), "the survivors go on")
+    again = job.start("c")
+    job.until(together(*survivors, again), "all three commit together again")
+    job.finish()
+    assert again.of_kind("healed")
+
+
+def test_a_step_that_one_replica_lost_is_healed_before_its_gradients_count(new_job: NewJob) -> None:
+    job = new_job(min_replicas=2)
+    lucky, unlucky = job.start("a"), job.start("b", fail_at=10)
+    job.until(lambda: unlucky.step > 20 and together(lucky, unlucky)(), "both commit together again")
+    job.finish()
+    assert [event.step for event in unlucky.of_kind("failed")] == [10]
+    assert "injected" in unlucky.of_kind("failed")[0].text
+    # The other committed step 11, and went on to 12 alone while the one that lost it healed.
+    assert (lucky.of_kind("failed"), 11 in unlucky.commits) == ([], False)
+    assert lucky.commits[12].participants == 1
+    assert unlucky.of_kind("healed")[-1].digest == lucky.commits[11].digest
+
+
+def test_a_spare_steps_in_when_a_participant_dies(new_job: NewJob, kill: Kill) -> None:
+    job = new_job()
+    settings = {"world_size_mode": WorldSizeMode.FIXED_WITH_SPARES, "min_replica_size": 2}
+    trainers = [job.start(name, **settings) for name in ("a", "b", "c")]
+    job.until(lambda: all(trainer.step >= 10 for trainer in trainers), "all three train")
+    kill(trainers[0].process.pid or 0)
+    before = max(trainer.step for trainer in trainers)
+    job.until(lambda: all(trainer.step > before + 5 for trainer in trainers[1:]), "the spare has stepped in")
+    job.finish(trainers[1:])
+    # At step 0 all but one heal and give zeros; from then on two of the three count.
+    counts = {event.participants for trainer in trainers for event in trainer.commits.values() if event.step > 1}
+    assert counts == {2}
+
+
+def test_after_failed_quorums_a_replica_trains_when_there_is_one(new_job: NewJob) -> None:
+    job = new_job(min_replicas=2)
+    first = job.start("a", quorum_timeout=timedelta(milliseconds=200))
+    job.until(lambda: len(first.of_kind("failed")) >= 2, "the first gets no quorum")
+    second = job.start("b")
+    job.until(together(first, second), "both commit together")
+    job.finish()
+
+
+def test_a_group_of_one_goes_on_when_its_manager_server_dies(new_job: NewJob) -> None:
+    job = new_job()
+    first, second = job.start("a"), job.start("b")
+    job.until(together(first, second), "both commit together")
+    server = first.manager_server()
+    server.kill()
+    server.wait()
+    step = max(first.step, second.step)
+    job.until(
+        lambda: min(first.step, second.step) > step + 5 and together(first, second)(), "both commit together again"
+    )
+    assert first.manager_server().pid != server.pid
+    job.finish()
+
+
+def test_two_runs_at_the_same_time_share_no_port(new_job: NewJob) -> None:
+    jobs = [new_job(min_replicas=2) for _ in range(2)]
+    for job in jobs:
+        for name in ("a", "b"):
+            job.start(name)
+    for job in jobs:
+        job.until(together(*job.trainers), "both commit together")
+    for job in jobs:
+        job.finish()

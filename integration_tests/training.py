@@ -1,0 +1,278 @@
+"""Replica groups as real processes, and the test's view of them: what each committed, step by step.
+
+A trainer trains until it is told where to stop, and tells of every commit, every failed step and every healing with
+the digest of its whole state. The test pumps these events until what it waits for has happened.
+
+Law of this file: starting trainers and listening to them; what must hold stands in the tests.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing.connection
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from integration_tests.conftest import Spawn
+from tft_algos import DistributedDataParallel, Manager, Optimizer
+from tft_algos.testing import digest
+from tft_lighthouse import LighthouseServer
+from tft_pg import ProcessGroupGloo
+
+PATIENCE_S = 40.0
+MARGIN_STEPS = 60  # nobody may have passed the step at which all are told to stop
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a trainer told.
+
+    Args:
+        kind: "commit", "failed", "healed", "ready" or "end".
+        step: committed steps, after a commit; for a healing that of the source.
+        digest: of parameters and optimizer state.
+        participants: of the step.
+        text: the error of a failed step or of the end.
+    """
+
+    kind: str
+    step: int = 0
+    digest: str = ""
+    participants: int = 0
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """How a trainer trains.
+
+    Args:
+        lighthouse: address.
+        name: of the replica group; seeds the weights, so that only healing makes them equal.
+        model: "small", or "buckets": several buckets, modules used in another order than defined.
+        fail_at: at this many committed steps an error is reported once, after the reductions.
+        environment: of a launcher; RANK and WORLD_SIZE make it one process of several.
+        settings: for the Manager.
+    """
+
+    lighthouse: str
+    name: str
+    model: str = "small"
+    fail_at: int | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+class OtherOrder(torch.nn.Module):
+    """Several buckets of different sizes; gradients come in another order than that of the definition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(64, 64)
+        self.second = torch.nn.Linear(64, 96)
+        self.third = torch.nn.Linear(96, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.first(torch.relu(self.third(torch.relu(self.second(x)))))
+        return result
+
+
+def train(spec: Spec, connection: Connection) -> None:
+    """The life of a trainer, in its own process."""
+    torch.set_num_threads(1)
+    logging.getLogger("tft_ckpt").setLevel(logging.ERROR)
+    try:
+        _train(spec, connection)
+    except Exception as error:
+        connection.send(Event("end", text=f"{type(error).__name__}: {error}"))
+    else:
+        connection.send(Event("end"))
+
+
+def _group_of_this_replica(spec: Spec, rank: int) -> dist.ProcessGroup:
+    """Torch's own process group of the replica's processes, for this start of theirs."""
+    environment = spec.environment
+    store = TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), wait_for_workers=False)
+    start = PrefixStore(f"start/{environment['TORCHELASTIC_RESTART_COUNT']}", store)
+    dist.init_process_group(
+        "gloo", store=start, rank=rank, world_size=int(environment["WORLD_SIZE"]), timeout=timedelta(seconds=10)
+    )
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def _train(spec: Spec, connection: Connection) -> None:
+    os.environ.update(spec.environment)
+    rank = int(spec.environment.get("RANK", "0"))
+    inside: dist.ProcessGroup | None = None
+    if "WORLD_SIZE" in spec.environment:
+        inside = _group_of_this_replica(spec, rank)
+    seed = sum(spec.name.encode()) + 1000 * rank
+    torch.manual_seed(seed)
+    module = torch.nn.Sequential(torch.nn.Linear(64, 64)) if spec.model == "small" else OtherOrder()
+    adam = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    manager: Manager
+
+    def take() -> dict[str, Any]:
+        return {"module": module.state_dict(), "optimizer": adam.state_dict()}
+
+    def load(state: dict[str, Any]) -> None:
+        module.load_state_dict(state["module"])
+        adam.load_state_dict(state["optimizer"])
+        connection.send(Event("healed", digest=digest(take())))
+
+    settings = {"timeout": timedelta(seconds=10), "hostname": "localhost"} | spec.settings
+    with Manager(
+        ProcessGroupGloo(), load, take, replica_id=spec.name, lighthouse_addr=spec.lighthouse, **settings
+    ) as manager:
+        ddp = DistributedDataParallel(manager, module, inside, bucket_cap_mb=0.02)
+        optimizer = Optimizer(manager, adam)
+        connection.send(Event("ready", text=manager.replica_id))
+        fail_at = spec.fail_at
+        last = None
+        while last is None or manager.current_step() < last:
+            if connection.poll():
+                last = connection.recv()
+                continue
+            before = manager.current_step()
+            optimizer.zero_grad()
+            ddp(torch.randn(4, 64)).square().mean().backward()
+            if manager.current_step() == fail_at:
+                fail_at = None
+                manager.report_error(RuntimeError("injected"))
+            error = manager.errored()
+            optimizer.step()
+            step, participants = manager.current_step(), manager.num_participants()
+            if step > before and error is None:
+                connection.send(Event("commit", step, digest(take()), participants))
+            else:
+                connection.send(Event("failed", step, text=str(error)))
+    if inside is not None:
+        dist.destroy_process_group()
+
+
+class Trainer:
+    """The test's end of a trainer: its events so far."""
+
+    def __init__(self, name: str, process: ForkServerProcess, connection: Connection) -> None:
+        self.name = name
+        self.process = process
+        self.connection = connection
+        self.events: list[Event] = []
+
+    @property
+    def commits(self) -> dict[int, Event]:
+        """By step."""
+        return {event.step: event for event in self.events if event.kind == "commit"}
+
+    @property
+    def step(self) -> int:
+        """Of its last commit."""
+        return max(self.commits, default=0)
+
+    @property
+    def ended(self) -> Event | None:
+        return self.events[-1] if self.events and self.events[-1].kind == "end" else None
+
+    def of_kind(self, kind: str) -> list[Event]:
+        return [event for event in self.events if event.kind == kind]
+
+    def committed_with(self, participants: int, times: int = 5) -> bool:
+        """Whether its last commits had that many participants."""
+        last = [event for event in self.events if event.kind == "commit"][-times:]
+        return len(last) == times and all(event.participants == participants for event in last)
+
+    def manager_server(self) -> psutil.Process:
+        """Its manager server's process."""
+        children = psutil.Process(self.process.pid).children()
+        return next(child for child in children if "tft-manager-server" in child.cmdline())
+
+
+class Job:
+    """Trainers of one lighthouse.
+
+    Args:
+        spawn: the fixture.
+        lighthouse: that they ask.
+    """
+
+    def __init__(self, spawn: Spawn, lighthouse: LighthouseServer) -> None:
+        self._spawn = spawn
+        self._lighthouse = lighthouse
+        self.trainers: list[Trainer] = []
+
+    def start(
+        self,
+        name: str,
+        *,
+        model: str = "small",
+        fail_at: int | None = None,
+        environment: dict[str, str] | None = None,
+        **settings: Any,
+    ) -> Trainer:
+        """Start a trainer; its Manager's settings as keywords."""
+        spec = Spec(str(self._lighthouse.address), name, model, fail_at, environment or {}, settings)
+        ours, theirs = multiprocessing.connection.Pipe()
+        trainer = Trainer(name, self._spawn(train, spec, theirs), ours)
+        theirs.close()
+        self.trainers.append(trainer)
+        return trainer
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Take in events until the condition holds."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            left = deadline - time.monotonic()
+            assert left > 0, f"not within {PATIENCE_S:g} s: {what}; {self.story()}"
+            self._take_in(left)
+
+    def _take_in(self, timeout_s: float) -> None:
+        by_connection = {trainer.connection: trainer for trainer in self.trainers if not trainer.connection.closed}
+        assert by_connection, f"nobody is left; {self.story()}"
+        for connection in multiprocessing.connection.wait(list(by_connection), timeout_s):
+            assert isinstance(connection, Connection)
+            try:
+                by_connection[connection].events.append(connection.recv())
+            except (EOFError, ConnectionResetError):
+                connection.close()
+
+    def finish(self, trainers: Iterable[Trainer] | None = None) -> None:
+        """Let all stop at one step, and see that they have."""
+        living = [trainer for trainer in (trainers or self.trainers) if not trainer.connection.closed]
+        while any(trainer.connection.poll() for trainer in living):
+            self._take_in(0)
+        last = max(trainer.step for trainer in living) + MARGIN_STEPS
+        for trainer in living:
+            trainer.connection.send(last)
+        self.until(lambda: all(trainer.ended for trainer in living), "all trainers end")
+        for trainer in living:
+            assert trainer.ended == Event("end"), self.story()
+            assert trainer.step == last, self.story()
+            trainer.process.join(PATIENCE_S)
+            assert trainer.process.exitcode == 0
+        self.check_digests()
+
+    def check_digests(self) -> int:
+        """At every step that two trainers committed, their digests are equal; returns the number of such steps."""
+        by_step: dict[int, dict[str, str]] = {}
+        for trainer in self.trainers:
+            for step, event in trainer.commits.items():
+                by_step.setdefault(step, {})[f"{trainer.name}, process {trainer.process.pid}"] = event.digest
+        for step, digests in by_step.items():
+            assert len(set(digests.values())) == 1, f"step {step}: {digests}"
+        return sum(len(digests) > 1 for digests in by_step.values())
+
+    def story(self) -> str:
+        """What everybody told last."""
+        return "; ".join(f"{trainer.name}: {[*trainer.events[-3:]]}" for trainer in self.trainers)
