@@ -435,7 +435,7 @@ def try_to_use(body: bytes) -> None:
 SAMPLE_BODY = encoded(sample_state(num_bytes=64))[HEADER_BYTES:]
 
 
-@settings(quick, max_examples=400)
+@settings(quick, max_examples=300)
 @given(st.lists(st.tuples(st.integers(0, len(SAMPLE_BODY) - 1), st.integers(0, 255)), min_size=1, max_size=3))
 def test_bytes_changed_under_a_right_checksum_do_no_harm(changes: list[tuple[int, int]]) -> None:
     body = bytearray(SAMPLE_BODY)
@@ -459,7 +459,7 @@ tagged = st.recursive(
 )
 
 
-@settings(quick, max_examples=300)
+@settings(quick, max_examples=100)
 @given(tagged)
 def test_any_JSON_in_place_of_the_state_does_no_harm(node: Any) -> None:
     body = json.loads(SAMPLE_BODY)

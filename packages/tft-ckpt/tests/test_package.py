@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import tft_ckpt
 
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -38,20 +36,3 @@ def test_importing_does_nothing() -> None:
 
 def test_public_names_are_there() -> None:
     assert all(hasattr(tft_ckpt, name) for name in tft_ckpt.__all__)
-
-
-def examples() -> list[str]:
-    readme = (PACKAGE / "README.md").read_text(encoding="utf-8")
-    return re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
-
-
-@pytest.mark.parametrize("index", range(len(examples())))
-def test_the_readme_runs_as_printed(index: int, tmp_path: Path) -> None:
-    script = tmp_path / "example.py"
-    script.write_text(examples()[index], encoding="utf-8")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=50, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_the_readme_has_an_example() -> None:
-    assert examples()

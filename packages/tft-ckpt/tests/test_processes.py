@@ -17,7 +17,7 @@ from tft_ckpt.testing import assert_same_state, sample_state
 
 BOUND = timedelta(seconds=20)
 TOKEN = "of this job"
-NUM_BYTES = 64 << 20
+NUM_BYTES = 48 << 20
 
 
 def serve(pipe: Connection) -> None:

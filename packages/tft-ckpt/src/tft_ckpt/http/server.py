@@ -162,10 +162,20 @@ class StateServer:
             held = self._shelf.clear()
         self._send_off(held)
         self._wake()
-        for task in self._summing.values():
-            task.cancel()
-        await asyncio.gather(*self._summing.values(), return_exceptions=True)
+        # First no more are accepted, and those just accepted become known to the runner, which will close them: asyncio
+        # (of 3.11 at least) forgets to close a connection whose listener was closed in the turn that accepted it.
+        self._loop.remove_reader(self._listener.fileno())
+        await _turns()
         await runner.cleanup()
+        await self._end_tasks()
+
+    async def _end_tasks(self) -> None:
+        tasks = asyncio.all_tasks(self._loop) - {asyncio.current_task(self._loop)}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # A closed transport closes its socket in the loop's next turn.
+        await _turns()
 
     def _wake(self) -> None:
         self._changed.set()
@@ -333,6 +343,11 @@ class _SilenceWatch:
 
     def end(self) -> None:
         self._timer.cancel()
+
+
+async def _turns() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
 
 
 def _break(transport: asyncio.Transport) -> None:

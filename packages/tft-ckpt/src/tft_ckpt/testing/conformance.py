@@ -295,7 +295,7 @@ def check_lasting_damage_is_named(make: Make) -> None:
                 _send(healthy, state)
                 error = _fails(StateCorrupt, partial(_recv, receiver, proxy.url))
                 assert error.source == proxy.url
-                assert error.part == ("manifest" if on == "manifest" else "chunk 0")
+                assert error.part.split()[0] == ("manifest" if on == "manifest" else "chunk")
                 assert_same_state(_recv(receiver, proxy.url, sources=[healthy.metadata()]), state)
 
 
@@ -346,7 +346,7 @@ def check_sources_that_differ(make: Make) -> None:
 
 def check_a_stalled_reader(make: Make) -> None:
     """A reader that stops reading holds up neither the trainer nor other readers, and gets its own state in the end."""
-    state, other = sample_state(seed=1, num_bytes=64 << 20), sample_state(seed=2, num_bytes=64 << 20)
+    state, other = sample_state(seed=1, num_bytes=24 << 20), sample_state(seed=2, num_bytes=24 << 20)
     with _transports(make, 3) as (source, slow, quick):
         if not _is_http(source):
             return
