@@ -230,7 +230,7 @@ def abort_once_connecting(bench: Bench, peer: Endpoint, until: Callable[[], bool
     if timeout == HOUR:
         group.abort()
     error = configuring().get()
-    assert time.perf_counter() - begun_s < 5
+    assert time.perf_counter() - begun_s < 10  # the time-out is an hour
     groups = [group, bench.make()]
     bench.configure(groups)
     assert [tensor.tolist() for tensor in bench.all(groups, lambda rank, group: reduce(group))] == [[2.0] * 3] * 2
@@ -243,7 +243,6 @@ def test_a_peer_that_published_and_never_connects(bench: Bench) -> None:
         listener.bind(("127.255.255.254", 0))
         listener.listen()
         peer = Endpoint.of(listener.getsockname())
-        assert peer is not None
         watched = threading.Event()
         # Nothing tells from outside that the rank waits now, so the abort falls before, into or after its coming.
         for _ in range(3):
@@ -257,7 +256,6 @@ def test_a_peer_that_published_and_does_not_answer(bench: Bench) -> None:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
         peer = Endpoint.of(listener.getsockname())
-        assert peer is not None
         for filler in (first, second):
             filler.setblocking(False)
             filler.connect_ex(peer)
@@ -306,6 +304,18 @@ def test_a_store_that_is_stopped(bench: Bench, stopped_store: Callable[[], int])
     group.abort()
     assert isinstance(configuring().get(), Aborted)
     bench.configure([group])
+    assert reduce(group).tolist() == [1.0] * 3
+
+
+def test_a_store_that_was_started_again_on_the_same_port(bench: Bench) -> None:
+    group = bench.make()
+    first = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = first.port
+    group.configure(f"127.0.0.1:{port}/a", 0, 1)
+    del first
+    gc.collect()
+    second = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    group.configure(f"127.0.0.1:{second.port}/a", 0, 1)
     assert reduce(group).tolist() == [1.0] * 3
 
 
@@ -358,7 +368,7 @@ def test_an_abort_while_the_peer_is_stopped(bench: Bench, start_peer: Callable[.
     begun_s = time.perf_counter()
     group.abort()
     assert all(isinstance(failure(work.wait), Aborted) for work in works)
-    assert time.perf_counter() - begun_s < 2
+    assert time.perf_counter() - begun_s < 10  # the time-out is an hour
     bench.configure([group])
     assert reduce(group).tolist() == [1.0] * 3
 
@@ -462,8 +472,6 @@ def test_a_member_that_was_left_behind_does_not_disturb_the_others(bench: Bench)
 def test_only_connected_sockets_of_the_address_match() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as other:
         place, elsewhere = Endpoint.of(server.getsockname()), Endpoint.of(other.getsockname())
-        assert place is not None
-        assert elsewhere is not None
         with socket.create_connection(place) as here, server.accept()[0] as there, socket.create_connection(elsewhere):
             inodes = {end: os.fstat(end.fileno()).st_ino for end in (here, there)}
             assert sockets.connected(local={place}) == {inodes[there]}
@@ -477,10 +485,24 @@ def test_only_connected_sockets_of_the_address_match() -> None:
             assert there.recv(1) == b"1"
 
 
+def test_looking_at_a_socket_does_not_change_it() -> None:
+    """Python makes a socket object non-blocking under a default time-out, and with it every duplicate."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as here:
+        assert os.get_blocking(here.fileno())
+        socket.setdefaulttimeout(5)
+        try:
+            assert sockets.connected(remote={Endpoint.of(server.getsockname())})
+            sockets.shut_down({os.fstat(here.fileno()).st_ino})
+        finally:
+            socket.setdefaulttimeout(None)
+        assert os.get_blocking(here.fileno())
+
+
 def test_an_address_is_the_same_in_every_form() -> None:
     assert Endpoint.of(("::ffff:10.0.0.1", 5, 0, 0)) == Endpoint.of(("10.0.0.1", 5)) == Endpoint("10.0.0.1", 5)
     assert Endpoint.of(("fe80::1%eth0", 5, 0, 2)) == Endpoint("fe80::1", 5)
-    assert Endpoint.of("/a/unix/socket") is None
+    assert Endpoint.read(b"\1\0/a/unix/socket") is None
+    assert Endpoint.read(struct.pack("=H", socket.AF_INET)) is None
 
 
 def test_a_record_is_read_or_refused() -> None:

@@ -4,25 +4,28 @@ Gloo and TCPStore keep their sockets to themselves, and torch 2.13 has no call t
 one. But an operating system lets any holder of a connection shut it down, and that ends every wait on it, at both
 ends, at once. So the only question is which descriptors are ours to shut down. They are known by their inode, which
 names an open socket for as long as it lives, and checked on a duplicate of the descriptor before anything is done to
-it: a descriptor number may be reused between a look and an act, a duplicate can't. Listening sockets never match (a
-Gloo listener that is shut down ends the process). The law of this file: operating system only, no torch. Linux: it
-reads /proc.
+it: a descriptor number may be reused between a look and an act, a duplicate of our own can't. Listening sockets never
+match (a Gloo listener that is shut down ends the process). The law of this file: operating system only, no torch.
+Linux: it reads /proc.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
-import select
 import socket
 import stat
 import struct
-from collections.abc import Collection, Iterator
+import sys
+import threading
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["Endpoint", "connected", "connecting", "register", "shut_down", "supported"]
+__all__ = ["Endpoint", "Held", "connected", "connecting", "hold", "let_go", "shut_down", "supported"]
 
 _DESCRIPTORS = "/proc/self/fd"
 _SYN_SENT = "02"
+_SOCKADDR_BYTES = 128
 
 
 class Endpoint(NamedTuple):
@@ -32,14 +35,21 @@ class Endpoint(NamedTuple):
     port: int
 
     @classmethod
-    def of(cls, name: object) -> Endpoint | None:
-        """From what getsockname or getpeername gives; None if that is no TCP address."""
-        if not isinstance(name, tuple) or len(name) < 2:
-            return None
+    def of(cls, name: Sequence[object]) -> Endpoint:
+        """From an address as Python's socket module writes it."""
         address = str(name[0]).split("%", 1)[0]
         if address.startswith("::ffff:") and "." in address:
             address = address[len("::ffff:") :]
-        return cls(address, int(name[1]))
+        return cls(address, int(str(name[1])))
+
+    @classmethod
+    def read(cls, sockaddr: bytes) -> Endpoint | None:
+        """From an address as the operating system writes it; None if that is no TCP address."""
+        family = int.from_bytes(sockaddr[:2], sys.byteorder)
+        place = {socket.AF_INET: slice(4, 8), socket.AF_INET6: slice(8, 24)}.get(family)  # type: ignore[call-overload]
+        if place is None or len(sockaddr) < place.stop:
+            return None
+        return cls.of((socket.inet_ntop(family, sockaddr[place]), int.from_bytes(sockaddr[2:4], "big")))
 
 
 def supported() -> bool:
@@ -47,65 +57,54 @@ def supported() -> bool:
     return os.path.isdir(_DESCRIPTORS)
 
 
+# A duplicate of ours looks like another owner's descriptor. So they are known, and none comes or goes during a look.
+_lock = threading.Lock()
+_ours: set[int] = set()
+
+
 def _inodes() -> Iterator[tuple[int, int]]:
-    """(descriptor, inode) of each socket of this process at this moment."""
+    """(descriptor, inode) of each socket of this process at this moment, without our own duplicates."""
     for name in os.listdir(_DESCRIPTORS):
-        try:
-            status = os.fstat(int(name))
-        except OSError:
-            continue
-        if stat.S_ISSOCK(status.st_mode):
-            yield int(name), status.st_ino
+        descriptor = int(name)
+        inode = _inode(descriptor) if descriptor not in _ours else None
+        if inode is not None:
+            yield descriptor, inode
 
 
-def _duplicate(descriptor: int) -> socket.socket | None:
-    """A socket object of our own on the same connection; None if the descriptor is gone or no socket by now."""
+def _inode(descriptor: int) -> int | None:
+    """The inode of a socket; None if the descriptor is closed, or no socket."""
     try:
-        duplicate = os.dup(descriptor)
+        status = os.fstat(descriptor)
     except OSError:
         return None
-    try:
-        return socket.socket(fileno=duplicate)
-    except OSError:
-        os.close(duplicate)
+    return status.st_ino if stat.S_ISSOCK(status.st_mode) else None
+
+
+# No `socket.socket` is made of a descriptor: under `socket.setdefaulttimeout` that would make the connection
+# non-blocking for its owner too.
+_libc = ctypes.CDLL(None)
+
+
+def _end(descriptor: int, *, remote: bool) -> Endpoint | None:
+    """The address of one end of a socket; None if it is not connected (then it has no remote end) or not TCP."""
+    sockaddr = ctypes.create_string_buffer(_SOCKADDR_BYTES)
+    length = ctypes.c_uint32(_SOCKADDR_BYTES)
+    get = _libc.getpeername if remote else _libc.getsockname
+    if get(descriptor, sockaddr, ctypes.byref(length)) != 0:
         return None
+    return Endpoint.read(sockaddr.raw[: length.value])
 
 
 def connected(*, local: Collection[Endpoint] = (), remote: Collection[Endpoint] = ()) -> frozenset[int]:
     """The inodes of the connected sockets with one of these addresses at the local, or at the remote, end."""
     found = set()
-    for descriptor, _ in _inodes():
-        duplicate = _duplicate(descriptor)
-        if duplicate is None:
-            continue
-        with duplicate:
-            try:
-                here, there = Endpoint.of(duplicate.getsockname()), Endpoint.of(duplicate.getpeername())
-            except OSError:  # listening, not connected yet, or no longer
-                continue
-            if here in local or there in remote:
-                found.add(os.fstat(duplicate.fileno()).st_ino)
+    with _lock:
+        for descriptor, inode in _inodes():
+            there = _end(descriptor, remote=True)
+            matches = there is not None and (there in remote or _end(descriptor, remote=False) in local)
+            if matches and _inode(descriptor) == inode:  # else closed and reused since the look
+                found.add(inode)
     return frozenset(found)
-
-
-def register(epoll: select.epoll, inodes: Collection[int], events: int) -> int:
-    """Let an epoll watch those of these sockets that are still open; gives how many.
-
-    The kernel forgets each when its owner closes it.
-    """
-    count = 0
-    for descriptor, inode in _inodes():
-        if inode not in inodes:
-            continue
-        try:
-            epoll.register(descriptor, events)
-            if os.fstat(descriptor).st_ino != inode:  # closed and reused since the look
-                epoll.unregister(descriptor)
-                continue
-        except OSError:
-            continue
-        count += 1
-    return count
 
 
 def connecting(*, remote: Collection[Endpoint]) -> frozenset[int]:
@@ -125,7 +124,7 @@ def connecting(*, remote: Collection[Endpoint]) -> frozenset[int]:
     return frozenset(found)
 
 
-def _table_endpoint(field: str) -> Endpoint | None:
+def _table_endpoint(field: str) -> Endpoint:
     address, port = field.split(":")
     words = bytes.fromhex(address)
     # The kernel prints each 32-bit word of the address as a number of this machine's byte order.
@@ -134,21 +133,67 @@ def _table_endpoint(field: str) -> Endpoint | None:
     return Endpoint.of((socket.inet_ntop(family, packed), int(port, 16)))
 
 
-def shut_down(inodes: Collection[int]) -> int:
-    """Shut down, in both directions, those of these sockets that are still open in this process; gives how many."""
-    count = 0
+class Held(NamedTuple):
+    """A duplicate of our own of a socket of this process.
+
+    Args:
+        duplicate: ours.
+        descriptor: its owner's.
+        inode: of both.
+    """
+
+    duplicate: int
+    descriptor: int
+    inode: int
+
+    def is_owned(self) -> bool:
+        """Whether its owner still has it open."""
+        return _inode(self.descriptor) == self.inode
+
+    def shut_down(self) -> bool:
+        """Shut it down in both directions, for its owner too; False if it had ended by itself."""
+        return bool(_libc.shutdown(self.duplicate, socket.SHUT_RDWR) == 0)
+
+
+def hold(inodes: Collection[int]) -> list[Held]:
+    """A duplicate of each of these sockets that is still open in this process; to be given to `let_go`."""
+    with _lock:
+        return list(_hold(inodes))
+
+
+def _hold(inodes: Collection[int]) -> Iterator[Held]:
     for descriptor, inode in _inodes():
         if inode not in inodes:
             continue
-        duplicate = _duplicate(descriptor)
-        if duplicate is None:
+        try:
+            duplicate = os.dup(descriptor)
+        except OSError:
             continue
-        with duplicate:
-            if os.fstat(duplicate.fileno()).st_ino != inode:  # closed and reused since the look
-                continue
-            try:
-                duplicate.shutdown(socket.SHUT_RDWR)
-            except OSError:  # ended by itself meanwhile
-                continue
-            count += 1
+        _ours.add(duplicate)
+        held = Held(duplicate, descriptor, inode)
+        if _inode(duplicate) == inode:
+            yield held
+        else:  # closed and reused since the look
+            _let_go(held)
+
+
+def let_go(holds: Collection[Held]) -> None:
+    """Close our duplicates."""
+    with _lock:
+        for held in holds:
+            _let_go(held)
+
+
+def _let_go(held: Held) -> None:
+    _ours.discard(held.duplicate)
+    os.close(held.duplicate)
+
+
+def shut_down(inodes: Collection[int]) -> int:
+    """Shut down, in both directions, those of these sockets that are still open in this process; gives how many."""
+    count = 0
+    with _lock:
+        for held in list(_hold(inodes)):
+            count += held.shut_down()
+            _let_go(held)
     return count

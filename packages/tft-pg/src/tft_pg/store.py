@@ -185,6 +185,15 @@ class StoreClient:
                     raise self._unreachable(str(error).splitlines()[0]) from error
             self._wait_for_listener(places, deadline_s, keep_trying)
 
+    def alive(self) -> bool:
+        """Ask the store whether it is still there: a connection does not outlive its server."""
+        assert self._store is not None
+        try:
+            self._store.check(["tft-pg/alive"])
+        except RuntimeError:
+            return False
+        return True
+
     def under(self, prefix: str) -> Store:
         """The store as seen under a prefix."""
         assert self._store is not None
@@ -208,8 +217,7 @@ class StoreClient:
             places = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise self._unreachable(f"{error.strerror or error}") from error
-        endpoints = (Endpoint.of(sockaddr) for *_, sockaddr in places)
-        self._remote = frozenset(endpoint for endpoint in endpoints if endpoint is not None)
+        self._remote = frozenset(Endpoint.of(sockaddr) for *_, sockaddr in places)
         return places
 
     def _wait_for_listener(self, places: Sequence[_Place], deadline_s: float, keep_trying: Callable[[], None]) -> None:

@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -102,8 +101,12 @@ class ProcessGroupGloo(NativeProcessGroup):
         except Exception as error:
             # An exception of the store in between passes through C++ and loses its type on the way.
             raise witness.error or error from None
-        attempt.check()
-        mesh.finish(where.world_size, len(self._devices))
+        try:
+            attempt.check()
+            mesh.finish(where.world_size, len(self._devices))
+        except Exception:
+            del backend  # or the error would keep it, and its threads
+            raise
         backend.set_timeout(timeout)
         store.set_timeout(timeout)
         torch_group = dist.ProcessGroup(store, where.rank, where.world_size)
@@ -166,19 +169,16 @@ class _Published:
             start = 16 + name_bytes
             address = record[start : start + address_bytes]
             (family,) = struct.unpack_from("=H", address, 0)
-            (port,) = struct.unpack_from(">H", address, 2)
-            packed, zone = address[4:8], 0
-            if family == socket.AF_INET6:
-                packed = address[8:24]
-                (zone,) = struct.unpack_from("=I", address, 24)
-            endpoint = Endpoint.of((socket.inet_ntop(family, packed), port))
+            (zone,) = struct.unpack_from("=I", address, 24) if family == socket.AF_INET6 else (0,)
+            endpoint = Endpoint.read(address)
+            if endpoint is None:
+                raise ValueError(f"address family {family}")
             numbers = tuple(number for (number,) in struct.iter_unpack("=q", record[start + address_bytes :]))
-        except (struct.error, ValueError, OSError) as error:
+        except (struct.error, ValueError, OverflowError) as error:
             raise ConfigureFailed(
                 f"this torch ({torch.__version__}) publishes Gloo addresses in a form that tft-pg can't read, so "
                 "nothing could be aborted; use a version that it supports"
             ) from error
-        assert endpoint is not None
         return cls(family, endpoint, zone, numbers)
 
 
@@ -218,14 +218,13 @@ class _Mesh:
     def watch(self) -> None:
         """From now on the end of one connection is the end of all."""
         if self._inodes:
-            self._watch = Watch(self._inodes, partial(sockets.shut_down, self._inodes))
-            weakref.finalize(self, self._watch.stop)  # a group that nobody shut down leaves no thread either
+            self._watch = Watch(self._inodes)
+            weakref.finalize(self, self._watch.end)  # a group that nobody shut down leaves no thread either
 
     def end(self) -> None:
         """End every operation of the built group, here and at the peers."""
         if self._watch is not None:
-            self._watch.stop()
-        sockets.shut_down(self._inodes)
+            self._watch.end()
 
     def settle(self) -> None:
         if self._watch is not None:

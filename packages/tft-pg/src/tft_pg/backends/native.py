@@ -119,13 +119,14 @@ class NativeProcessGroup(ProcessGroup):
     def _connect(self, address: StoreAddress, attempt: Attempt) -> Store:
         """The store under this configure's prefix; the connection is kept while the store is the same."""
         client = self._store_client
-        if client is None or (client.host, client.port) != (address.host, address.port):
-            client = StoreClient(address.host, address.port)
+        if client is not None and (client.host, client.port) == (address.host, address.port):
             attempt.break_with(client.sever)
-            client.connect(attempt.remaining(), keep_trying=attempt.check)
-            self._store_client = client
-        else:
-            attempt.break_with(client.sever)
+            if client.alive():
+                return client.under(address.prefix)
+            attempt.check()
+        self._store_client = client = StoreClient(address.host, address.port)
+        attempt.break_with(client.sever)
+        client.connect(attempt.remaining(), keep_trying=attempt.check)
         return client.under(address.prefix)
 
     def _fail(self, attempt: Attempt, error: BaseException) -> ProcessGroupError:

@@ -1,10 +1,15 @@
-"""Noticing that a peer has gone while an operation waits for another one.
+"""Holding a group's connections, so that they can be ended together: on demand, or because one of them has ended.
 
 In a collective of three or more, a rank may wait for a neighbour that itself waits, or is stopped, while it was a
 third one that died: nothing that it waits on ever comes, and nothing says so. But its connection to the dead one has
 ended, and the kernel tells. So each group has a watch: one thread that sleeps until any of the group's connections
 ends, leaves a moment for operations that have their data already, and then ends the rest, so that everybody's
-operations fail. The law of this file: it looks at connections and never reads from them.
+operations fail.
+
+It holds a duplicate of each connection, because the owner closes its own descriptor as soon as it sees the end, and
+with it every trace. A duplicate keeps a connection open for the peer that the owner has closed by itself, as Gloo does
+after a time-out, so the watch also looks now and then whether the owner still has all of them. The law of this file:
+it looks at connections and never reads from them.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from __future__ import annotations
 import os
 import select
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import final
 
 from tft_pg import sockets
@@ -21,53 +26,58 @@ __all__ = ["Watch"]
 
 # A peer that has finished may leave at once; what the others still exchange among themselves must come to its end.
 _GRACE_S = 0.05
-_ENDED = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
+_LOOK_S = 0.25
 
 
 @final
 class Watch:
-    """Calls a function when one of some connections has ended, unless stopped before.
+    """Holds some connections of this process until all of them have ended.
 
     Args:
-        inodes: the connections, of this process.
-        on_loss: called at most once, from the watch's thread.
+        inodes: the connections.
     """
 
-    def __init__(self, inodes: Collection[int], on_loss: Callable[[], object]) -> None:
-        self._on_loss = on_loss
-        self._epoll = select.epoll()
+    def __init__(self, inodes: Collection[int]) -> None:
+        self._held = sockets.hold(inodes)
+        self._all_there = len(self._held) == len(inodes)
         self._lock = threading.Lock()
+        self._stopped = False
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._epoll.register(self._wake_read, select.EPOLLIN)
-        # The descriptors themselves, not duplicates: those would keep a connection open that its owner has closed.
-        self._lost = sockets.register(self._epoll, inodes, _ENDED) < len(inodes)
         self._thread = threading.Thread(target=self._run, name="tft-pg-watch", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the watch; returns at once. Any thread."""
+    def end(self) -> None:
+        """End every connection, here and at the peers, and the watch; returns at once. Any thread."""
         with self._lock:
-            if self._wake_write >= 0:
-                os.close(self._wake_write)
-                self._wake_write = -1
+            if self._stopped:
+                return
+            self._stopped = True
+            self._shut_down()
+            os.close(self._wake_write)
 
     def join(self) -> None:
-        """Wait until the watch has ended, after `stop`."""
+        """Wait until the watch has let go of everything, after `end`."""
         self._thread.join()
 
-    def _run(self) -> None:
-        try:
-            ended = [] if self._lost else [descriptor for descriptor, _ in self._epoll.poll()]
-            if self._wake_read in ended:
-                return
-            if self._stopped_within(_GRACE_S):
-                return
-            self._on_loss()
-        finally:
-            self._epoll.close()
-            os.close(self._wake_read)
+    def _shut_down(self) -> None:
+        for held in self._held:
+            held.shut_down()
 
-    def _stopped_within(self, seconds: float) -> bool:
+    def _run(self) -> None:
         poll = select.poll()
         poll.register(self._wake_read, select.POLLIN)
-        return bool(poll.poll(seconds * 1000))
+        for held in self._held:
+            poll.register(held.duplicate, select.POLLRDHUP)
+        wake = select.poll()
+        wake.register(self._wake_read, select.POLLIN)
+        while self._all_there and all(held.is_owned() for held in self._held):
+            if poll.poll(_LOOK_S * 1000):
+                break
+        if not wake.poll(_GRACE_S * 1000):
+            with self._lock:
+                if not self._stopped:
+                    self._shut_down()
+        wake.poll()
+        with self._lock:
+            sockets.let_go(self._held)
+            os.close(self._wake_read)
