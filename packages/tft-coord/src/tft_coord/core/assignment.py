@@ -53,7 +53,8 @@ def assign(quorum: Quorum) -> Assignment:
     lineage = members[holders[0]].lineage
     step = members[holders[0]].step
     if lineage is None:
-        lineage = adopted_lineage(quorum.key, step, members[holders[0]].replica_id)
+        first = members[holders[0]].replica_id
+        lineage = adopted_lineage(quorum.key, step, first, created_ms=quorum.created_ms)
     # At step 0 every fresh replica has the same lineage but its own random weights: the first one's count.
     first_counts = step == 0 and members[holders[0]].init_sync
     if first_counts:

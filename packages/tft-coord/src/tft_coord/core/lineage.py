@@ -30,12 +30,18 @@ def fold_lineage(lineage: int, key: QuorumKey, step: int) -> int:
     return _digest(b"tft.commit", struct.pack("<QQQQ", lineage, key.quorum_id, key.nonce, step))
 
 
-def adopted_lineage(key: QuorumKey, step: int, replica_id: str) -> int:
+def adopted_lineage(key: QuorumKey, step: int, replica_id: str, *, created_ms: int = 0) -> int:
     """The lineage that a state without one is given by the first quorum that makes it the reference.
 
-    A function of the quorum, so that the holder and all who heal from it get the same.
+    A function of the quorum, so that the holder and all who heal from it get the same. A key can be formed more than
+    once; the time tells a state from another one that the user loads by hand at the same step later.
+
+    Args:
+        key, created_ms: of the quorum.
+        step, replica_id: of the holder.
     """
-    return _digest(b"tft.adopt", struct.pack("<QQQ", key.quorum_id, key.nonce, step), replica_id.encode())
+    words = struct.pack("<QQQQ", key.quorum_id, key.nonce, step, created_ms)
+    return _digest(b"tft.adopt", words, replica_id.encode())
 
 
 def _digest(kind: bytes, *parts: bytes) -> int:

@@ -1,0 +1,180 @@
+"""The manager server's end of its stream: when it dials, what it says, what it believes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tft_coord.core.session import Dial, GiveUp, HangUp, SendBeat, SendHello, SendRequest, SendWithdraw, SessionCore
+from tft_coord.core.types import Member, QuorumKey, Refusal
+from tft_coord.timeouts import Timeouts
+
+TIMEOUTS = Timeouts()
+KEY = QuorumKey(5, 1)
+
+
+def session(jitter: float = 0.5) -> SessionCore:
+    return SessionCore(
+        job="job", replica_id="a", address="a:1", session=100, timeouts=TIMEOUTS, jitter=lambda: jitter, replaces="b"
+    )
+
+
+def welcomed() -> SessionCore:
+    core = session()
+    core.start(0)
+    core.stream_opened(1)
+    core.welcomed(100, 50, 2)
+    return core
+
+
+def test_hello_goes_first_and_says_everything() -> None:
+    core = session()
+    assert core.start(0) == [Dial(0)]
+    (sent,) = core.stream_opened(1)
+    assert isinstance(sent, SendHello)
+    assert (sent.hello.job, sent.hello.replica_id, sent.hello.session) == ("job", "a", 100)
+    assert (sent.hello.address, sent.hello.replaces, sent.hello.ready, sent.hello.held) == ("a:1", "b", False, None)
+
+
+def test_nothing_is_sent_before_the_welcome() -> None:
+    core = session()
+    core.start(0)
+    core.stream_opened(1)
+    assert core.ask(1, Member("a"), None, 2) == []
+    assert core.tick(5_000) == []
+    assert core.welcomed(100, 50, 3) == [SendRequest(1, Member("a"), None)]
+
+
+def test_an_open_request_is_said_again_on_every_new_stream() -> None:
+    core = welcomed()
+    assert core.ask(1, Member("a"), KEY, 10) == [SendRequest(1, Member("a"), KEY)]
+    core.stream_broke(20)
+    (sent,) = core.stream_opened(80)
+    assert isinstance(sent, SendHello)
+    assert (sent.hello.session, sent.hello.ready, sent.hello.held) == (100, True, KEY)
+    assert core.welcomed(100, 50, 90) == [SendRequest(1, Member("a"), KEY)]
+
+
+def test_a_request_given_up_while_the_stream_is_broken_is_not_said_again() -> None:
+    core = welcomed()
+    core.ask(1, Member("a"), None, 10)
+    core.stream_broke(20)
+    assert core.withdraw(1, 30) == []
+    core.stream_opened(80)
+    assert core.welcomed(100, 50, 90) == []
+
+
+def test_withdrawing_is_for_the_open_request() -> None:
+    core = welcomed()
+    core.ask(1, Member("a"), None, 10)
+    assert core.withdraw(2, 11) == []
+    assert core.withdraw(1, 12) == [SendWithdraw(1)]
+    assert core.withdraw(1, 13) == []
+
+
+def test_answers_to_other_requests_are_not_believed() -> None:
+    core = welcomed()
+    core.ask(1, Member("a"), None, 10)
+    core.ask(2, Member("a"), None, 11)
+    assert not core.answered(1, KEY)
+    assert core.held is None
+    assert core.answered(2, KEY)
+    assert core.held == KEY
+    assert not core.answered(2, KEY)
+
+
+def test_a_refused_request_leaves_what_is_held() -> None:
+    core = welcomed()
+    core.ask(1, Member("a"), KEY, 10)
+    assert core.answered(1, None)
+    assert core.held == KEY
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.5, 0.999])
+def test_redials_are_fast_for_a_second_and_never_slower_than_the_grace(jitter: float) -> None:
+    core = session(jitter)
+    core.start(0)
+    core.stream_opened(1)
+    core.welcomed(100, 50, 2)
+    now_ms = 10_000
+    gaps = []
+    orders = core.stream_broke(now_ms)
+    while now_ms < 15_000:
+        (dial,) = orders
+        assert isinstance(dial, Dial)
+        gaps.append((now_ms, dial.at_ms - now_ms))
+        now_ms = dial.at_ms
+        orders = core.stream_broke(now_ms)  # the dial failed
+    assert all(50 <= gap <= 100 for at_ms, gap in gaps if at_ms < 11_000)
+    assert all(100 <= gap < TIMEOUTS.reconnect_grace_ms for at_ms, gap in gaps if at_ms >= 11_000)
+
+
+def test_dials_that_are_answered_but_refused_slow_down_too() -> None:
+    core = session(0.0)
+    core.start(0)
+    now_ms, last_ms = 0, 0
+    for _ in range(40):
+        core.stream_opened(now_ms)
+        assert core.told_refused(Refusal.OLD_LIGHTHOUSE, "old", now_ms) == [HangUp()]
+        (dial,) = core.stream_broke(now_ms)
+        assert isinstance(dial, Dial)
+        last_ms, now_ms = now_ms, dial.at_ms
+    assert now_ms - last_ms == 100
+
+
+def test_told_that_it_is_lost_it_opens_a_newer_session_on_the_same_stream() -> None:
+    core = welcomed()
+    core.ask(1, Member("a"), None, 10)
+    (sent,) = core.told_lost(100, 20)
+    assert isinstance(sent, SendHello)
+    assert sent.hello.session == 101
+    assert core.tick(5_000) == []  # not before the welcome
+    assert core.welcomed(101, 50, 30) == [SendRequest(1, Member("a"), None)]
+    assert core.told_lost(100, 40) == []  # said twice
+
+
+def test_beats_go_once_an_interval_with_the_bytes_that_came() -> None:
+    core = welcomed()
+    assert core.tick(1_000) == []
+    assert core.tick(1_001) == [SendBeat(0)]
+    core.healed(700)
+    core.healed(600)  # ever rising
+    assert core.next_beat_ms == 2_001
+    assert core.tick(2_001) == [SendBeat(700)]
+
+
+def test_an_older_lighthouse_is_not_believed() -> None:
+    core = welcomed()
+    core.stream_broke(10)
+    core.stream_opened(20)
+    assert core.welcomed(100, 49, 30) == [HangUp()]
+    core.stream_broke(30)
+    core.stream_opened(90)
+    assert core.welcomed(100, 51, 95) == []
+    assert core.lighthouse_started_ms == 51
+
+
+def test_a_stale_session_jumps_ahead_ever_farther() -> None:
+    """A clock was set back by an hour: one number a dial would take days."""
+    core = session()
+    start = core.session
+    for _ in range(25):
+        assert core.told_refused(Refusal.STALE, "stale", 0) == [HangUp()]
+    assert core.session - start > 3_600_000
+
+
+def test_a_duplicate_waits_until_the_first_would_be_lost_and_then_gives_up() -> None:
+    core = session()
+    core.start(0)
+    assert core.told_refused(Refusal.DUPLICATE, "a already lives", 1_000) == [HangUp()]
+    assert core.told_refused(Refusal.DUPLICATE, "a already lives", 6_299) == [HangUp()]
+    gives_up = GiveUp("duplicate", "a already lives")
+    assert core.told_refused(Refusal.DUPLICATE, "a already lives", 6_300) == [gives_up, HangUp()]
+    assert core.refused == gives_up
+    assert core.stream_broke(6_301) == []
+    assert core.stream_opened(6_302) == [HangUp()]
+
+
+@pytest.mark.parametrize("refusal", [Refusal.DEAD, Refusal.MALFORMED, Refusal.OTHER_KIND])
+def test_the_rest_is_final(refusal: Refusal) -> None:
+    core = welcomed()
+    assert core.told_refused(refusal, "why", 10) == [GiveUp(refusal.value, "why"), HangUp()]

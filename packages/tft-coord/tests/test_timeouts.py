@@ -1,0 +1,74 @@
+"""Timeouts: checked as a whole at construction, and two that clash are named."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tft_coord.errors import SettingError
+from tft_coord.timeouts import Timeouts
+
+NAMES = [item.name for item in fields(Timeouts)]
+WEEK_MS = 7 * 24 * 3_600_000
+
+
+def test_the_defaults_stand() -> None:
+    timeouts = Timeouts()
+    assert timeouts.forget_after_ms == 50_000
+    assert timeouts.redial_fast_for_ms == 1_000
+    assert timeouts.flap_window_ms == 600_000
+
+
+@pytest.mark.parametrize(
+    ("changes", "small", "large"),
+    [
+        ({"beat_interval_ms": 3_000}, "beat_interval_ms", "heartbeat_timeout_ms"),
+        ({"quorum_tick_ms": 5_001}, "quorum_tick_ms", "heartbeat_timeout_ms"),
+        ({"reconnect_grace_ms": 6_000}, "reconnect_grace_ms", "heartbeat_timeout_ms"),
+        ({"heartbeat_timeout_ms": 200, "beat_interval_ms": 50}, "reconnect_grace_ms", "heartbeat_timeout_ms"),
+    ],
+)
+def test_two_that_clash_are_named(changes: dict[str, int], small: str, large: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        Timeouts(**changes)
+    assert small in str(caught.value)
+    assert large in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", [-1, WEEK_MS + 1, 1.5, True, None, "100"])
+def test_a_wrong_number_is_named(name: str, value: object) -> None:
+    with pytest.raises(SettingError, match=name):
+        Timeouts(**{name: value})  # type: ignore[arg-type]
+
+
+def test_zero_is_for_join_timeout_alone() -> None:
+    assert Timeouts(join_timeout_ms=0).join_timeout_ms == 0
+    for name in NAMES:
+        if name != "join_timeout_ms":
+            with pytest.raises(SettingError, match=name):
+                Timeouts(**{name: 0})
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(st.dictionaries(st.sampled_from(NAMES), st.integers(-5, 2 * WEEK_MS) | st.integers(0, 10_000)))
+def test_constructed_or_refused_by_name(changes: dict[str, int]) -> None:
+    try:
+        timeouts = Timeouts(**changes)
+    except SettingError as refused:
+        words = set(re.findall(r"\w+_ms", str(refused)))
+        named = [name for name in NAMES if name in words]
+        assert len(named) in (1, 2)
+        assert any(name in changes for name in named)
+        if len(named) == 1:
+            assert not 1 <= changes[named[0]] <= WEEK_MS
+        return
+    assert 2 * timeouts.beat_interval_ms <= timeouts.heartbeat_timeout_ms
+    assert timeouts.reconnect_grace_ms <= timeouts.heartbeat_timeout_ms
+    assert timeouts.quorum_tick_ms <= timeouts.heartbeat_timeout_ms
+    assert timeouts.forget_after_ms > timeouts.heartbeat_timeout_ms
