@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 from tft_algos import DistributedDataParallel, Unsupported
+from tft_algos.ddp import _Backward
+from tft_coord.errors import GroupLost
 from tft_pg.work import DummyWork
 
 
@@ -124,8 +126,6 @@ def test_a_group_is_averaged_inside_first_and_passed_on_in_the_order_of_the_buck
             self.sizes.append(tensors[0].numel())
             return Slow() if len(self.sizes) == 1 else DummyWork(tensors)
 
-    from tft_algos.ddp import _Backward
-
     manager, inside = Sums(), Inside()
     backward = _Backward(manager, inside)  # type: ignore[arg-type]
     first, second = torch.full((2,), 4.0), torch.full((3,), 4.0)
@@ -136,6 +136,30 @@ def test_a_group_is_averaged_inside_first_and_passed_on_in_the_order_of_the_buck
     backward.end()
     assert manager.sizes == [2, 3]
     assert (first.tolist(), second.tolist()) == ([4.0] * 2, [4.0] * 3)
+
+
+def test_a_reduction_that_fails_inside_the_group_is_the_end_of_the_group() -> None:
+    class Broken(dist.Work):
+        def wait(self, timeout: Any = None) -> bool:
+            raise RuntimeError("Connection closed by peer")
+
+        def is_completed(self) -> bool:
+            return True
+
+    class Inside:
+        def size(self) -> int:
+            return 2
+
+        def allreduce(self, tensors: list[torch.Tensor], op: object) -> dist.Work:
+            return Broken()
+
+    manager = Sums()
+    backward = _Backward(manager, Inside())  # type: ignore[arg-type]
+    backward._ends = True
+    backward.reduce(torch.ones(2))
+    backward.end()
+    assert [type(error) for error in manager.errors] == [GroupLost]
+    assert "Connection closed by peer" in str(manager.errors[0])
 
 
 def test_what_can_not_work_is_refused_with_a_sentence() -> None:

@@ -338,6 +338,16 @@ def test_what_this_process_can_do_nothing_about_is_raised(rigs: Any, error: Exce
         rig.manager.should_commit()
 
 
+def test_a_lost_group_is_raised_whoever_noticed_it(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2))
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    rig.manager.report_error(RuntimeError("first"))
+    rig.manager.report_error(GroupLost("rank 1 ended"))
+    with pytest.raises(GroupLost, match="rank 1 ended"):
+        rig.manager.should_commit()
+
+
 def test_a_group_that_can_not_be_configured_is_an_error_of_the_step(rigs: Any) -> None:
     rig = rigs(plan_of(7, size=2), plan_of(8, size=2))
     rig.group.failing_configure = RuntimeError("rank 1 did not come")

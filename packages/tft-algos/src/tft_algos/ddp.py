@@ -23,6 +23,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from tft_algos.errors import SettingError, Unsupported
 from tft_algos.manager import Manager
+from tft_coord.errors import GroupLost
 from tft_pg import ProcessGroupDummy
 
 
@@ -31,7 +32,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     """`torch.nn.parallel.DistributedDataParallel` across the replica groups of a Manager.
 
     After `backward` the gradients are averages over the participants. A failed reduction never raises: the step is
-    voted down.
+    voted down. Only one among the processes of this group is fatal to it, and `should_commit` then raises GroupLost.
 
     Args:
         manager: averages over its participants.
@@ -123,7 +124,13 @@ class _Backward:
         try:
             work.wait()
         except RuntimeError as error:
-            self._manager.report_error(error)
+            # Torch's own groups don't come back, so neither does this replica: should_commit raises it.
+            lost = GroupLost(
+                f"a reduction among the processes of this replica failed ({error}); end this process and start the "
+                "group again"
+            )
+            lost.__cause__ = error
+            self._manager.report_error(lost)
         self._across.append(self._manager.allreduce(buffer))
 
 

@@ -440,14 +440,14 @@ class Manager:
         if core.phase is Phase.IDLE or self._quorum is None:
             raise UsageError("should_commit was called without a start_quorum before it; call start_quorum first")
         plan = self._plan()
-        if plan is None:
-            error = core.error
-            if isinstance(error, FATAL):
-                raise error
-            return self._conclude(False)
         for reduction in self._reductions:
             reduction.wait()
         self._reductions.clear()
+        fatal = next((error for error in core.errors if isinstance(error, FATAL)), None)
+        if fatal is not None:
+            raise fatal
+        if plan is None:
+            return self._conclude(False)
         if self._synchronize is not None:
             self._synchronize()
         failure = self._pg.errored()
