@@ -128,6 +128,7 @@ def run(
     supervisor = Supervisor(
         settings,
         lighthouse_addr="unused",
+        token="unused",
         view=Watch(watch),
         body=f"{__name__}:{body.__name__}",
         caught=caught,
@@ -187,7 +188,12 @@ def test_a_replica_that_just_ends_is_no_kill_and_not_started_again(
 
 def test_a_body_that_cannot_be_imported_is_reported(tmp_path: Path) -> None:
     supervisor = Supervisor(
-        settings_of(tmp_path), lighthouse_addr="unused", view=Watch(), body="tft_suite.nowhere:train", caught=[]
+        settings_of(tmp_path),
+        lighthouse_addr="unused",
+        token="unused",
+        view=Watch(),
+        body="tft_suite.nowhere:train",
+        caught=[],
     )
     assert "failed: ModuleNotFoundError" in str(supervisor.run().error)
 
@@ -203,6 +209,7 @@ def test_a_signal_ends_the_run_and_all_processes(tmp_path: Path) -> None:
     supervisor = Supervisor(
         settings_of(tmp_path),
         lighthouse_addr="unused",
+        token="unused",
         view=Watch(lambda story: caught.append(15) if story.step else None),
         body=f"{__name__}:fail_late",
         caught=caught,
@@ -226,7 +233,12 @@ def supervise_for_ever(out: Path, told: Connection) -> None:
             told.send(True)
 
     Supervisor(
-        settings_of(out), lighthouse_addr="unused", view=Watch(look), body=f"{__name__}:fail_late", caught=[]
+        settings_of(out),
+        lighthouse_addr="unused",
+        token="unused",
+        view=Watch(look),
+        body=f"{__name__}:fail_late",
+        caught=[],
     ).run()
 
 

@@ -100,6 +100,18 @@ def test_the_picture_shows_every_replica_its_state_and_the_last_notes() -> None:
     assert "replica 1 is killed (kill -9) after its commit of step 4" in text
 
 
+def test_the_live_view_draws_what_was_last_whenever_that_was() -> None:
+    file = StringIO()
+    story = Story(3)
+    with LiveView(Console(width=100, height=40, force_terminal=True, file=file), steps=10) as view:
+        for event in a_good_run():
+            story.apply(event)
+            view.show(story, 1.0 + event.at_s / 1_000)
+        drawn = file.getvalue()
+    assert "step 10 of 10" not in drawn
+    assert "step 10 of 10" in file.getvalue()
+
+
 def test_a_console_that_is_no_terminal_gets_lines() -> None:
     assert isinstance(view_for(Console(file=StringIO()), steps=10), LineView)
     assert isinstance(view_for(Console(file=StringIO(), force_terminal=True), steps=10), LiveView)

@@ -20,6 +20,9 @@ from tft_suite.errors import MissingExtraError, SuiteError
 
 DEMO_NEEDS = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "rich": "rich"}
 
+# The demo's replicas are its own, whatever job this shell belongs to.
+OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TFT_TOKEN", "TFT_TOKEN_FILE")
+
 app = typer.Typer(
     help="Fault-tolerant PyTorch training.", add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False
 )
@@ -64,6 +67,8 @@ def demo(
     settings = DemoSettings(replicas=replicas, steps=steps, kills=kills, seed=seed, out=out)
     # Read by torch when the replicas' processes import it: replicas that share the cores compute with one thread each.
     os.environ["OMP_NUM_THREADS"] = "1"
+    for name in OF_LAUNCHERS:
+        os.environ.pop(name, None)
     return run_demo(settings, console=Console())
 
 

@@ -14,7 +14,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TypeAlias, final
@@ -32,6 +32,7 @@ class ReplicaTask:
     steps: int
     seed: int
     lighthouse_addr: str
+    token: str = field(repr=False)
     log: Path
 
 

@@ -67,6 +67,7 @@ def train(task: ReplicaTask, link: Link) -> None:
         replica_id=f"replica_{task.replica}",
         lighthouse_addr=task.lighthouse_addr,
         hostname="127.0.0.1",
+        token=task.token,
     )
     try:
         model = DistributedDataParallel(manager, net)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import secrets
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -44,14 +45,16 @@ def run_demo(settings: DemoSettings, *, console: Console, body: str = TRAIN) -> 
     )
     # A replica, a restarted one too, is up in a fraction of a second: what it imports is there when it is forked.
     multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOADED, body.partition(":")[0]])
+    token = secrets.token_hex(16)
     with (
         caught_signals() as caught,
         logged(settings.out / "lighthouse.log", "tft_lighthouse"),
-        LighthouseServer(bind="127.0.0.1:0", min_replicas=1) as lighthouse,
+        LighthouseServer(bind="127.0.0.1:0", min_replicas=1, token=token) as lighthouse,
     ):
         outcome = Supervisor(
             settings,
             lighthouse_addr=lighthouse.address,
+            token=token,
             view=view_for(console, steps=settings.steps),
             body=body,
             caught=caught,

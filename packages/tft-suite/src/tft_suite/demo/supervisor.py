@@ -69,16 +69,18 @@ class Supervisor:
     Args:
         settings: what to do.
         lighthouse_addr: of a running lighthouse.
+        token: the secret of this run.
         view: shows the run while it lasts.
         body: what each replica does: `module:function`, imported by the replicas alone; takes (ReplicaTask, Link).
         caught: the numbers of the signals that asked this run to end, as `caught_signals` gives it.
     """
 
     def __init__(
-        self, settings: DemoSettings, *, lighthouse_addr: str, view: View, body: str, caught: Sequence[int]
+        self, settings: DemoSettings, *, lighthouse_addr: str, token: str, view: View, body: str, caught: Sequence[int]
     ) -> None:
         self._settings = settings
         self._lighthouse_addr = lighthouse_addr
+        self._token = token
         self._view = view
         self._body = body
         self._caught = caught
@@ -171,6 +173,7 @@ class Supervisor:
             steps=self._settings.steps,
             seed=self._settings.seed,
             lighthouse_addr=self._lighthouse_addr,
+            token=self._token,
             log=log_of(self._settings.out, replica),
         )
         events, their_events = self._context.Pipe(duplex=False)

@@ -21,6 +21,7 @@ from rich.text import Text
 from tft_suite.demo.story import Note, ReplicaStory, State, Story
 
 NOTES_MAX, NOTES_MIN = 12, 3
+REDRAW_AFTER_S = 0.1
 LINES_AROUND = 8  # of the picture, besides replicas and notes
 PROGRESS_LINES = 10
 
@@ -55,12 +56,14 @@ def view_for(console: Console, *, steps: int) -> View:
 
 @final
 class LiveView:
-    """Replicas as a table, and the last notes below."""
+    """Replicas as a table, and the last notes below. Drawn at most ten times a second, and at the end."""
 
     def __init__(self, console: Console, *, steps: int) -> None:
         self._steps = steps
         self._console = console
         self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        self._drawn_s = -REDRAW_AFTER_S
+        self._latest: tuple[Story, float] | None = None
 
     def __enter__(self) -> LiveView:
         self._live.start()
@@ -69,9 +72,17 @@ class LiveView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._latest is not None:
+            self._draw(*self._latest)
         self._live.stop()
 
     def show(self, story: Story, now_s: float) -> None:
+        self._latest = story, now_s
+        if now_s - self._drawn_s >= REDRAW_AFTER_S:
+            self._draw(story, now_s)
+
+    def _draw(self, story: Story, now_s: float) -> None:
+        self._drawn_s = now_s
         room = self._console.height - LINES_AROUND - len(story.replicas)
         num_notes = max(NOTES_MIN, min(NOTES_MAX, room))
         self._live.update(picture(story, steps=self._steps, now_s=now_s, num_notes=num_notes), refresh=True)
