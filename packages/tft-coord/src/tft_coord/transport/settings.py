@@ -69,9 +69,12 @@ def server_options(timeouts: Timeouts) -> Options:
 def _common(timeouts: Timeouts) -> Options:
     # Pings are sent and answered by grpc's own threads, without the interpreter lock: a busy trainer answers, a stopped
     # one or a cut cable does not, and is found within heartbeat_timeout.
+    # Both time-outs are set: a server waits for the longer of the two, and the second is a minute by default.
+    unanswered_ms = max(1, timeouts.heartbeat_timeout_ms // 2)
     return [
         ("grpc.keepalive_time_ms", max(1, timeouts.heartbeat_timeout_ms // 3)),
-        ("grpc.keepalive_timeout_ms", max(1, timeouts.heartbeat_timeout_ms // 2)),
+        ("grpc.keepalive_timeout_ms", unanswered_ms),
+        ("grpc.http2.ping_timeout_ms", unanswered_ms),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

@@ -1,0 +1,306 @@
+"""Coordination between real processes: who dies is reported, who is busy is not dead, nobody is left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any, Final
+
+import psutil
+import pytest
+
+from tft_coord import (
+    GroupLost,
+    ManagerClient,
+    ManagerServer,
+    Plan,
+    QuorumKey,
+    RankRequest,
+    Timeouts,
+    Unchanged,
+)
+from tft_coord.core.lineage import fold_lineage, initial_lineage
+from tft_lighthouse import LighthouseServer
+
+LATE: Final = timedelta(seconds=30)
+STEP_S: Final = 0.005  # what a forward and a backward pass take here
+# Long enough that nothing in these tests is lost by silence, unless a test asks for it.
+PATIENT: Final = Timeouts(heartbeat_timeout_ms=20_000)
+QUICK: Final = Timeouts(heartbeat_timeout_ms=1_500, beat_interval_ms=300)
+
+
+class Rank:
+    """One rank, as far as coordination goes: it keeps its step and lineage."""
+
+    def __init__(self, address: str, rank: int, timeouts: Timeouts) -> None:
+        self.client = ManagerClient(address, LATE, group_rank=rank, timeouts=timeouts)
+        self.rank = rank
+        self.step = 0
+        self.lineage = initial_lineage("default")
+        self.live = False
+        self.key: QuorumKey | None = None
+
+    def ask(self, **fields: Any) -> Plan | Unchanged:
+        request = RankRequest(step=self.step, lineage=self.lineage, live=self.live, held=self.key, **fields)
+        answer = self.client.quorum(self.rank, request, LATE)
+        self.key = answer.key
+        if isinstance(answer, Plan) and answer.heal:
+            self.step, self.lineage = answer.step, answer.lineage
+        return answer
+
+    def vote(self) -> bool:
+        assert self.key is not None
+        verdict = self.client.should_commit(self.rank, self.step, True, LATE, key=self.key)
+        if verdict:
+            self.step += 1
+            self.lineage = fold_lineage(self.lineage, self.key, self.step)
+            self.live = True
+        return verdict
+
+
+def serve(name: str, lighthouse: str, world_size: int, timeouts: Timeouts) -> ManagerServer:
+    return ManagerServer(name, lighthouse, "127.0.0.1", "127.0.0.1:0", "", world_size, timeouts=timeouts)
+
+
+def group(name: str, lighthouse: str, timeouts: Timeouts, tell: Connection) -> None:
+    """A replica group of one rank: trains until it is killed, and tells the replica ids of every plan."""
+    server = serve(name, lighthouse, 1, timeouts)
+    rank = Rank(server.address(), 0, timeouts)
+    tell.send(server._server._process.pid)  # type: ignore[union-attr]
+    while True:
+        answer = rank.ask()
+        if isinstance(answer, Plan):
+            tell.send(answer.replica_ids)
+        time.sleep(STEP_S)
+        rank.vote()
+
+
+def second_rank(address: str, timeouts: Timeouts, orders: Connection) -> None:
+    """Rank 1 of a group: does what it is told, one order at a time."""
+    rank = Rank(address, 1, timeouts)
+    orders.send("ready")
+    while True:
+        match orders.recv():
+            case ("ask", fields):
+                rank.ask(**fields)
+                orders.send("asked")
+            case ("vote",):
+                orders.send(rank.vote())
+            case ("hold the interpreter lock", seconds):
+                ctypes.PyDLL(None).usleep(int(seconds * 1_000_000))
+                orders.send("held")
+            case ("close",):
+                rank.client.close()
+                orders.send("closed")
+                return
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[LighthouseServer]:
+    with LighthouseServer(
+        "127.0.0.1:0", min_replicas=1, quorum_tick_ms=20, join_timeout_ms=10_000, heartbeat_timeout_ms=20_000
+    ) as lighthouse:
+        yield lighthouse
+
+
+class Recorded(logging.Handler):
+    """The lighthouse's log, and a way to wait for a line of it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+        self.more = threading.Condition()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with self.more:
+            self.lines.append(record.getMessage())
+            self.more.notify_all()
+
+    def wait_for(self, pattern: str) -> str:
+        """The first line that matches."""
+        with self.more:
+            assert self.more.wait_for(lambda: self.find(pattern) is not None, 30), f"{pattern} not in {self.lines}"
+        found = self.find(pattern)
+        assert found is not None
+        return found
+
+    def find(self, pattern: str) -> str | None:
+        return next((line for line in self.lines if re.search(pattern, line)), None)
+
+
+@pytest.fixture
+def log() -> Iterator[Recorded]:
+    recorded = Recorded()
+    logger = logging.getLogger("tft_lighthouse")
+    level = logger.level
+    logger.addHandler(recorded)
+    logger.setLevel(logging.INFO)
+    yield recorded
+    logger.removeHandler(recorded)
+    logger.setLevel(level)
+
+
+Spawn = Callable[..., ForkServerProcess]
+
+
+def start_group(
+    spawn: Spawn, forkserver: ForkServerContext, name: str, lighthouse: LighthouseServer
+) -> tuple[ForkServerProcess, int, Connection]:
+    """The trainer's process, its manager server's pid, and what it tells."""
+    hear, tell = forkserver.Pipe(duplex=False)
+    process = spawn(group, name, str(lighthouse.address), PATIENT, tell)
+    tell.close()
+    assert hear.poll(30)
+    return process, hear.recv(), hear
+
+
+def until(hear: Connection, replica_ids: tuple[str, ...]) -> None:
+    """Wait until the group has a plan of these members."""
+    while True:
+        assert hear.poll(30), f"no plan of {replica_ids}"
+        if hear.recv() == replica_ids:
+            return
+
+
+def gone(pid: int) -> bool:
+    try:
+        psutil.Process(pid).wait(10)
+    except psutil.NoSuchProcess:
+        pass
+    except psutil.TimeoutExpired:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+def test_a_killed_trainer_is_reported_by_its_manager_server_and_the_others_go_on(
+    lighthouse: LighthouseServer,
+    log: Recorded,
+    spawn: Spawn,
+    forkserver: ForkServerContext,
+    kill: Callable[[int], None],
+) -> None:
+    _, _, a_tells = start_group(spawn, forkserver, "a:1", lighthouse)
+    b, b_server, b_tells = start_group(spawn, forkserver, "b:1", lighthouse)
+    until(a_tells, ("a:1", "b:1"))
+    until(b_tells, ("a:1", "b:1"))
+    assert b.pid is not None
+    kill(b.pid)
+    until(a_tells, ("a:1",))
+    # Not by silence, and not by a broken stream: the manager server saw its parent end and said so before it went.
+    lost = log.wait_for("lost replica b:1")
+    assert lost == "lost replica b:1 of job default: its manager server reports: rank 0 ended: its process ended"
+    assert gone(b_server)
+    assert log.find("lost replica a:1") is None
+    # A successor under a new name joins.
+    _, _, c_tells = start_group(spawn, forkserver, "c:1", lighthouse)
+    until(c_tells, ("a:1", "c:1"))
+    until(a_tells, ("a:1", "c:1"))
+
+
+def test_a_killed_manager_server_is_lost_by_its_stream(
+    lighthouse: LighthouseServer,
+    log: Recorded,
+    spawn: Spawn,
+    forkserver: ForkServerContext,
+    kill: Callable[[int], None],
+) -> None:
+    _, _, a_tells = start_group(spawn, forkserver, "a:1", lighthouse)
+    _, b_server, _ = start_group(spawn, forkserver, "b:1", lighthouse)
+    until(a_tells, ("a:1", "b:1"))
+    os.kill(b_server, signal.SIGKILL)
+    until(a_tells, ("a:1",))
+    assert "its stream broke and was not back within 300 ms" in log.wait_for("lost replica b:1")
+
+
+@pytest.fixture
+def orders(forkserver: ForkServerContext) -> Iterator[tuple[Connection, Connection]]:
+    ours, theirs = forkserver.Pipe()
+    yield ours, theirs
+    ours.close()
+
+
+def order(orders: Connection, *words: Any) -> Any:
+    """Have rank 1 do it; its answer."""
+    if words:
+        orders.send(words)
+    assert orders.poll(30), f"no answer to {words}"
+    return orders.recv()
+
+
+def test_a_group_of_two_ranks_asks_with_one_voice(
+    lighthouse: LighthouseServer,
+    log: Recorded,
+    spawn: Spawn,
+    orders: tuple[Connection, Connection],
+) -> None:
+    with serve("a:1", lighthouse.address, 2, PATIENT) as server:
+        zero = Rank(server.address(), 0, PATIENT)
+        spawn(second_rank, server.address(), PATIENT, orders[1])
+        assert order(orders[0]) == "ready"
+        orders[0].send(("ask", {"commit_failures": 3, "checkpoint_metadata": "http://one"}))
+        plan = zero.ask(commit_failures=1, checkpoint_metadata="http://zero")
+        assert order(orders[0]) == "asked"
+        assert isinstance(plan, Plan)
+        assert plan.commit_failures == 3
+        assert "world_size=2 shrink_only=False commit_failures=3" in log.wait_for("new quorum")
+        assert [zero.client.checkpoint_metadata(rank, LATE) for rank in (0, 1)] == ["http://zero", "http://one"]
+        orders[0].send(("vote",))
+        assert zero.vote()
+        assert order(orders[0]) is True
+        assert order(orders[0], "close") == "closed"
+        zero.client.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_killed_or_stopped_ends_its_group(
+    number: signal.Signals,
+    lighthouse: LighthouseServer,
+    log: Recorded,
+    spawn: Spawn,
+    orders: tuple[Connection, Connection],
+) -> None:
+    with serve("a:1", lighthouse.address, 2, QUICK) as server:
+        zero = Rank(server.address(), 0, QUICK)
+        one = spawn(second_rank, server.address(), QUICK, orders[1])
+        assert order(orders[0]) == "ready"
+        orders[0].send(("ask", {}))
+        zero.ask()
+        assert order(orders[0]) == "asked"
+        assert one.pid is not None
+        os.kill(one.pid, number)
+        assert zero.vote() is False  # long before its deadline of 30 s
+        with pytest.raises(GroupLost, match="rank 1's stream broke and was not back within 300 ms"):
+            zero.ask()
+        assert "its manager server reports: rank 1's stream broke" in log.wait_for("lost replica a:1")
+        zero.client.close()
+
+
+def test_a_rank_that_holds_the_interpreter_lock_is_not_taken_for_dead(
+    lighthouse: LighthouseServer,
+    log: Recorded,
+    spawn: Spawn,
+    orders: tuple[Connection, Connection],
+) -> None:
+    with serve("a:1", lighthouse.address, 2, QUICK) as server:
+        zero = Rank(server.address(), 0, QUICK)
+        spawn(second_rank, server.address(), QUICK, orders[1])
+        assert order(orders[0]) == "ready"
+        assert order(orders[0], "hold the interpreter lock", 2 * QUICK.heartbeat_timeout_ms / 1000) == "held"
+        orders[0].send(("ask", {}))
+        zero.ask()
+        assert order(orders[0]) == "asked"
+        orders[0].send(("vote",))
+        assert zero.vote() is True
+        assert order(orders[0]) is True
+        assert log.find("lost replica") is None
+        assert order(orders[0], "close") == "closed"
+        zero.client.close()
