@@ -1,0 +1,748 @@
+"""The lighthouse's core: when quorums form, what each is answered, and what a restart, a loss or a lost answer does."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tft_coord.core import effects, events
+from tft_coord.core.effects import AnswerQuorum, AnswerUnchanged, AskForQuorum, LighthouseEffect, QuorumFormed
+from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
+from tft_coord.core.types import MAX_INT64, Hello, Member, Quorum, QuorumKey, Refusal
+from tft_coord.errors import SettingError
+from tft_coord.timeouts import Timeouts
+
+STARTED_MS = 1_000_000
+GRACE_MS = 300
+
+
+class Table:
+    """A lighthouse, and replicas whose stream number is their place in the alphabet."""
+
+    def __init__(
+        self, *, min_replicas: int = 1, now_ms: int = 0, started_ms: int = STARTED_MS, **timeouts: int
+    ) -> None:
+        self.core = LighthouseCore(
+            LighthouseConfig(min_replicas=min_replicas, timeouts=Timeouts(**timeouts)),
+            started_ms=started_ms,
+            cluster_id="cluster",
+            nonces=itertools.count(1).__next__,
+            now_ms=now_ms,
+        )
+        self.now_ms = now_ms
+        self.streams: dict[str, int] = {}
+        self.sessions: dict[str, int] = {}
+        self.requests: dict[str, int] = {}
+        self.held: dict[str, QuorumKey | None] = {}
+        self.members: dict[str, Member] = {}
+
+    def give(self, event: events.LighthouseEvent) -> list[LighthouseEffect]:
+        return self.learn(self.core.handle(event, self.now_ms, STARTED_MS + self.now_ms))
+
+    def tick(self) -> list[LighthouseEffect]:
+        return self.learn(self.core.tick(self.now_ms, STARTED_MS + self.now_ms))
+
+    def learn(self, orders: list[LighthouseEffect]) -> list[LighthouseEffect]:
+        by_stream = {stream: name for name, stream in self.streams.items()}
+        for order in orders:
+            if isinstance(order, AnswerQuorum):
+                self.held[by_stream[order.stream]] = order.quorum.key
+        return orders
+
+    def pass_ms(self, ms: int, *beating: str) -> list[LighthouseEffect]:
+        """Let time pass in ticks; these replicas beat."""
+        out: list[LighthouseEffect] = []
+        for _ in range(ms // 100):
+            self.now_ms += 100
+            for name in beating:
+                out += self.give(events.BeatReceived(self.streams[name]))
+            out += self.tick()
+        self.now_ms += ms % 100
+        return out
+
+    def hello(self, name: str, stream: int | None = None, **changes: object) -> list[LighthouseEffect]:
+        self.streams[name] = stream or self.streams.get(name) or ord(name[0]) - 96
+        said = {"session": self.sessions.get(name, 1), "address": f"{name}:1", "held": self.held.get(name), **changes}
+        self.sessions[name] = said["session"]  # type: ignore[assignment]
+        return self.give(events.HelloReceived(self.streams[name], Hello("job", name, **said)))  # type: ignore[arg-type]
+
+    def ask(self, name: str, step: int = 0, *, again: bool = False, **changes: object) -> list[LighthouseEffect]:
+        """A new request, or (again) the same one once more."""
+        if not again:
+            self.requests[name] = self.requests.get(name, 0) + 1
+            said = {"address": f"{name}:1", "step": step, "lineage": 100 + step, "init_sync": False, **changes}
+            self.members[name] = Member(name, **said)  # type: ignore[arg-type]
+        request = self.requests[name]
+        return self.give(events.QuorumRequested(self.streams[name], request, self.members[name], self.held.get(name)))
+
+    def close(self, name: str) -> list[LighthouseEffect]:
+        return self.give(events.StreamClosed(self.streams[name]))
+
+    def first_quorum(self, *names: str, step: int = 5) -> Quorum:
+        """All of these train together; the first grace is over."""
+        self.pass_ms(400)
+        for name in names:
+            self.hello(name, ready=True)
+        for name in names:
+            self.ask(name, step, live=True)
+        quorum = self.core.quorum("job")
+        assert quorum is not None
+        assert quorum.replica_ids == names
+        return quorum
+
+
+def whole(orders: list[LighthouseEffect]) -> dict[int, Quorum]:
+    return {order.stream: order.quorum for order in orders if isinstance(order, AnswerQuorum)}
+
+
+def unchanged(orders: list[LighthouseEffect]) -> set[int]:
+    return {order.stream for order in orders if isinstance(order, AnswerUnchanged)}
+
+
+def formed(orders: list[LighthouseEffect]) -> list[tuple[tuple[str, ...], str]]:
+    return [(order.quorum.replica_ids, order.reason) for order in orders if isinstance(order, QuorumFormed)]
+
+
+def refused(orders: list[LighthouseEffect]) -> list[Refusal]:
+    kinds = (effects.RefuseRequest, effects.RefuseSession)
+    return [order.refusal for order in orders if isinstance(order, kinds)]
+
+
+class TestForming:
+    def test_all_get_the_same_quorum_when_the_last_has_asked(self) -> None:
+        table = Table()
+        table.pass_ms(400)
+        for name in ("b", "a"):
+            table.hello(name, ready=True)
+        assert table.ask("b") == []
+        orders = table.ask("a")
+        assert formed(orders) == [(("a", "b"), "it is the first quorum")]
+        assert whole(orders).keys() == {1, 2}
+        assert len({quorum.key for quorum in whole(orders).values()}) == 1
+
+    def test_ids_begin_above_the_start_time(self) -> None:
+        assert Table().first_quorum("a").key == QuorumKey(STARTED_MS + 1, 1)
+
+    def test_who_has_never_asked_is_waited_for_by_nobody(self) -> None:
+        table = Table()
+        table.pass_ms(400)
+        for name in ("a", "b", "c"):
+            table.hello(name)
+        assert formed(table.ask("a")) == [(("a",), "it is the first quorum")]
+
+    def test_the_late_are_waited_for_and_then_not(self) -> None:
+        table = Table(join_timeout_ms=1_000)
+        table.first_quorum("a", "b", "c")
+        table.ask("a", 6, live=True)
+        table.ask("b", 6, live=True)
+        assert formed(table.pass_ms(900, "a", "b", "c")) == []
+        assert "c is healthy and has not asked" in table.core.waiting_for("job")
+        assert formed(table.pass_ms(200, "a", "b", "c")) == [(("a", "b"), "c is gone")]
+
+    def test_min_replicas_holds_on_the_fast_path_too(self) -> None:
+        table = Table(min_replicas=2)
+        table.pass_ms(400)
+        table.hello("a")
+        assert table.ask("a") == []
+        assert table.core.waiting_for("job") == "1 of min_replicas 2 have asked"
+
+    def test_giving_up_and_asking_again_does_not_start_join_timeout_anew(self) -> None:
+        """quorum_timeout and join_timeout are equal by default: the first to ask gives up just when the wait ends."""
+        table = Table(join_timeout_ms=1_000)
+        table.first_quorum("a", "b", "c")
+        table.ask("a", 6, live=True)
+        table.pass_ms(500, "a", "b", "c")
+        table.ask("b", 6, live=True)
+        table.pass_ms(400, "a", "b", "c")
+        table.give(events.RequestWithdrawn(table.streams["a"], table.requests["a"]))
+        table.ask("a", 6, live=True)
+        assert formed(table.pass_ms(200, "a", "b", "c")) == [(("a", "b"), "c is gone")]
+
+    def test_jobs_do_not_meet(self) -> None:
+        table = Table()
+        table.first_quorum("a")
+        table.core.handle(events.HelloReceived(50, Hello("other", "a", 1, "z:1")), table.now_ms, 0)
+        orders = table.core.handle(events.QuorumRequested(50, 1, Member("a"), None), table.now_ms, 0)
+        assert formed(orders) == [(("a",), "it is the first quorum")]
+        assert table.core.jobs == ("job", "other")
+
+    def test_a_stream_asks_for_itself_only(self) -> None:
+        table = Table()
+        table.pass_ms(400)
+        table.hello("a")
+        assert refused(table.give(events.QuorumRequested(1, 1, Member("b"), None))) == [Refusal.MALFORMED]
+
+    def test_what_comes_before_the_hello_does_not_count(self) -> None:
+        assert Table().give(events.QuorumRequested(1, 1, Member("a"), None)) == []
+
+    def test_shrink_only_keeps_newcomers_out(self) -> None:
+        table = Table()
+        table.first_quorum("a", "b")
+        table.hello("c")
+        table.ask("c")
+        table.ask("a", 6, live=True, shrink_only=True)
+        orders = table.ask("b", 6, live=True)
+        assert formed(orders) == []
+        assert unchanged(orders) == {1, 2}
+        assert table.core.waiting_for("job") == "nobody has asked"
+
+    def test_no_quorum_without_a_survivor_of_the_last_one(self) -> None:
+        table = Table(join_timeout_ms=0)
+        table.first_quorum("a")
+        for name in ("x", "y"):
+            table.hello(name)
+            assert formed(table.ask(name)) == []
+        assert formed(table.pass_ms(3_000, "a", "x", "y")) == []
+        assert "a survivor of the last quorum" in table.core.waiting_for("job")
+        # Once it is lost, they may.
+        assert formed(table.pass_ms(5_000, "x", "y")) == [(("x", "y"), "x joined, y joined, a is gone")]
+
+    def test_who_fails_to_heal_again_and_again_is_left_out_for_a_while(self) -> None:
+        table = Table()
+        table.first_quorum("a")
+        table.hello("b")
+        assert table.ask("b", failed_heals=2) == []
+        assert unchanged(table.ask("a", 6, live=True)) == {1}
+        table.pass_ms(1_000, "a", "b")
+        assert formed(table.ask("a", 7, live=True)) == [(("a", "b"), "b joined")]
+
+    def test_min_replicas_must_be_positive(self) -> None:
+        with pytest.raises(SettingError, match="min_replicas is 0; give at least 1"):
+            LighthouseConfig(min_replicas=0)
+
+
+class TestUnchanged:
+    def next_step(self, table: Table, step: int = 6, **of_b: object) -> list[LighthouseEffect]:
+        table.ask("a", step, live=True)
+        return table.ask("b", step, **{"live": True, **of_b})
+
+    def test_a_steady_quorum_costs_no_bytes(self) -> None:
+        table = Table()
+        quorum = table.first_quorum("a", "b")
+        for step in (6, 7, 8):
+            orders = self.next_step(table, step)
+            assert orders == [
+                AnswerUnchanged(1, table.requests["a"], quorum.key),
+                AnswerUnchanged(2, table.requests["b"], quorum.key),
+            ]
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"step": 5, "lineage": 105},
+            {"lineage": 7},
+            {"lineage": None},
+            {"torn": True, "lineage": None},
+            {"data": '{"lr": 1}'},
+            {"allow_heal": False},
+            {"min_replica_size": 2},
+            {"fixed_with_spares": True},
+        ],
+        ids=str,
+    )
+    def test_whatever_the_plan_depends_on_is_told_whole_under_the_same_key(self, change: dict[str, object]) -> None:
+        table = Table()
+        quorum = table.first_quorum("a", "b")
+        table.ask("a", 6, live=True)
+        said = {"live": True, "lineage": 106, **change}
+        step = said.pop("step", 6)
+        orders = table.ask("b", step, **said)  # type: ignore[arg-type]
+        assert unchanged(orders) == set()
+        assert {given.key for given in whole(orders).values()} == {quorum.key}
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            ({"commit_failures": 1}, "b failed to commit (1 in a row)"),
+            ({"needs_configure": True}, "b can't use its process group"),
+            ({"address": "b:2"}, "b has other addresses or another world size"),
+            ({"world_size": 3}, "b has other addresses or another world size"),
+        ],
+    )
+    def test_whatever_spoils_the_process_group_raises_the_id(self, change: dict[str, object], reason: str) -> None:
+        table = Table()
+        before = table.first_quorum("a", "b")
+        orders = self.next_step(table, **change)
+        assert formed(orders) == [(("a", "b"), reason)]
+        after = table.core.quorum("job")
+        assert after is not None
+        assert after.key.quorum_id == before.key.quorum_id + 1
+        assert after.key.nonce != before.key.nonce
+
+    def test_who_does_not_hold_the_key_gets_the_whole_answer(self) -> None:
+        table = Table()
+        table.first_quorum("a", "b")
+        table.ask("a", 6, live=True)
+        table.held["b"] = QuorumKey(3, 3)
+        orders = table.ask("b", 6, live=True)
+        # It lost its answer, and another has gone on: broken for all.
+        assert formed(orders) == [(("a", "b"), "b does not hold it")]
+
+    def test_at_step_0_somebody_heals(self) -> None:
+        table = Table()
+        table.pass_ms(400)
+        for name in ("a", "b"):
+            table.hello(name, ready=True)
+        for name in ("a", "b"):
+            table.ask(name, 0, init_sync=True)
+        table.ask("a", 0, init_sync=True)
+        orders = table.ask("b", 0, init_sync=True)
+        assert unchanged(orders) == set()
+        assert whole(orders).keys() == {1, 2}
+
+
+class TestLostAnswer:
+    """An answer that went with its stream, in all the ways in which that shows."""
+
+    def test_a_first_answer_is_given_again(self) -> None:
+        table = Table()
+        quorum = table.first_quorum("a", "b")
+        table.close("b")
+        table.held["b"] = None
+        table.hello("b", stream=22)
+        assert whole(table.ask("b", again=True)) == {22: quorum}
+        assert table.core.quorum("job") == quorum
+
+    def test_so_is_an_unchanged_one_though_the_key_is_held(self) -> None:
+        """a has its answer and waits for b in the reduction: b must not wait for a's next request."""
+        table = Table()
+        quorum = table.first_quorum("a", "b")
+        table.ask("a", 6, live=True)
+        assert unchanged(table.ask("b", 6, live=True)) == {1, 2}
+        table.close("b")
+        table.hello("b", stream=22)
+        (given,) = whole(table.ask("b", again=True)).values()
+        assert given.key == quorum.key
+        assert [member.step for member in given.members] == [6, 6]
+
+    def test_it_is_given_again_as_often_as_it_is_lost(self) -> None:
+        table = Table()
+        table.first_quorum("a", "b")
+        for stream in (22, 23, 24):
+            table.close("b")
+            table.held["b"] = None
+            table.hello("b", stream=stream)
+            assert set(whole(table.ask("b", again=True))) == {stream}
+
+    def test_once_another_has_gone_on_it_is_broken_for_all(self) -> None:
+        table = Table()
+        before = table.first_quorum("a", "b")
+        table.close("b")
+        table.held["b"] = None
+        table.ask("a", 5, live=True, commit_failures=1)
+        table.hello("b", stream=22)
+        orders = table.ask("b", again=True)
+        assert len(formed(orders)) == 1
+        assert all(quorum.key > before.key for quorum in whole(orders).values())
+
+    def test_a_newcomer_that_asks_has_not_gone_on(self) -> None:
+        table = Table()
+        quorum = table.first_quorum("a", "b")
+        table.hello("c")
+        table.ask("c")
+        table.close("b")
+        table.held["b"] = None
+        table.hello("b", stream=22)
+        assert whole(table.ask("b", again=True)) == {22: quorum}
+
+    def test_after_a_loss_in_it_it_is_not_given_again(self) -> None:
+        """It would send b into a meeting with a, which is dead."""
+        table = Table()
+        table.first_quorum("a", "b", "c")
+        table.close("b")
+        table.held["b"] = None
+        table.give(events.DeathReported(1, "rank 0 ended"))
+        table.hello("b", stream=22)
+        assert whole(table.ask("b", again=True)) == {}
+
+    def test_a_state_that_changed_since_is_news_to_the_others(self) -> None:
+        table = Table()
+        table.first_quorum("a", "b")
+        table.held["b"] = None
+        assert whole(table.ask("b", 3, lineage=None)) == {}
+        orders = table.ask("a", 5, live=True)
+        assert formed(orders) == [(("a", "b"), "b does not hold it")]
+
+    def test_an_answer_that_came_after_giving_up_is_given_again_to_the_next_request(self) -> None:
+        table = Table()
+        quorum = table.first_quorum("a", "b")
+        table.give(events.RequestWithdrawn(2, table.requests["b"]))  # it crossed the answer
+        assert whole(table.ask("b", 5, live=True)) == {2: quorum}
+
+    def test_who_heals_in_it_is_waited_for_as_before(self) -> None:
+        table = Table(join_timeout_ms=500)
+        table.first_quorum("a", "c")
+        table.hello("b")
+        table.ask("b", 0)
+        table.ask("c", 6, live=True)
+        assert formed(table.ask("a", 6, live=True)) == [(("a", "b", "c"), "b joined")]
+        table.close("b")
+        table.held["b"] = None
+        table.hello("b", stream=22)
+        assert len(whole(table.ask("b", again=True))) == 1
+        table.ask("a", 7, live=True)
+        table.ask("c", 7, live=True)
+        assert formed(table.pass_ms(1_000, "a", "b", "c")) == []
+        assert table.core.waiting_for("job") == "b heals and its bytes arrive"
+
+
+class TestRequestsAndStreams:
+    def test_a_caller_that_gave_up_is_no_member(self) -> None:
+        """needs.md section 4, fault 5."""
+        table = Table(join_timeout_ms=0)
+        table.first_quorum("a", "b")
+        table.ask("b", 6, live=True)
+        table.give(events.RequestWithdrawn(2, table.requests["b"]))
+        table.close("b")
+        assert formed(table.pass_ms(300, "a")) == []
+        assert formed(table.ask("a", 6, live=True)) == [(("a",), "b is gone")]
+
+    def test_nor_is_one_that_gave_up_while_its_stream_was_broken(self) -> None:
+        table = Table(join_timeout_ms=1_000)
+        table.first_quorum("a", "b")
+        table.ask("b", 6, live=True)
+        table.close("b")
+        table.hello("b", stream=22)  # it says no request again
+        assert formed(table.ask("a", 6, live=True)) == []
+        assert formed(table.pass_ms(1_200, "a", "b")) == []  # one of two is no majority
+        assert "a majority is needed" in table.core.waiting_for("job")
+
+    def test_nobody_is_sent_into_a_quorum_with_a_member_whose_stream_is_gone(self) -> None:
+        """The waiting member that died: within the grace nobody knows, and after it the others go on without it."""
+        table = Table()
+        table.first_quorum("a", "b", "c")
+        table.ask("c", 6, live=True)
+        table.close("c")
+        table.ask("a", 6, live=True)
+        assert formed(table.ask("b", 6, live=True)) == []
+        assert formed(table.pass_ms(400, "a", "b")) == [(("a", "b"), "c is gone")]
+
+    def test_a_redial_asks_on_and_keeps_its_place(self) -> None:
+        table = Table(join_timeout_ms=1_000)
+        table.first_quorum("a", "b", "c")
+        table.ask("a", 6, live=True)
+        table.ask("b", 6, live=True)
+        table.pass_ms(800, "a", "b", "c")
+        table.close("a")
+        table.hello("a", stream=21)
+        table.ask("a", again=True)
+        assert formed(table.pass_ms(300, "a", "b", "c")) == [(("a", "b"), "c is gone")]
+
+    def test_a_loss_withdraws_the_request_with_an_error(self) -> None:
+        table = Table()
+        table.first_quorum("a", "b")
+        table.ask("b", 6, live=True)
+        orders = table.pass_ms(5_100, "a")
+        assert [type(order) for order in orders] == [effects.ReplicaLost, effects.RefuseRequest, effects.TellLost]
+        assert refused(orders) == [Refusal.LOST]
+
+    def test_the_lost_learn_it_when_they_speak(self) -> None:
+        table = Table()
+        table.first_quorum("a", "b")
+        table.pass_ms(5_100, "a")
+        (told,) = table.give(events.BeatReceived(2))
+        assert isinstance(told, effects.TellLost)
+        assert isinstance(table.hello("b", session=2)[0], effects.Welcome)
+
+    def test_a_late_beat_after_a_reported_death_revives_nobody(self) -> None:
+        table = Table()
+        table.first_quorum("a", "b")
+        table.give(events.DeathReported(2, "rank 0 ended"))
+        assert refused(table.give(events.BeatReceived(2))) == [Refusal.DEAD]
+        assert formed(table.ask("a", 6, live=True)) == [(("a",), "b is gone")]
+
+    def test_a_death_lets_the_others_go_on_at_once(self) -> None:
+        table = Table()
+        table.first_quorum("a", "b", "c")
+        table.ask("a", 6, live=True)
+        table.ask("b", 6, live=True)
+        assert formed(table.give(events.DeathReported(3, "rank 0 ended"))) == [(("a", "b"), "c is gone")]
+
+    def test_a_pause_of_the_lighthouse_kills_nobody(self) -> None:
+        table = Table()
+        table.first_quorum("a", "b")
+        table.now_ms += 60_000
+        assert table.tick() == []
+        assert table.pass_ms(4_000, "a", "b") == []
+
+
+class TestHealing:
+    def join(self, **timeouts: int) -> Table:
+        table = Table(join_timeout_ms=500, **timeouts)
+        table.first_quorum("a", "c")
+        table.hello("b")
+        table.ask("b", 0)
+        table.ask("a", 6, live=True)
+        table.ask("c", 6, live=True)
+        table.pass_ms(20_000, "a", "b", "c")  # a long forward
+        table.ask("a", 7, live=True)
+        table.ask("c", 7, live=True)
+        return table
+
+    def test_it_is_waited_for_while_bytes_arrive(self) -> None:
+        table = self.join()
+        for received in range(1, 30):
+            table.give(events.BeatReceived(2, healed_bytes=received))
+            assert formed(table.pass_ms(1_000, "a", "b", "c")) == []
+        assert formed(table.pass_ms(5_000, "a", "b", "c")) == [(("a", "c"), "b is gone")]
+
+    def test_its_source_has_a_heartbeat_timeout_to_begin(self) -> None:
+        table = self.join()
+        assert formed(table.pass_ms(4_800, "a", "b", "c")) == []
+        assert formed(table.pass_ms(300, "a", "b", "c")) == [(("a", "c"), "b is gone")]
+
+    def test_heal_timeout_is_the_most(self) -> None:
+        table = self.join(heal_timeout_ms=25_000)
+        for received in range(1, 5):
+            table.give(events.BeatReceived(2, healed_bytes=received))
+            assert formed(table.pass_ms(1_000, "a", "b", "c")) == []
+        assert formed(table.pass_ms(1_100, "a", "b", "c")) == [(("a", "c"), "b is gone")]
+
+    def test_bytes_of_an_older_life_of_its_server_do_not_hide_the_new_ones(self) -> None:
+        table = self.join()
+        table.give(events.BeatReceived(2, healed_bytes=1_000_000))
+        assert formed(table.pass_ms(2_000, "a", "b", "c")) == []
+        assert table.core._jobs["job"].liveness.replicas["b"].healed_bytes == 1_000_000
+        table.hello("b", session=2)
+        table.give(events.BeatReceived(2, healed_bytes=10))
+        assert table.core._jobs["job"].liveness.replicas["b"].progress_ms == table.now_ms
+
+
+class TestAheadOfTheJob:
+    def test_a_loaded_state_ahead_of_every_live_one_is_refused_by_name(self) -> None:
+        table = Table()
+        table.first_quorum("a")
+        table.hello("b")
+        table.ask("b", 1_000_000, lineage=None)
+        orders = table.ask("a", 6, live=True)
+        assert refused(orders) == [Refusal.AHEAD]
+        assert unchanged(orders) == {1}
+        (message,) = [order.message for order in orders if isinstance(order, effects.RefuseRequest)]
+        assert "b has loaded step 1000000 from outside, ahead of the job's own step 6" in message
+
+    def test_a_job_that_starts_from_a_checkpoint_is_not_refused(self) -> None:
+        table = Table()
+        table.pass_ms(400)
+        for name in ("a", "b"):
+            table.hello(name, ready=True)
+        for name in ("a", "b"):
+            table.ask(name, 5_000, lineage=None)
+        quorum = table.core.quorum("job")
+        assert quorum is not None
+        assert quorum.replica_ids == ("a", "b")
+
+
+class TestWithoutMemory:
+    """The lighthouse died; another one starts at its address and knows nothing."""
+
+    OLD = Quorum(
+        QuorumKey(900_000, 77),
+        tuple(
+            Member(name, session=1, address=f"{name}:1", step=5, lineage=105, init_sync=False, live=True)
+            for name in ("a", "b", "c")
+        ),
+    )
+
+    def comes_back(self, table: Table, *names: str, held: QuorumKey | None = None) -> list[LighthouseEffect]:
+        out: list[LighthouseEffect] = []
+        for name in names:
+            table.held[name] = held or self.OLD.key
+            out += table.hello(name, ready=True)
+        return out
+
+    def test_the_first_that_comes_back_is_asked_and_the_others_are_waited_for(self) -> None:
+        table = Table()
+        assert self.comes_back(table, "a")[-1] == AskForQuorum(1, self.OLD.key)
+        table.ask("a", 6, live=True)
+        assert table.core.waiting_for("job").startswith("the members of quorum 900000.")
+        assert table.give(events.QuorumReported(1, self.OLD)) == []
+        self.comes_back(table, "b", "c")
+        table.ask("b", 6, live=True)
+        orders = table.ask("c", 6, live=True)
+        assert unchanged(orders) == {1, 2, 3}  # the very same quorum stands
+
+    def test_it_forms_on_the_fast_path_even_in_the_first_grace(self) -> None:
+        table = Table()
+        table.now_ms = 100
+        self.test_the_first_that_comes_back_is_asked_and_the_others_are_waited_for()
+
+    def test_a_fresh_replica_that_asks_first_does_not_start_a_job_of_its_own(self) -> None:
+        table = Table()
+        table.hello("x")
+        table.ask("x")
+        assert formed(table.pass_ms(200, "x")) == []
+        assert "has just started" in table.core.waiting_for("job")
+        self.comes_back(table, "a", "b", "c")
+        table.give(events.QuorumReported(1, self.OLD))
+        for name in ("a", "b"):
+            table.ask(name, 6, live=True)
+        assert formed(table.ask("c", 6, live=True)) == [(("a", "b", "c", "x"), "x joined")]
+
+    def test_after_the_first_grace_a_fresh_job_may_start(self) -> None:
+        table = Table()
+        table.hello("x")
+        table.ask("x")
+        assert formed(table.pass_ms(GRACE_MS, "x")) == [(("x",), "it is the first quorum")]
+
+    def test_members_that_do_not_come_back_are_lost_by_their_silence(self) -> None:
+        table = Table(join_timeout_ms=60_000)
+        self.comes_back(table, "a", "b")
+        table.give(events.QuorumReported(1, self.OLD))
+        for name in ("a", "b"):
+            table.ask(name, 6, live=True)
+        assert formed(table.pass_ms(4_900, "a", "b")) == []
+        assert formed(table.pass_ms(200, "a", "b")) == [(("a", "b"), "c is gone")]
+
+    def test_ids_go_above_every_id_reported(self) -> None:
+        table = Table()
+        ahead = QuorumKey(STARTED_MS + 5_000, 1)
+        self.comes_back(table, "a", held=ahead)
+        table.give(events.QuorumReported(1, None))
+        table.pass_ms(400, "a")
+        table.ask("a", 6, live=True)
+        quorum = table.core.quorum("job")
+        assert quorum is not None
+        assert quorum.key.quorum_id == STARTED_MS + 5_001
+
+    def test_the_newest_quorum_counts_whoever_comes_first(self) -> None:
+        table = Table()
+        newer = Quorum(QuorumKey(900_001, 78), self.OLD.members[:2])
+        self.comes_back(table, "c")
+        assert self.comes_back(table, "a", held=newer.key)[-1] == AskForQuorum(1, newer.key)
+        assert table.give(events.QuorumReported(3, self.OLD)) == []  # the older answer comes too late
+        table.give(events.QuorumReported(1, newer))
+        assert table.core.quorum("job") == newer
+
+    @pytest.mark.parametrize("how", ["no longer held", "another one", "stream broke", "silence"])
+    def test_when_one_can_not_say_the_next_best_is_asked(self, how: str) -> None:
+        table = Table()
+        newer = QuorumKey(900_001, 78)
+        self.comes_back(table, "a")
+        table.give(events.QuorumReported(1, self.OLD))
+        self.comes_back(table, "b")
+        self.comes_back(table, "c", held=newer)
+        assert self.comes_back(table, "d", held=newer) == [
+            effects.Welcome(4, 1, STARTED_MS, "cluster")
+        ]  # c is asked already
+        match how:
+            case "no longer held":
+                orders = table.give(events.QuorumReported(3, None))
+            case "another one":
+                orders = table.give(events.QuorumReported(3, self.OLD))
+            case "stream broke":
+                orders = table.close("c")
+            case _:
+                orders = table.pass_ms(5_000, "a", "b", "c", "d")
+        assert AskForQuorum(4, newer) in orders
+        table.give(events.QuorumReported(4, None))
+        assert table.core.quorum("job") == self.OLD  # nobody knows a newer one
+
+    def test_an_answer_that_the_old_one_could_not_give_is_given(self) -> None:
+        """It died between its answers: a has quorum and waits in it for b and c, which asked before anybody knew."""
+        table = Table()
+        before = QuorumKey(899_000, 1)
+        for name in ("b", "c"):
+            table.held[name] = before
+            table.hello(name, ready=True)
+        table.give(events.QuorumReported(2, None))
+        table.give(events.QuorumReported(3, None))
+        for name in ("b", "c"):
+            table.ask(name, 5, live=True)
+        self.comes_back(table, "a")
+        assert whole(table.give(events.QuorumReported(1, self.OLD))) == {2: self.OLD, 3: self.OLD}
+
+    def test_but_not_when_another_member_has_gone_on_from_it(self) -> None:
+        table = Table()
+        self.comes_back(table, "a")
+        table.ask("a", 5, live=True, commit_failures=1)
+        table.held["b"] = QuorumKey(899_000, 1)
+        table.hello("b", ready=True)
+        table.ask("b", 5, live=True)
+        assert whole(table.give(events.QuorumReported(1, self.OLD))) == {}
+        self.comes_back(table, "c")
+        orders = table.ask("c", 5, live=True)
+        assert len(formed(orders)) == 1
+        assert all(quorum.key > self.OLD.key for quorum in whole(orders).values())
+
+    def test_a_quorum_formed_here_is_newer_than_any_reported(self) -> None:
+        table = Table()
+        table.first_quorum("x")
+        assert self.comes_back(table, "a") == [effects.Welcome(1, 1, STARTED_MS, "cluster")]
+
+    def test_a_job_that_was_forgotten_comes_back_as_after_a_restart(self) -> None:
+        """The lighthouse was cut off for a minute: nobody is left, and whoever comes first must not start alone."""
+        table = Table()
+        quorum = table.first_quorum("a", "b")
+        for name in ("a", "b"):
+            table.close(name)
+        table.pass_ms(60_000)
+        assert table.core.jobs == ()
+        assert table.hello("a", ready=True)[-1] == AskForQuorum(1, quorum.key)
+        table.give(events.QuorumReported(1, quorum))
+        assert formed(table.ask("a", 6, live=True)) == []
+        assert formed(table.pass_ms(1_000, "a")) == []
+        table.hello("b", ready=True)
+        assert unchanged(table.ask("b", 6, live=True)) == {1, 2}
+
+
+class TestSeveralLighthouses:
+    def test_an_old_one_that_hears_of_a_newer_answers_nobody_any_more(self) -> None:
+        table = Table()
+        table.first_quorum("a", "b")
+        orders = table.hello("c", lighthouse_started_ms=STARTED_MS + 1)
+        assert {order.stream for order in orders if isinstance(order, effects.RefuseSession)} == {1, 2, 3}
+        assert set(refused(orders)) == {Refusal.OLD_LIGHTHOUSE}
+        assert refused(table.ask("a", 6, live=True)) == [Refusal.OLD_LIGHTHOUSE]
+        assert refused(table.hello("d")) == [Refusal.OLD_LIGHTHOUSE]
+        assert table.pass_ms(10_000) == []
+
+    def test_its_own_start_time_is_no_news(self) -> None:
+        table = Table()
+        assert isinstance(table.hello("a", lighthouse_started_ms=STARTED_MS)[0], effects.Welcome)
+
+
+class TestBadInput:
+    def test_an_id_that_no_lighthouse_gives_does_not_use_up_the_ids(self) -> None:
+        table = Table()
+        assert refused(table.hello("a", held=QuorumKey(MAX_INT64, 1))) == [Refusal.MALFORMED]
+        table.first_quorum("a")
+        table.held["a"] = QuorumKey(MAX_INT64 - 1, 1)
+        assert refused(table.ask("a", 6)) == [Refusal.MALFORMED]
+        assert table.core.quorum("job") is not None
+
+    def test_a_stream_does_not_change_its_job(self) -> None:
+        table = Table()
+        table.first_quorum("a")
+        orders = table.give(events.HelloReceived(1, Hello("other", "a", 1, "a:1")))
+        assert refused(orders) == [Refusal.MALFORMED]
+        assert table.core.jobs == ("job",)
+
+    def test_what_streams_that_nobody_knows_say_is_ignored(self) -> None:
+        table = Table()
+        for event in (
+            events.BeatReceived(9),
+            events.StreamClosed(9),
+            events.DeathReported(9, "x"),
+            events.QuorumReported(9, None),
+            events.RequestWithdrawn(9, 1),
+        ):
+            assert table.give(event) == []
+
+
+def test_nothing_grows_with_time() -> None:
+    """needs.md section 4, fault 10: ids of the dead are forgotten, and so are jobs."""
+    table = Table()
+    table.pass_ms(400)
+    for number in range(200):
+        name = f"a{number}"
+        table.hello(name, stream=1_000 + number)
+        table.ask(name)
+        table.close(name)
+        table.pass_ms(1_000)
+    job = table.core._jobs["job"]
+    assert len(job.liveness.replicas) <= 60
+    assert len(job._asked_since) <= 1
+    table.pass_ms(60_000)
+    assert table.core.jobs == ()
+    assert table.core._job_of_stream == {}
