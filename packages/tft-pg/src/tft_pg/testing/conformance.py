@@ -328,7 +328,7 @@ def shutdown_leaves_nothing(subject: Subject) -> None:
         for group in groups:
             group.shutdown()
         # The store's server notices a client that left a moment later.
-        _until(lambda: _resources() <= before, f"threads, descriptors were {before}, are {_resources()}")
+        _until(lambda: all(now <= then for now, then in zip(_resources(), before, strict=True)))
 
 
 def reconfigure_changes_rank_and_size(subject: Subject) -> None:
@@ -523,13 +523,14 @@ def _resources() -> tuple[int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
-def _until(condition: Callable[[], bool], message: str) -> None:
+def _until(condition: Callable[[], bool]) -> None:
+    """Wait for what nobody tells of."""
     pause = threading.Event()
     for _ in range(500):
         if condition():
             return
         pause.wait(0.01)
-    raise AssertionError(message)
+    raise AssertionError("threads or descriptors were left behind")
 
 
 CHECKS: tuple[Callable[[Subject], None], ...] = (
