@@ -78,16 +78,14 @@ class SimulationFailed(AssertionError):
 
 
 def commit_bound_ms(timeouts: Timeouts) -> int:
-    """I6: within this after the last fault a step commits.
+    """I6: within this after the last fault a step commits; twice that, and all replicas commit one together.
 
-    A trainer may have just entered a rendezvous, a healing or a reduction that can't end, and a vote after it: each
-    ends by `timeout_ms`. It then asks; a quorum waits for a silent replica until it is lost, for a late one until
-    `join_timeout_ms`, for one that heals until `heal_timeout_ms`. That may happen twice, because the first attempt may
-    show another that its group can't be used.
+    A trainer may just have entered a rendezvous, a transfer or a reduction that can't end, and a vote after it: each
+    ends by `timeout_ms`. Or it asks on behalf of a group whose other rank does not: by `quorum_timeout_ms`. Then the
+    quorum waits for the silent until they are lost, and for the late until `join_timeout_ms`.
     """
-    stuck_ms = 4 * timeouts.timeout_ms + timeouts.quorum_timeout_ms
-    waited_ms = timeouts.heartbeat_timeout_ms + max(timeouts.join_timeout_ms, timeouts.heal_timeout_ms)
-    return 2 * (stuck_ms + waited_ms)
+    stuck_ms = 2 * timeouts.timeout_ms + timeouts.quorum_timeout_ms
+    return stuck_ms + timeouts.heartbeat_timeout_ms + timeouts.join_timeout_ms
 
 
 def simulate(

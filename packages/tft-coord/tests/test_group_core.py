@@ -1,0 +1,314 @@
+"""The manager server's core: one voice of a group's ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tft_coord.core import effects, events
+from tft_coord.core.effects import GroupEffect
+from tft_coord.core.group import GroupCore
+from tft_coord.core.types import Member, Purpose, Quorum, QuorumKey, RankRequest
+from tft_coord.errors import ProtocolError
+from tft_coord.timeouts import Timeouts
+
+KEY = QuorumKey(7, 9)
+
+
+def group(world_size: int = 2) -> GroupCore:
+    core = GroupCore(replica_id="a", address="a:1", store_address="a:2", world_size=world_size, timeouts=Timeouts())
+    for rank in range(world_size):
+        core.handle(events.RankConnected(rank, rank + 1), 0)
+    return core
+
+
+def request(step: int = 3, **changes: object) -> RankRequest:
+    return RankRequest(**{"step": step, "lineage": 100 + step, "held": KEY, **changes})  # type: ignore[arg-type]
+
+
+def asked(core: GroupCore, rank: int, call: int, said: RankRequest, deadline_ms: int = 60_000) -> list[GroupEffect]:
+    return core.handle(events.RankAsked(rank, call, said, deadline_ms), 0)
+
+
+def both(core: GroupCore, first: RankRequest, second: RankRequest) -> effects.AskLighthouse:
+    asked(core, 0, 10, first)
+    (order,) = asked(core, 1, 11, second)
+    assert isinstance(order, effects.AskLighthouse)
+    return order
+
+
+def other(name: str, step: int = 3, **changes: object) -> Member:
+    return Member(name, address=f"{name}:1", store_address=f"{name}:2", step=step, lineage=100 + step, **changes)  # type: ignore[arg-type]
+
+
+def quorum(*members: Member) -> Quorum:
+    return Quorum(KEY, members)
+
+
+class TestMerge:
+    """needs.md section 4, fault 12: not the last rank that joined counts, but all of them."""
+
+    def test_it_asks_when_all_ranks_have(self) -> None:
+        core = group(3)
+        assert asked(core, 2, 12, request()) == []
+        assert asked(core, 0, 10, request()) == []
+        (order,) = asked(core, 1, 11, request())
+        assert isinstance(order, effects.AskLighthouse)
+        assert (order.member.replica_id, order.member.address, order.member.store_address) == ("a", "a:1", "a:2")
+        assert (order.member.step, order.member.lineage, order.member.world_size) == (3, 103, 3)
+        assert (order.held, order.member.torn) == (KEY, False)
+
+    @pytest.mark.parametrize("turned", [False, True])
+    @pytest.mark.parametrize(
+        ("name", "values", "merged"),
+        [
+            ("commit_failures", (0, 2), 2),
+            ("failed_heals", (1, 0), 1),
+            ("shrink_only", (False, True), True),
+            ("needs_configure", (True, False), True),
+            ("torn", (False, True), True),
+            ("live", (True, False), False),
+            ("allow_heal", (True, False), False),
+            ("init_sync", (False, True), True),
+            ("min_replica_size", (1, 2), 2),
+        ],
+    )
+    def test_of_every_rank(self, name: str, values: tuple[object, object], merged: object, turned: bool) -> None:
+        first, second = (values[1], values[0]) if turned else values
+        order = both(group(), request(**{name: first}), request(**{name: second}))
+        assert getattr(order.member, name) == merged
+
+    @pytest.mark.parametrize("odd", [request(4), request(lineage=1), request(lineage=None)], ids=str)
+    def test_ranks_with_different_states_are_torn(self, odd: RankRequest) -> None:
+        order = both(group(), request(), odd)
+        assert order.member.torn
+        assert order.member.step == 3
+        assert order.member.lineage is None
+
+    def test_ranks_that_hold_different_quorums_hold_none(self) -> None:
+        assert both(group(), request(), request(held=QuorumKey(6, 1))).held is None
+
+    def test_ranks_that_loaded_one_step_are_one_state(self) -> None:
+        member = both(group(), request(lineage=None), request(lineage=None)).member
+        assert (member.torn, member.lineage) == (False, None)
+
+    def test_handles_go_by_rank(self) -> None:
+        order = both(group(), request(reconfigure_handle="x"), request())
+        assert order.member.reconfigure_handles == ("x", "")
+        assert both(group(), request(), request()).member.reconfigure_handles == ()
+
+    def test_a_rank_out_of_range_is_told_what_to_check(self) -> None:
+        (order,) = asked(group(), 2, 10, request())
+        assert isinstance(order, effects.FailRank)
+        assert order.code == "malformed"
+        assert "rank 2 asks in replica a, which has world size 2" in order.message
+
+    def test_a_group_has_a_rank(self) -> None:
+        with pytest.raises(ProtocolError, match="world_size 0; give at least 1"):
+            group(0)
+
+
+class TestAnswers:
+    def test_every_rank_gets_its_plan(self) -> None:
+        core = group()
+        order = both(core, request(), request())
+        answers = core.handle(events.QuorumArrived(order.request, quorum(order.member, other("b"))), 0)
+        plans = [each for each in answers if isinstance(each, effects.AnswerPlan)]
+        assert [(each.call, each.rank, each.plan.replica_id) for each in plans] == [(10, 0, "a"), (11, 1, "a")]
+        assert [each.plan.store_address for each in plans] == ["a:2", "b:2"]
+
+    def test_an_answer_to_another_request_is_ignored(self) -> None:
+        core = group()
+        order = both(core, request(), request())
+        late = quorum(order.member)
+        assert core.handle(events.QuorumArrived(order.request + 1, late), 0) == []
+        assert core.handle(events.QuorumArrived(order.request, late), 0) != []
+        assert core.handle(events.QuorumArrived(order.request, late), 0) == []
+
+    def test_a_refusal_reaches_every_rank(self) -> None:
+        core = group()
+        order = both(core, request(), request())
+        orders = core.handle(events.RequestRefused(order.request, "ahead", "load an older one"), 0)
+        fails = [each for each in orders if isinstance(each, effects.FailRank)]
+        assert [(each.rank, each.code, each.message) for each in fails] == [
+            (0, "ahead", "load an older one"),
+            (1, "ahead", "load an older one"),
+        ]
+        assert core.handle(events.RequestRefused(order.request, "ahead", "again"), 0) == []
+
+    def test_a_quorum_without_a_state_to_go_on_from_fails_with_a_sentence(self) -> None:
+        core = group()
+        order = both(core, request(torn=True), request(torn=True))
+        orders = core.handle(events.QuorumArrived(order.request, quorum(order.member)), 0)
+        (first, second) = [each for each in orders if isinstance(each, effects.FailRank)]
+        assert "restart the job from its last durable checkpoint" in first.message
+        assert (first.code, second.code) == ("malformed", "malformed")
+
+
+class TestUnchanged:
+    def after(self, *others: Member) -> GroupCore:
+        """A group that holds a quorum with these."""
+        core = group()
+        order = both(core, request(), request())
+        core.handle(events.QuorumArrived(order.request, quorum(order.member, *others)), 0)
+        return core
+
+    def next(self, core: GroupCore) -> list[GroupEffect]:
+        order = both(core, request(4), request(4))
+        return core.handle(events.UnchangedArrived(order.request, KEY), 0)
+
+    def test_a_plan_in_which_all_held_the_state_stands(self) -> None:
+        assert self.next(self.after(other("b"))) == [
+            effects.AnswerRankUnchanged(10, 0, KEY),
+            effects.AnswerRankUnchanged(11, 1, KEY),
+        ]
+
+    def test_after_a_healing_the_plan_is_a_new_one(self) -> None:
+        """Who healed counts now. The plan that the ranks hold still has it giving zeros, and dividing by one less."""
+        core = self.after(other("b", 1))
+        orders = self.next(core)
+        plans = [each.plan for each in orders if isinstance(each, effects.AnswerPlan)]
+        assert len(plans) == 2
+        assert all(plan.participants == (0, 1) for plan in plans)
+        assert all((plan.heal, plan.serve, plan.step, plan.lineage) == (False, False, 4, 104) for plan in plans)
+        # From then on it stands.
+        order = both(core, request(5), request(5))
+        assert [type(each) for each in core.handle(events.UnchangedArrived(order.request, KEY), 0)] == [
+            effects.AnswerRankUnchanged,
+            effects.AnswerRankUnchanged,
+        ]
+
+    def test_settings_survive(self) -> None:
+        core = self.after(replace(other("b", 1), data="x", fixed_with_spares=True))
+        self.next(core)
+        assert core.quorum is not None
+        assert core.quorum.members[1].data == "x"
+
+    def test_of_a_quorum_that_it_does_not_hold_it_is_an_error(self) -> None:
+        core = group()
+        order = both(core, request(), request())
+        orders = core.handle(events.UnchangedArrived(order.request, KEY), 0)
+        assert {each.code for each in orders if isinstance(each, effects.FailRank)} == {"malformed"}
+
+
+class TestWithdrawal:
+    """needs.md section 4, fault 5."""
+
+    def test_a_rank_that_goes_away_takes_the_groups_request_with_it(self) -> None:
+        core = group()
+        order = both(core, request(), request())
+        assert core.handle(events.RankWithdrew(1, 11), 0) == [effects.WithdrawFromLighthouse(order.request)]
+        assert core.handle(events.QuorumArrived(order.request, quorum(order.member)), 0) == []
+        (again,) = asked(core, 1, 12, request())
+        assert isinstance(again, effects.AskLighthouse)
+        assert again.request > order.request
+
+    def test_another_call_of_that_rank_is_not_meant(self) -> None:
+        core = group()
+        both(core, request(), request())
+        assert core.handle(events.RankWithdrew(1, 99), 0) == []
+
+    def test_a_rank_that_asks_again_voids_its_older_call(self) -> None:
+        core = group()
+        order = both(core, request(), request())
+        orders = asked(core, 0, 12, request(4))
+        assert orders[0] == effects.WithdrawFromLighthouse(order.request)
+        assert isinstance(orders[1], effects.FailRank)
+        assert (orders[1].call, orders[1].code) == (10, "stale")
+        assert isinstance(orders[2], effects.AskLighthouse)
+
+    def test_a_deadline_says_what_it_waited_for(self) -> None:
+        core = group()
+        asked(core, 0, 10, request(), deadline_ms=500)
+        assert core.next_deadline_ms() == 500
+        (order,) = core.tick(500)
+        assert isinstance(order, effects.FailRank)
+        assert order.code == "deadline"
+        assert order.message == (
+            "rank 0 of replica a got no quorum in time; rank 1 of the group has not asked; look whether it hangs"
+        )
+
+    def test_a_deadline_of_one_rank_leaves_the_other_waiting(self) -> None:
+        core = group()
+        asked(core, 0, 10, request(), deadline_ms=500)
+        (ask,) = asked(core, 1, 11, request(), deadline_ms=900)
+        orders = core.tick(500)
+        assert [type(each) for each in orders] == [effects.WithdrawFromLighthouse, effects.FailRank]
+        assert isinstance(ask, effects.AskLighthouse)
+        assert core.next_deadline_ms() == 900
+
+
+class TestLoss:
+    def test_a_rank_whose_stream_is_not_back_within_the_grace_ends_the_group(self) -> None:
+        core = group()
+        asked(core, 0, 10, request())
+        core.handle(events.RankDisconnected(1, 2), 1_000)
+        assert core.next_deadline_ms() == 1_300
+        assert core.tick(1_299) == []
+        report, fail = core.tick(1_300)
+        assert report == effects.ReportDeath("rank 1's stream broke and was not back within 300 ms")
+        assert isinstance(fail, effects.FailRank)
+        assert (fail.rank, fail.code) == (0, "group_lost")
+        (later,) = asked(core, 0, 12, request())
+        assert isinstance(later, effects.FailRank)
+        assert "end this process and start the group again" in later.message
+        assert core.lost is not None
+
+    def test_one_that_is_back_in_time_was_never_away(self) -> None:
+        core = group()
+        core.handle(events.RankDisconnected(1, 2), 1_000)
+        core.handle(events.RankConnected(1, 5), 1_299)
+        assert core.tick(2_000) == []
+        core.handle(events.RankDisconnected(1, 2), 2_000)  # the older stream, late
+        assert core.tick(9_000) == []
+
+    def test_a_death_needs_no_grace_and_seals_the_vote(self) -> None:
+        core = group()
+        core.handle(events.RankVoted(0, 20, KEY, 3, Purpose.COMMIT, True, 60_000), 0)
+        report, verdict = core.handle(events.RankDied(1, "signal 9"), 0)
+        assert report == effects.ReportDeath("rank 1 ended: signal 9")
+        assert verdict == effects.AnswerVote(20, 0, False)
+        assert core.handle(events.RankDied(0, "signal 9"), 0) == []  # reported once
+
+    def test_a_clean_goodbye_is_a_loss_at_once(self) -> None:
+        orders = group().handle(events.RankDisconnected(1, 2, left=True), 0)
+        assert orders == [effects.ReportDeath("rank 1 shut down")]
+
+
+class TestVotes:
+    def vote(self, core: GroupCore, rank: int, call: int, yes: bool = True, step: int = 3) -> list[GroupEffect]:
+        return core.handle(events.RankVoted(rank, call, KEY, step, Purpose.COMMIT, yes, 500), 0)
+
+    def test_all_get_the_verdict(self) -> None:
+        core = group()
+        assert self.vote(core, 0, 20) == []
+        assert self.vote(core, 1, 21) == [effects.AnswerVote(20, 0, True), effects.AnswerVote(21, 1, True)]
+
+    def test_it_stays_until_every_rank_has_asked_for_the_next_quorum(self) -> None:
+        core = group()
+        self.vote(core, 0, 20)
+        self.vote(core, 1, 21)
+        asked(core, 0, 10, request(4))
+        assert self.vote(core, 1, 22, yes=False) == [effects.AnswerVote(22, 1, True)]
+        asked(core, 1, 11, request(4))
+        assert self.vote(core, 1, 23, yes=False) == [effects.AnswerVote(23, 1, False)]
+
+    def test_a_deadline_is_kept_by_tick(self) -> None:
+        core = group()
+        self.vote(core, 0, 20)
+        assert core.next_deadline_ms() == 500
+        assert core.tick(500) == [effects.AnswerVote(20, 0, False)]
+        assert core.next_deadline_ms() is None
+
+    def test_a_rank_out_of_range_is_told(self) -> None:
+        (order,) = self.vote(group(), 7, 20)
+        assert isinstance(order, effects.FailRank)
+        assert "rank 7 votes in replica a" in order.message
+
+
+def test_where_a_ranks_state_can_be_fetched() -> None:
+    core = group()
+    assert core.checkpoint_metadata(0) is None
+    asked(core, 0, 10, request(checkpoint_metadata="http://a:5"))
+    assert core.checkpoint_metadata(0) == "http://a:5"

@@ -1,0 +1,128 @@
+"""The simulator: 200 seeds in every run, thousands on request, and the same trace wherever a seed is run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tft_coord.core.commit import Votes
+from tft_coord.testing import Marks, SimulationFailed, simulate
+from tft_coord.testing.__main__ import main
+from tft_coord.testing.simulator import FAULT_NAMES
+
+SEEDS = range(200)
+# What random seeds have to come by: each fault, and the scenarios of protocol.md that have a transcript.
+REACHED = (
+    *FAULT_NAMES,
+    # join, two joins, death, slow joiner, shrink_only, split brain, commit failure
+    "new id: joined",
+    "new id: two joined at once",
+    "new id: is gone",
+    "new id: failed to commit",
+    "a replica loaded for a while",
+    "waited: join_timeout ends",
+    "waited: a majority is needed",
+    "waited: a survivor of the last quorum",
+    "waited: of min_replicas",
+    "unchanged was answered",
+    "a group healed",
+    "a healing failed",
+    "waited: heals and its bytes arrive",
+    # how a replica is lost
+    "lost: its manager server reports",
+    "lost: its stream broke",
+    "lost: silent",
+    "lost: replaced by",
+    "the living were told that they are lost",
+    "refused: dead",
+    # 1: snapshots
+    "a snapshot of another step was refused",
+    # 2: verdicts
+    "a vote was said again",
+    "a deadline sealed a vote",
+    "an open vote was taken for a no",
+    "a trainer ended itself: vote: manager_died",
+    # 3: a lighthouse without memory
+    "a lighthouse without memory asked for a quorum",
+    "waited: has just started",
+    "waited: the members of quorum",
+    # 7: the same list
+    "the same list got a new id",
+    "new id: can't use its process group",
+    "new id: has a newer session",
+    "a key was not used twice",
+    "an answer was given again",
+    "request refused: ahead",
+    "a request was withdrawn",
+    # 9: a partial commit
+    "one group committed what another lost",
+    "a lost step was committed again by others",
+)
+
+
+@pytest.mark.timeout(180)
+def test_two_hundred_seeds_keep_the_invariants_and_reach_every_case() -> None:
+    marks = Marks()
+    for seed in SEEDS:
+        marks.add(simulate(seed).marks)
+    assert marks.missing(REACHED) == [], f"\n{marks}"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_many_seeds(request: pytest.FixtureRequest) -> None:
+    for seed in range(1_000, 1_000 + request.config.getoption("--simulator-seeds", default=20_000)):
+        simulate(seed)
+
+
+def test_the_same_seed_gives_the_same_trace_under_any_hash_seed() -> None:
+    code = "from tft_coord.testing import simulate\nfor seed in (1, 2, 4, 7): print(simulate(seed).trace_digest)"
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=50,
+        ).stdout
+        for hash_seed in ("0", "1", "12345")
+    ]
+    assert runs[0] == runs[1] == runs[2]
+    assert len(set(runs[0].split())) == 4
+    assert runs[0].split() == [simulate(seed).trace_digest for seed in (1, 2, 4, 7)]
+
+
+def test_a_failing_seed_says_how_to_run_it_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cast = Votes.cast
+
+    def always_yes(self: Votes, *arguments: object) -> list[tuple[int, int, bool]]:
+        return [(call, rank, True) for call, rank, _ in cast(self, *arguments)]  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Votes, "cast", always_yes)
+
+    def many() -> None:
+        for seed in range(100):
+            simulate(seed)
+
+    with pytest.raises(SimulationFailed, match=r"run it again: python -m tft_coord\.testing --seed") as caught:
+        many()
+    assert "I5: " in str(caught.value)
+    assert "the last events:" in str(caught.value)
+    assert main(["--seed", str(caught.value.seed)]) == 1
+    assert f"seed {caught.value.seed} failed: I5" in capsys.readouterr().err
+
+
+def test_the_command_runs_seeds_and_shows_their_marks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seeds", "3"]) == 0
+    told = capsys.readouterr().out
+    assert "3 seeds from 0: all invariants hold" in told
+    assert main(["--seed", "2"]) == 0
+    assert "seed 2: " in capsys.readouterr().out
+    assert main(["--seed", "2", "--trace"]) == 0
+    assert "lighthouse QuorumFormed(" in capsys.readouterr().out

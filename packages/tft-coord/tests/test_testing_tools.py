@@ -1,0 +1,321 @@
+"""The tools that test the rest: virtual time, processes, the network in memory, marks, and the invariant checkers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from tft_coord.core.types import Member, Purpose, Quorum, QuorumKey
+from tft_coord.testing import (
+    EventBudgetExceeded,
+    Fate,
+    InvariantBroken,
+    Invariants,
+    Marks,
+    Network,
+    Process,
+    Rule,
+    Stream,
+    VirtualClock,
+)
+from tft_coord.testing.invariants import Contribution, Held, Round
+
+
+class TestClock:
+    def test_events_happen_in_order_and_equal_times_as_they_came(self) -> None:
+        clock = VirtualClock()
+        seen: list[tuple[int, str]] = []
+        for name, at_ms in (("late", 9), ("first", 5), ("second", 5), ("third", 5)):
+            clock.at(at_ms, lambda name=name: seen.append((clock.now_ms, name)))  # type: ignore[misc]
+        clock.run_until(100)
+        assert seen == [(5, "first"), (5, "second"), (5, "third"), (9, "late")]
+        assert clock.now_ms == 100
+
+    def test_what_is_cancelled_does_not_happen(self) -> None:
+        clock = VirtualClock()
+        timer = clock.after(5, lambda: pytest.fail("cancelled"))
+        timer.cancel()
+        timer.cancel()
+        clock.run_until(10)
+        assert clock.num_events == 0
+
+    def test_a_run_can_end_at_an_event(self) -> None:
+        clock = VirtualClock()
+        seen: list[int] = []
+        for at_ms in (1, 2, 3):
+            clock.at(at_ms, lambda: seen.append(clock.now_ms))
+        assert clock.run_until(10, stop=lambda: len(seen) == 2)
+        assert (seen, clock.now_ms) == ([1, 2], 2)
+        assert not clock.run_until(10)
+
+    def test_a_livelock_ends(self) -> None:
+        clock = VirtualClock(budget_events=100)
+
+        def again() -> None:
+            clock.after(0, again)
+
+        again()
+        with pytest.raises(EventBudgetExceeded, match="100 events have happened by 0 ms"):
+            clock.run_until(1)
+
+
+def cable(keepalive_ms: int = 1_000) -> tuple[VirtualClock, Network, Process, Process, list[object], list[object]]:
+    clock = VirtualClock()
+    network = Network(clock, random.Random(1), delay_ms=(1, 9), keepalive_ms=keepalive_ms)
+    return clock, network, Process("a", clock), Process("b", clock), [], []
+
+
+def stream_of(
+    clock: VirtualClock, network: Network, client: Process, server: Process, heard: list[object], answered: list[object]
+) -> Stream:
+    opened: list[Stream] = []
+
+    def accepted(stream: Stream) -> None:
+        stream.listen(server, heard.append, lambda: heard.append("closed"))
+
+    def open_(stream: Stream) -> None:
+        stream.listen(client, answered.append, lambda: answered.append("closed"))
+        opened.append(stream)
+
+    network.dial(client, server, accepted=accepted, opened=open_, failed=lambda: answered.append("failed"))
+    clock.run_until(clock.now_ms + 50)
+    assert opened
+    return opened[0]
+
+
+class TestNetwork:
+    def test_a_stream_keeps_its_order_whatever_the_delays(self) -> None:
+        clock, network, a, b, heard, answered = cable()
+        stream = stream_of(clock, network, a, b, heard, answered)
+        for number in range(100):
+            stream.send(a, number)
+        stream.send(b, "back")
+        stream.close(a)
+        clock.run_until(500)
+        assert heard == [*range(100), "closed"]
+        assert answered == ["back"] or answered == []
+
+    def test_a_drop_breaks_the_stream_for_both(self) -> None:
+        clock, network, a, b, heard, answered = cable()
+        stream = stream_of(clock, network, a, b, heard, answered)
+        stream.send(a, 1)
+        network.add(Rule("a", "b", Fate.DROP))
+        stream.send(a, 2)
+        stream.send(a, 3)
+        clock.run_until(500)
+        assert heard == [1, "closed"]
+        assert answered == ["closed"]
+
+    def test_a_short_cut_delays_and_a_long_one_breaks(self) -> None:
+        clock, network, a, b, heard, answered = cable(keepalive_ms=1_000)
+        stream = stream_of(clock, network, a, b, heard, answered)
+        rule = network.add(Rule("a", "b", Fate.PARTITION))
+        stream.send(a, 1)
+        stream.send(a, 2)
+        clock.run_until(clock.now_ms + 900)
+        assert heard == []
+        network.remove(rule)
+        clock.run_until(clock.now_ms + 200)
+        assert heard == [1, 2]
+        network.add(Rule("b", "a", Fate.PARTITION))  # one way only: nothing is acknowledged
+        clock.run_until(clock.now_ms + 1_100)
+        assert heard == [1, 2, "closed"]
+        assert answered == ["closed"]
+
+    def test_what_is_held_waits_as_long_as_one_likes(self) -> None:
+        clock, network, a, b, heard, answered = cable()
+        stream = stream_of(clock, network, a, b, heard, answered)
+        rule = network.add(Rule("a", "b", Fate.HOLD))
+        stream.send(a, 1)
+        clock.run_until(60_000)
+        assert heard == []
+        network.remove(rule)
+        clock.run_until(60_100)
+        assert heard == [1]
+
+    def test_the_newest_rule_that_fits_counts(self) -> None:
+        clock, network, a, b, heard, answered = cable()
+        stream = stream_of(clock, network, a, b, heard, answered)
+        network.add(Rule("*", "*", Fate.DROP))
+        network.add(Rule("a", "?", Fate.DELAY, 100, 100))
+        before_ms = clock.now_ms
+        stream.send(a, 1)
+        clock.run_until(before_ms + 99)
+        assert heard == []
+        clock.run_until(before_ms + 100)
+        assert heard == [1]
+
+    def test_the_killed_are_noticed_at_once_and_the_vanished_after_the_keepalive(self) -> None:
+        for vanish, noticed_ms in ((False, 10), (True, 1_010)):
+            clock, network, a, b, heard, answered = cable(keepalive_ms=1_000)
+            stream_of(clock, network, a, b, heard, answered)
+            died_ms = clock.now_ms
+            b.end(vanish=vanish)
+            network.ended(b)
+            clock.run_until(died_ms + noticed_ms - 10)
+            assert answered == []
+            clock.run_until(died_ms + noticed_ms)
+            assert answered == ["closed"]
+
+    @pytest.mark.parametrize("how", ["killed", "vanished", "dropped", "cut"])
+    def test_a_dial_that_can_not_succeed_fails(self, how: str) -> None:
+        clock, network, a, b, _, answered = cable(keepalive_ms=1_000)
+        if how in ("killed", "vanished"):
+            b.end(vanish=how == "vanished")
+        else:
+            network.add(Rule("a", "b", Fate.DROP if how == "dropped" else Fate.PARTITION))
+        network.dial(
+            a,
+            b,
+            accepted=lambda _: pytest.fail("accepted"),
+            opened=lambda _: pytest.fail("opened"),
+            failed=lambda: answered.append("failed"),
+        )
+        clock.run_until(5_000)
+        assert answered == ["failed"]
+
+    def test_a_dial_to_one_that_dies_before_the_client_knows_fails(self) -> None:
+        clock, network, a, b, _, answered = cable()
+
+        def accepted(stream: Stream) -> None:
+            b.end()
+            network.ended(b)
+
+        network.dial(
+            a, b, accepted=accepted, opened=lambda _: pytest.fail("opened"), failed=lambda: answered.append("failed")
+        )
+        clock.run_until(5_000)
+        assert answered == ["failed"]
+
+    def test_a_lost_call_is_an_error_at_its_sender(self) -> None:
+        clock, network, a, b, heard, answered = cable()
+        network.add(Rule("a", "b", Fate.DROP))
+        network.message(a, b, lambda: heard.append("call"), lambda: answered.append("lost"))
+        clock.run_until(100)
+        assert (heard, answered) == ([], ["lost"])
+
+
+class TestProcess:
+    def test_a_stopped_one_does_everything_when_it_wakes_up(self) -> None:
+        clock = VirtualClock()
+        process = Process("a", clock)
+        seen: list[str] = []
+        actions: list[Callable[[], None]] = [lambda: seen.append("one"), lambda: seen.append("two")]
+        process.stop()
+        for action in actions:
+            process.run(action)
+        process.after(10, lambda: seen.append("timer"))
+        clock.run_until(100)
+        assert seen == []
+        process.resume()
+        assert seen == ["one", "two", "timer"]
+
+    def test_a_dead_one_does_nothing_any_more(self) -> None:
+        process = Process("a", VirtualClock())
+        process.stop()
+        process.run(lambda: pytest.fail("dead"))
+        process.end()
+        process.resume()
+        process.run(lambda: pytest.fail("dead"))
+        assert not process.alive
+
+
+def test_marks_count_and_tell_what_is_missing() -> None:
+    marks, more = Marks(), Marks()
+    marks.hit("a")
+    more.hit("a")
+    more.hit("b")
+    marks.add(more)
+    assert (marks["a"], marks["b"], marks["c"]) == (2, 1, 0)
+    assert marks.missing(["c", "a", "d"]) == ["c", "d"]
+    assert str(marks) == "       2  a\n       1  b"
+
+
+KEY = QuorumKey(7, 1)
+ROUND = Round(KEY, 3, 103, Purpose.COMMIT)
+
+
+def quorum(key: QuorumKey, *names: str) -> Quorum:
+    return Quorum(key, tuple(Member(name) for name in names))
+
+
+class TestInvariants:
+    """The checkers themselves: a checker that never complains proves nothing."""
+
+    def broken(self, number: str, *calls: Callable[[Invariants], None]) -> None:
+        looking = Invariants()
+        for call in calls[:-1]:
+            call(looking)
+        with pytest.raises(InvariantBroken, match=f"^{number}: ") as caught:
+            calls[-1](looking)
+        assert caught.value.invariant == number
+
+    def test_ids_rise(self) -> None:
+        self.broken("I1", lambda i: i.formed(quorum(KEY, "a")), lambda i: i.formed(quorum(QuorumKey(7, 2), "a")))
+        self.broken("I1", lambda i: i.formed(quorum(KEY, "a")), lambda i: i.formed(quorum(QuorumKey(6, 2), "a")))
+        self.broken("I1", lambda i: i.answered("a", quorum(KEY, "a")))
+        self.broken(
+            "I1",
+            lambda i: i.formed(quorum(QuorumKey(6, 1), "a")),
+            lambda i: i.formed(quorum(KEY, "a")),
+            lambda i: i.answered("a", quorum(KEY, "a")),
+            lambda i: i.answered("a", quorum(QuorumKey(6, 1), "a")),
+        )
+
+    def test_all_see_the_same_members(self) -> None:
+        self.broken(
+            "I2",
+            lambda i: i.formed(quorum(KEY, "a", "b")),
+            lambda i: i.answered("a", quorum(KEY, "a", "b")),
+            lambda i: i.answered("b", quorum(KEY, "b")),
+        )
+        self.broken("I2", lambda i: i.formed(quorum(KEY, "a")), lambda i: i.answered("b", quorum(KEY, "a")))
+
+    def test_one_mean_is_of_one_state(self) -> None:
+        one, two = Held(3, 103, "w1"), Held(3, 103, "w2")
+        given = {"a": Contribution("a", one, "g"), "b": Contribution("b", two, "h")}
+        self.broken("I3", lambda i: i.reduced(KEY, 0, given))
+        zeros = {**given, "b": Contribution("b", two, None)}
+        Invariants().reduced(KEY, 0, zeros)
+
+    def test_one_name_is_one_state(self) -> None:
+        self.broken("I3", lambda i: i.holds("a", 0, Held(3, 103, "w1")), lambda i: i.holds("b", 0, Held(3, 103, "w2")))
+
+    def test_a_commit_needs_a_yes_and_happens_once(self) -> None:
+        after = Held(4, 104, "w4")
+
+        def yes(looking: Invariants) -> None:
+            looking.voted("a", 0, ROUND, True)
+            looking.decided("a", 1, ROUND, True)
+
+        def commit(looking: Invariants) -> None:
+            looking.committed("a", 0, ROUND, 1, after)
+
+        self.broken("I5", commit)
+        self.broken("I5", yes, commit, commit)
+
+    def test_verdicts_are_final_and_of_all_ranks(self) -> None:
+        self.broken("I5", lambda i: i.voted("a", 0, ROUND, True), lambda i: i.decided("a", 2, ROUND, True))
+        self.broken("I5", lambda i: i.decided("a", 2, ROUND, False), lambda i: i.decided("a", 2, ROUND, True))
+        self.broken("I5", lambda i: i.voted("a", 0, ROUND, True), lambda i: i.voted("a", 0, ROUND, False))
+        self.broken(
+            "I5",
+            lambda i: i.voted("a", 0, ROUND, True),
+            lambda i: i.decided("a", 1, ROUND, True),
+            lambda i: i.decided("a", 1, ROUND, False),
+        )
+
+    def test_those_that_commit_end_alike(self) -> None:
+        def both(looking: Invariants) -> None:
+            for name in ("a", "b"):
+                looking.voted(name, 0, ROUND, True)
+                looking.decided(name, 1, ROUND, True)
+
+        self.broken(
+            "I3",
+            both,
+            lambda i: i.committed("a", 0, ROUND, 2, Held(4, 104, "w4")),
+            lambda i: i.committed("b", 0, ROUND, 2, Held(4, 104, "w5")),
+        )
