@@ -97,8 +97,9 @@ def test_a_step_that_one_replica_lost_is_healed_before_its_gradients_count(new_j
 
 def test_a_spare_steps_in_when_a_participant_dies(new_job: NewJob, kill: Kill) -> None:
     job = new_job()
-    settings = {"world_size_mode": WorldSizeMode.FIXED_WITH_SPARES, "min_replica_size": 2}
-    trainers = [job.start(name, **settings) for name in ("a", "b", "c")]
+    trainers = [
+        job.start(name, world_size_mode=WorldSizeMode.FIXED_WITH_SPARES, min_replica_size=2) for name in ("a", "b", "c")
+    ]
     job.until(lambda: all(trainer.step >= 10 for trainer in trainers), "all three train")
     kill(trainers[0].process.pid or 0)
     before = max(trainer.step for trainer in trainers)

@@ -131,7 +131,7 @@ def _train(spec: Spec, connection: Connection) -> None:
         adam.load_state_dict(state["optimizer"])
         connection.send(Event("healed", digest=digest(take())))
 
-    settings = {"timeout": timedelta(seconds=10), "hostname": "localhost"} | spec.settings
+    settings: dict[str, Any] = {"timeout": timedelta(seconds=10), "hostname": "localhost"} | spec.settings
     with Manager(
         ProcessGroupGloo(), load, take, replica_id=spec.name, lighthouse_addr=spec.lighthouse, **settings
     ) as manager:
