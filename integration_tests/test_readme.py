@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Final
 
 import pytest
 
+from integration_tests.conftest import Spawn
 from tft_lighthouse import LighthouseServer
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -39,6 +40,16 @@ def lighthouse_address() -> Iterator[str]:
         yield lighthouse.address
 
 
+def run_example(folder: Path, lighthouse_address: str) -> None:
+    """What the child process does: run example.py as a script, with its output in a file beside it."""
+    os.chdir(folder)
+    os.environ["TFT_LIGHTHOUSE"] = lighthouse_address
+    with open("output", "w", encoding="utf-8", buffering=1) as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        runpy.run_path(str(folder / "example.py"), run_name="__main__")
+
+
 def examples() -> list[tuple[Path, int]]:
     return [(readme, index) for readme in READMES for index, _ in enumerate(blocks(readme, "python"))]
 
@@ -47,14 +58,13 @@ def examples() -> list[tuple[Path, int]]:
     ("readme", "index"),
     [pytest.param(readme, index, id=f"{readme.parent.name}-{index}") for readme, index in examples()],
 )
-def test_a_python_block_runs_as_printed(readme: Path, index: int, lighthouse_address: str, tmp_path: Path) -> None:
-    script = tmp_path / "example.py"
-    script.write_text(blocks(readme, "python")[index], encoding="utf-8")
-    environment = {**os.environ, "TFT_LIGHTHOUSE": lighthouse_address}
-    done = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=50, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_a_python_block_runs_as_printed(
+    readme: Path, index: int, lighthouse_address: str, tmp_path: Path, spawn: Spawn
+) -> None:
+    (tmp_path / "example.py").write_text(blocks(readme, "python")[index], encoding="utf-8")
+    process = spawn(run_example, tmp_path, lighthouse_address)
+    process.join(50)
+    assert process.exitcode == 0, (tmp_path / "output").read_text(encoding="utf-8")
 
 
 def test_each_package_shows_an_example() -> None:

@@ -18,6 +18,8 @@ from tft_algos.errors import (
 from tft_algos.manager import Coordinator, Group, Manager, ManagerConfig, WorldSizeMode
 from tft_algos.optim import Optimizer
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Closed",
     "Coordinator",

@@ -92,7 +92,7 @@ class Member:
         if self.lineage is not None and not 0 <= self.lineage <= MAX_UINT64:
             raise ProtocolError(f"replica {self.replica_id} reports lineage {self.lineage}; a lineage is 64 bits")
         if self.world_size < 0:
-            raise ProtocolError(f"replica {self.replica_id} reports world_size {self.world_size}; it is no negative number")
+            raise ProtocolError(f"replica {self.replica_id} reports world_size {self.world_size}; it is at least 0")
 
     @property
     def identity(self) -> tuple[object, ...]:
