@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
 
@@ -32,6 +34,7 @@ from tft_coord import (
     Unreachable,
 )
 from tft_coord.core.lineage import fold_lineage, initial_lineage
+from tft_coord.transport.loop import LoopShare
 from tft_coord.wire import codec, services
 from tft_lighthouse import LighthouseServer
 
@@ -238,6 +241,131 @@ def test_torchfts_names_on_our_manager_client(lighthouse: LighthouseServer) -> N
         source.close()
         first, second = together(lambda: ask(a, 1), lambda: ask(b, 1))
         assert (first.heal, second.heal, second.max_world_size) == (False, False, 2)
+
+
+# --- connections that break -------------------------------------------------------------------------------------------
+
+
+class Cable:
+    """A TCP relay to a server, whose connections can be cut while both ends live."""
+
+    def __init__(self, address: str) -> None:
+        self._share = LoopShare("a cable")
+        host, _, port = address.removeprefix("http://").rpartition(":")
+        self._target = host, int(port)
+        self._writers: list[asyncio.StreamWriter] = []
+        self._pumps: set[asyncio.Task[None]] = set()
+        self._server, self.address = self._share.run(self._start())
+
+    def cut(self, *, while_cut: Callable[[], None] = lambda: None) -> None:
+        """Cut every connection; new ones are refused until `while_cut` returns."""
+        self._share.run(self._stop_listening())
+        while_cut()
+        port = int(self.address.rpartition(":")[2])
+        self._server, _ = self._share.run(self._start(port))
+
+    def close(self) -> None:
+        self._share.run(self._stop_listening())
+        self._share.give_back()
+
+    async def _start(self, port: int = 0) -> tuple[asyncio.Server, str]:
+        server = await asyncio.start_server(self._relay, "127.0.0.1", port)
+        return server, f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    async def _stop_listening(self) -> None:
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+        for pump in self._pumps:
+            pump.cancel()
+        if self._pumps:
+            await asyncio.wait(self._pumps)
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection(*self._target)
+        self._writers += [writer, far_writer]
+        for source, sink in ((reader, far_writer), (far_reader, writer)):
+            pump = asyncio.create_task(self._pump(source, sink))
+            self._pumps.add(pump)
+            pump.add_done_callback(self._pumps.discard)
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while data := await source.read(65536):
+                sink.write(data)
+                await sink.drain()
+        sink.close()
+
+
+def test_a_stream_that_breaks_and_comes_back_costs_nobody_a_quorum(lighthouse: LighthouseServer) -> None:
+    cable = Cable(lighthouse.address)
+    with Trainer("a:1", cable.address) as a, Trainer("b:1", lighthouse.address) as b:
+        for _ in range(3):
+            together(a.train, b.train)
+        assert together(a.train, b.train) == [Unchanged(a.key)] * 2
+        asked: list[Plan | Unchanged] = []
+        asking = threading.Thread(target=lambda: asked.append(a.ask()))
+        asking.start()
+        cable.cut()
+        b.ask()
+        asking.join(30)
+        assert asked[0].key == b.key
+        a.commit()
+        b.commit()
+        together(a.train, b.train)
+    cable.close()
+
+
+def test_a_living_replica_that_was_taken_for_lost_comes_back_by_itself(
+    lighthouse: LighthouseServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "tft_lighthouse")
+    cable = Cable(lighthouse.address)
+
+    def others_go_on() -> None:
+        plan = together(b.ask, c.ask)[0]
+        assert isinstance(plan, Plan)
+        assert plan.replica_ids == ("b:1", "c:1")
+        together(b.commit, c.commit)
+
+    with (
+        Trainer("a:1", cable.address) as a,
+        Trainer("b:1", lighthouse.address) as b,
+        Trainer("c:1", lighthouse.address) as c,
+    ):
+        together(a.train, b.train, c.train)
+        cable.cut(while_cut=others_go_on)
+        plan = joins(a, b, c)
+        assert plan.replica_ids == ("a:1", "b:1", "c:1")
+        assert plan.heal  # the others have gone on without it
+    cable.close()
+    assert any("lost replica a:1 of job default: its stream broke" in line for line in caplog.messages)
+
+
+def test_a_vote_whose_connection_breaks_is_said_again(lighthouse: LighthouseServer) -> None:
+    """The verdict reaches rank 0, and rank 1's connection breaks before it has voted and after."""
+    patient = Timeouts(reconnect_grace_ms=4_000)
+    server = ManagerServer(
+        "a:1", lighthouse.address, "127.0.0.1", "127.0.0.1:0", "", 2, timeouts=patient, in_process=True
+    )
+    cable = Cable(server.address())
+    zero = ManagerClient(server.address(), LATE, group_rank=0, timeouts=QUICK)
+    one = ManagerClient(cable.address, LATE, group_rank=1, timeouts=QUICK)
+    key = QuorumKey(7, 7)
+    verdicts: list[bool] = []
+    voting = threading.Thread(target=lambda: verdicts.append(one.should_commit(1, 1, True, LATE, key=key)))
+    voting.start()
+    cable.cut()
+    assert zero.should_commit(0, 1, True, LATE, key=key) is True
+    voting.join(30)
+    assert verdicts == [True]
+    cable.cut()
+    assert one.should_commit(1, 1, False, LATE, key=key) is True  # the verdict is final
+    one.close()
+    zero.close()
+    cable.close()
+    server.shutdown()
 
 
 # --- torchft's unary wire -----------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from tft_coord.core.session import (
     SessionCore,
     SessionEffect,
 )
-from tft_coord.core.types import Member, Quorum, QuorumKey
+from tft_coord.core.types import Member, Quorum, QuorumKey, Refusal
 from tft_coord.errors import ProtocolError, Unreachable
 from tft_coord.security import call_metadata
 from tft_coord.timeouts import Timeouts
@@ -241,6 +241,9 @@ class LighthouseLink:
             case AnswerQuorum(_, request, quorum):
                 if self._core.answered(request, quorum.key):
                     self._arrived(events.QuorumArrived(request, quorum))
+            case RefuseRequest(_, request, Refusal.LOST, sentence):
+                # We live: the newer session that follows says the request again. Who is dead is refused for good.
+                logger.info("replica %s, request %d: %s", self._replica_id, request, sentence)
             case RefuseRequest(_, request, refusal, sentence):
                 if self._core.answered(request, None):
                     self._arrived(events.RequestRefused(request, refusal.value, sentence))

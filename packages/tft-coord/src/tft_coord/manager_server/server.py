@@ -182,7 +182,7 @@ class _Child:
             os.close(childs_fd)
         self._end = weakref.finalize(self, _end, self._process, pipe, os.getpid())
         try:
-            boot = {"path": sys.path, "settings": config.to_json(), "report_fd": childs_fd}
+            boot = {"path": [str(entry) for entry in sys.path], "settings": config.to_json(), "report_fd": childs_fd}
             pipe.write(json.dumps(boot).encode() + b"\n")
             self.address = self._read_report(report_fd, start_within_s)
         except BaseException:

@@ -114,11 +114,11 @@ def _give_back(thread: _LoopThread) -> None:
         if thread.pid != os.getpid():
             return  # a forked child has a copy of the object, but not the thread
         thread.shares -= 1
-        if thread.shares > 0:
+        if thread.shares > 0 or _current is not thread:
             return
-        if _current is thread:
-            _current = None
-    thread.end()
+        _current = None
+        # Under the lock: the next share must not start a second loop beside one that is ending.
+        thread.end()
 
 
 def _forget() -> None:
