@@ -88,6 +88,10 @@ def test_who_shows_the_secret_is_admitted_and_nobody_else() -> None:
         assert not admits("s3cret", shown)
 
 
+def nothing() -> None:
+    """For shares that these tests give back themselves."""
+
+
 def loop_threads() -> int:
     return sum(thread.name == THREAD_NAME for thread in threading.enumerate())
 
@@ -96,7 +100,7 @@ def test_shares_of_the_loop_have_one_thread_and_the_last_one_ends_it() -> None:
     async def where() -> str:
         return threading.current_thread().name
 
-    first, second = LoopShare("the first"), LoopShare("the second")
+    first, second = LoopShare("the first", nothing), LoopShare("the second", nothing)
     assert first.loop is second.loop
     assert first.run(where()) == THREAD_NAME
     assert loop_threads() == 1
@@ -107,13 +111,13 @@ def test_shares_of_the_loop_have_one_thread_and_the_last_one_ends_it() -> None:
         first.run(where())
     second.give_back()
     assert loop_threads() == 0
-    third = LoopShare("the third")
+    third = LoopShare("the third", nothing)
     assert third.run(where()) == THREAD_NAME
     third.give_back()
 
 
 def test_what_is_left_on_the_loop_is_cancelled_at_its_end() -> None:
-    share = LoopShare("a test")
+    share = LoopShare("a test", nothing)
     cancelled = threading.Event()
 
     async def wait_for_ever() -> None:

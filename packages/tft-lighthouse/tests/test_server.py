@@ -6,6 +6,8 @@ import asyncio
 import logging
 import re
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -250,7 +252,7 @@ class Cable:
     """A TCP relay to a server, whose connections can be cut while both ends live."""
 
     def __init__(self, address: str) -> None:
-        self._share = LoopShare("a cable")
+        self._share = LoopShare("a cable", at_exit=self.close)
         host, _, port = address.removeprefix("http://").rpartition(":")
         self._target = host, int(port)
         self._writers: list[asyncio.StreamWriter] = []
@@ -540,6 +542,28 @@ def test_a_lighthouse_that_forgets_everything_changes_nothing() -> None:
                     assert joins(c, a, b).key.quorum_id > old.quorum_id
     finally:
         first.shutdown()
+
+
+FORGOTTEN = """
+import sys
+from datetime import timedelta
+from tft_coord import ManagerClient, ManagerServer, RankRequest
+from tft_lighthouse import LighthouseServer
+lighthouse = LighthouseServer("127.0.0.1:0", token="s3cret")
+server = ManagerServer(
+    "a", lighthouse.address, "127.0.0.1", "127.0.0.1:0", "", 1, token="s3cret", in_process=sys.argv[1] == "in_process"
+)
+client = ManagerClient(server.address(), token="s3cret", group_rank=0)
+client.quorum(0, RankRequest(step=1), timedelta(seconds=20))
+"""
+
+
+@pytest.mark.parametrize("where", ["in_process", "child"])
+def test_a_program_that_forgets_to_shut_down_ends_without_a_word(where: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-c", FORGOTTEN, where], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_a_port_that_is_taken_is_said_in_one_sentence(lighthouse: LighthouseServer) -> None:

@@ -74,7 +74,7 @@ class LighthouseServer:
         if token is not None:
             check_token(token)
         self._shell: LighthouseShell | None = None
-        self._share = LoopShare("this lighthouse")
+        self._share = LoopShare("this lighthouse", at_exit=self.shutdown)
         try:
             self._shell, port = self._share.run(self._start(config, bind, token))
         except BaseException:

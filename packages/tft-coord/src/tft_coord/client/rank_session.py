@@ -66,7 +66,7 @@ class RankSession:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, _Waiting] = {}  # touched on the loop only
         self._over: CoordinationError | None = None  # why no call will be answered any more
-        self._share = LoopShare(self._what)
+        self._share = LoopShare(self._what, at_exit=self.close)
         try:
             self._task = self._share.run(self._start(connect_within_s))
         except BaseException:

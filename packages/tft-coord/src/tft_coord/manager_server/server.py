@@ -136,7 +136,7 @@ class _InProcess:
             shell = ManagerServerShell(config)
             return shell, await shell.start()
 
-        self._share = LoopShare(f"the manager server of replica {config.replica_id}")
+        self._share = LoopShare(f"the manager server of replica {config.replica_id}", at_exit=self.shutdown)
         try:
             self._shell, self.address = self._share.run(start())
         except BaseException:

@@ -13,7 +13,7 @@ import asyncio
 import atexit
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, final
 
 from tft_coord.errors import Closed
@@ -29,11 +29,13 @@ class LoopShare:
 
     Args:
         owner: whose share this is, for messages.
+        at_exit: ends the owner; called when the interpreter exits and the share was not given back.
     """
 
-    def __init__(self, owner: str) -> None:
+    def __init__(self, owner: str, at_exit: Callable[[], None]) -> None:
         self._owner = owner
-        self._thread: _LoopThread | None = _take()
+        self.at_exit = at_exit
+        self._thread: _LoopThread | None = _take(self)
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -60,14 +62,14 @@ class LoopShare:
         """Give the share back; the last one ends the thread and waits for its end. Does nothing the second time."""
         thread, self._thread = self._thread, None
         if thread is not None:
-            _give_back(thread)
+            _give_back(thread, self)
 
 
 @final
 class _LoopThread:
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.shares = 0
+        self.shares: list[LoopShare] = []
         self.pid = os.getpid()
         self.thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self.thread.start()
@@ -95,7 +97,7 @@ _current: _LoopThread | None = None
 _hooked = False
 
 
-def _take() -> _LoopThread:
+def _take(share: LoopShare) -> _LoopThread:
     global _current, _hooked
     with _lock:
         if not _hooked:
@@ -104,17 +106,17 @@ def _take() -> _LoopThread:
             atexit.register(_end_at_exit)
         if _current is None:
             _current = _LoopThread()
-        _current.shares += 1
+        _current.shares.append(share)
         return _current
 
 
-def _give_back(thread: _LoopThread) -> None:
+def _give_back(thread: _LoopThread, share: LoopShare) -> None:
     global _current
     with _lock:
         if thread.pid != os.getpid():
             return  # a forked child has a copy of the object, but not the thread
-        thread.shares -= 1
-        if thread.shares > 0 or _current is not thread:
+        thread.shares.remove(share)
+        if thread.shares:
             return
         _current = None
         # Under the lock: the next share must not start a second loop beside one that is ending.
@@ -129,9 +131,9 @@ def _forget() -> None:
 
 
 def _end_at_exit() -> None:
-    # Shares that nobody gave back: a thread that runs into a dying interpreter crashes it.
-    global _current
-    with _lock:
-        thread, _current = _current, None
-    if thread is not None:
-        thread.end()
+    # Shares that nobody gave back: a thread that runs into a dying interpreter crashes it. The youngest ends first, for
+    # it may need an older one; the last of them ends the thread.
+    thread = _current
+    if thread is not None and thread.pid == os.getpid():
+        for share in reversed(thread.shares.copy()):
+            share.at_exit()
