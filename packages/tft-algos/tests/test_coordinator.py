@@ -1,0 +1,248 @@
+"""One rank's side of its group: the server that is replaced, the group that is lost, the store that outlives both."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from tft_algos.manager import coordinator as module
+from tft_algos.manager.config import ResolvedConfig, config_of, from_environment
+from tft_algos.manager.coordinator import GroupCoordinator
+from tft_algos.manager.group_store import GroupStore, is_loopback, join_address, open_group_store
+from tft_algos.manager.parts import ServerRestarted
+from tft_algos.testing import plan_of
+from tft_coord.core.types import Purpose, QuorumKey, RankRequest
+from tft_coord.errors import Closed, DeadlinePassed, GroupLost, Unreachable
+
+SECOND = timedelta(seconds=1)
+KEY = QuorumKey(7, 7)
+
+
+class Server:
+    """A manager server that a test can end."""
+
+    made: list[Server]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.args, self.kwargs = args, kwargs
+        self.ended = threading.Event()
+        self.closed = False
+        self.made.append(self)
+
+    def address(self) -> str:
+        return f"server:{len(self.made)}"
+
+    def alive(self) -> bool:
+        return not self.ended.is_set()
+
+    def shutdown(self) -> None:
+        self.closed = True
+
+
+class Client:
+    """A client whose calls wait until it is closed, unless it has an answer."""
+
+    made: list[Client]
+
+    def __init__(self, addr: str, connect_timeout: timedelta, **kwargs: Any) -> None:
+        self.addr, self.connect_timeout, self.kwargs = addr, connect_timeout, kwargs
+        self.closed = threading.Event()
+        self.answer: Any = None
+        self.healed_bytes = 0
+        self.made.append(self)
+
+    def quorum(self, group_rank: int, request: RankRequest, timeout: timedelta) -> Any:
+        return self._answered()
+
+    def should_commit(self, group_rank: int, step: int, should_commit: bool, timeout: timedelta, **_: Any) -> Any:
+        return self._answered()
+
+    def checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
+        return f"state of rank {rank} at {self.addr}"
+
+    def healed(self, healed_bytes: int) -> None:
+        self.healed_bytes = healed_bytes
+
+    def _answered(self) -> Any:
+        if self.answer is None:
+            assert self.closed.wait(10)
+            raise Closed("this client was closed")
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    def close(self) -> None:
+        self.closed.set()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def resolved(**settings: Any) -> ResolvedConfig:
+    environ = settings.pop("environ", {})
+    return from_environment(
+        config_of(None, {"lighthouse_addr": "lighthouse:1", **settings}), environ, own_host=lambda: "localhost"
+    )
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`make(**settings)` is a coordinator over stand-ins, with a store of its own."""
+    Server.made, Client.made = [], []
+    made: list[GroupCoordinator] = []
+    store = HashStore()
+    monkeypatch.setattr(module, "ManagerServer", Server)
+    monkeypatch.setattr(module, "ManagerClient", Client)
+    monkeypatch.setattr(
+        module, "open_group_store", lambda config: GroupStore(store, "store:1", config.run_scope, config.group_scope)
+    )
+
+    def start(**settings: Any) -> GroupCoordinator:
+        made.append(GroupCoordinator(resolved(**settings)))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("tft-")]
+
+
+TWO = {"world_size": 2, "store_addr": "store", "store_port": 1}
+
+
+def test_the_connect_time_out_reaches_server_client_and_sources(make: Any) -> None:
+    """The fault of torchft: the variable reaches the client used for healing only."""
+    coordinator = make(environ={"TORCHFT_CONNECT_TIMEOUT_SEC": "1.5", "TORCHFT_QUORUM_RETRIES": "3"})
+    limit = timedelta(seconds=1.5)
+    assert Server.made[0].args[7:] == (limit, 3)
+    assert Client.made[0].connect_timeout == limit
+    assert coordinator.source_metadata("source:1", timedelta(minutes=1)) == "state of rank 0 at source:1"
+    assert Client.made[1].connect_timeout == limit
+    assert Server.made[0].kwargs["timeouts"].connect_timeout_ms == 1_500
+
+
+def test_answers_and_verdicts_pass_through(make: Any) -> None:
+    coordinator = make(rank=0, **TWO)
+    client = Client.made[0]
+    client.answer = plan_of(7)
+    assert coordinator.quorum(RankRequest(step=0), SECOND) is client.answer
+    client.answer = True
+    assert coordinator.vote(0, True, SECOND, key=KEY, purpose=Purpose.COMMIT)
+    coordinator.healed(5)
+    assert client.healed_bytes == 5
+
+
+def test_the_verdict_of_one_rank_is_its_vote(make: Any) -> None:
+    coordinator = make()
+    Client.made[0].answer = GroupLost("nobody asks")
+    assert coordinator.vote(0, True, SECOND, key=KEY, purpose=Purpose.COMMIT)
+    assert not coordinator.vote(0, False, SECOND, key=KEY, purpose=Purpose.COMMIT)
+
+
+def test_a_group_of_one_gets_a_new_server_and_asks_it_again(make: Any) -> None:
+    coordinator = make()
+    Server.made[0].ended.set()
+    with pytest.raises(ServerRestarted):
+        coordinator.quorum(RankRequest(step=0), SECOND)
+    assert [server.closed for server in Server.made] == [True, False]
+    assert Server.made[1].args[0] == coordinator.replica_id
+    Client.made[1].answer = plan_of(8)
+    assert coordinator.quorum(RankRequest(step=0), SECOND) is Client.made[1].answer
+
+
+def test_a_group_of_two_is_lost_with_its_server(make: Any) -> None:
+    coordinator = make(rank=0, **TWO)
+    Server.made[0].ended.set()
+    with pytest.raises(GroupLost, match="its 2 ranks can't agree"):
+        coordinator.vote(0, True, SECOND, key=KEY, purpose=Purpose.COMMIT)
+    with pytest.raises(GroupLost, match="start the group again"):
+        coordinator.quorum(RankRequest(step=0), SECOND)
+    assert len(Server.made) == 1
+
+
+def test_the_other_rank_hears_nothing_any_more_and_is_lost_too(make: Any) -> None:
+    make(rank=0, **TWO)
+    other = make(rank=1, **TWO)
+    Client.made[1].answer = Unreachable("connection refused")
+    with pytest.raises(GroupLost, match="this is rank 1"):
+        other.quorum(RankRequest(step=0), SECOND)
+
+
+def test_a_server_that_lives_and_does_not_answer_is_told_from_a_dead_one(make: Any) -> None:
+    coordinator = make()
+    Client.made[0].answer = Unreachable("no connection")
+    with pytest.raises(DeadlinePassed, match="runs and does not answer"):
+        coordinator.quorum(RankRequest(step=0), SECOND)
+
+
+def test_a_call_that_waits_ends_when_the_manager_is_shut_down(make: Any) -> None:
+    coordinator = make()
+    errors: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            coordinator.quorum(RankRequest(step=0), SECOND)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    coordinator.close()
+    thread.join(10)
+    assert [type(error) for error in errors] == [Closed]
+
+
+def test_a_restarted_group_takes_its_predecessors_place_and_not_its_addresses(make: Any) -> None:
+    def start(rank: int, count: int) -> GroupCoordinator:
+        environ = {"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": str(count)}
+        coordinator: GroupCoordinator = make(
+            rank=rank, replica_id="a", connect_timeout=timedelta(milliseconds=100), environ=environ, **TWO
+        )
+        return coordinator
+
+    first = start(0, 0)
+    assert Server.made[0].kwargs["replaces"] == ""
+    assert start(1, 0).replica_id == first.replica_id
+    # The rank that comes back first must not find the server of the start before.
+    with pytest.raises(DeadlinePassed, match="look whether group rank 0 has started"):
+        start(1, 1)
+    second = start(0, 1)
+    assert Server.made[1].kwargs["replaces"] == first.replica_id
+    assert start(1, 1).replica_id == second.replica_id != first.replica_id
+    assert second.replica_id.startswith("a:")
+
+
+def test_a_group_of_one_hosts_its_own_store() -> None:
+    store = open_group_store(resolved())
+    assert store.address == f"localhost:{store.store.port}"
+    store.publish(replica_id="a", manager_addr="b:1")
+    assert store.published(0, SECOND) == ("a", "b:1")
+    assert store.predecessor() == "a"
+
+
+def test_a_store_that_nobody_runs_is_named() -> None:
+    closed = open_group_store(resolved())
+    port = closed.store.port
+    del closed
+    with pytest.raises(Unreachable, match=f"can't reach its group's store at localhost:{port}"):
+        open_group_store(resolved(store_addr="localhost", store_port=port, connect_timeout=timedelta(milliseconds=300)))
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("localhost", True), ("127.0.0.2", True), ("::1", True), ("10.0.0.1", False), ("node", False)],
+)
+def test_loopback_is_told_from_the_network(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+def test_addresses_have_brackets_where_they_need_them() -> None:
+    assert (join_address("::1", 1), join_address("node", 1)) == ("[::1]:1", "node:1")
