@@ -605,6 +605,17 @@ class TestWithoutMemory:
         assert quorum is not None
         assert quorum.key.quorum_id == STARTED_MS + 5_001
 
+    def test_even_those_of_a_replica_that_never_asks(self) -> None:
+        table = Table()
+        self.comes_back(table, "a", held=QuorumKey(STARTED_MS + 5_000, 1))
+        table.close("a")
+        table.pass_ms(400)
+        table.hello("x")
+        table.ask("x")
+        quorum = table.core.quorum("job")
+        assert quorum is not None
+        assert quorum.key.quorum_id == STARTED_MS + 5_001
+
     def test_the_newest_quorum_counts_whoever_comes_first(self) -> None:
         table = Table()
         newer = Quorum(QuorumKey(900_001, 78), self.OLD.members[:2])

@@ -23,9 +23,9 @@ from tft_coord.core.group import GroupCore
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.session import Dial, GiveUp, HangUp, SendBeat, SendHello, SendRequest, SendWithdraw, SessionCore
 from tft_coord.core.session import SessionEffect as _SessionEffect
-from tft_coord.core.types import Member, QuorumKey, RankRequest, Refusal
+from tft_coord.core.types import Hello, Member, Quorum, QuorumKey, RankRequest, Refusal
 from tft_coord.testing.clock import Timer, VirtualClock
-from tft_coord.testing.invariants import Invariants, Round
+from tft_coord.testing.invariants import Attendance, Invariants, Round
 from tft_coord.testing.marks import Marks
 from tft_coord.testing.network import Network, Stream
 from tft_coord.testing.process import Process, State
@@ -139,6 +139,8 @@ class LighthouseProcess(Process):
         )
         self._cluster = cluster
         self._streams: dict[int, Stream] = {}
+        self._attendance = Attendance(cluster.config.min_replicas)
+        self._hellos: dict[int, Hello] = {}
 
     def start(self) -> None:
         """Begin to look at the clock."""
@@ -159,6 +161,14 @@ class LighthouseProcess(Process):
 
     def _heard(self, event: events.LighthouseEvent) -> None:
         self._cluster.trace("lighthouse", event)
+        match event:
+            case events.HelloReceived():
+                self._hellos[event.stream] = event.hello
+            case events.QuorumRequested():
+                self._attendance.asked(event.member)
+            case events.QuorumReported(quorum=Quorum()):
+                assert event.quorum is not None
+                self._attendance.reported(event.quorum)
         self._perform(self.core.handle(event, self.clock.now_ms, self._cluster.wall_ms))
 
     def _closed(self, number: int) -> None:
@@ -170,8 +180,15 @@ class LighthouseProcess(Process):
             self._cluster.trace("lighthouse", order)
             self._cluster.watch(order)
             match order:
-                case effects.QuorumFormed() | effects.ReplicaLost():
-                    pass
+                case effects.QuorumFormed():
+                    self._attendance.formed(order.quorum, order.previous)
+                case effects.ReplicaLost():
+                    dead = order.reason.startswith(("its manager server reports", "replaced by"))
+                    self._attendance.lost(order.replica_id, order.session, dead=dead)
+                case effects.Welcome():
+                    hello = self._hellos[order.stream]
+                    self._attendance.welcomed(hello.replica_id, order.session, ready=hello.ready)
+                    self._say(order.stream, order)
                 case effects.RefuseSession() | effects.CloseStream():
                     stream = self._streams.get(order.stream)
                     if stream is not None:
@@ -180,9 +197,12 @@ class LighthouseProcess(Process):
                         stream.close(self)
                         self._closed(order.stream)
                 case _:
-                    stream = self._streams.get(order.stream)
-                    if stream is not None:
-                        stream.send(self, order)
+                    self._say(order.stream, order)
+
+    def _say(self, number: int, order: effects.LighthouseEffect) -> None:
+        stream = self._streams.get(number)
+        if stream is not None:
+            stream.send(self, order)
 
 
 class ManagerProcess(Process):
@@ -284,6 +304,7 @@ class ManagerProcess(Process):
                         self._leaving = True
                         self.after(20, lambda: self._cluster.manager_exits(self))
                 case effects.AnswerPlan():
+                    self._cluster.invariants.planned_from(order.plan, order.quorum)
                     self._answer(order.call, order.plan)
                 case effects.AnswerRankUnchanged():
                     self._answer(order.call, order.key)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tft_coord.core.types import Plan, Purpose, Quorum, QuorumKey
+from tft_coord.core.types import Member, Plan, Purpose, Quorum, QuorumKey
 
 
 class InvariantBroken(AssertionError):
@@ -59,6 +59,78 @@ class Reduced:
     group_rank: int
     number: int
     gradients: tuple[str, ...]
+
+
+class Attendance:
+    """What one life of a lighthouse says of who lives, and whether its quorums fit that (protocol.md sections 1, 2).
+
+    It looks at messages alone and knows nothing of the core that it checks.
+
+    Args:
+        min_replicas: smallest quorum.
+    """
+
+    def __init__(self, min_replicas: int) -> None:
+        self._min_replicas = min_replicas
+        self._sessions: dict[str, int] = {}  # of those who were welcomed, or are presumed to live
+        self._ready: set[str] = set()
+        self._lost: dict[str, int] = {}
+        self._dead: set[str] = set()
+        self._special: set[str] = set()
+
+    def welcomed(self, replica_id: str, session: int, *, ready: bool) -> None:
+        """A session stands."""
+        if replica_id in self._dead:
+            raise InvariantBroken("I2", f"{replica_id} was reported dead and is welcomed")
+        if session <= self._lost.get(replica_id, session - 1):
+            raise InvariantBroken("I2", f"{replica_id} session {session} was lost and is welcomed")
+        if session < self._sessions.get(replica_id, session):
+            raise InvariantBroken("I2", f"{replica_id} session {session} is older than another that stands")
+        self._lost.pop(replica_id, None)
+        self._sessions[replica_id] = session
+        if ready:
+            self._ready.add(replica_id)
+
+    def asked(self, member: Member) -> None:
+        """It has asked for a quorum."""
+        self._ready.add(member.replica_id)
+        # Who fails to heal again and again is not counted for a while; who wants no newcomers doesn't count them.
+        self._special.discard(member.replica_id)
+        if member.failed_heals > 1 or member.shrink_only:
+            self._special.add(member.replica_id)
+
+    def reported(self, quorum: Quorum) -> None:
+        """A quorum from before this life: its members are presumed to live."""
+        for member in quorum.members:
+            if member.replica_id not in self._sessions and member.replica_id not in self._lost:
+                self._sessions[member.replica_id] = member.session
+                self._ready.add(member.replica_id)
+
+    def lost(self, replica_id: str, session: int, *, dead: bool) -> None:
+        """It was taken for lost."""
+        self._sessions.pop(replica_id, None)
+        self._lost[replica_id] = session
+        if dead:
+            self._dead.add(replica_id)
+
+    def formed(self, quorum: Quorum, previous: Quorum | None) -> None:
+        """A quorum with a new id: its members live, are enough, and don't leave all survivors out."""
+        ids = set(quorum.replica_ids)
+        if len(ids) < self._min_replicas:
+            raise InvariantBroken(
+                "I2", f"quorum {quorum.key} has {len(ids)} members, min_replicas {self._min_replicas}"
+            )
+        for member in quorum.members:
+            if self._sessions.get(member.replica_id) != member.session:
+                raise InvariantBroken("I2", f"{member.replica_id} is in quorum {quorum.key} and does not live")
+        before = set(previous.replica_ids) if previous is not None else set()
+        if before and before <= ids:
+            return
+        living = {each for each in self._sessions if each in self._ready}
+        if before & living and not before & ids:
+            raise InvariantBroken("I2", f"quorum {quorum.key} leaves out all survivors of the last, {before & living}")
+        if not self._special & living and 2 * len(ids) <= len(living):
+            raise InvariantBroken("I2", f"quorum {quorum.key} has {len(ids)} of {len(living)} that live")
 
 
 class Invariants:
@@ -117,6 +189,12 @@ class Invariants:
         if before is not None and key < before:
             raise InvariantBroken("I1", f"{replica_id} is given quorum {key} after {before}")
         self._held_by[replica_id] = key
+
+    def planned_from(self, plan: Plan, quorum: Quorum) -> None:
+        """A manager server makes a plan of a quorum: all go on from the highest step that a whole member holds."""
+        highest = max(member.step for member in quorum.members if not member.torn)
+        if plan.step != highest:
+            raise InvariantBroken("I3", f"{plan.replica_id} goes on from step {plan.step} in {plan.key}, not {highest}")
 
     def planned(self, plan: Plan, group_rank: int) -> None:
         """A rank is given a plan: its common part is the same for all."""
