@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -127,10 +128,7 @@ def test_a_vote_that_nobody_joins_is_sealed_as_no_before_its_deadline(server: Ma
 def test_torchfts_votes_without_a_key(server: ManagerServer) -> None:
     with client_of(server) as zero, client_of(server) as one:
         for verdict in (True, False, True):
-            votes = [
-                lambda: zero.should_commit(0, 1, True, LATE),
-                lambda verdict=verdict: one.should_commit(1, 1, verdict, LATE),
-            ]
+            votes = [partial(zero.should_commit, 0, 1, True, LATE), partial(one.should_commit, 1, 1, verdict, LATE)]
             assert together(*votes) == [verdict, verdict]
 
 

@@ -107,11 +107,15 @@ class Trainer:
             self.step, self.lineage = answer.step, answer.lineage
         return answer
 
-    def commit(self) -> None:
+    @property
+    def held(self) -> QuorumKey:
         assert self.key is not None
-        assert self.client.should_commit(0, self.step, True, LATE, key=self.key)
+        return self.key
+
+    def commit(self) -> None:
+        assert self.client.should_commit(0, self.step, True, LATE, key=self.held)
         self.step += 1
-        self.lineage = fold_lineage(self.lineage, self.key, self.step)
+        self.lineage = fold_lineage(self.lineage, self.held, self.step)
         self.live = True
 
     def train(self) -> Plan | Unchanged:
@@ -305,7 +309,7 @@ def test_a_stream_that_breaks_and_comes_back_costs_nobody_a_quorum(lighthouse: L
     with Trainer("a:1", cable.address) as a, Trainer("b:1", lighthouse.address) as b:
         for _ in range(3):
             together(a.train, b.train)
-        assert together(a.train, b.train) == [Unchanged(a.key)] * 2
+        assert together(a.train, b.train) == [Unchanged(a.held)] * 2
         asked: list[Plan | Unchanged] = []
         asking = threading.Thread(target=lambda: asked.append(a.ask()))
         asking.start()
@@ -429,7 +433,8 @@ def test_nonsense_is_refused_with_a_sentence(lighthouse: LighthouseServer) -> No
         with pytest.raises(grpc.RpcError) as caught:
             services.unary_stub(channel, services.LIGHTHOUSE_QUORUM)(b"", timeout=5)
         assert "missing requester" in (caught.value.details() or "")
-        stream = channel.stream_stream(services.LIGHTHOUSE_SESSION)(iter([b"\xff\xff"]), timeout=5)
+        stub: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(services.LIGHTHOUSE_SESSION)
+        stream = stub(iter([b"\xff\xff"]), timeout=5)
         answers = [codec.decode_from_lighthouse(answer) for answer in stream]
         assert len(answers) == 1
         assert "are not a ToLighthouse message" in str(answers[0])
@@ -529,15 +534,14 @@ def test_a_lighthouse_that_forgets_everything_changes_nothing() -> None:
         with Trainer("a:1", first.address) as a, Trainer("b:1", first.address) as b:
             for _ in range(3):
                 answers = together(a.train, b.train)
-            assert answers == [Unchanged(a.key)] * 2
+            assert answers == [Unchanged(a.held)] * 2
             first.shutdown()
             with LighthouseServer(f"127.0.0.1:{port}", min_replicas=2):
                 for _ in range(3):
                     answers = together(a.train, b.train)
                 # The quorum from before stands, with its id: nobody reconfigures, nobody heals.
-                assert answers == [Unchanged(a.key)] * 2
-                old = a.key
-                assert old is not None
+                assert answers == [Unchanged(a.held)] * 2
+                old = a.held
                 with Trainer("c:1", f"127.0.0.1:{port}") as c:
                     assert joins(c, a, b).key.quorum_id > old.quorum_id
     finally:
