@@ -30,7 +30,7 @@ from tft_suite.demo.run import run_demo
 from tft_suite.demo.settings import DemoSettings
 
 TFT: Final = Path(sys.executable).with_name("tft")
-GONE_WITHIN_S: Final = 10.0
+GONE_WITHIN_S: Final = 20.0
 
 
 def read_until(process: subprocess.Popen[str], pattern: str, *, within_s: float) -> list[str]:

@@ -24,7 +24,8 @@ from tft_suite.demo.timeline import draw
 from tft_suite.demo.view import view_for
 from tft_suite.errors import SettingError
 
-PRELOADED = ("__main__", "torch", "torch._dynamo")  # torch imports the last one, for a second, in the first optimizer
+# torch imports torch._dynamo, for a second, with the first optimizer.
+PRELOADED = ("__main__", "torch", "torch._dynamo", "tft_suite.demo.nursery")
 TRAIN = "tft_suite.demo.replica:train"
 
 
