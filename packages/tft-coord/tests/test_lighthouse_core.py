@@ -398,6 +398,15 @@ class TestRequestsAndStreams:
         assert formed(table.pass_ms(300, "a")) == []
         assert formed(table.ask("a", 6, live=True)) == [(("a",), "b is gone")]
 
+    def test_not_even_while_it_lives(self) -> None:
+        table = Table(join_timeout_ms=1_000)
+        table.first_quorum("a", "b", "c")
+        table.ask("b", 6, live=True)
+        table.give(events.RequestWithdrawn(2, table.requests["b"]))
+        table.ask("a", 6, live=True)
+        assert formed(table.ask("c", 6, live=True)) == []
+        assert formed(table.pass_ms(1_000, "a", "b", "c")) == [(("a", "c"), "b is gone")]
+
     def test_nor_is_one_that_gave_up_while_its_stream_was_broken(self) -> None:
         table = Table(join_timeout_ms=1_000)
         table.first_quorum("a", "b")

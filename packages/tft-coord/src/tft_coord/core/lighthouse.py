@@ -331,7 +331,9 @@ class Job:
         known = [quorum_key for quorum_key in (self._previous_key, self._asked_key) if quorum_key is not None]
         best: tuple[QuorumKey, int] | None = None
         for replica in self.liveness.replicas.values():
-            if replica.stream is None or replica.held is None or replica.stream in self._asked_in_vain:
+            if replica.stream is None or replica.held is None or not replica.healthy:
+                continue
+            if replica.stream in self._asked_in_vain:
                 continue
             if all(replica.held > key for key in known) and (best is None or replica.held > best[0]):
                 best = (replica.held, replica.stream)

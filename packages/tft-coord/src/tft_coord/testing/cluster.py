@@ -165,7 +165,9 @@ class LighthouseProcess(Process):
             case events.HelloReceived():
                 self._hellos[event.stream] = event.hello
             case events.QuorumRequested():
-                self._attendance.asked(event.member)
+                self._attendance.asked(event.member, event.stream)
+            case events.RequestWithdrawn() | events.StreamClosed():
+                self._attendance.asks_no_more(event.stream)
             case events.QuorumReported(quorum=Quorum()):
                 assert event.quorum is not None
                 self._attendance.reported(event.quorum)
@@ -185,6 +187,9 @@ class LighthouseProcess(Process):
                 case effects.ReplicaLost():
                     dead = order.reason.startswith(("its manager server reports", "replaced by"))
                     self._attendance.lost(order.replica_id, order.session, dead=dead)
+                case effects.AnswerQuorum() | effects.AnswerUnchanged() | effects.RefuseRequest():
+                    self._attendance.asks_no_more(order.stream)
+                    self._say(order.stream, order)
                 case effects.Welcome():
                     hello = self._hellos[order.stream]
                     self._attendance.welcomed(hello.replica_id, order.session, ready=hello.ready)

@@ -77,6 +77,7 @@ class Attendance:
         self._lost: dict[str, int] = {}
         self._dead: set[str] = set()
         self._special: set[str] = set()
+        self._asking: dict[str, int] = {}  # on which stream
 
     def welcomed(self, replica_id: str, session: int, *, ready: bool) -> None:
         """A session stands."""
@@ -91,13 +92,18 @@ class Attendance:
         if ready:
             self._ready.add(replica_id)
 
-    def asked(self, member: Member) -> None:
+    def asked(self, member: Member, stream: int) -> None:
         """It has asked for a quorum."""
         self._ready.add(member.replica_id)
+        self._asking[member.replica_id] = stream
         # Who fails to heal again and again is not counted for a while; who wants no newcomers doesn't count them.
         self._special.discard(member.replica_id)
         if member.failed_heals > 1 or member.shrink_only:
             self._special.add(member.replica_id)
+
+    def asks_no_more(self, stream: int) -> None:
+        """Whoever asked there was answered, gave its request up, or has lost the stream."""
+        self._asking = {replica_id: asked for replica_id, asked in self._asking.items() if asked != stream}
 
     def reported(self, quorum: Quorum) -> None:
         """A quorum from before this life: its members are presumed to live."""
@@ -109,6 +115,7 @@ class Attendance:
     def lost(self, replica_id: str, session: int, *, dead: bool) -> None:
         """It was taken for lost."""
         self._sessions.pop(replica_id, None)
+        self._asking.pop(replica_id, None)
         self._lost[replica_id] = session
         if dead:
             self._dead.add(replica_id)
@@ -120,6 +127,8 @@ class Attendance:
             raise InvariantBroken(
                 "I2", f"quorum {quorum.key} has {len(ids)} members, min_replicas {self._min_replicas}"
             )
+        if not ids <= self._asking.keys():
+            raise InvariantBroken("I2", f"{ids - self._asking.keys()} did not ask to be in quorum {quorum.key}")
         for member in quorum.members:
             if self._sessions.get(member.replica_id) != member.session:
                 raise InvariantBroken("I2", f"{member.replica_id} is in quorum {quorum.key} and does not live")
