@@ -50,7 +50,7 @@ def test_the_notes_tell_the_run_with_times() -> None:
         "4.0 replica 1 starts again (pid 1001)",
         "5.0 participants 3 -> 2 in step 5",
         "5.5 replica 1 heals from a peer",
-        "6.5 replica 1 commits step 6, its first since it was killed 2.5 s ago",
+        "6.5 replica 1 commits step 6, its first since its death 2.5 s ago",
         "7.0 participants 2 -> 3 in step 7",
         "10.5 replica 1 is at its last step, 10",
     ]

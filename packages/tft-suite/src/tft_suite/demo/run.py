@@ -38,12 +38,7 @@ def run_demo(settings: DemoSettings, *, console: Console, body: str = TRAIN) -> 
     Raises: SettingError: the output folder can't be made or written.
     """
     prepare(settings.out, replicas=settings.replicas)
-    console.print(
-        f"{settings.replicas} replicas train to step {settings.steps}, {settings.kills} kills, seed {settings.seed}; "
-        f"logs in {settings.out}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    console.print(f"{title_of(settings)}; logs in {settings.out}", highlight=False, soft_wrap=True, markup=False)
     # A replica, a restarted one too, is up in a fraction of a second: what it imports is there when it is forked.
     multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOADED, body.partition(":")[0]])
     token = secrets.token_hex(16)
@@ -65,6 +60,13 @@ def run_demo(settings: DemoSettings, *, console: Console, body: str = TRAIN) -> 
         console.print(f"Ended by {name} after {outcome.wall_s:.1f} s; no process is left.", highlight=False)
         return 128 + outcome.signal_number
     return tell(outcome, settings, console=console)
+
+
+def title_of(settings: DemoSettings) -> str:
+    """The run in one line."""
+    replicas = f"{settings.replicas} replica{'' if settings.replicas == 1 else 's'}"
+    kills = f"{settings.kills} kill{'' if settings.kills == 1 else 's'}"
+    return f"{replicas} to step {settings.steps}, {kills}, seed {settings.seed}"
 
 
 def prepare(out: Path, *, replicas: int) -> None:
@@ -101,8 +103,13 @@ def tell(outcome: Outcome, settings: DemoSettings, *, console: Console) -> int:
     wrong = what_is_wrong(report, outcome.events, kills=settings.kills, error=outcome.error)
     report_path, picture_path = settings.out / "report.json", settings.out / "timeline.png"
     report_path.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
-    title = f"{settings.replicas} replicas to step {settings.steps}, {settings.kills} kills, seed {settings.seed}"
-    draw(outcome.events, replicas=settings.replicas, end_s=outcome.wall_s, title=title, path=picture_path)
+    draw(
+        outcome.events,
+        replicas=settings.replicas,
+        end_s=outcome.wall_s,
+        title=title_of(settings),
+        path=picture_path,
+    )
     for line in (*summary(report), f"{report_path} and {picture_path} are written.", *verdict(report, wrong)):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     if outcome.error is not None:

@@ -25,6 +25,8 @@ from tft_suite.demo.events import (
     TrainingEnded,
 )
 
+REASON_SHOWN_MAX = 100
+
 
 @final
 class State(Enum):
@@ -91,7 +93,9 @@ class Story:
                 self._committed(who, event)
             case StepDiscarded():
                 if who.discarded_after != event.step:  # it tries again until it commits: told once
-                    self._note(event, f"{name} discards the step after {event.step}: {event.reason}", is_bad=True)
+                    self._note(
+                        event, f"{name} discards the step after {event.step}: {shortened(event.reason)}", is_bad=True
+                    )
                 who.discarded_after = event.step
             case TrainingEnded():
                 if who.ended is None:
@@ -108,6 +112,7 @@ class Story:
                     who.is_gone = True
                 elif who.state is not State.DEAD:
                     self._note(event, f"{name} ended: {exit_words(event.exit_code)}", is_bad=True)
+                    self._killed_at_s[event.replica] = event.at_s
                     who.state = State.DEAD
 
     def _committed(self, who: ReplicaStory, event: StepCommitted) -> None:
@@ -115,7 +120,7 @@ class Story:
             text = f"replica {who.replica} commits step {event.step}, its first"
             killed_at_s = self._killed_at_s.pop(who.replica, None)
             if killed_at_s is not None:
-                text += f" since it was killed {event.at_s - killed_at_s:.1f} s ago"
+                text += f" since its death {event.at_s - killed_at_s:.1f} s ago"
             self._note(event, text)
         if event.step > self.step:
             if event.participants != self.participants and self.step > 0:
@@ -128,6 +133,11 @@ class Story:
 
     def _note(self, event: Event, text: str, *, is_bad: bool = False) -> None:
         self.notes.append(Note(event.at_s, text, is_bad))
+
+
+def shortened(reason: str) -> str:
+    """What fits on a line; the log of the replica has the whole."""
+    return reason if len(reason) <= REASON_SHOWN_MAX else reason[: REASON_SHOWN_MAX - 1] + "…"
 
 
 def exit_words(exit_code: int) -> str:
