@@ -159,6 +159,17 @@ class TestForming:
         table.ask("a", 6, live=True)
         assert formed(table.pass_ms(200, "a", "b", "c")) == [(("a", "b"), "c is gone")]
 
+    def test_the_age_of_the_last_quorum_counts_from_its_first_answer(self) -> None:
+        table = Table()
+        table.first_quorum("a")
+        table.pass_ms(500, "a")
+        assert unchanged(table.ask("a", 5, live=True)) == {1}
+        table.pass_ms(500, "a")
+        table.hello("b")
+        table.ask("b")
+        orders = table.ask("a", 5, live=True)
+        assert [order.age_ms for order in orders if isinstance(order, QuorumFormed)] == [1_000]
+
     def test_jobs_do_not_meet(self) -> None:
         table = Table()
         table.first_quorum("a")

@@ -208,7 +208,8 @@ class Job:
         self._broken: str | None = None
         self._formed_here = False
         self._healthy_before: int | None = None
-        self._formed_ms = birth.now_ms
+        self._formed_ms = birth.now_ms  # the newest answer, unchanged ones included
+        self._key_formed_ms = birth.now_ms  # the newest key
         # Members of the newest quorum that have asked for the next: once one has, the answer that another lost is not
         # given again, because the quorum has begun to end.
         self._asked_since: set[str] = set()
@@ -370,7 +371,7 @@ class Job:
         self._members = {member.replica_id: member for member in quorum.members}
         self._broken = None
         self._healthy_before = None
-        self._formed_ms = now_ms
+        self._formed_ms = self._key_formed_ms = now_ms
         for member in quorum.members:
             known = self.liveness.replicas.get(member.replica_id)
             if known is not None and not known.healthy and known.session == member.session:
@@ -561,7 +562,8 @@ class Job:
         self._healthy_before = None
         self._broken = None
         if reason is not None:
-            out.append(effects.QuorumFormed(self.name, quorum, previous, now_ms - self._formed_ms, reason))
+            out.append(effects.QuorumFormed(self.name, quorum, previous, now_ms - self._key_formed_ms, reason))
+            self._key_formed_ms = now_ms
         self._formed_ms = now_ms
         self._asked_since = set()
         self.waiting_for = "nobody has asked"
