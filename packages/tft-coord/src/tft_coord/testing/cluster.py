@@ -192,7 +192,7 @@ class LighthouseProcess(Process):
                     self._say(order.stream, order)
                 case effects.Welcome():
                     hello = self._hellos[order.stream]
-                    self._attendance.welcomed(hello.replica_id, order.session, ready=hello.ready)
+                    self._attendance.welcomed(hello.replica_id, order.session, order.stream, ready=hello.ready)
                     self._say(order.stream, order)
                 case effects.RefuseSession() | effects.CloseStream():
                     stream = self._streams.get(order.stream)

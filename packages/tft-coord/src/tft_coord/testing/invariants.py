@@ -77,10 +77,11 @@ class Attendance:
         self._lost: dict[str, int] = {}
         self._dead: set[str] = set()
         self._special: set[str] = set()
+        self._streams: dict[str, int] = {}
         self._asking: dict[str, int] = {}  # on which stream
 
-    def welcomed(self, replica_id: str, session: int, *, ready: bool) -> None:
-        """A session stands."""
+    def welcomed(self, replica_id: str, session: int, stream: int, *, ready: bool) -> None:
+        """A session stands, on that stream from now on."""
         if replica_id in self._dead:
             raise InvariantBroken("I2", f"{replica_id} was reported dead and is welcomed")
         if session <= self._lost.get(replica_id, session - 1):
@@ -89,11 +90,14 @@ class Attendance:
             raise InvariantBroken("I2", f"{replica_id} session {session} is older than another that stands")
         self._lost.pop(replica_id, None)
         self._sessions[replica_id] = session
+        self._streams[replica_id] = stream
         if ready:
             self._ready.add(replica_id)
 
     def asked(self, member: Member, stream: int) -> None:
-        """It has asked for a quorum."""
+        """It has asked for a quorum; what comes late on an older stream is ignored."""
+        if self._streams.get(member.replica_id) != stream:
+            return
         self._ready.add(member.replica_id)
         self._asking[member.replica_id] = stream
         # Who fails to heal again and again is not counted for a while; who wants no newcomers doesn't count them.
