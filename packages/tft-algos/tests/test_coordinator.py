@@ -37,6 +37,9 @@ class Server:
     def address(self) -> str:
         return f"server:{len(self.made)}"
 
+    def link(self) -> None:
+        """There is no child process."""
+
     def alive(self) -> bool:
         return not self.ended.is_set()
 
@@ -158,6 +161,14 @@ def test_a_group_of_one_gets_a_new_server_and_asks_it_again(make: Any) -> None:
     assert coordinator.quorum(RankRequest(step=0), SECOND) is Client.made[1].answer
 
 
+def test_a_connection_that_ends_a_moment_before_its_process_is_a_server_that_ended(make: Any) -> None:
+    coordinator = make()
+    Client.made[0].answer = Unreachable("it closed the connection")
+    threading.Timer(0.05, Server.made[0].ended.set).start()
+    with pytest.raises(ServerRestarted):
+        coordinator.quorum(RankRequest(step=0), SECOND)
+
+
 def test_a_group_of_two_is_lost_with_its_server(make: Any) -> None:
     coordinator = make(rank=0, **TWO)
     Server.made[0].ended.set()
@@ -176,7 +187,10 @@ def test_the_other_rank_hears_nothing_any_more_and_is_lost_too(make: Any) -> Non
         other.quorum(RankRequest(step=0), SECOND)
 
 
-def test_a_server_that_lives_and_does_not_answer_is_told_from_a_dead_one(make: Any) -> None:
+def test_a_server_that_lives_and_does_not_answer_is_told_from_a_dead_one(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "NOTICED_WITHIN_S", 0.05)
     coordinator = make()
     Client.made[0].answer = Unreachable("no connection")
     with pytest.raises(DeadlinePassed, match="runs and does not answer"):

@@ -24,6 +24,7 @@ from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, GroupLos
 logger = logging.getLogger("tft_algos.manager")
 
 WATCH_INTERVAL_S: Final = 0.1
+NOTICED_WITHIN_S: Final = 1.0
 
 
 @final
@@ -40,7 +41,7 @@ class GroupCoordinator:
         self._server: ManagerServer | None = None
         self._client: ManagerClient | None = None
         self._replaces = ""
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()  # notified when the client has changed
         self._closing = threading.Event()
         self._watch: threading.Thread | None = None
         self._store: GroupStore = open_group_store(config)
@@ -98,6 +99,7 @@ class GroupCoordinator:
         with self._lock:
             client, self._client = self._client, None
             server, self._server = self._server, None
+            self._lock.notify_all()
         if client is not None:
             client.close()
         if server is not None:
@@ -124,6 +126,9 @@ class GroupCoordinator:
         A group of one has a new server by now or soon; a larger one is lost, because its ranks can't agree any more.
         """
         with self._lock:
+            if self._watch is not None:
+                # The end of the server's connection comes a moment before the end of its process.
+                self._lock.wait_for(lambda: self._client is not client, NOTICED_WITHIN_S)
             newer = self._client
         if newer is not None and newer is not client:
             return ServerRestarted()
@@ -144,6 +149,7 @@ class GroupCoordinator:
                 old, self._client = self._client, None
                 if self._config.world_size == 1 and not self._closing.is_set():
                     self._restart()
+                self._lock.notify_all()
             if old is not None:
                 old.close()  # calls under way end, and are made again with the new client
             server.shutdown()
@@ -181,5 +187,10 @@ class GroupCoordinator:
     def _new_client(self, address: str) -> ManagerClient:
         config = self._config
         return ManagerClient(
-            address, config.connect_timeout, group_rank=config.rank, token=config.token, timeouts=config.timeouts
+            address,
+            config.connect_timeout,
+            group_rank=config.rank,
+            token=config.token,
+            timeouts=config.timeouts,
+            link=self._server.link() if self._server is not None else None,
         )

@@ -5,12 +5,14 @@ Law of this file: one method a call; what a call means stands in protocol.md and
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import final
 
 from tft_coord.client.caller import Caller, seconds
+from tft_coord.client.local_link import LocalLink
 from tft_coord.client.rank_session import RankSession
 from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest
 from tft_coord.errors import Closed, CoordinationError, ProtocolError
@@ -37,6 +39,8 @@ class ManagerClient:
         group_rank: opens this rank's session at once, as `open_session` does; None leaves it to the caller.
         token: shared secret of the job, or None.
         timeouts: of the job.
+        link: `ManagerServer.link()`, in the process that started the manager server: its calls travel there. Closed
+            with this client.
     Raises: SettingError: the address is none. Unreachable: nobody answered in time. ProtocolError: no such rank.
     """
 
@@ -48,8 +52,10 @@ class ManagerClient:
         group_rank: int | None = None,
         token: str | None = None,
         timeouts: Timeouts = Timeouts(),  # noqa: B008  # frozen
+        link: socket.socket | None = None,
     ) -> None:
         self._caller = Caller("manager server", addr, connect_timeout, token, timeouts)
+        self._link = LocalLink(link) if link is not None else None
         self._token = token
         self._timeouts = timeouts
         self._connect_within_s = connect_timeout.total_seconds()
@@ -82,10 +88,9 @@ class ManagerClient:
         """
         what = f"rank {group_rank}'s quorum for step {request.step}"
         ask, timeout_s = codec.Ask(group_rank, request), seconds(timeout)
-        session = self._session
         answer: Plan | QuorumKey | bool
-        if session is not None and session.group_rank == group_rank:
-            answer = session.call(ask, timeout_s, what)
+        if (way := self._way_of(group_rank)) is not None:
+            answer = way.call(ask, timeout_s, what)
         else:
             encoded = codec.encode_rank_request(ask)
             answer = codec.decode_plan(self._caller.call(self._quorum_stub, encoded, timeout_s, what, again=True))
@@ -121,16 +126,23 @@ class ManagerClient:
         """
         what = f"rank {group_rank}'s vote on step {step}" + (f" of quorum {key}" if key is not None else "")
         vote, timeout_s = codec.Vote(group_rank, step, should_commit, key, purpose), seconds(timeout)
-        session = self._session
+        way = self._way_of(group_rank)
         # Without a key a vote that is said twice could open the next round, so it travels as a call of its own.
-        if session is None or session.group_rank != group_rank or key is None:
+        if way is None or key is None:
             encoded = codec.encode_vote(vote)
             again = key is not None
             return codec.decode_verdict(self._caller.call(self._commit_stub, encoded, timeout_s, what, again=again))
-        verdict = session.call(vote, timeout_s, what)
+        verdict = way.call(vote, timeout_s, what)
         if not isinstance(verdict, bool):
             raise ProtocolError(f"{what}: the manager server answered with a plan; it is broken")
         return verdict
+
+    def _way_of(self, group_rank: int) -> LocalLink | RankSession | None:
+        """What carries that rank's calls: nothing but unary calls where it has no session here."""
+        session = self._session
+        if session is None or session.group_rank != group_rank:
+            return None
+        return self._link if self._link is not None else session
 
     def checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
         """Where the live state of that rank of this manager server's group can be fetched.
@@ -175,6 +187,8 @@ class ManagerClient:
             return
         self._closed = True
         session, self._session = self._session, None
+        if self._link is not None:
+            self._link.close()
         if session is not None:
             session.close()
         self._caller.close()

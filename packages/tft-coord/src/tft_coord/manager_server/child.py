@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 from contextlib import suppress
@@ -25,20 +26,21 @@ GOODBYE: Final = b"goodbye\n"
 END_BY_FORCE_S: Final = 2.0
 
 
-def main(settings: str, report_fd: int) -> None:
+def main(settings: str, report_fd: int, link_fd: int) -> None:
     """Serve until the parent says goodbye or ends.
 
     Args:
         settings: JSON of a ManagerServerConfig.
         report_fd: a pipe for one line of JSON: the address, or the error that kept the server from starting.
+        link_fd: a socket whose other end is our parent's, for its calls.
     """
     # Whoever ends the trainers of a machine often signals all processes: the parent's end is the only one that counts.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    asyncio.run(_serve(settings, report_fd))
+    asyncio.run(_serve(settings, report_fd, link_fd))
 
 
-async def _serve(settings: str, report_fd: int) -> None:
+async def _serve(settings: str, report_fd: int, link_fd: int) -> None:
     loop = asyncio.get_running_loop()
     parent_ended: asyncio.Future[str] = loop.create_future()
 
@@ -60,6 +62,7 @@ async def _serve(settings: str, report_fd: int) -> None:
     try:
         shell = ManagerServerShell(ManagerServerConfig.from_json(settings))
         report = {"address": await shell.start()}
+        await shell.attach(socket.socket(fileno=link_fd))
     except CoordinationError as error:
         report = {"error": str(error)}
     with suppress(BrokenPipeError), os.fdopen(report_fd, "w") as pipe:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import socket
 import subprocess
 import sys
 import time
@@ -31,7 +32,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 boot = json.loads(sys.stdin.buffer.readline())
 sys.path[:] = boot["path"]
 from tft_coord.manager_server.child import main
-main(boot["settings"], boot["report_fd"])
+main(boot["settings"], boot["report_fd"], boot["link_fd"])
 """
 
 
@@ -113,6 +114,11 @@ class ManagerServer:
         """Whether it serves; False after shutdown and when its process has ended."""
         return self._server is not None and self._server.alive()
 
+    def link(self) -> socket.socket | None:
+        """The end of a pair of sockets to the child process, for one `ManagerClient` of this process: calls on it cost
+        a fraction of those by grpc. The caller closes it. None the second time, and where there is no child."""
+        return self._server.take_link() if isinstance(self._server, _Child) else None
+
     def shutdown(self) -> None:
         """Say goodbye to the ranks and to the lighthouse, and end. Nothing is left after it. Idempotent."""
         server, self._server = self._server, None
@@ -164,30 +170,40 @@ class _Child:
         orders_fd, pipe_fd = os.pipe()
         report_fd, childs_fd = os.pipe()
         pipe = _Pipe(pipe_fd)
+        link, childs_link = socket.socketpair()
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-c", _BOOT, "tft-manager-server", config.replica_id],
                 stdin=orders_fd,
                 stdout=subprocess.DEVNULL,
-                pass_fds=[childs_fd],
+                pass_fds=[childs_fd, childs_link.fileno()],
                 # A session of its own: Ctrl-C in the parent's terminal reaches the parent, and this only through it.
                 start_new_session=True,
             )
         except BaseException:
             pipe.close()
+            link.close()
             os.close(report_fd)
             raise
         finally:
             os.close(orders_fd)
             os.close(childs_fd)
+            link_fd = childs_link.fileno()
+            childs_link.close()
+        self._link: socket.socket | None = link
         self._end = weakref.finalize(self, _end, self._process, pipe, os.getpid())
         try:
-            boot = {"path": [str(entry) for entry in sys.path], "settings": config.to_json(), "report_fd": childs_fd}
+            boot = {
+                "path": [str(entry) for entry in sys.path],
+                "settings": config.to_json(),
+                "report_fd": childs_fd,
+                "link_fd": link_fd,
+            }
             pipe.write(json.dumps(boot).encode() + b"\n")
             self.address = self._read_report(report_fd, start_within_s)
         except BaseException:
             self._process.kill()
-            self._end()
+            self.shutdown()
             raise
         finally:
             os.close(report_fd)
@@ -195,7 +211,14 @@ class _Child:
     def alive(self) -> bool:
         return self._process.poll() is None
 
+    def take_link(self) -> socket.socket | None:
+        link, self._link = self._link, None
+        return link
+
     def shutdown(self) -> None:
+        link = self.take_link()
+        if link is not None:
+            link.close()
         self._end()
 
     def _read_report(self, report_fd: int, within_s: float) -> str:
