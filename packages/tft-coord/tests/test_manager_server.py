@@ -326,13 +326,14 @@ def test_a_setting_that_cannot_be_is_refused_by_name(change: dict[str, object], 
 def test_shutdown_leaves_no_process_and_can_be_said_twice() -> None:
     server = serve(in_process=False)
     assert server.alive()
+    pid = server._server._process.pid  # type: ignore[union-attr]
     server.shutdown()
     server.shutdown()
     assert not server.alive()
     with pytest.raises(Closed, match="group:1 was shut down"):
         server.address()
     with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+        os.waitpid(pid, os.WNOHANG)
 
 
 HOLD_AND_DIE = """
