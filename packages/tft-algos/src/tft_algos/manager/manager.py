@@ -373,7 +373,6 @@ class Manager:
             if not once.acquire(blocking=False):
                 return
             timer.cancel()
-            self._timers.discard(timer)
             if error is not None:
                 self._report(error, name)
             wrapped.set_result(result)
@@ -392,8 +391,9 @@ class Manager:
         timer = threading.Timer(limit.total_seconds(), expired)
         timer.name = "tft-future"
         timer.daemon = True
-        self._timers.add(timer)
+        self._timers = {running for running in self._timers if running.is_alive()}
         timer.start()
+        self._timers.add(timer)
         fut.add_done_callback(done)
         return wrapped
 
@@ -671,8 +671,11 @@ class Manager:
         if self._fetch is not None:
             self._transport.abort()
             self._fetch.cancel()
-        for timer in list(self._timers):
+        for timer in self._timers:
             timer.cancel()
+        if wait:
+            for timer in self._timers - {threading.current_thread()}:
+                timer.join()
         self._pg.shutdown()
         self._coordinator.close()
         self._transport.shutdown(wait)
