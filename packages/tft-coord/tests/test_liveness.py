@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tft_coord.core.liveness import Accepted, Liveness, Rejected
-from tft_coord.core.types import Hello, Refusal
+from tft_coord.core.liveness import Accepted, Liveness, OpenRequest, Rejected
+from tft_coord.core.types import Hello, Member, Refusal
 from tft_coord.timeouts import Timeouts
 
 TIMEOUTS = Timeouts()  # grace 300 ms, heartbeat_timeout 5 s, forgotten after 50 s
@@ -249,9 +249,6 @@ class TestForgetting:
 class TestRequests:
     def test_it_belongs_to_its_stream(self) -> None:
         """A caller that timed out while the stream was broken must not stay a member of the next quorum."""
-        from tft_coord.core.liveness import OpenRequest
-        from tft_coord.core.types import Member
-
         liveness = job_of("a")
         replica = liveness.replicas["a"]
         replica.request = OpenRequest(1, Member("a"), None, 700)
@@ -272,12 +269,26 @@ class TestRequests:
 
 def test_presumed_members_live_until_heartbeat_timeout_after_the_start() -> None:
     liveness = job_of("a")
-    liveness.presume("b", 1, "b:1", 0)
-    liveness.presume("a", 7, "elsewhere:1", 0)  # known better: it is here
+    liveness.presume([Member("b", session=1), Member("a", session=7, address="elsewhere:1")], 0)  # a is here
     assert liveness.replicas["a"].session == 1
     liveness.sign(1, 4_000)
     assert lost(liveness, 4_999) == []
     assert lost(liveness, 5_000) == ["b"]
+
+
+def test_who_has_a_successor_is_not_presumed() -> None:
+    liveness = Liveness(TIMEOUTS)
+    liveness.hello(1, hello("a:2", replaces="a:1"), 0)
+    liveness.presume([Member("a:1"), Member("b:1")], 0)
+    assert set(liveness.replicas) == {"a:2", "b:1"}
+
+
+def test_members_of_an_older_quorum_are_presumed_no_more_when_a_newer_one_is_reported() -> None:
+    liveness = Liveness(TIMEOUTS)
+    liveness.presume([Member("a"), Member("b")], 0)
+    liveness.hello(1, hello("b"), 10)
+    liveness.presume([Member("c")], 0)
+    assert set(liveness.replicas) == {"b", "c"}
 
 
 def test_the_next_deadline_is_the_earliest() -> None:

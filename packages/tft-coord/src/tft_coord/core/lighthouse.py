@@ -376,7 +376,7 @@ class Job:
             known = self.liveness.replicas.get(member.replica_id)
             if known is not None and not known.healthy and known.session == member.session:
                 self._broken = f"{member.replica_id} was lost"
-            self.liveness.presume(member.replica_id, member.session, member.address, self._presumed_from_ms)
+        self.liveness.presume(quorum.members, self._presumed_from_ms)
         return self._ask_for_newest(now_ms) + self._sort_the_waiting(now_ms)
 
     def _sort_the_waiting(self, now_ms: int) -> list[effects.LighthouseEffect]:

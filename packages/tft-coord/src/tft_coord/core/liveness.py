@@ -9,6 +9,7 @@ Law of this file: one job's sessions; no quorum arithmetic.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tft_coord.core.types import Hello, Member, QuorumKey, Refusal
@@ -32,6 +33,7 @@ class OpenRequest:
 class Replica:
     """What is known of one replica id.
 
+    `presumed` says that others have named it and it has not said hello yet.
     `withdrawn` keeps (asked_ms, withdrawn_ms) of a request that ended without an answer: a replica that asks again
     soon has waited since it first asked. `answered` is the number of the request that the newest quorum answered, and
     `answer_void` says that the replica had given that request up.
@@ -42,6 +44,8 @@ class Replica:
     address: str
     last_sign_ms: int
     stream: int | None = None
+    replaces: str = ""
+    presumed: bool = False
     ready: bool = False
     held: QuorumKey | None = None
     broken_ms: int | None = None
@@ -151,6 +155,8 @@ class Liveness:
         if known.stream is not None:
             self._by_stream.pop(known.stream, None)
         known.address = hello.address
+        known.replaces = hello.replaces
+        known.presumed = False
         known.stream = stream
         known.broken_ms = None
         known.excused = False
@@ -164,11 +170,16 @@ class Liveness:
             lost = self._lose(predecessor, f"replaced by {hello.replica_id}", now_ms, dead=True)
         return Accepted(known, replaced, lost)
 
-    def presume(self, replica_id: str, session: int, address: str, started_ms: int) -> None:
-        """A member of a quorum that others report: healthy until heartbeat_timeout after the start, unless it says
-        hello itself."""
-        if replica_id not in self.replicas:
-            self.replicas[replica_id] = Replica(replica_id, session, address, started_ms, ready=True)
+    def presume(self, members: Iterable[Member], started_ms: int) -> None:
+        """Members of the newest quorum that others report: healthy until heartbeat_timeout after the start, unless they
+        say hello themselves. Who was presumed of an older quorum is not any more; who has a successor is dead."""
+        self.replicas = {name: replica for name, replica in self.replicas.items() if not replica.presumed}
+        replaced = {replica.replaces for replica in self.replicas.values()}
+        for member in members:
+            if member.replica_id not in self.replicas and member.replica_id not in replaced:
+                self.replicas[member.replica_id] = Replica(
+                    member.replica_id, member.session, member.address, started_ms, ready=True, presumed=True
+                )
 
     def sign(self, stream: int, now_ms: int) -> Replica | None:
         """A sign of life on a stream. None if the stream is not its replica's newest."""

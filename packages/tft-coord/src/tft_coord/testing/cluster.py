@@ -23,7 +23,7 @@ from tft_coord.core.group import GroupCore
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.session import Dial, GiveUp, HangUp, SendBeat, SendHello, SendRequest, SendWithdraw, SessionCore
 from tft_coord.core.session import SessionEffect as _SessionEffect
-from tft_coord.core.types import Hello, Member, Quorum, QuorumKey, RankRequest, Refusal
+from tft_coord.core.types import Hello, Member, QuorumKey, RankRequest, Refusal
 from tft_coord.testing.clock import Timer, VirtualClock
 from tft_coord.testing.invariants import Attendance, Invariants, Round
 from tft_coord.testing.marks import Marks
@@ -141,6 +141,7 @@ class LighthouseProcess(Process):
         self._streams: dict[int, Stream] = {}
         self._attendance = Attendance(cluster.config.min_replicas)
         self._hellos: dict[int, Hello] = {}
+        self._asked: effects.AskForQuorum | None = None
 
     def start(self) -> None:
         """Begin to look at the clock."""
@@ -168,9 +169,11 @@ class LighthouseProcess(Process):
                 self._attendance.asked(event.member, event.stream)
             case events.RequestWithdrawn() | events.StreamClosed():
                 self._attendance.asks_no_more(event.stream)
-            case events.QuorumReported(quorum=Quorum()):
-                assert event.quorum is not None
-                self._attendance.reported(event.quorum)
+            case events.QuorumReported():
+                asked, quorum = self._asked, event.quorum
+                named = (asked.stream, asked.key) if asked is not None else None
+                if quorum is not None and named == (event.stream, quorum.key):
+                    self._attendance.reported(quorum)
         self._perform(self.core.handle(event, self.clock.now_ms, self._cluster.wall_ms))
 
     def _closed(self, number: int) -> None:
@@ -190,9 +193,11 @@ class LighthouseProcess(Process):
                 case effects.AnswerQuorum() | effects.AnswerUnchanged() | effects.RefuseRequest():
                     self._attendance.asks_no_more(order.stream)
                     self._say(order.stream, order)
+                case effects.AskForQuorum():
+                    self._asked = order
+                    self._say(order.stream, order)
                 case effects.Welcome():
-                    hello = self._hellos[order.stream]
-                    self._attendance.welcomed(hello.replica_id, order.session, order.stream, ready=hello.ready)
+                    self._attendance.welcomed(self._hellos[order.stream], order.stream)
                     self._say(order.stream, order)
                 case effects.RefuseSession() | effects.CloseStream():
                     stream = self._streams.get(order.stream)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tft_coord.core.types import Member, Plan, Purpose, Quorum, QuorumKey
+from tft_coord.core.types import Hello, Member, Plan, Purpose, Quorum, QuorumKey
 
 
 class InvariantBroken(AssertionError):
@@ -78,10 +78,15 @@ class Attendance:
         self._dead: set[str] = set()
         self._special: set[str] = set()
         self._streams: dict[str, int] = {}
+        self._presumed: set[str] = set()
+        self._replaced: set[str] = set()
         self._asking: dict[str, int] = {}  # on which stream
 
-    def welcomed(self, replica_id: str, session: int, stream: int, *, ready: bool) -> None:
+    def welcomed(self, hello: Hello, stream: int) -> None:
         """A session stands, on that stream from now on."""
+        replica_id, session = hello.replica_id, hello.session
+        self._presumed.discard(replica_id)
+        self._replaced.add(hello.replaces)
         if replica_id in self._dead:
             raise InvariantBroken("I2", f"{replica_id} was reported dead and is welcomed")
         if session <= self._lost.get(replica_id, session - 1):
@@ -91,7 +96,7 @@ class Attendance:
         self._lost.pop(replica_id, None)
         self._sessions[replica_id] = session
         self._streams[replica_id] = stream
-        if ready:
+        if hello.ready:
             self._ready.add(replica_id)
 
     def asked(self, member: Member, stream: int) -> None:
@@ -110,11 +115,16 @@ class Attendance:
         self._asking = {replica_id: asked for replica_id, asked in self._asking.items() if asked != stream}
 
     def reported(self, quorum: Quorum) -> None:
-        """A quorum from before this life: its members are presumed to live."""
+        """The newest quorum from before this life: its members are presumed to live, those of an older one no more."""
+        for replica_id in self._presumed:
+            self._sessions.pop(replica_id, None)
+        self._presumed.clear()
         for member in quorum.members:
-            if member.replica_id not in self._sessions and member.replica_id not in self._lost:
-                self._sessions[member.replica_id] = member.session
-                self._ready.add(member.replica_id)
+            name = member.replica_id
+            if name not in self._sessions and name not in self._lost and name not in self._replaced:
+                self._sessions[name] = member.session
+                self._presumed.add(name)
+                self._ready.add(name)
 
     def lost(self, replica_id: str, session: int, *, dead: bool) -> None:
         """It was taken for lost."""
