@@ -10,7 +10,7 @@ from tft_coord.core import effects, events
 from tft_coord.core.effects import AnswerQuorum, AnswerUnchanged, AskForQuorum, LighthouseEffect, QuorumFormed
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.types import MAX_INT64, Hello, Member, Quorum, QuorumKey, Refusal
-from tft_coord.errors import SettingError
+from tft_coord.errors import ProtocolError, SettingError
 from tft_coord.timeouts import Timeouts
 
 STARTED_MS = 1_000_000
@@ -721,7 +721,7 @@ class TestSeveralLighthouses:
     def test_an_old_one_that_hears_of_a_newer_answers_nobody_any_more(self) -> None:
         table = Table()
         table.first_quorum("a", "b")
-        orders = table.hello("c", lighthouse_started_ms=STARTED_MS + 1)
+        orders = table.hello("c", lighthouse_started_ms=STARTED_MS + 1, cluster_id="cluster")
         assert {order.stream for order in orders if isinstance(order, effects.RefuseSession)} == {1, 2, 3}
         assert set(refused(orders)) == {Refusal.OLD_LIGHTHOUSE}
         assert refused(table.ask("a", 6, live=True)) == [Refusal.OLD_LIGHTHOUSE]
@@ -730,10 +730,39 @@ class TestSeveralLighthouses:
 
     def test_its_own_start_time_is_no_news(self) -> None:
         table = Table()
-        assert isinstance(table.hello("a", lighthouse_started_ms=STARTED_MS)[0], effects.Welcome)
+        orders = table.hello("a", lighthouse_started_ms=STARTED_MS, cluster_id="cluster")
+        assert isinstance(orders[0], effects.Welcome)
+
+    def test_one_that_restarts_with_its_clock_set_back_serves(self) -> None:
+        table = Table()
+        orders = table.hello("a", lighthouse_started_ms=STARTED_MS + 3_600_000, cluster_id="the one before")
+        assert isinstance(orders[0], effects.Welcome)
+        held = QuorumKey(STARTED_MS + 3_600_000, 7)
+        table.pass_ms(400, "a")
+        table.hello("b", held=held)
+        table.give(events.QuorumReported(2, None))
+        table.ask("b")
+        table.ask("a")
+        quorum = table.core.quorum("job")
+        assert quorum is not None
+        assert quorum.key.quorum_id > held.quorum_id
 
 
 class TestBadInput:
+    @pytest.mark.parametrize("what", ["session", "lighthouse_started_ms"])
+    def test_a_number_years_ahead_of_the_clock_locks_nobody_out(self, what: str) -> None:
+        table = Table()
+        assert refused(table.hello("a", **{what: 2**63 - 1, "cluster_id": "cluster"})) == [Refusal.MALFORMED]
+        table.sessions.clear()
+        table.first_quorum("a")
+
+    @pytest.mark.parametrize("replica_id", ["a\nINFO all is well", "\x1b[2J"])
+    def test_a_name_that_would_break_a_log_line_is_refused(self, replica_id: str) -> None:
+        with pytest.raises(ProtocolError, match="printable"):
+            Hello("job", replica_id, 1, "a:1")
+        with pytest.raises(ProtocolError, match="printable"):
+            Member(replica_id)
+
     def test_an_id_that_no_lighthouse_gives_does_not_use_up_the_ids(self) -> None:
         table = Table()
         assert refused(table.hello("a", held=QuorumKey(MAX_INT64, 1))) == [Refusal.MALFORMED]

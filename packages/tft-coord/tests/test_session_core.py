@@ -153,6 +153,14 @@ def test_an_older_lighthouse_is_not_believed() -> None:
     assert core.lighthouse_started_ms == 51
 
 
+def test_a_lighthouse_of_another_cluster_is_a_restart_whatever_its_clock_says() -> None:
+    core = welcomed()
+    core.stream_broke(10)
+    core.stream_opened(20)
+    assert core.welcomed(100, 49, 30, "another") == []
+    assert (core.lighthouse_started_ms, core.cluster_id) == (49, "another")
+
+
 def test_a_stale_session_jumps_ahead_ever_farther() -> None:
     """A clock was set back by an hour: one number a dial would take days."""
     core = session()

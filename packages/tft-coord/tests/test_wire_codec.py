@@ -47,7 +47,8 @@ from tft_coord.wire import codec
 from tft_coord.wire import coordination_pb2 as pb
 
 characters = st.characters(exclude_categories=["Cs"])
-names = st.text(characters, min_size=1, max_size=20)
+# Names stand in log lines: printable only.
+names = st.text(characters.filter(str.isprintable), min_size=1, max_size=20)
 texts = st.text(characters, max_size=20)
 steps = st.integers(0, MAX_INT64)
 numbers = st.integers(0, MAX_UINT64)
@@ -101,6 +102,7 @@ hellos = st.builds(
     ready=st.booleans(),
     held=st.none() | keys,
     lighthouse_started_ms=steps,
+    cluster_id=texts,
 )
 requests = st.builds(
     RankRequest,

@@ -119,7 +119,8 @@ class LighthouseShell:
             match decision:
                 case effects.AnswerQuorum(stream, request, quorum):
                     self._put(stream, codec.frame_quorum_answer(request, self._encode_quorum(quorum)))
-                case effects.RefuseSession(stream):
+                case effects.RefuseSession(stream, refusal, message):
+                    logger.warning("a stream is refused (%s): %s", refusal.value, message)
                     self._put(stream, codec.encode_from_lighthouse(decision))
                     self._close(stream)
                 case effects.CloseStream(stream):
@@ -181,8 +182,8 @@ class LighthouseShell:
             while isinstance(message := cast("object", await context.read()), bytes):
                 self._handle(codec.decode_to_lighthouse(stream, message))
         except ProtocolError as error:
-            logger.warning("a stream from %s is ended: %s", context.peer(), error)
-            self._perform([effects.RefuseSession(stream, Refusal.MALFORMED, str(error))])
+            message = f"from {context.peer()}: {error}"
+            self._perform([effects.RefuseSession(stream, Refusal.MALFORMED, message)])
         finally:
             outbox.close()
 

@@ -26,6 +26,8 @@ INELIGIBLE_MOST_MS = 60_000
 # Ids are milliseconds since 1970 plus a count; one that is near the end of the number range was not given by a
 # lighthouse, and going above it would leave no ids.
 HIGHEST_ID_BELIEVED = MAX_INT64 - 2**32
+# Sessions and start times are milliseconds since 1970; clocks of hosts differ, but not by more than this.
+CLOCKS_DIFFER_MOST_MS = 365 * 24 * 3_600_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,8 @@ class LighthouseCore:
         self._note_the_time(now_ms)
         if isinstance(event, events.StreamClosed):
             job = self._job_of_stream.pop(event.stream, None)
+        elif isinstance(event, events.HelloReceived) and (nonsense := _nonsense(event.hello, wall_ms)):
+            return [effects.RefuseSession(event.stream, Refusal.MALFORMED, nonsense)]
         elif self._succeeded or (isinstance(event, events.HelloReceived) and self._is_succeeded_by(event.hello)):
             return self._retire(event.stream)
         elif isinstance(event, events.HelloReceived):
@@ -139,8 +143,9 @@ class LighthouseCore:
         return self._succeeded_by_ms > self._birth.started_ms
 
     def _is_succeeded_by(self, hello: Hello) -> bool:
-        """Whether that replica has obeyed a lighthouse that started after this one."""
-        self._succeeded_by_ms = max(self._succeeded_by_ms, hello.lighthouse_started_ms)
+        """Whether that replica has obeyed a lighthouse of this cluster that started after this one."""
+        if hello.cluster_id == self._birth.cluster_id:
+            self._succeeded_by_ms = max(self._succeeded_by_ms, hello.lighthouse_started_ms)
         return self._succeeded
 
     def _retire(self, stream: int) -> list[effects.LighthouseEffect]:
@@ -155,9 +160,6 @@ class LighthouseCore:
 
     def _hello(self, event: events.HelloReceived, now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
         hello = event.hello
-        if hello.held is not None and hello.held.quorum_id > HIGHEST_ID_BELIEVED:
-            message = f"replica {hello.replica_id} holds quorum {hello.held}, an id that no lighthouse gives"
-            return [effects.RefuseSession(event.stream, Refusal.MALFORMED, message + "; start it anew")]
         current = self._job_of_stream.get(event.stream)
         if current is not None and current.name != hello.job:
             message = f"the stream of replica {hello.replica_id} changes from job {current.name} to {hello.job}"
@@ -169,6 +171,17 @@ class LighthouseCore:
             )
         self._job_of_stream[event.stream] = job
         return job.hello(event.stream, hello, now_ms, wall_ms)
+
+
+def _nonsense(hello: Hello, wall_ms: int) -> str | None:
+    """What in a hello can't be true, or None. Believed, one such number would lock others out for good."""
+    name, latest_ms = hello.replica_id, wall_ms + CLOCKS_DIFFER_MOST_MS
+    if hello.held is not None and hello.held.quorum_id > HIGHEST_ID_BELIEVED:
+        return f"replica {name} holds quorum {hello.held}, an id that no lighthouse gives; start it anew"
+    for what, at_ms in (("session", hello.session), ("lighthouse_started_ms", hello.lighthouse_started_ms)):
+        if at_ms > latest_ms:
+            return f"replica {name} says {what} {at_ms}, more than a year ahead of this clock; set the clocks right"
+    return None
 
 
 class Job:

@@ -104,6 +104,7 @@ class SessionCore:
         self.refused: GiveUp | None = None
         self.held: QuorumKey | None = None
         self.lighthouse_started_ms = 0
+        self.cluster_id = ""
         self._ready = False
         self._welcomed = False
         self._open: SendRequest | None = None
@@ -137,13 +138,19 @@ class SessionCore:
             self._broken_at_ms = now_ms
         return [Dial(now_ms + self._redial_delay_ms(now_ms))]
 
-    def welcomed(self, session: int, lighthouse_started_ms: int, now_ms: int) -> list[SessionEffect]:
-        """The lighthouse took the hello. An older lighthouse than one obeyed before is not believed."""
+    def welcomed(
+        self, session: int, lighthouse_started_ms: int, now_ms: int, cluster_id: str = ""
+    ) -> list[SessionEffect]:
+        """The lighthouse took the hello. An older one of the same cluster than one obeyed before is not believed.
+
+        One of another cluster at the same address is a restart without memory, whatever its clock says.
+        """
         if session != self.session:
             return []
-        if lighthouse_started_ms < self.lighthouse_started_ms:
+        if cluster_id == self.cluster_id and lighthouse_started_ms < self.lighthouse_started_ms:
             return [HangUp()]
         self.lighthouse_started_ms = lighthouse_started_ms
+        self.cluster_id = cluster_id
         self._welcomed = True
         self._broken_at_ms = None
         self._stale_in_a_row = 0
@@ -230,6 +237,7 @@ class SessionCore:
                 ready=self._ready,
                 held=self.held,
                 lighthouse_started_ms=self.lighthouse_started_ms,
+                cluster_id=self.cluster_id,
             )
         )
 

@@ -39,6 +39,13 @@ class QuorumKey:
         return f"{self.quorum_id}.{self.nonce:016x}"
 
 
+def _check_names(**names: str) -> None:
+    """Names stand in logs, one line each. Raises: ProtocolError: one would break the line."""
+    for what, name in names.items():
+        if not name.isprintable():
+            raise ProtocolError(f"{what} is {name[:80]!r}; give printable characters only, without line breaks")
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """One replica group as it stands in a quorum, or as it asks for one.
@@ -87,6 +94,7 @@ class Member:
     def __post_init__(self) -> None:
         if not self.replica_id:
             raise ProtocolError("a quorum member has no replica id; give the Manager a replica_id")
+        _check_names(replica_id=self.replica_id)
         if not 0 <= self.step <= MAX_INT64:
             raise ProtocolError(f"replica {self.replica_id} reports step {self.step}; a step is 0..2^63-1")
         if self.lineage is not None and not 0 <= self.lineage <= MAX_UINT64:
@@ -181,6 +189,7 @@ class Hello:
         ready: has asked some lighthouse for a quorum once in its life.
         held: key of the newest quorum that it holds, or None.
         lighthouse_started_ms: start time of the newest lighthouse that it has obeyed, 0 if none.
+        cluster_id: of that lighthouse; start times are compared within one cluster only.
     """
 
     job: str
@@ -191,6 +200,10 @@ class Hello:
     ready: bool = False
     held: QuorumKey | None = None
     lighthouse_started_ms: int = 0
+    cluster_id: str = ""
+
+    def __post_init__(self) -> None:
+        _check_names(replica_id=self.replica_id, job=self.job)
 
 
 @dataclass(frozen=True, slots=True)

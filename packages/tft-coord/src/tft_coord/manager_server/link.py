@@ -247,9 +247,9 @@ class LighthouseLink:
             case RefuseRequest(_, request, refusal, sentence):
                 if self._core.answered(request, None):
                     self._arrived(events.RequestRefused(request, refusal.value, sentence))
-            case Welcome(_, session, started_ms, _):
+            case Welcome(_, session, started_ms, cluster_id):
                 self.trouble = ""
-                self._perform(self._core.welcomed(session, started_ms, now_ms))
+                self._perform(self._core.welcomed(session, started_ms, now_ms, cluster_id))
                 self._beat()
             case TellLost(_, session, sentence):
                 logger.warning("replica %s: %s", self._replica_id, sentence)

@@ -400,7 +400,8 @@ class ManagerProcess(Process):
         self._cluster.trace(self.name, order)
         match order:
             case effects.Welcome():
-                self._perform_session(self.session.welcomed(order.session, order.lighthouse_started_ms, now_ms))
+                started_ms, cluster_id = order.lighthouse_started_ms, order.cluster_id
+                self._perform_session(self.session.welcomed(order.session, started_ms, now_ms, cluster_id))
             case effects.TellLost():
                 self._cluster.marks.hit("the living were told that they are lost")
                 self._perform_session(self.session.told_lost(order.session, now_ms))

@@ -167,6 +167,7 @@ def encode_to_lighthouse(event: LighthouseEvent) -> bytes:
                 ready=hello.ready,
                 held=_key_to_wire(hello.held),
                 lighthouse_started_ms=hello.lighthouse_started_ms,
+                cluster_id=hello.cluster_id,
             )
             return pb.ToLighthouse(hello=said).SerializeToString()
         case QuorumReported():
@@ -698,6 +699,7 @@ def _hello_from_wire(message: pb.Hello) -> Hello:
         ready=message.ready,
         held=_key_from_wire(message.held) if message.HasField("held") else None,
         lighthouse_started_ms=_count("lighthouse_started_ms", message.lighthouse_started_ms, MAX_INT64),
+        cluster_id=_text("cluster_id", message.cluster_id, MAX_NAME_BYTES),
     )
 
 

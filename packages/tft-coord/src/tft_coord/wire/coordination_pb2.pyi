@@ -274,7 +274,7 @@ class Source(_message.Message):
     def __init__(self, replica_rank: _Optional[int] = ..., replica_id: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("job", "replica_id", "session", "address", "replaces", "ready", "held", "lighthouse_started_ms")
+    __slots__ = ("job", "replica_id", "session", "address", "replaces", "ready", "held", "lighthouse_started_ms", "cluster_id")
     JOB_FIELD_NUMBER: _ClassVar[int]
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -283,6 +283,7 @@ class Hello(_message.Message):
     READY_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     LIGHTHOUSE_STARTED_MS_FIELD_NUMBER: _ClassVar[int]
+    CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
     job: str
     replica_id: str
     session: int
@@ -291,7 +292,8 @@ class Hello(_message.Message):
     ready: bool
     held: QuorumKey
     lighthouse_started_ms: int
-    def __init__(self, job: _Optional[str] = ..., replica_id: _Optional[str] = ..., session: _Optional[int] = ..., address: _Optional[str] = ..., replaces: _Optional[str] = ..., ready: bool = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., lighthouse_started_ms: _Optional[int] = ...) -> None: ...
+    cluster_id: str
+    def __init__(self, job: _Optional[str] = ..., replica_id: _Optional[str] = ..., session: _Optional[int] = ..., address: _Optional[str] = ..., replaces: _Optional[str] = ..., ready: bool = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., lighthouse_started_ms: _Optional[int] = ..., cluster_id: _Optional[str] = ...) -> None: ...
 
 class Beat(_message.Message):
     __slots__ = ("healed_bytes",)
