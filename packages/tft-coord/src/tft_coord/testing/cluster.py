@@ -413,9 +413,11 @@ class ManagerProcess(Process):
                 self._send(lambda stream: events.QuorumReported(stream, quorum))
             case effects.AnswerQuorum():
                 if self.session.answered(order.request, order.quorum.key):
+                    self._cluster.invariants.received(self.replica.replica_id, order.quorum.key)
                     self.handle(events.QuorumArrived(order.request, order.quorum))
             case effects.AnswerUnchanged():
                 if self.session.answered(order.request, order.key):
+                    self._cluster.invariants.received(self.replica.replica_id, order.key)
                     self.handle(events.UnchangedArrived(order.request, order.key))
             case effects.RefuseRequest():
                 if self.session.answered(order.request, None):
@@ -536,10 +538,7 @@ class Cluster:
                         self.marks.hit("an answer was given again")
                     self._answers.add(answer)
             case effects.AnswerUnchanged():
-                replica = self.replica_of_stream(order.stream)
                 self.marks.hit("unchanged was answered")
-                if replica is not None:
-                    self.invariants.unchanged(replica.replica_id, order.key)
             case effects.AskForQuorum():
                 self.marks.hit("a lighthouse without memory asked for a quorum")
             case effects.ReplicaLost():

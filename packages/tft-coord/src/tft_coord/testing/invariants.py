@@ -196,7 +196,6 @@ class Invariants:
         """A lighthouse gives that replica a quorum."""
         if quorum.key not in self._formed:
             raise InvariantBroken("I1", f"{replica_id} is given quorum {quorum.key}, which was never formed")
-        self.unchanged(replica_id, quorum.key)
         ids = quorum.replica_ids
         if list(ids) != sorted(set(ids)):
             raise InvariantBroken("I2", f"quorum {quorum.key} is out of order or has a member twice: {ids}")
@@ -206,8 +205,8 @@ class Invariants:
         if known != ids:
             raise InvariantBroken("I2", f"quorum {quorum.key} has members {known} for one and {ids} for another")
 
-    def unchanged(self, replica_id: str, key: QuorumKey) -> None:
-        """A lighthouse tells that replica that its quorum stands."""
+    def received(self, replica_id: str, key: QuorumKey) -> None:
+        """An answer has reached that replica. (One that was lost with its lighthouse is known to nobody.)"""
         before = self._held_by.get(replica_id)
         if before is not None and key < before:
             raise InvariantBroken("I1", f"{replica_id} is given quorum {key} after {before}")
