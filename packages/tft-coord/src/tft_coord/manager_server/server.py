@@ -190,8 +190,8 @@ class _Child:
             os.close(childs_fd)
             link_fd = childs_link.fileno()
             childs_link.close()
-        self._link: socket.socket | None = link
-        self._end = weakref.finalize(self, _end, self._process, pipe, os.getpid())
+        self._untaken = [link]
+        self._end = weakref.finalize(self, _end, self._process, pipe, self._untaken, os.getpid())
         try:
             boot = {
                 "path": [str(entry) for entry in sys.path],
@@ -212,13 +212,9 @@ class _Child:
         return self._process.poll() is None
 
     def take_link(self) -> socket.socket | None:
-        link, self._link = self._link, None
-        return link
+        return self._untaken.pop() if self._untaken else None
 
     def shutdown(self) -> None:
-        link = self.take_link()
-        if link is not None:
-            link.close()
         self._end()
 
     def _read_report(self, report_fd: int, within_s: float) -> str:
@@ -274,10 +270,12 @@ class _Pipe:
             os.close(fd)
 
 
-def _end(process: subprocess.Popen[bytes], pipe: _Pipe, owner_pid: int) -> None:
+def _end(process: subprocess.Popen[bytes], pipe: _Pipe, untaken_links: list[socket.socket], owner_pid: int) -> None:
     """Say goodbye, close the pipe, and wait for the child's end; by force if it does not come."""
     if os.getpid() != owner_pid:
         return  # a forked child of the trainer holds a copy of the object; the server is not its own
+    for link in untaken_links:
+        link.close()
     pipe.write(b"goodbye\n")
     pipe.close()
     try:

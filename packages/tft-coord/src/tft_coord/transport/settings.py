@@ -68,11 +68,11 @@ def server_options(timeouts: Timeouts) -> Options:
 
 def _common(timeouts: Timeouts) -> Options:
     # Pings are sent and answered by grpc's own threads, without the interpreter lock: a busy trainer answers, a stopped
-    # one or a cut cable does not, and is found within heartbeat_timeout.
+    # one or a cut cable does not: it is found after heartbeat_timeout and before an eighth more of it has passed.
     # Both time-outs are set: a server waits for the longer of the two, and the second is a minute by default.
-    unanswered_ms = max(1, timeouts.heartbeat_timeout_ms // 2)
+    unanswered_ms = timeouts.heartbeat_timeout_ms
     return [
-        ("grpc.keepalive_time_ms", max(1, timeouts.heartbeat_timeout_ms // 3)),
+        ("grpc.keepalive_time_ms", max(1, timeouts.heartbeat_timeout_ms // 8)),
         ("grpc.keepalive_timeout_ms", unanswered_ms),
         ("grpc.http2.ping_timeout_ms", unanswered_ms),
         ("grpc.http2.max_pings_without_data", 0),
