@@ -324,3 +324,16 @@ def test_a_member_that_holds_another_state_and_may_not_heal_never_folds_the_refe
     step.plan_arrived(plan)
     step.verdict_arrived(True)
     assert step.lineage == fold_lineage(FRESH, QuorumKey(3, 3), 1)
+
+
+def test_what_fails_again_and_again_is_asked_for_ever_more_slowly() -> None:
+    step = core()
+    pauses = []
+    for _ in range(12):
+        ask(step)
+        step.quorum_failed(RuntimeError("refused at once"))
+        step.verdict_arrived(False)
+        pauses.append(step.pause_ms)
+    assert pauses == [0, 10, 20, 40, 80, 160, 320, 640, 1_000, 1_000, 1_000, 1_000]
+    commit(step)
+    assert step.pause_ms == 0

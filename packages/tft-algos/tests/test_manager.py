@@ -567,3 +567,41 @@ def test_shutdown_ends_all_parts_and_may_be_repeated(rigs: Any) -> None:
     assert (rig.group.closed, rig.coordinator.closed, rig.transport.closed) == (True, True, True)
     with pytest.raises(Closed, match="make a new one"):
         rig.manager.start_quorum()
+
+
+# --- what can't be ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pg", "says"),
+    [(None, "pg is a NoneType"), (FakeGroup, "pg is the class FakeGroup"), ("gloo", "pg is a str")],
+)
+def test_what_is_no_process_group_is_refused_by_name(pg: Any, says: str) -> None:
+    with pytest.raises(SettingError, match=says):
+        Manager(pg, lighthouse_addr="nowhere:1")
+
+
+def test_state_functions_are_functions(rigs: Any) -> None:
+    with pytest.raises(SettingError, match="load_state_dict of 'more' is a dict; give a function"):
+        rigs().manager.register_state_dict_fn("more", {}, dict)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tensor", ["a string", [torch.ones(1)]])
+def test_allreduce_takes_one_tensor(rigs: Any, tensor: Any) -> None:
+    rig = rigs(plan_of(7, size=2))
+    rig.manager.start_quorum()
+    with pytest.raises(UsageError, match="give one tensor"):
+        rig.manager.allreduce(tensor)
+
+
+@pytest.mark.parametrize("state", [None, {"step": 2**70, "batches_committed": 0}, {"step": -1, "batches_committed": 0}])
+def test_a_state_that_is_no_managers_is_refused(rigs: Any, state: Any) -> None:
+    rig = rigs()
+    with pytest.raises(StateUnavailable):
+        rig.manager.load_state_dict(state)
+    assert rig.manager.current_step() == 0
+
+
+def test_a_name_that_would_break_a_log_line_is_refused() -> None:
+    with pytest.raises(SettingError, match="replica_id has unprintable characters"):
+        Manager(FakeGroup(), lighthouse_addr="nowhere:1", replica_id="a\nb")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
@@ -143,6 +144,26 @@ def test_a_quorum_that_does_not_come_says_who_was_waited_for(with_session: bool)
         with pytest.raises(DeadlinePassed, match=r"the lighthouse at 127\.0\.0\.1:9") as caught:
             zero.quorum(0, RankRequest(step=5), SOON)
         assert "has not answered" in str(caught.value)
+
+
+def test_a_lighthouse_that_is_not_there_is_said_within_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    said = threading.Event()
+
+    class Said(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno == logging.WARNING:
+                said.set()
+
+    listener = Said()
+    logging.getLogger("tft_coord").addHandler(listener)
+    try:
+        with serve(in_process=True):
+            assert said.wait(10)
+    finally:
+        logging.getLogger("tft_coord").removeHandler(listener)
+    (record,) = (record for record in caplog.records if record.levelno == logging.WARNING)
+    assert "the lighthouse at 127.0.0.1:9 can't be reached" in record.getMessage()
+    assert "still trying" in record.getMessage()
 
 
 def test_a_rank_that_asks_again_makes_its_older_request_void() -> None:

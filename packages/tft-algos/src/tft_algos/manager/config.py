@@ -117,6 +117,8 @@ class ManagerConfig:
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise SettingError(f"{name} is a {type(value).__name__}; give a string")
+            if isinstance(value, str) and not value.isprintable():
+                raise SettingError(f"{name} has unprintable characters; give printable ones, without line breaks")
         if self.job is not None and (not self.job or "/" in self.job):
             raise SettingError(f"job is {self.job!r}; give a name without a slash")
 

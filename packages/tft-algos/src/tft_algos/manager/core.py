@@ -17,10 +17,12 @@ from typing import Any, Final
 
 from tft_algos.errors import HealingFailed, StateUnavailable, UsageError
 from tft_coord.core.lineage import fold_lineage, initial_lineage
-from tft_coord.core.types import Plan, QuorumKey, RankRequest
+from tft_coord.core.types import MAX_INT64, Plan, QuorumKey, RankRequest
 from tft_coord.errors import StaleQuorum
 
 MAX_ERRORS_KEPT: Final = 16
+FIRST_PAUSE_MS: Final = 10
+LONGEST_PAUSE_MS: Final = 1_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,6 +261,16 @@ class StepCore:
         self.configured = None
         self._standing = None
 
+    @property
+    def pause_ms(self) -> int:
+        """How long to wait before asking again, milliseconds.
+
+        One failure is a peer's death, and the next attempt is what everybody waits for. What fails again and again
+        fails as fast as it is tried, and would keep a core busy with it.
+        """
+        again = self.commit_failures + self.failed_quorums - 2
+        return 0 if again < 0 else min(LONGEST_PAUSE_MS, FIRST_PAUSE_MS << min(again, 16))
+
     # --- errors --------------------------------------------------------------------------------------------------
 
     def error_reported(self, error: Exception, name: StepName | None = None) -> bool:
@@ -407,11 +419,15 @@ class StepCore:
 
         Raises: StateUnavailable: it is no state of a Manager. Nothing has changed then.
         """
+        if not isinstance(state, Mapping):
+            raise StateUnavailable(
+                f"a Manager's state is a dict, and this one is {type(state).__name__}; give what state_dict() returned"
+            )
         step, batches, lineage = state.get("step"), state.get("batches_committed"), state.get("lineage")
         counts_are_right = all(
             isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in (step, batches)
         )
-        if not counts_are_right:
+        if not counts_are_right or step > MAX_INT64 or batches > MAX_INT64:  # type: ignore[operator]  # checked
             raise StateUnavailable(
                 f"a Manager's state has the whole numbers step and batches_committed, and this one has {dict(state)}"
             )

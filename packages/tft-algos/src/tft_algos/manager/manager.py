@@ -90,6 +90,11 @@ class Manager:
     ) -> None:
         if min_replica_size is not None:
             settings["min_replica_size"] = min_replica_size
+        if isinstance(pg, type) or not all(
+            callable(getattr(pg, name, None)) for name in ("configure", "allreduce", "abort", "errored", "set_timeout")
+        ):
+            what = f"the class {pg.__name__}" if isinstance(pg, type) else f"a {type(pg).__name__}"
+            raise SettingError(f"pg is {what}; give a process group that can be configured: ProcessGroupGloo()")
         if (load_state_dict is None) != (state_dict is None):
             raise SettingError("load_state_dict and state_dict belong together; give both or neither")
         self._config: ResolvedConfig = from_environment(config_of(config, settings), os.environ, own_host=own_host)
@@ -112,7 +117,7 @@ class Manager:
         self._fetch: Fetch | None = None
         self._healed_bytes = 0
         self._timers: set[threading.Timer] = set()
-        self._closed = False
+        self._closing = threading.Event()
         self._synchronize: Callable[[], None] | None = (
             torch.accelerator.synchronize if torch.accelerator.is_available() else None
         )
@@ -140,8 +145,11 @@ class Manager:
             key: its name, the same on every replica.
             load_state_dict: applies it in place; called on the training thread.
             state_dict: gives it; called on the training thread.
-        Raises: SettingError: there is a piece of that name already.
+        Raises: SettingError: there is a piece of that name already, or these are no functions.
         """
+        for name, function in (("load_state_dict", load_state_dict), ("state_dict", state_dict)):
+            if not callable(function):
+                raise SettingError(f"{name} of {key!r} is a {type(function).__name__}; give a function")
         if key in self._user_state:
             raise SettingError(f"state is registered under {key!r} already; give another key")
         self._user_state[key] = (load_state_dict, state_dict)
@@ -194,6 +202,10 @@ class Manager:
         """
         self._check_open()
         self._settle()
+        pause_ms = self._core.pause_ms
+        if pause_ms:
+            self._closing.wait(pause_ms / 1_000)
+            self._check_open()
         request = self._core.quorum_started(
             checkpoint_metadata=self._transport.metadata(),
             group_usable=self._pg.errored() is None,
@@ -321,6 +333,8 @@ class Manager:
                 "quantized reductions do not exist here, and nothing is sent unquantized in their place; call "
                 "allreduce without should_quantize"
             )
+        if not isinstance(tensor, torch.Tensor):
+            raise UsageError(f"allreduce was given a {type(tensor).__name__}; give one tensor")
         average = reduce_op == dist.ReduceOp.AVG
         if average and not (tensor.is_floating_point() or tensor.is_complex()):
             raise ValueError(
@@ -665,9 +679,9 @@ class Manager:
         Args:
             wait: until all of it has ended.
         """
-        if self._closed:
+        if self._closing.is_set():
             return
-        self._closed = True
+        self._closing.set()
         if self._fetch is not None:
             self._transport.abort()
             self._fetch.cancel()
@@ -690,7 +704,7 @@ class Manager:
         self.shutdown()
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._closing.is_set():
             raise Closed(f"the Manager of replica {self.replica_id} was shut down; make a new one")
 
     def _log(self, level: int, message: str, *args: object) -> None:

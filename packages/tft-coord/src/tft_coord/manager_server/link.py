@@ -50,6 +50,7 @@ from tft_coord.wire import codec, services
 
 logger = logging.getLogger(__name__)
 
+SAY_AWAY_AFTER_MS = 2_000  # a restart of the lighthouse is shorter than this, a wrong address is not
 LAST_WORDS_S = 0.2  # how long the end of a trainer may be held up by telling the lighthouse of it
 
 
@@ -102,6 +103,9 @@ class LighthouseLink:
         self._next_beat: asyncio.TimerHandle | None = None
         self._open_request: int | None = None
         self._ended = False
+        self._away_since_ms: int | None = None
+        self._said_away = False
+        self._turned_away = ""  # why the lighthouse refuses for now
         self.trouble = f"the lighthouse at {self._target} has not been reached yet"
 
     def start(self) -> None:
@@ -225,9 +229,18 @@ class LighthouseLink:
             pass  # the reader learns of the same end, and tells why
 
     def _note_trouble(self, why: str) -> None:
-        before, self.trouble = self.trouble, f"the lighthouse at {self._target} can't be reached: {why}"
-        if self.trouble != before and not self._ended:
+        what = f"refuses this replica: {self._turned_away}" if self._turned_away else f"can't be reached: {why}"
+        before, self.trouble = self.trouble, f"the lighthouse at {self._target} {what}"
+        if self._ended:
+            return
+        if self.trouble != before:
             logger.info("replica %s: %s", self._replica_id, self.trouble)
+        now_ms = self._now_ms()
+        if self._away_since_ms is None:
+            self._away_since_ms = now_ms
+        if not self._said_away and now_ms - self._away_since_ms >= SAY_AWAY_AFTER_MS:
+            self._said_away = True
+            logger.warning("replica %s: %s; still trying", self._replica_id, self.trouble)
 
     # --- what the lighthouse says -----------------------------------------------------------------------------------
 
@@ -248,13 +261,15 @@ class LighthouseLink:
                 if self._core.answered(request, None):
                     self._arrived(events.RequestRefused(request, refusal.value, sentence))
             case Welcome(_, session, started_ms, cluster_id):
-                self.trouble = ""
+                self.trouble = self._turned_away = ""
+                self._away_since_ms, self._said_away = None, False
                 self._perform(self._core.welcomed(session, started_ms, now_ms, cluster_id))
                 self._beat()
             case TellLost(_, session, sentence):
                 logger.warning("replica %s: %s", self._replica_id, sentence)
                 self._perform(self._core.told_lost(session, now_ms))
             case RefuseSession(_, refusal, sentence):
+                self._turned_away = sentence
                 self._perform(self._core.told_refused(refusal, sentence, now_ms))
             case AskForQuorum(_, key):
                 held = self._quorum()
