@@ -105,6 +105,20 @@ def test_a_signal_to_the_whole_group_leaves_nothing_behind(
     assert nothing_of_it_is_left()
 
 
+def test_ctrl_c_while_the_processes_start_is_one_line(launch: Launch, tmp_path: Path) -> None:
+    process = launch([TFT, "demo", "--out", tmp_path / "demo"])
+    supervisor = psutil.Process(process.pid)
+    while not any("forkserver" in word for child in supervisor.children() for word in child.cmdline()):
+        assert process.poll() is None, "it ended before it had started a process"
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    first, last = output.splitlines()
+    assert "3 replicas to step 400" in first
+    assert re.fullmatch(r"Ended by SIGINT after \S+ s; no process is left\.", last)
+    assert nothing_of_it_is_left()
+
+
 def test_kill_9_of_the_command_itself_leaves_nothing_behind(launch: Launch, tmp_path: Path) -> None:
     process = launch([TFT, "demo", "--out", tmp_path / "demo"])
     read_until(process, "commits step 1, its first", within_s=100)

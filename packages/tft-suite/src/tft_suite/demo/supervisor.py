@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -107,10 +108,13 @@ class Supervisor:
                     view.show(self._director.story, self._now_s())
             finally:
                 self._end_children()
+        failed = self._end is not None and self._end.error is not None
+        # A signal to all processes may reach the replicas first; it was the signal then, not their end.
+        by_signal = bool(self._caught) and (self._end is None or failed)
         return Outcome(
             events=tuple(self._events),
-            error=None if self._end is None else self._end.error,
-            signal_number=self._caught[0] if self._caught and self._end is None else None,
+            error=None if self._end is None or by_signal else self._end.error,
+            signal_number=self._caught[0] if by_signal else None,
             wall_s=self._now_s(),
         )
 
@@ -182,7 +186,13 @@ class Supervisor:
             target=replica_main, args=(self._body, task, their_events, their_orders), name=f"tft-demo-replica-{replica}"
         )
         with their_events, their_orders:
-            process.start()
+            # The first start makes the forkserver, which Ctrl-C would reach while it imports.
+            resource_tracker.ensure_running()  # would let signals through again if it came in between
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         assert process.pid is not None
         self._children[replica] = Child(process, events, orders)
         self._happened(ProcessStarted(at_s=self._now_s(), replica=replica, pid=process.pid))
