@@ -21,7 +21,7 @@ from tft_suite.demo.link import Link
 from tft_suite.demo.model import LEARNING_RATE, accuracy, digest_of, make_net
 from tft_suite.demo.process import ReplicaTask
 
-BATCH = 224
+BATCH = 256
 TIMEOUT = timedelta(seconds=10)
 DISCARDS_MAX = 50
 CONNECT_TIMEOUT = timedelta(seconds=30)
