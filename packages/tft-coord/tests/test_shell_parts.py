@@ -42,7 +42,6 @@ def test_addresses_as_users_write_them(address: str, dialled: str) -> None:
         ":29510",
         "localhost:0",
         "h:70000",
-        "https://h:1",
         "h:1/path",
         "::1:29510",
         "a b:1",
@@ -51,6 +50,11 @@ def test_addresses_as_users_write_them(address: str, dialled: str) -> None:
 def test_what_is_no_address_is_refused_with_an_example(address: str) -> None:
     with pytest.raises(SettingError, match=r"is no address; give host:port, for example localhost:29510"):
         target(address)
+
+
+def test_an_address_that_asks_for_tls_is_told_that_there_is_none() -> None:
+    with pytest.raises(SettingError, match=r"'https://h:1' asks for TLS, which is not there yet; give http://host:port"):
+        target("https://h:1")
 
 
 def test_an_ipv6_host_is_put_in_brackets() -> None:

@@ -87,6 +87,8 @@ def target(address: str) -> str:
     Raises: SettingError: there is no host or no port in it.
     """
     bare = address.strip()
+    if bare.startswith("https://"):
+        raise SettingError(f"{bare[:MAX_ADDRESS_BYTES]!r} asks for TLS, which is not there yet; give http://host:port")
     if bare.startswith("http://"):
         bare = bare.removeprefix("http://").rstrip("/")
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[^\s/:\[\]]+):(\d{1,5})", bare)
