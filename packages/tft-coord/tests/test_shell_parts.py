@@ -53,7 +53,9 @@ def test_what_is_no_address_is_refused_with_an_example(address: str) -> None:
 
 
 def test_an_address_that_asks_for_tls_is_told_that_there_is_none() -> None:
-    with pytest.raises(SettingError, match=r"'https://h:1' asks for TLS, which is not there yet; give http://host:port"):
+    with pytest.raises(
+        SettingError, match=r"'https://h:1' asks for TLS, which is not there yet; give http://host:port"
+    ):
         target("https://h:1")
 
 
