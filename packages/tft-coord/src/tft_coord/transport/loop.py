@@ -19,6 +19,7 @@ from typing import Any, TypeVar, final
 from tft_coord.errors import Closed
 
 THREAD_NAME = "tft-coord-loop"
+TASKS_END_WITHIN_S = 1.0
 
 _T = TypeVar("_T")
 
@@ -80,6 +81,9 @@ class _LoopThread:
             self.loop.run_forever()
             # Whatever its owner did not wait for ends here, so that no task outlives its loop.
             left = asyncio.all_tasks(self.loop)
+            if left:
+                # grpc's own tasks end by themselves once their connections have; cancelled, they print a traceback.
+                _, left = self.loop.run_until_complete(asyncio.wait(left, timeout=TASKS_END_WITHIN_S))
             for task in left:
                 task.cancel()
             self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
