@@ -104,12 +104,10 @@ class LighthouseCore:
         self._note_the_time(now_ms)
         if isinstance(event, events.StreamClosed):
             job = self._job_of_stream.pop(event.stream, None)
-        elif isinstance(event, events.HelloReceived) and (nonsense := _nonsense(event.hello, wall_ms)):
-            return [effects.RefuseSession(event.stream, Refusal.MALFORMED, nonsense)]
-        elif self._succeeded or (isinstance(event, events.HelloReceived) and self._is_succeeded_by(event.hello)):
-            return self._retire(event.stream)
         elif isinstance(event, events.HelloReceived):
             return self._hello(event, now_ms, wall_ms)
+        elif self._succeeded:
+            return self._retire(event.stream)
         else:
             job = self._job_of_stream.get(event.stream)
         if job is None:
@@ -160,6 +158,11 @@ class LighthouseCore:
 
     def _hello(self, event: events.HelloReceived, now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
         hello = event.hello
+        nonsense = _nonsense(hello, wall_ms)
+        if nonsense is not None:
+            return [effects.RefuseSession(event.stream, Refusal.MALFORMED, nonsense)]
+        if self._is_succeeded_by(hello):
+            return self._retire(event.stream)
         current = self._job_of_stream.get(event.stream)
         if current is not None and current.name != hello.job:
             message = f"the stream of replica {hello.replica_id} changes from job {current.name} to {hello.job}"
