@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Final, final
 
@@ -18,7 +19,7 @@ from tft_algos.manager.config import ResolvedConfig
 from tft_algos.manager.group_store import GroupStore, open_group_store
 from tft_algos.manager.parts import ServerRestarted
 from tft_coord import ManagerClient, ManagerServer
-from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest
+from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest
 from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, GroupLost, Unreachable
 
 logger = logging.getLogger("tft_algos.manager")
@@ -43,6 +44,7 @@ class GroupCoordinator:
         self._replaces = ""
         self._lock = threading.Condition()  # notified when the client has changed
         self._closing = threading.Event()
+        self._listener: Callable[[LossNotice | GroupLost], None] = lambda _: None
         self._watch: threading.Thread | None = None
         self._store: GroupStore = open_group_store(config)
         try:
@@ -80,6 +82,9 @@ class GroupCoordinator:
             return client.should_commit(self._config.rank, step, yes, timeout, key=key, purpose=purpose)
         except (Unreachable, Closed) as error:
             raise self._after_the_loss(client, error) from error
+
+    def listen(self, listener: Callable[[LossNotice | GroupLost], None]) -> None:
+        self._listener = listener
 
     def source_metadata(self, address: str, timeout: timedelta) -> str:
         config = self._config

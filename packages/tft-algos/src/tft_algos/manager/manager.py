@@ -70,7 +70,7 @@ class Manager:
         state_dict: gives this process's state: tensors and plain data; called on the training thread.
         min_replica_size: participants without whom no step commits.
         config: all other settings; single ones may be given by keyword instead, see `ManagerConfig`.
-        coordinator: speaks for this replica group; default: one made from the config.
+        coordinator: speaks for this replica group, or makes what does from the resolved config; None: GroupCoordinator.
     Raises:
         SettingError: a setting or an environment variable is wrong, missing or unknown.
         tft_coord.errors.Unreachable, tft_coord.errors.DeadlinePassed: the group's store, its manager server or the
@@ -85,7 +85,7 @@ class Manager:
         min_replica_size: int | None = None,
         *,
         config: ManagerConfig | None = None,
-        coordinator: Coordinator | None = None,
+        coordinator: Coordinator | Callable[[ResolvedConfig], Coordinator] | None = None,
         **settings: Any,
     ) -> None:
         if min_replica_size is not None:
@@ -130,7 +130,8 @@ class Manager:
         )
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tft-quorum")
         try:
-            self._coordinator: Coordinator = coordinator or GroupCoordinator(self._config)
+            made = coordinator or GroupCoordinator
+            self._coordinator: Coordinator = made(self._config) if callable(made) else made
         except BaseException:
             self._transport.shutdown(wait=False)
             self._executor.shutdown(wait=False)

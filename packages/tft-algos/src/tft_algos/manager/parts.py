@@ -8,14 +8,15 @@ Law of this file: interfaces and their words; nothing is done here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest
+from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest
+from tft_coord.errors import GroupLost
 
 
 class Group(Protocol):
@@ -83,6 +84,13 @@ class Coordinator(Protocol):
         """Vote; returns the verdict of the whole group.
 
         Raises: DeadlinePassed, GroupLost, Closed; ServerRestarted: it counts as a no.
+        """
+        ...
+
+    def listen(self, listener: Callable[[LossNotice | GroupLost], None]) -> None:
+        """Have `listener` told of each loss that concerns this rank, of a member of a quorum or of this group.
+
+        It is called by a thread of the coordinator's and must return at once.
         """
         ...
 

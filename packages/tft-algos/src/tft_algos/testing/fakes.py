@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from tft_ckpt import CheckpointTransport, StateKey, StateUnavailable
 from tft_coord.core.lineage import initial_lineage
-from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest, Source
+from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest, Source
+from tft_coord.errors import GroupLost
 from tft_pg.work import PendingWork
 
 
@@ -74,7 +75,7 @@ class ScriptedCoordinator:
         verdicts: to its votes, in order; what the Manager voted, where the list has ended.
         replica_id: of the group.
 
-    `requests` and `votes` hold what was asked and voted.
+    `requests` and `votes` hold what was asked and voted; `listener` is the Manager's, to be told of losses.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class ScriptedCoordinator:
         self.votes: list[tuple[QuorumKey, int, bool, Purpose]] = []
         self.healed_bytes = 0
         self.closed = False
+        self.listener: Callable[[LossNotice | GroupLost], None] = lambda _: None
 
     def quorum(self, request: RankRequest, timeout: timedelta) -> Plan | QuorumKey:
         self.requests.append(request)
@@ -107,6 +109,9 @@ class ScriptedCoordinator:
         if isinstance(verdict, Exception):
             raise verdict
         return verdict
+
+    def listen(self, listener: Callable[[LossNotice | GroupLost], None]) -> None:
+        self.listener = listener
 
     def source_metadata(self, address: str, timeout: timedelta) -> str:
         return address

@@ -207,6 +207,25 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class LossNotice:
+    """A member of a quorum was lost, which breaks that quorum for each other member, and no other quorum.
+
+    Args:
+        key: the newest quorum that the lost member is in.
+        replica_id, session: who was lost.
+        reason: why it was taken for lost, one phrase.
+    """
+
+    key: QuorumKey
+    replica_id: str
+    session: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"quorum {self.key} is broken: replica {self.replica_id} was lost ({self.reason})"
+
+
+@dataclass(frozen=True, slots=True)
 class RankRequest:
     """What one group rank says when it asks its manager server for the next quorum.
 
