@@ -246,10 +246,12 @@ class TestLoss:
         core.handle(events.RankDisconnected(1, 2), 1_000)
         assert core.next_deadline_ms() == 1_300
         assert core.tick(1_299) == []
-        report, fail = core.tick(1_300)
+        report, fail, told = core.tick(1_300)
         assert report == effects.ReportDeath("rank 1's stream broke and was not back within 300 ms")
         assert isinstance(fail, effects.FailRank)
         assert (fail.rank, fail.code) == (0, "group_lost")
+        assert isinstance(told, effects.TellGroupLost)
+        assert (told.rank, told.message) == (0, fail.message)
         (later,) = asked(core, 0, 12, request())
         assert isinstance(later, effects.FailRank)
         assert "end this process and start the group again" in later.message
@@ -266,9 +268,11 @@ class TestLoss:
     def test_a_death_needs_no_grace_and_seals_the_vote(self) -> None:
         core = group()
         core.handle(events.RankVoted(0, 20, KEY, 3, Purpose.COMMIT, True, 60_000), 0)
-        report, verdict = core.handle(events.RankDied(1, "signal 9"), 0)
+        report, verdict, told = core.handle(events.RankDied(1, "signal 9"), 0)
         assert report == effects.ReportDeath("rank 1 ended: signal 9")
         assert verdict == effects.AnswerVote(20, 0, False)
+        assert isinstance(told, effects.TellGroupLost)
+        assert told.rank == 0
         assert core.handle(events.RankDied(0, "signal 9"), 0) == []  # reported once
 
     def test_a_clean_goodbye_is_a_loss_at_once(self) -> None:

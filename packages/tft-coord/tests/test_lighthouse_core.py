@@ -454,7 +454,12 @@ class TestRequestsAndStreams:
         table.first_quorum("a", "b")
         table.ask("b", 6, live=True)
         orders = table.pass_ms(5_100, "a")
-        assert [type(order) for order in orders] == [effects.ReplicaLost, effects.RefuseRequest, effects.TellLost]
+        assert [type(order) for order in orders] == [
+            effects.ReplicaLost,
+            effects.NotifyLoss,
+            effects.RefuseRequest,
+            effects.TellLost,
+        ]
         assert refused(orders) == [Refusal.LOST]
 
     def test_the_lost_learn_it_when_they_speak(self) -> None:

@@ -114,12 +114,18 @@ class GroupCoordinator:
         with self._lock:  # taken while a new server starts: then it is waited for
             client = self._client
         if client is None:
-            raise self._lost()
+            raise self._gone()
         return client
 
-    def _lost(self) -> CoordinationError:
+    def _told(self, news: LossNotice | GroupLost) -> None:
+        self._listener(news)
+
+    def _gone(self) -> CoordinationError:
         if self._closing.is_set():
             return Closed(f"the Manager of replica {self.replica_id} was shut down; make a new one")
+        return self._lost()
+
+    def _lost(self) -> GroupLost:
         return GroupLost(
             f"the manager server of replica {self.replica_id} has ended, and without it its {self._config.world_size} "
             f"ranks can't agree (this is rank {self._config.rank}); end this process and start the group again"
@@ -142,7 +148,7 @@ class GroupCoordinator:
                 f"the manager server of replica {self.replica_id} runs and does not answer ({error}); look whether the "
                 "machine is out of memory or of processor time"
             )
-        return self._lost()
+        return self._gone()
 
     def _watch_server(self) -> None:
         """On a thread of rank 0: the manager server's end is noticed at once, not by a call that times out."""
@@ -159,6 +165,8 @@ class GroupCoordinator:
                 old.close()  # calls under way end, and are made again with the new client
             server.shutdown()
             if self._client is None:
+                if not self._closing.is_set():
+                    self._told(self._lost())
                 return
 
     def _restart(self) -> None:
@@ -198,4 +206,5 @@ class GroupCoordinator:
             token=config.token,
             timeouts=config.timeouts,
             link=self._server.link() if self._server is not None else None,
+            listener=self._told,
         )

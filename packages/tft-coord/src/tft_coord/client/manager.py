@@ -6,6 +6,7 @@ Law of this file: one method a call; what a call means stands in protocol.md and
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -14,8 +15,8 @@ from typing import final
 from tft_coord.client.caller import Caller, seconds
 from tft_coord.client.local_link import LocalLink
 from tft_coord.client.rank_session import RankSession
-from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest
-from tft_coord.errors import Closed, CoordinationError, ProtocolError
+from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest
+from tft_coord.errors import Closed, CoordinationError, GroupLost, ProtocolError
 from tft_coord.timeouts import Timeouts
 from tft_coord.views import QuorumResult, result_view
 from tft_coord.wire import codec, services
@@ -41,6 +42,8 @@ class ManagerClient:
         timeouts: of the job.
         link: `ManagerServer.link()`, in the process that started the manager server: its calls travel there. Closed
             with this client.
+        listener: told on the session of losses: of a member of a quorum, or of this group. It is called by a thread of
+            this client's and must return at once.
     Raises: SettingError: the address is none. Unreachable: nobody answered in time. ProtocolError: no such rank.
     """
 
@@ -53,6 +56,7 @@ class ManagerClient:
         token: str | None = None,
         timeouts: Timeouts = Timeouts(),  # noqa: B008  # frozen
         link: socket.socket | None = None,
+        listener: Callable[[LossNotice | GroupLost], None] = lambda _: None,
     ) -> None:
         self._caller = Caller("manager server", addr, connect_timeout, token, timeouts)
         self._link = LocalLink(link) if link is not None else None
@@ -62,6 +66,7 @@ class ManagerClient:
         self._quorum_stub = self._caller.stub(services.MANAGER_QUORUM)
         self._commit_stub = self._caller.stub(services.MANAGER_SHOULD_COMMIT)
         self._metadata_stub = self._caller.stub(services.MANAGER_CHECKPOINT_METADATA)
+        self._listener = listener
         self._session: RankSession | None = None
         self._closed = False
         if group_rank is not None:
@@ -170,6 +175,7 @@ class ManagerClient:
             group_rank=group_rank,
             token=self._token,
             timeouts=self._timeouts,
+            listener=self._listener,
             connect_within_s=self._connect_within_s,
         )
 

@@ -15,14 +15,15 @@ import logging
 import random
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import final
 
 import grpc.aio
 
 from tft_coord.core.effects import RefuseSession, Welcome
-from tft_coord.core.types import Plan, QuorumKey
-from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, Unreachable
+from tft_coord.core.types import LossNotice, Plan, QuorumKey
+from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, GroupLost, Unreachable
 from tft_coord.security import call_metadata
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.dial import dial
@@ -49,13 +50,22 @@ class RankSession:
         token: shared secret of the job, or None.
         timeouts: of the job.
         connect_within_s: how long the constructor waits until the manager server knows this rank.
+        listener: told of losses, on the process's loop; it must return at once.
     Raises: ProtocolError: the group has no such rank. Unreachable: the manager server did not answer.
     """
 
     def __init__(
-        self, address: str, *, group_rank: int, token: str | None, timeouts: Timeouts, connect_within_s: float
+        self,
+        address: str,
+        *,
+        group_rank: int,
+        token: str | None,
+        timeouts: Timeouts,
+        connect_within_s: float,
+        listener: Callable[[LossNotice | GroupLost], None],
     ) -> None:
         self._address = address
+        self._listener = listener
         self._metadata = call_metadata(token)
         self._timeouts = timeouts
         self._session = time.time_ns()
@@ -204,6 +214,10 @@ class RankSession:
                         caller = self._waiting.pop(number, None)
                         if caller is not None:
                             caller.release(answer)
+                    case LossNotice() as notice:
+                        self._listener(notice)
+                    case codec.RanksLost(sentence):
+                        self._listener(GroupLost(sentence))
                     case Welcome():
                         if not known.done():
                             known.set_result(None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tft_coord.core.types import Member, Plan, Quorum, QuorumKey, Refusal
+from tft_coord.core.types import LossNotice, Member, Plan, Quorum, QuorumKey, Refusal
 
 # --- of the lighthouse -----------------------------------------------------------------------------------------------
 
@@ -38,6 +38,14 @@ class TellLost:
     stream: int
     session: int
     message: str
+
+
+@dataclass(frozen=True, slots=True)
+class NotifyLoss:
+    """Tell the stream at once that a member of its quorum was lost."""
+
+    stream: int
+    notice: LossNotice
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +124,7 @@ LighthouseEffect = (
     Welcome
     | RefuseSession
     | TellLost
+    | NotifyLoss
     | CloseStream
     | AskForQuorum
     | AnswerQuorum
@@ -209,6 +218,30 @@ class ReportDeath:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class NotifyRank:
+    """Tell a rank that the quorum of that key is broken."""
+
+    rank: int
+    notice: LossNotice
+
+
+@dataclass(frozen=True, slots=True)
+class TellGroupLost:
+    """Tell a rank that its own group is lost, one sentence."""
+
+    rank: int
+    message: str
+
+
 GroupEffect = (
-    AskLighthouse | WithdrawFromLighthouse | AnswerPlan | AnswerRankUnchanged | FailRank | AnswerVote | ReportDeath
+    AskLighthouse
+    | WithdrawFromLighthouse
+    | AnswerPlan
+    | AnswerRankUnchanged
+    | FailRank
+    | AnswerVote
+    | ReportDeath
+    | NotifyRank
+    | TellGroupLost
 )

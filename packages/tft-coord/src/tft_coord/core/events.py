@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tft_coord.core.types import Hello, Member, Purpose, Quorum, QuorumKey, RankRequest
+from tft_coord.core.types import Hello, LossNotice, Member, Purpose, Quorum, QuorumKey, RankRequest
 
 # --- to the lighthouse ---------------------------------------------------------------------------------------------
 
@@ -125,10 +125,11 @@ class RankDisconnected:
 
 @dataclass(frozen=True, slots=True)
 class RankDied:
-    """A group rank's process ended, by a sign that needs no grace (the parent's pipe)."""
+    """A group rank's process ended, by a sign that needs no grace (the parent's pipe). `left` as above."""
 
     rank: int
     reason: str
+    left: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +191,21 @@ class RequestRefused:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class LossNoticed:
+    """The lighthouse says that a member of a quorum was lost."""
+
+    notice: LossNotice
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLost:
+    """The lighthouse took this group's own session for lost, so its quorum is broken for the others."""
+
+    session: int
+    reason: str
+
+
 GroupEvent = (
     RankConnected
     | RankDisconnected
@@ -200,4 +216,6 @@ GroupEvent = (
     | QuorumArrived
     | UnchangedArrived
     | RequestRefused
+    | LossNoticed
+    | SessionLost
 )

@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 from tft_coord.core import effects, events
 from tft_coord.core.assignment import assign, plan_for
 from tft_coord.core.commit import RoundName, Votes
-from tft_coord.core.types import Member, Quorum, QuorumKey, RankRequest
+from tft_coord.core.types import LossNotice, Member, Quorum, QuorumKey, RankRequest
 from tft_coord.errors import ProtocolError
 from tft_coord.timeouts import Timeouts
+
+MAX_NOTICES_KEPT = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class GroupCore:
         self._streams: dict[int, int] = {}
         self._broken_ms: dict[int, int] = {}
         self._lost: str | None = None
+        self._told_ranks = False  # that the group is lost
+        self._notices: list[LossNotice] = []  # of the quorum that is held, and of those that are still to come
 
     @property
     def lost(self) -> str | None:
@@ -75,11 +79,12 @@ class GroupCore:
                 if 0 <= event.rank < self._world_size:
                     self._streams[event.rank] = event.stream
                     self._broken_ms.pop(event.rank, None)
-                return []
+                return self._tell_again(event.rank)
             case events.RankDisconnected():
                 return self._disconnected(event, now_ms)
             case events.RankDied():
-                return self._lose(f"rank {event.rank} ended: {event.reason}")
+                self._streams.pop(event.rank, None)
+                return self._lose(f"rank {event.rank} ended: {event.reason}", left=event.left)
             case events.RankAsked():
                 return self._rank_asked(event)
             case events.RankWithdrew():
@@ -94,6 +99,12 @@ class GroupCore:
                 if event.request != self._open_request:
                     return []
                 return self._fail_all(event.code, event.message)
+            case events.LossNoticed():
+                return self._noticed(event.notice)
+            case events.SessionLost():
+                if self.quorum is None:
+                    return []
+                return self._noticed(LossNotice(self.quorum.key, self._replica_id, event.session, event.reason))
 
     def tick(self, now_ms: int) -> list[effects.GroupEffect]:
         """Judge graces and deadlines that have passed."""
@@ -129,17 +140,41 @@ class GroupCore:
         del self._streams[event.rank]
         if event.left:
             # It said goodbye: open rounds can't be a yes without it, and nothing else is wrong.
-            return self._lose(f"rank {event.rank} shut down")
+            return self._lose(f"rank {event.rank} shut down", left=True)
         self._broken_ms[event.rank] = now_ms
         return []
 
-    def _lose(self, reason: str) -> list[effects.GroupEffect]:
+    def _lose(self, reason: str, *, left: bool = False) -> list[effects.GroupEffect]:
         if self._lost is not None:
             return []
         self._lost = reason
         out: list[effects.GroupEffect] = [effects.ReportDeath(reason)]
         out += [effects.AnswerVote(call, rank, verdict) for call, rank, verdict in self._votes.lose_rank(reason)]
-        return out + self._fail_all("group_lost", self._lost_message())
+        out += self._fail_all("group_lost", self._lost_message())
+        if not left:
+            # After a goodbye the other ranks may still be about their own ends; they learn of it if they ask.
+            self._told_ranks = True
+            out += [effects.TellGroupLost(rank, self._lost_message()) for rank in sorted(self._streams)]
+        return out
+
+    # --- losses of others ---------------------------------------------------------------------------------------
+
+    def _noticed(self, notice: LossNotice) -> list[effects.GroupEffect]:
+        """A member of a quorum was lost: for the one that is held it is told on, for one to come it is kept."""
+        held = self.quorum.key if self.quorum is not None else None
+        if (held is not None and notice.key < held) or notice in self._notices:
+            return []
+        self._notices = [*self._notices, notice][-MAX_NOTICES_KEPT:]
+        return [effects.NotifyRank(rank, notice) for rank in sorted(self._streams)] if notice.key == held else []
+
+    def _tell_again(self, rank: int) -> list[effects.GroupEffect]:
+        """What a rank's stream that was broken has missed."""
+        if self._told_ranks:
+            return [effects.TellGroupLost(rank, self._lost_message())]
+        return [effects.NotifyRank(rank, notice) for notice in self._of_held()]
+
+    def _of_held(self) -> list[LossNotice]:
+        return [notice for notice in self._notices if self.quorum is not None and notice.key == self.quorum.key]
 
     def _lost_message(self) -> str:
         return f"replica {self._replica_id} lost a rank ({self._lost}); end this process and start the group again"
@@ -230,6 +265,8 @@ class GroupCore:
             effects.AnswerPlan(self._asked[rank].call, rank, plans[rank], quorum) for rank in range(self._world_size)
         ]
         self._asked.clear()
+        self._notices = [notice for notice in self._notices if notice.key >= quorum.key]
+        out += [effects.NotifyRank(rank, notice) for rank in sorted(self._streams) for notice in self._of_held()]
         return out
 
     def _unchanged(self, request: int, key: QuorumKey) -> list[effects.GroupEffect]:

@@ -17,7 +17,7 @@ from tft_coord.core import effects, events
 from tft_coord.core.assignment import all_at, assign
 from tft_coord.core.liveness import Accepted, Liveness, Lost, OpenRequest, Rejected, Replica
 from tft_coord.core.quorum import Form, Situation, decide, reason_for_new_id
-from tft_coord.core.types import MAX_INT64, Hello, Member, Quorum, QuorumKey, Refusal
+from tft_coord.core.types import MAX_INT64, Hello, LossNotice, Member, Quorum, QuorumKey, Refusal
 from tft_coord.errors import ProtocolError, SettingError
 from tft_coord.timeouts import Timeouts
 
@@ -222,6 +222,7 @@ class Job:
         self._presumed_from_ms = now_ms if late else birth.now_ms
         self._members: dict[str, Member] = {}  # of the newest quorum
         self._broken: str | None = None
+        self._losses: dict[str, LossNotice] = {}  # of its members, by replica id
         self._formed_here = False
         self._healthy_before: int | None = None
         self._formed_ms = birth.now_ms  # the newest answer, unchanged ones included
@@ -239,12 +240,17 @@ class Job:
 
     def hello(self, stream: int, hello: Hello, now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
         """A stream of this job says who it is."""
+        known = self.liveness.replicas.get(hello.replica_id)
+        session_before = known.session if known is not None else hello.session
         result = self.liveness.hello(stream, hello, now_ms)
         if isinstance(result, Rejected):
             if result.refusal is Refusal.LOST:
                 return [effects.TellLost(stream, hello.session, result.message)]
             return [effects.RefuseSession(stream, result.refusal, result.message)]
         out = self._accepted(stream, hello, result)
+        if hello.session > session_before:
+            # Its manager server was started anew before anybody missed it; what the old one was in is over anyway.
+            out += self._break_quorum(hello.replica_id, session_before, f"session {hello.session} has taken its place")
         if hello.held is not None:
             self.last_id = max(self.last_id, hello.held.quorum_id)
             out += self._ask_for_newest(now_ms)
@@ -301,6 +307,9 @@ class Job:
         out.append(effects.Welcome(stream, hello.session, self._birth.started_ms, self._birth.cluster_id))
         if result.lost is not None:
             out += self._told_lost(result.lost)
+        if self.previous is not None and hello.held == self.previous.key:
+            # What a stream that was broken has missed.
+            out += [effects.NotifyLoss(stream, notice) for notice in self._losses.values()]
         return out
 
     def _judge(self, now_ms: int) -> list[effects.LighthouseEffect]:
@@ -312,12 +321,9 @@ class Job:
     def _told_lost(self, lost: Lost) -> list[effects.LighthouseEffect]:
         replica = lost.replica
         self._healthy_before = None
-        member = self._members.get(replica.replica_id)
-        if member is not None and member.session == replica.session:
-            # Who has lost the answer must not be sent into a quorum that can't run any more.
-            self._broken = self._broken or f"{replica.replica_id} was lost"
         out: list[effects.LighthouseEffect] = [
-            effects.ReplicaLost(self.name, replica.replica_id, replica.session, lost.reason)
+            effects.ReplicaLost(self.name, replica.replica_id, replica.session, lost.reason),
+            *self._break_quorum(replica.replica_id, replica.session, lost.reason),
         ]
         message = f"replica {replica.replica_id}, session {replica.session}, was lost: {lost.reason}"
         if lost.stream is not None:
@@ -326,6 +332,21 @@ class Job:
             if not replica.dead:
                 out.append(effects.TellLost(lost.stream, replica.session, message))
         return out
+
+    def _break_quorum(self, replica_id: str, session: int, reason: str) -> list[effects.LighthouseEffect]:
+        """A session has ended: the newest quorum that it is in can't run any more, and each other member is told."""
+        member = self._members.get(replica_id)
+        if self.previous is None or member is None or member.session != session or replica_id in self._losses:
+            return []
+        # Who has lost the answer must not be sent into it.
+        self._broken = self._broken or f"{replica_id} was lost"
+        notice = self._losses[replica_id] = LossNotice(self.previous.key, replica_id, session, reason)
+        others = (self.liveness.replicas.get(other) for other in self._members if other != replica_id)
+        return [
+            effects.NotifyLoss(other.stream, notice)
+            for other in others
+            if other is not None and other.stream is not None
+        ]
 
     def _answer_the_lost(self, replica: Replica, event: events.LighthouseEvent) -> list[effects.LighthouseEffect]:
         message = f"replica {replica.replica_id}, session {replica.session}, was lost: {replica.lost}"
@@ -386,14 +407,21 @@ class Job:
         self.previous = quorum
         self._members = {member.replica_id: member for member in quorum.members}
         self._broken = None
+        self._losses = {}
         self._healthy_before = None
         self._formed_ms = self._key_formed_ms = now_ms
+        out: list[effects.LighthouseEffect] = []
         for member in quorum.members:
             known = self.liveness.replicas.get(member.replica_id)
-            if known is not None and not known.healthy and known.session == member.session:
-                self._broken = f"{member.replica_id} was lost"
+            if known is None:
+                continue
+            if known.session > member.session:
+                why = f"session {known.session} has taken its place"
+                out += self._break_quorum(member.replica_id, member.session, why)
+            elif known.lost is not None and known.session == member.session:
+                out += self._break_quorum(member.replica_id, member.session, known.lost)
         self.liveness.presume(quorum.members, self._presumed_from_ms)
-        return self._ask_for_newest(now_ms) + self._sort_the_waiting(now_ms)
+        return out + self._ask_for_newest(now_ms) + self._sort_the_waiting(now_ms)
 
     def _sort_the_waiting(self, now_ms: int) -> list[effects.LighthouseEffect]:
         """Who asked before we knew their quorum: some have gone on from it, others have never got it."""
@@ -578,6 +606,7 @@ class Job:
         self._healthy_before = None
         self._broken = None
         if reason is not None:
+            self._losses = {}
             out.append(effects.QuorumFormed(self.name, quorum, previous, now_ms - self._key_formed_ms, reason))
             self._key_formed_ms = now_ms
         self._formed_ms = now_ms

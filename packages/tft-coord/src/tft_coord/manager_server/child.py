@@ -42,17 +42,16 @@ def main(settings: str, report_fd: int, link_fd: int) -> None:
 
 async def _serve(settings: str, report_fd: int, link_fd: int) -> None:
     loop = asyncio.get_running_loop()
-    parent_ended: asyncio.Future[str] = loop.create_future()
+    parent_ended: asyncio.Future[bool] = loop.create_future()
 
-    def parent_ends(last_words: str) -> None:
+    def parent_ends(left: bool) -> None:
         if not parent_ended.done():
-            parent_ended.set_result(last_words)
+            parent_ended.set_result(left)
 
     def watch_parent() -> None:
         words = sys.stdin.buffer.readline()
-        last_words = "it was shut down" if words == GOODBYE else "its process ended"
         with suppress(RuntimeError):  # the loop is closed: the server is ending already
-            loop.call_soon_threadsafe(parent_ends, last_words)
+            loop.call_soon_threadsafe(parent_ends, words == GOODBYE)
         # A process without its parent must not stay, whatever its loop is busy with.
         threading.Event().wait(END_BY_FORCE_S)
         os._exit(1)
@@ -68,7 +67,8 @@ async def _serve(settings: str, report_fd: int, link_fd: int) -> None:
     with suppress(BrokenPipeError), os.fdopen(report_fd, "w") as pipe:
         pipe.write(json.dumps(report) + "\n")
     if shell is not None and "address" in report:
-        await shell.stop(await parent_ended)
+        left = await parent_ended
+        await shell.stop("it was shut down" if left else "its process ended", left=left)
     # Nothing is left to be tidied up, and a thread that waits on the pipe would be waited for.
     sys.stderr.flush()
     os._exit(0)

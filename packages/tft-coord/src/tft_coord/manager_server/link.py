@@ -23,6 +23,7 @@ from tft_coord.core.effects import (
     AnswerQuorum,
     AnswerUnchanged,
     AskForQuorum,
+    NotifyLoss,
     RefuseRequest,
     RefuseSession,
     TellLost,
@@ -268,6 +269,10 @@ class LighthouseLink:
             case TellLost(_, session, sentence):
                 logger.warning("replica %s: %s", self._replica_id, sentence)
                 self._perform(self._core.told_lost(session, now_ms))
+                self._arrived(events.SessionLost(session, sentence))
+            case NotifyLoss(_, notice):
+                logger.info("replica %s: %s", self._replica_id, notice)
+                self._arrived(events.LossNoticed(notice))
             case RefuseSession(_, refusal, sentence):
                 self._turned_away = sentence
                 self._perform(self._core.told_refused(refusal, sentence, now_ms))

@@ -155,7 +155,7 @@ class _InProcess:
     def shutdown(self) -> None:
         if self._share.inherited:
             return
-        self._share.run(self._shell.stop("it was shut down"))
+        self._share.run(self._shell.stop("it was shut down", left=True))
         self._share.give_back()
 
 

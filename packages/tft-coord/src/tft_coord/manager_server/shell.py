@@ -116,9 +116,14 @@ class ManagerServerShell:
         """Hear the calls of rank 0, which started this server, on a socket of its own too; closed by `stop`."""
         await self._loop.create_unix_connection(lambda: _LocalRank(self), sock=connection)
 
-    async def stop(self, last_words: str) -> None:
-        """Tell ranks and lighthouse that the group ends, and why; then end. Takes a fraction of a second at most."""
-        self._handle(events.RankDied(0, last_words))
+    async def stop(self, last_words: str, *, left: bool) -> None:
+        """Tell ranks and lighthouse that the group ends, and why; then end. Takes a fraction of a second at most.
+
+        Args:
+            last_words: why.
+            left: rank 0 said goodbye; its process did not die.
+        """
+        self._handle(events.RankDied(0, last_words, left))
         if self._timer is not None:
             self._timer.cancel()
         await self._link.close()
@@ -153,9 +158,18 @@ class ManagerServerShell:
                 case effects.FailRank(call, _, code, message):
                     why = f" ({self._link.trouble})" if code == "deadline" and self._link.trouble else ""
                     self._answer(call, codec.Failure(code, message + why))
+                case effects.NotifyRank(rank, notice):
+                    self._tell(rank, notice)
+                case effects.TellGroupLost(rank, message):
+                    self._tell(rank, codec.RanksLost(message))
                 case effects.ReportDeath(reason):
                     logger.info("replica %s ends: %s", self._config.replica_id, reason)
                     self._link.report_death(reason)
+
+    def _tell(self, rank: int, message: codec.ToRank) -> None:
+        for stream in self._ranks:
+            if stream.rank == rank:
+                stream.say(message)
 
     def _answer(self, call: int, answer: Answer) -> None:
         reply = self._waiting.pop(call, None)

@@ -240,6 +240,7 @@ class ManagerProcess(Process):
         )
         self._cluster = cluster
         self._stream: Stream | None = None
+        self._ranks: dict[int, Stream] = {}
         self._answers: dict[int, Callable[[Any], None]] = {}
         self._deadline: Timer | None = None
         self._beat: Timer | None = None
@@ -260,9 +261,14 @@ class ManagerProcess(Process):
 
     def rank_connected(self, rank: int, stream: Stream) -> None:
         """A rank's stream stands."""
-        stream.listen(
-            self, lambda _: None, lambda: self.handle(events.RankDisconnected(rank=rank, stream=stream.number))
-        )
+
+        def closed() -> None:
+            if self._ranks.get(rank) is stream:
+                del self._ranks[rank]
+            self.handle(events.RankDisconnected(rank=rank, stream=stream.number))
+
+        self._ranks[rank] = stream
+        stream.listen(self, lambda _: None, closed)
         self.handle(events.RankConnected(rank=rank, stream=stream.number))
 
     def called(self, event: events.RankAsked | events.RankVoted, answer: Callable[[Any], None]) -> None:
@@ -322,6 +328,11 @@ class ManagerProcess(Process):
                     self._answer(order.call, order.verdict)
                 case effects.FailRank():
                     self._answer(order.call, Refused(order.code, order.message, order.code in FATAL))
+                case effects.NotifyRank():
+                    if order.rank in self._ranks:
+                        self._ranks[order.rank].send(self, order.notice)
+                case effects.TellGroupLost():
+                    pass  # whoever is left of the group ends with it
 
     def _answer(self, call: int, value: Any) -> None:
         answer = self._answers.pop(call, None)
@@ -405,6 +416,9 @@ class ManagerProcess(Process):
             case effects.TellLost():
                 self._cluster.marks.hit("the living were told that they are lost")
                 self._perform_session(self.session.told_lost(order.session, now_ms))
+                self.handle(events.SessionLost(order.session, order.message))
+            case effects.NotifyLoss():
+                self.handle(events.LossNoticed(order.notice))
             case effects.RefuseSession():
                 self._perform_session(self.session.told_refused(order.refusal, order.message, now_ms))
             case effects.AskForQuorum():
@@ -601,7 +615,7 @@ class Cluster:
             trainer.after(50, lambda: self.connect_rank(replica, trainer))
 
         def opened(stream: Stream) -> None:
-            stream.listen(trainer, lambda _: None, again)
+            stream.listen(trainer, trainer.noticed, again)
 
         self.network.dial(
             trainer,

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from tft_coord.core.lineage import fold_lineage, initial_lineage
-from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest
+from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest
 from tft_coord.testing.clock import VirtualClock
 from tft_coord.testing.invariants import Contribution, Held, Invariants, Reduced, Round
 from tft_coord.testing.marks import Marks
@@ -27,6 +27,7 @@ from tft_coord.timeouts import Timeouts
 NUM_BUCKETS = 2  # reductions in a step: what one death tears between
 POLL_MS = 50
 HEAL_CHUNKS = 4
+ABORT_AFTER_MS = 50  # a reduction that has its data can end
 
 
 class Waiter:
@@ -125,6 +126,13 @@ class Group:
             for each in list(self._joined.values()):
                 each.resolve(True)
         return waiter
+
+    def abort(self, replica_id: str) -> None:
+        """End that member's own waiting, in the rendezvous or in a reduction."""
+        waiting = [reduction.waiting.get(replica_id) for reduction in self._reductions.values()]
+        for waiter in (self._joined.get(replica_id), *waiting):
+            if waiter is not None:
+                waiter.resolve(None)
 
     def leave(self, replica_id: str) -> None:
         """Abort, shut down or die: who has met here can't go on without that member."""
@@ -273,6 +281,7 @@ class Trainer(Process):
         self._num_reductions = 0
         self._received_bytes = 0
         self._refused: set[str] = set()
+        self._notices: list[LossNotice] = []
 
     @property
     def state_held(self) -> Held:
@@ -300,6 +309,33 @@ class Trainer(Process):
             self.group.leave(self.replica_id)
             self.group = None
         self.needs_configure = True
+
+    def noticed(self, notice: LossNotice) -> None:
+        """A member of a quorum was lost."""
+        if self.held is not None and notice.key < self.held:
+            self._outside.marks.hit("a notice came after the next quorum")
+            return
+        if notice in self._notices:
+            self._outside.marks.hit("a notice came twice")
+            return
+        self._notices.append(notice)
+        if notice.key != self.held:
+            self._outside.marks.hit("a notice overtook its quorum")
+            return
+        self._outside.marks.hit(f"a notice came in: {self.phase}")
+        self.after(ABORT_AFTER_MS, lambda: self._abort(notice.key))
+
+    def _abort(self, key: QuorumKey) -> None:
+        """End what runs in that quorum; another one is not touched."""
+        if self.group is None or self.group.key != key:
+            return
+        self._outside.note(self, "aborts what runs in its broken quorum")
+        # Whoever waits in the group itself is told by it; who has lost nothing but a neighbour's answer is not.
+        self.group.abort(self.replica_id)
+        self.leave_group()
+
+    def _is_broken(self, key: QuorumKey) -> bool:
+        return any(notice.key == key for notice in self._notices)
 
     def _go_on(self, value: Any) -> None:
         assert self._life is not None
@@ -432,6 +468,10 @@ class Trainer(Process):
         self.phase = "configure"
         self.leave_group()
         self.held = plan.key
+        self._notices = [notice for notice in self._notices if notice.key >= plan.key]
+        if self._is_broken(plan.key):
+            self._outside.marks.hit("a broken quorum was not configured")
+            return False
         self._outside.invariants.joined_group(plan, self.rank)
         group = self._outside.group(plan.key, self.rank, plan.replica_ids)
         self.group = group
@@ -451,7 +491,7 @@ class Trainer(Process):
         counts = plan.participating_rank is not None and self.step == plan.step
         gradients: list[str] = []
         for bucket in range(NUM_BUCKETS):
-            if self.group is None:
+            if self.group is None or self._is_broken(plan.key):
                 return None
             gradient = f"{self.replica_id}:{self.step}:{bucket}" if counts else None
             self._num_reductions += 1

@@ -22,6 +22,7 @@ from tft_coord.core.effects import (
     AnswerQuorum,
     AnswerUnchanged,
     AskForQuorum,
+    NotifyLoss,
     RefuseRequest,
     RefuseSession,
     TellLost,
@@ -41,6 +42,7 @@ from tft_coord.core.types import (
     MAX_INT64,
     MAX_UINT64,
     Hello,
+    LossNotice,
     Member,
     Plan,
     Purpose,
@@ -137,8 +139,15 @@ class RankAnswer:
     answer: Plan | QuorumKey | bool | Failure
 
 
+@dataclass(frozen=True, slots=True)
+class RanksLost:
+    """The rank's own group is lost, one sentence."""
+
+    message: str
+
+
 FromRank = RankHello | RankBeat | RankGoodbye | RankCall | RankWithdraw
-ToRank = Welcome | RefuseSession | RankAnswer
+ToRank = Welcome | RefuseSession | RankAnswer | LossNotice | RanksLost
 
 
 # --- a manager server's stream to the lighthouse ---------------------------------------------------------------------
@@ -204,7 +213,9 @@ def decode_to_lighthouse(stream: int, data: bytes) -> LighthouseEvent:
 
 # --- the lighthouse's stream to a manager server ---------------------------------------------------------------------
 
-ToldEffect = Welcome | RefuseSession | TellLost | AskForQuorum | AnswerQuorum | AnswerUnchanged | RefuseRequest
+ToldEffect = (
+    Welcome | RefuseSession | TellLost | NotifyLoss | AskForQuorum | AnswerQuorum | AnswerUnchanged | RefuseRequest
+)
 
 
 def encode_from_lighthouse(effect: ToldEffect) -> bytes:
@@ -235,6 +246,8 @@ def encode_from_lighthouse(effect: ToldEffect) -> bytes:
         case TellLost():
             lost = pb.Lost(session=effect.session, message=_clip(effect.message))
             return pb.FromLighthouse(lost=lost).SerializeToString()
+        case NotifyLoss():
+            return pb.FromLighthouse(loss_notice=_notice_to_wire(effect.notice)).SerializeToString()
         case AskForQuorum():
             return pb.FromLighthouse(ask_for_quorum=_key_to_wire(effect.key)).SerializeToString()
 
@@ -268,6 +281,8 @@ def decode_from_lighthouse(data: bytes) -> ToldEffect:
         case "lost":
             lost = message.lost
             return TellLost(0, lost.session, _text("message", lost.message, MAX_SENTENCE_BYTES))
+        case "loss_notice":
+            return NotifyLoss(0, _notice_from_wire(message.loss_notice))
         case "ask_for_quorum":
             return AskForQuorum(0, _key_from_wire(message.ask_for_quorum))
         case _:
@@ -590,6 +605,11 @@ def encode_to_rank(message: ToRank) -> bytes:
         case RefuseSession():
             refused = pb.Refused(code=message.refusal.value, message=_clip(message.message))
             return pb.FromManagerServer(refused=refused).SerializeToString()
+        case LossNotice():
+            return pb.FromManagerServer(loss_notice=_notice_to_wire(message)).SerializeToString()
+        case RanksLost():
+            lost = pb.GroupLost(message=_clip(message.message))
+            return pb.FromManagerServer(group_lost=lost).SerializeToString()
     raise AssertionError(f"{message} is no message to a rank")
 
 
@@ -604,6 +624,10 @@ def decode_to_rank(data: bytes) -> ToRank:
         case "refused":
             refusal, sentence = _refused_from_wire(message.refused)
             return RefuseSession(0, refusal, sentence)
+        case "loss_notice":
+            return _notice_from_wire(message.loss_notice)
+        case "group_lost":
+            return RanksLost(_text("message", message.group_lost.message, MAX_SENTENCE_BYTES))
         case _:
             raise ProtocolError("a message from the manager server says nothing that this version knows")
 
@@ -748,6 +772,24 @@ def _refused_from_wire(message: pb.Refused) -> tuple[Refusal, str]:
         raise ProtocolError(
             f"the lighthouse refuses for a reason that this version does not know ({message.code[:64]!r}): {sentence}"
         ) from None
+
+
+def _notice_to_wire(notice: LossNotice) -> pb.LossNotice:
+    return pb.LossNotice(
+        key=_key_to_wire(notice.key),
+        replica_id=notice.replica_id,
+        session=notice.session,
+        reason=_clip(notice.reason),
+    )
+
+
+def _notice_from_wire(message: pb.LossNotice) -> LossNotice:
+    return LossNotice(
+        key=_key_from_wire(message.key),
+        replica_id=_name("replica_id", message.replica_id),
+        session=message.session,
+        reason=_text("reason", message.reason, MAX_SENTENCE_BYTES),
+    )
 
 
 def _key_to_wire(key: QuorumKey | None) -> pb.QuorumKey | None:

@@ -371,6 +371,18 @@ class Lost(_message.Message):
     message: str
     def __init__(self, session: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
+class LossNotice(_message.Message):
+    __slots__ = ("key", "replica_id", "session", "reason")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    key: QuorumKey
+    replica_id: str
+    session: int
+    reason: str
+    def __init__(self, key: _Optional[_Union[QuorumKey, _Mapping]] = ..., replica_id: _Optional[str] = ..., session: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
 class QuorumAnswer(_message.Message):
     __slots__ = ("request", "quorum", "unchanged", "refused")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
@@ -384,18 +396,20 @@ class QuorumAnswer(_message.Message):
     def __init__(self, request: _Optional[int] = ..., quorum: _Optional[_Union[Quorum, _Mapping]] = ..., unchanged: _Optional[_Union[QuorumKey, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
 
 class FromLighthouse(_message.Message):
-    __slots__ = ("welcome", "refused", "lost", "ask_for_quorum", "answer")
+    __slots__ = ("welcome", "refused", "lost", "ask_for_quorum", "answer", "loss_notice")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     ASK_FOR_QUORUM_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
+    LOSS_NOTICE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refused: Refused
     lost: Lost
     ask_for_quorum: QuorumKey
     answer: QuorumAnswer
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., ask_for_quorum: _Optional[_Union[QuorumKey, _Mapping]] = ..., answer: _Optional[_Union[QuorumAnswer, _Mapping]] = ...) -> None: ...
+    loss_notice: LossNotice
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., ask_for_quorum: _Optional[_Union[QuorumKey, _Mapping]] = ..., answer: _Optional[_Union[QuorumAnswer, _Mapping]] = ..., loss_notice: _Optional[_Union[LossNotice, _Mapping]] = ...) -> None: ...
 
 class RankHello(_message.Message):
     __slots__ = ("group_rank", "session")
@@ -459,12 +473,22 @@ class RankAnswer(_message.Message):
     refused: Refused
     def __init__(self, call: _Optional[int] = ..., plan: _Optional[_Union[ManagerQuorumResponse, _Mapping]] = ..., verdict: _Optional[_Union[ShouldCommitResponse, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
 
+class GroupLost(_message.Message):
+    __slots__ = ("message",)
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    message: str
+    def __init__(self, message: _Optional[str] = ...) -> None: ...
+
 class FromManagerServer(_message.Message):
-    __slots__ = ("welcome", "refused", "answer")
+    __slots__ = ("welcome", "refused", "answer", "loss_notice", "group_lost")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
+    LOSS_NOTICE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_LOST_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refused: Refused
     answer: RankAnswer
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., answer: _Optional[_Union[RankAnswer, _Mapping]] = ...) -> None: ...
+    loss_notice: LossNotice
+    group_lost: GroupLost
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., answer: _Optional[_Union[RankAnswer, _Mapping]] = ..., loss_notice: _Optional[_Union[LossNotice, _Mapping]] = ..., group_lost: _Optional[_Union[GroupLost, _Mapping]] = ...) -> None: ...
