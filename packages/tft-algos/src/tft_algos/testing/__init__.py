@@ -1,4 +1,4 @@
-"""What a test of a training strategy needs: the digest of a state, and stand-ins for what lies outside the process.
+"""What a test of a training strategy needs: digests, stand-ins for what lies outside the process, faults on demand.
 
 Law of this folder: public, and used by this project's own tests; nothing here runs in production.
 """
@@ -7,5 +7,17 @@ from __future__ import annotations
 
 from tft_algos.testing.digest import digest
 from tft_algos.testing.fakes import FakeGroup, MemoryTransport, ScriptedCoordinator, plan_of
+from tft_algos.testing.injector import Action, EventInjector, Fault, InjectedError, Place
 
-__all__ = ["FakeGroup", "MemoryTransport", "ScriptedCoordinator", "digest", "plan_of"]
+__all__ = [
+    "Action",
+    "EventInjector",
+    "FakeGroup",
+    "Fault",
+    "InjectedError",
+    "MemoryTransport",
+    "Place",
+    "ScriptedCoordinator",
+    "digest",
+    "plan_of",
+]

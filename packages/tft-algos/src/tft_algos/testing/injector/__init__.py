@@ -1,0 +1,11 @@
+"""Faults on demand: fail, raise, hang, stop or kill one rank of one replica group, at one place of one step.
+
+Law of this folder: nothing here is known to the code that it strikes.
+"""
+
+from __future__ import annotations
+
+from tft_algos.testing.injector.fault import Action, Fault, InjectedError, Place
+from tft_algos.testing.injector.injector import EventInjector
+
+__all__ = ["Action", "EventInjector", "Fault", "InjectedError", "Place"]

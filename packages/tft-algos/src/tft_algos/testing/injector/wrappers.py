@@ -1,0 +1,191 @@
+"""The parts of a Manager, each with an injector at its door.
+
+Law of this file: one wrapper, one part; each asks the injector at its places, fails in the part's own words, and
+passes everything else on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol, final
+
+import torch
+import torch.distributed as dist
+
+from tft_algos.manager.parts import Coordinator, Group
+from tft_algos.testing.injector.fault import Fault, Place
+from tft_ckpt import CheckpointTransport, StateKey, StateUnavailable
+from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest
+from tft_coord.errors import DeadlinePassed, GroupLost
+from tft_pg.errors import ConfigureFailed, PeerFailed
+from tft_pg.work import PendingWork
+
+
+class Injector(Protocol):
+    """What a wrapper asks of the injector."""
+
+    def reached(self, place: Place) -> Fault | None: ...
+
+    def release(self) -> None: ...
+
+
+@final
+class StruckGroup:
+    """A process group. FAIL: configure raises ConfigureFailed; a reduction's Work fails and its connections break."""
+
+    def __init__(self, inside: Group, injector: Injector) -> None:
+        self._inside = inside
+        self._injector = injector
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inside, name)
+
+    def configure(
+        self,
+        store_addr: str,
+        rank: int,
+        world_size: int,
+        *,
+        replica_id: str,
+        quorum_id: int | None,
+        group_rank: int,
+        group_world_size: int,
+        global_ranks: Sequence[int] | None,
+    ) -> None:
+        fault = self._injector.reached(Place.CONFIGURE)
+        if fault is not None:
+            raise ConfigureFailed(fault.describe())
+        self._inside.configure(
+            store_addr,
+            rank,
+            world_size,
+            replica_id=replica_id,
+            quorum_id=quorum_id,
+            group_rank=group_rank,
+            group_world_size=group_world_size,
+            global_ranks=global_ranks,
+        )
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: dist.ReduceOp | dist.ReduceOp.RedOpType) -> dist.Work:
+        fault = self._injector.reached(Place.REDUCTION)
+        if fault is None:
+            return self._inside.allreduce(tensors, opts)
+        # As when a connection ends: the peers notice too, and the group is of no use until it is configured again.
+        self._inside.abort()
+        work = PendingWork(on_timeout=lambda limit: TimeoutError(str(limit)), limit=timedelta(seconds=1))
+        work.fail(PeerFailed(fault.describe()))
+        return work
+
+    def errored(self) -> Exception | None:
+        return self._inside.errored()
+
+    def abort(self) -> None:
+        self._inside.abort()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._inside.set_timeout(timeout)
+
+    def shutdown(self) -> None:
+        self._injector.release()
+        self._inside.shutdown()
+
+
+@final
+class StruckCoordinator:
+    """A coordinator. FAIL: nobody answers in time, a DeadlinePassed. Only votes on a commit are votes here."""
+
+    def __init__(self, inside: Coordinator, injector: Injector) -> None:
+        self._inside = inside
+        self._injector = injector
+
+    @property
+    def replica_id(self) -> str:
+        return self._inside.replica_id
+
+    def quorum(self, request: RankRequest, timeout: timedelta) -> Plan | QuorumKey:
+        self._answered(Place.QUORUM)
+        return self._inside.quorum(request, timeout)
+
+    def vote(self, step: int, yes: bool, timeout: timedelta, *, key: QuorumKey, purpose: Purpose) -> bool:
+        if purpose is Purpose.COMMIT:
+            self._answered(Place.VOTE)
+        return self._inside.vote(step, yes, timeout, key=key, purpose=purpose)
+
+    def _answered(self, place: Place) -> None:
+        fault = self._injector.reached(place)
+        if fault is not None:
+            raise DeadlinePassed(fault.describe())
+
+    def listen(self, listener: Callable[[LossNotice | GroupLost], None]) -> None:
+        self._inside.listen(listener)
+
+    def source_metadata(self, address: str, timeout: timedelta) -> str:
+        return self._inside.source_metadata(address, timeout)
+
+    def healed(self, bytes_total: int) -> None:
+        self._inside.healed(bytes_total)
+
+    def close(self) -> None:
+        self._injector.release()
+        self._inside.close()
+
+
+@final
+class StruckTransport(CheckpointTransport[Any]):
+    """A transport. FAIL: the state can't travel, which those who wait for it are told; or nobody can give it."""
+
+    def __init__(self, inside: CheckpointTransport[Any], injector: Injector) -> None:
+        self._inside = inside
+        self._injector = injector
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inside, name)
+
+    def metadata(self) -> str:
+        return self._inside.metadata()
+
+    def send_checkpoint(
+        self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta, *, key: StateKey | None = None
+    ) -> None:
+        fault = self._injector.reached(Place.SERVING)
+        if fault is None:
+            self._inside.send_checkpoint(dst_ranks, step, state_dict, timeout, key=key)
+            return
+        # An object of a class that no transport knows: it refuses, and tells those who wait.
+        self._inside.send_checkpoint(dst_ranks, step, {fault.describe(): _CantTravel()}, timeout, key=key)
+        raise StateUnavailable(fault.describe(), source=self._inside.metadata(), key=key)
+
+    def recv_checkpoint(
+        self,
+        src_rank: int,
+        metadata: str,
+        step: int,
+        timeout: timedelta,
+        *,
+        key: StateKey | None = None,
+        sources: Sequence[str] = (),
+        progress: Callable[[int, int], None] | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> Any:
+        fault = self._injector.reached(Place.HEALING)
+        if fault is not None:
+            raise StateUnavailable(fault.describe(), source=metadata, key=key)
+        return self._inside.recv_checkpoint(
+            src_rank, metadata, step, timeout, key=key, sources=sources, progress=progress, cancelled=cancelled
+        )
+
+    def disallow_checkpoint(self) -> None:
+        self._inside.disallow_checkpoint()
+
+    def abort(self) -> None:
+        self._inside.abort()
+
+    def shutdown(self, wait: bool = True) -> None:
+        self._injector.release()
+        self._inside.shutdown(wait)
+
+
+@final
+class _CantTravel:
+    """Nothing, of a type of its own."""

@@ -1,0 +1,389 @@
+"""Faults on demand: each action at each place, in one process, where a kill is a call that a test notes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from tft_algos import DistributedDataParallel, Manager, Optimizer, SettingError, UsageError
+from tft_algos.testing import (
+    Action,
+    EventInjector,
+    FakeGroup,
+    Fault,
+    InjectedError,
+    MemoryTransport,
+    Place,
+    ScriptedCoordinator,
+    plan_of,
+)
+from tft_ckpt import HTTPTransport, StateUnavailable, StateUnsupported
+from tft_coord.core.types import QuorumKey
+from tft_coord.errors import DeadlinePassed
+from tft_pg.errors import ConfigureFailed, PeerFailed
+
+A_KEY = QuorumKey(1, 1)
+OURS = [Place.QUORUM, Place.CONFIGURE, Place.REDUCTION, Place.VOTE, Place.SERVING, Place.HEALING]
+USERS = [Place.FORWARD, Place.BACKWARD, Place.OPTIMIZER]
+
+
+def fault(action: Action = Action.RAISE, place: Place = Place.VOTE, **fields: Any) -> Fault:
+    return Fault(action=action, place=place, **({"replica": "a"} | fields))
+
+
+class Rig:
+    """A trainer whose Manager is put together from struck parts, with stand-ins inside of them."""
+
+    def __init__(self, *answers: Any, faults: tuple[Fault, ...] = (), name: str = "a", **settings: Any) -> None:
+        self.told: list[Fault] = []
+        self.injector = EventInjector(*faults, on_strike=self.told.append)
+        self.group = FakeGroup(others=1.0)
+        self.inside = ScriptedCoordinator(answers)
+        self.transport = MemoryTransport()
+        self.module = torch.nn.Linear(2, 1)
+        self.sgd = torch.optim.SGD(self.module.parameters(), lr=0.1)
+        self.manager = Manager(
+            self.injector.group(self.group),
+            self.module.load_state_dict,
+            self.module.state_dict,
+            coordinator=self.injector.coordinator(self.inside),
+            checkpoint_transport=self.injector.transport(self.transport),
+            lighthouse_addr="nowhere:1",
+            hostname="localhost",
+            replica_id=name,
+            **settings,
+        )
+        self.injector.attach(self.manager)
+        self.ddp = DistributedDataParallel(self.manager, self.injector.module(self.module))
+        self.optimizer = Optimizer(self.manager, self.injector.optimizer(self.sgd))
+
+    def step(self) -> tuple[bool, str]:
+        """One step as users write it. Returns: whether it was committed, and its error as text."""
+        before = self.manager.current_step()
+        self.optimizer.zero_grad()
+        self.ddp(torch.ones(3, 2)).sum().backward()
+        error = self.manager.errored()
+        self.optimizer.step()
+        return self.manager.current_step() > before, "" if error is None else str(error.original_exception)
+
+
+@pytest.fixture
+def rigs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rig]]:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHFT_TIMEOUT_SEC"):
+        monkeypatch.delenv(name, raising=False)
+    made: list[Rig] = []
+
+    def make(*answers: Any, **settings: Any) -> Rig:
+        made.append(Rig(*answers, **settings))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.manager.shutdown()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("tft-")]
+
+
+@pytest.fixture
+def signals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """What would have been sent: (pid, signal)."""
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
+    return sent
+
+
+def answers_that_reach(place: Place) -> list[Any]:
+    """Two quorums: in the first the place is come to."""
+    if place is Place.SERVING:
+        return [plan_of(1, size=2, healing=[1]), A_KEY]
+    if place is Place.HEALING:
+        return [plan_of(1, step=5, rank=1, size=2, healing=[1]), plan_of(2, step=5, rank=1, size=2, healing=[1])]
+    return [plan_of(1, size=2), plan_of(2, size=2)]
+
+
+# --- what can be asked for --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"action": "kill"}, "action is 'kill'; give an Action, one of FAIL, RAISE, HANG, STOP, KILL"),
+        ({"place": "vote"}, "place is 'vote'; give a Place, one of QUORUM, CONFIGURE, FORWARD, BACKWARD, "),
+        ({"replica": ""}, "replica is ''; give the name"),
+        ({"step": -1}, "step is -1; give a whole number, at least 0"),
+        ({"step": True}, "step is True; give a whole number, at least 0"),
+        ({"rank": None}, "rank is None; give a whole number, at least 0"),
+        ({"hang_for": timedelta()}, "hang_for is .*; give a timedelta above zero"),
+        ({"with_children": 1}, "with_children is 1; give True or False"),
+        ({"with_children": True}, "with_children belongs to STOP and action is RAISE"),
+    ],
+)
+def test_a_fault_that_can_not_be_is_refused_in_one_sentence(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(SettingError, match=sentence) as refused:
+        Fault(**({"action": Action.RAISE, "place": Place.VOTE, "replica": "a"} | fields))
+    assert "\n" not in str(refused.value)
+
+
+def test_what_is_no_fault_is_refused() -> None:
+    with pytest.raises(SettingError, match="a fault is a str; give a Fault"):
+        EventInjector("kill a")  # type: ignore[arg-type]
+
+
+def test_a_fault_says_what_it_is() -> None:
+    assert fault(step=7, rank=1).describe() == (
+        "injected: raise at vote, replica a, rank 1, step 7; a test asked for it"
+    )
+    assert "the first time" in fault().describe()
+
+
+def test_an_injector_without_a_manager_says_so() -> None:
+    injector = EventInjector(fault(place=Place.FORWARD))
+    with pytest.raises(UsageError, match=r"call attach\(manager\)"):
+        injector.module(torch.nn.Linear(1, 1))(torch.ones(1))
+
+
+# --- whom it strikes --------------------------------------------------------------------------------------------------
+
+
+def test_another_replica_rank_or_step_is_not_struck(rigs: Any) -> None:
+    others = (fault(replica="b"), fault(rank=1), fault(step=2), fault(place=Place.SERVING))
+    rig = rigs(plan_of(1, size=2), A_KEY, faults=others)
+    assert [rig.step(), rig.step()] == [(True, ""), (True, "")]
+    assert rig.injector.struck == ()
+
+
+def test_a_fault_strikes_at_its_step_and_once(rigs: Any) -> None:
+    asked = fault(Action.FAIL, Place.QUORUM, step=1)
+    rig = rigs(plan_of(1, size=2), A_KEY, A_KEY, faults=(asked,))
+    assert rig.step() == (True, "")
+    assert rig.step() == (False, asked.describe())
+    assert [rig.step(), rig.step()] == [(True, ""), (True, "")]
+    assert rig.injector.struck == tuple(rig.told) == (asked,)
+
+
+def test_the_same_fault_asked_for_twice_strikes_twice(rigs: Any) -> None:
+    asked = fault(Action.FAIL, Place.QUORUM)
+    rig = rigs(plan_of(1, size=2), faults=(asked, asked))
+    assert [rig.step()[0] for _ in range(3)] == [False, False, True]
+
+
+def test_what_torchfts_users_write(rigs: Any) -> None:
+    rig = rigs(plan_of(1, size=2), plan_of(2, size=2))
+    rig.injector.fail_allreduce_at("a", 0).fail_at("a", 1)
+    assert rig.step()[0] is False
+    assert rig.step()[0] is True
+    with pytest.raises(InjectedError, match="raise at forward, replica a, rank 0, step 1"):
+        rig.step()
+
+
+# --- raise ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", [Place.QUORUM, Place.CONFIGURE, Place.REDUCTION, Place.HEALING])
+def test_raised_in_ours_it_is_an_error_of_the_step(rigs: Any, place: Place) -> None:
+    asked = fault(Action.RAISE, place)
+    rig = rigs(*answers_that_reach(place), faults=(asked,))
+    committed, error = rig.step()
+    assert not committed
+    assert asked.describe() in (error or str(rig.manager.errored()))
+    assert rig.injector.struck == (asked,)
+
+
+@pytest.mark.parametrize("place", USERS)
+def test_raised_in_the_users_code_it_comes_out_there(rigs: Any, place: Place) -> None:
+    rig = rigs(plan_of(1, size=2), faults=(fault(Action.RAISE, place),))
+    with pytest.raises(InjectedError) as raised:
+        rig.step()
+    assert raised.value.fault.place is place
+
+
+# --- fail -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        (Place.QUORUM, DeadlinePassed),
+        (Place.CONFIGURE, ConfigureFailed),
+        (Place.REDUCTION, PeerFailed),
+        (Place.FORWARD, InjectedError),
+        (Place.BACKWARD, InjectedError),
+    ],
+)
+def test_each_place_fails_in_its_own_words(rigs: Any, place: Place, error: type[Exception]) -> None:
+    asked = fault(Action.FAIL, place)
+    rig = rigs(*answers_that_reach(place), faults=(asked,))
+    rig.optimizer.zero_grad()
+    rig.ddp(torch.ones(3, 2)).sum().backward()
+    first = rig.manager.errors()[0]
+    assert (type(first), str(first)) == (error, asked.describe())
+    assert not rig.manager.should_commit()
+    assert rig.step() == (True, "")
+
+
+def test_a_reduction_that_fails_breaks_its_group(rigs: Any) -> None:
+    rig = rigs(plan_of(1, size=2), plan_of(2, size=2), faults=(fault(Action.FAIL, Place.REDUCTION),))
+    assert rig.step()[0] is False
+    assert rig.group.errored() is not None
+    assert rig.step()[0] is True
+    assert rig.inside.requests[1].needs_configure
+
+
+def test_a_vote_that_fails_has_no_verdict(rigs: Any) -> None:
+    asked = fault(Action.FAIL, Place.VOTE)
+    rig = rigs(plan_of(1, size=2), faults=(asked,))
+    with pytest.raises(DeadlinePassed, match="fail at vote"):
+        rig.step()
+
+
+def test_an_optimizer_that_fails_leaves_a_state_that_heals(rigs: Any) -> None:
+    rig = rigs(plan_of(1, size=2), A_KEY, faults=(fault(Action.FAIL, Place.OPTIMIZER),))
+    assert rig.step()[0] is True
+    rig.step()
+    assert rig.inside.requests[1].torn
+
+
+def test_a_source_that_fails_trains_on(rigs: Any) -> None:
+    rig = rigs(*answers_that_reach(Place.SERVING), faults=(fault(Action.FAIL, Place.SERVING),))
+    assert rig.step() == (True, "")
+    assert rig.injector.struck
+
+
+def test_those_who_wait_for_a_source_that_fails_are_told() -> None:
+    """The transport inside refuses a state by itself, which ends the wait for it."""
+    source = HTTPTransport(timedelta(seconds=10), num_chunks=0, advertise_addr="localhost")
+    injector = EventInjector(fault(Action.FAIL, Place.SERVING))
+    injector.attach(Somebody())
+    try:
+        with pytest.raises(StateUnsupported, match="fail at serving"):
+            injector.transport(source).send_checkpoint([1], 3, {}, timedelta(seconds=10))
+        with pytest.raises(StateUnavailable, match="fail at serving"):
+            source.recv_checkpoint(0, source.metadata(), 3, timedelta(seconds=10))
+    finally:
+        source.shutdown()
+
+
+def test_a_healing_that_fails_is_tried_again(rigs: Any) -> None:
+    asked = fault(Action.FAIL, Place.HEALING)
+    rig = rigs(*answers_that_reach(Place.HEALING), faults=(asked,))
+    rig.optimizer.zero_grad()
+    rig.ddp(torch.ones(3, 2)).sum().backward()
+    assert not rig.manager.should_commit()
+    assert rig.inside.requests[0].failed_heals == 0
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    assert rig.inside.requests[1].failed_heals == 1
+
+
+# --- stop and kill ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", OURS + USERS)
+@pytest.mark.parametrize(("action", "number"), [(Action.KILL, signal.SIGKILL), (Action.STOP, signal.SIGSTOP)])
+def test_the_process_is_killed_or_stopped_at_each_place(
+    rigs: Any, signals: list[tuple[int, int]], place: Place, action: Action, number: int
+) -> None:
+    asked = fault(action, place)
+    rig = rigs(*answers_that_reach(place), faults=(asked,))
+    rig.transport.shelf.clear()
+    rig.step()
+    assert signals == [(os.getpid(), number)]
+    assert rig.injector.struck == tuple(rig.told) == (asked,)
+
+
+def test_stopped_with_what_it_has_started(rigs: Any, signals: list[tuple[int, int]]) -> None:
+    rig = rigs(plan_of(1, size=2), faults=(fault(Action.STOP, Place.VOTE, with_children=True),))
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        rig.step()
+    finally:
+        child.communicate()
+    assert signals[0] == (child.pid, signal.SIGSTOP)
+    assert signals[-1] == (os.getpid(), signal.SIGSTOP)
+
+
+# --- hang -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", OURS + USERS)
+def test_who_hangs_goes_on_when_that_is_over(rigs: Any, place: Place) -> None:
+    rig = rigs(*answers_that_reach(place), faults=(fault(Action.HANG, place, hang_for=timedelta(milliseconds=1)),))
+    if place is Place.HEALING:
+        assert rig.step()[0] is False  # nobody has put the state there
+    else:
+        assert rig.step() == (True, "")
+    assert rig.injector.struck
+
+
+def test_a_shutdown_ends_what_hangs(rigs: Any) -> None:
+    rig = rigs(plan_of(1, size=2), faults=(fault(Action.HANG, Place.QUORUM),))
+    rig.manager.start_quorum()
+    rig.manager.shutdown()
+    assert rig.injector.struck
+
+
+HANGS_AND_ENDS = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from tft_algos.testing import Action, EventInjector, Fault, Place
+
+class Somebody:
+    class config:
+        replica_id, rank = "a", 0
+    def current_step(self): return 0
+
+hanging = threading.Event()
+injector = EventInjector(Fault(action=Action.HANG, place=Place.VOTE, replica="a"), on_strike=lambda _: hanging.set())
+injector.attach(Somebody())
+ThreadPoolExecutor().submit(injector.reached, Place.VOTE)  # such threads are joined when a process ends
+hanging.wait()
+"""
+
+
+def test_who_hangs_does_not_keep_its_process_from_ending() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS_AND_ENDS], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+class Somebody:
+    """Replica a, rank 0, at step 3: all that an injector asks of a Manager."""
+
+    class config:
+        replica_id, rank = "a", 0
+
+    def current_step(self) -> int:
+        return 3
+
+
+def test_everything_else_of_a_part_is_passed_on(rigs: Any) -> None:
+    injector = EventInjector()
+    group, transport, inside = FakeGroup(), MemoryTransport(), ScriptedCoordinator([])
+    struck_group: Any = injector.group(group)
+    struck_transport: Any = injector.transport(transport)
+    coordinator = injector.coordinator(inside)
+    struck_group.set_timeout(timedelta(seconds=3))
+    struck_group.abort()
+    assert (group.timeout, struck_group.errored()) == (timedelta(seconds=3), group.errored())
+    assert struck_group.calls is group.calls
+    assert struck_transport.shelf is transport.shelf
+    struck_transport.disallow_checkpoint()
+    struck_transport.abort()
+    listener = [].append
+    coordinator.listen(listener)
+    coordinator.healed(17)
+    assert (coordinator.replica_id, coordinator.source_metadata("x", timedelta(seconds=1))) == ("replica_0", "x")
+    assert (inside.listener, inside.healed_bytes) == (listener, 17)
+    for part in (struck_group, struck_transport):
+        part.shutdown()
+    coordinator.close()
+    assert (group.closed, transport.closed, inside.closed) == (True, True, True)
