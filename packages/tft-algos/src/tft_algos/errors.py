@@ -54,6 +54,19 @@ class HealingFailed(TrainingError, RuntimeError):
         self.sources = sources
 
 
+class QuorumBroken(TrainingError, RuntimeError):
+    """A member of this quorum was lost, so nothing more can be reduced in it: the next step asks for another quorum.
+
+    Args:
+        message: one sentence.
+        replica_id: who was lost.
+    """
+
+    def __init__(self, message: str, *, replica_id: str) -> None:
+        super().__init__(message)
+        self.replica_id = replica_id
+
+
 class StateUnavailable(TrainingError, RuntimeError):
     """The user's state can't be taken or loaded now: change what the message names."""
 

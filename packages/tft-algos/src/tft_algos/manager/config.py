@@ -21,8 +21,11 @@ from tft_ckpt import CheckpointTransport
 from tft_coord.errors import SettingError as CoordinationSettingError
 from tft_coord.security import check_token, read_token
 from tft_coord.timeouts import Timeouts
+from tft_coord.transport.settings import target
 
 DEFAULT_JOB: Final = "default"
+MAX_PORT: Final = 65_535
+MAX_WHOLE: Final = 2**31 - 1
 
 
 class WorldSizeMode(enum.Enum):
@@ -109,7 +112,7 @@ class ManagerConfig:
             self._check_whole(name, least)
         for name in ("port", "store_port"):
             self._check_whole(name, 0)
-            if (getattr(self, name) or 0) > 65_535:
+            if (getattr(self, name) or 0) > MAX_PORT:
                 raise SettingError(f"{name} is {getattr(self, name)}; a port is 0 to 65535")
         if self.rank is not None and self.world_size and self.rank >= self.world_size:
             raise SettingError(f"rank is {self.rank} and world_size {self.world_size}; a rank is below the world size")
@@ -215,7 +218,7 @@ def from_environment(
         own_host: finds the name of this machine, where the user gave none.
     Raises: SettingError: a variable has a value that can't work, or one is missing without which nothing can.
     """
-    world_size = config.world_size or _whole(environ, "WORLD_SIZE", 1) or 1
+    world_size = config.world_size or _whole(environ, "WORLD_SIZE", 1, least=1) or 1
     rank = config.rank if config.rank is not None else _whole(environ, "RANK", None)
     if rank is None:
         if world_size > 1:
@@ -225,9 +228,12 @@ def from_environment(
             )
         rank = 0
     if rank >= world_size:
-        raise SettingError(f"RANK is {rank} and WORLD_SIZE {world_size}; a rank is below the world size")
+        raise SettingError(
+            f"RANK is {rank} and WORLD_SIZE {world_size}; a rank is below the world size: set both for this replica "
+            "group alone, or start the script with torchrun"
+        )
     store_addr = config.store_addr or environ.get("MASTER_ADDR") or None
-    store_port = config.store_port or _whole(environ, "MASTER_PORT", 0) or 0
+    store_port = config.store_port or _whole(environ, "MASTER_PORT", 0, most=MAX_PORT) or 0
     if store_addr is None and world_size > 1:
         raise SettingError(
             f"the replica group has {world_size} processes and MASTER_ADDR is not set; set MASTER_ADDR and MASTER_PORT "
@@ -242,11 +248,13 @@ def from_environment(
         raise SettingError(
             "no lighthouse is named; set TFT_LIGHTHOUSE to its address, for example http://localhost:29510"
         )
+    if lighthouse is not None:
+        _check_address("the lighthouse (lighthouse_addr, or TFT_LIGHTHOUSE)", lighthouse)
     timeouts, timeout_was_said = _timeouts(config, environ)
     retries = config.quorum_retries
     job = config.job or environ.get("TFT_JOB_ID") or DEFAULT_JOB
-    if "/" in job:
-        raise SettingError(f"TFT_JOB_ID is {job!r}; give a name without a slash")
+    if "/" in job or not job.isprintable():
+        raise SettingError(f"TFT_JOB_ID is {job!r}; give a printable name without a slash")
     group_scope = f"tft/{job}/{environ.get('TORCHELASTIC_RUN_ID', '')}"
     return ResolvedConfig(
         min_replica_size=config.min_replica_size,
@@ -260,7 +268,7 @@ def from_environment(
         store_port=store_port,
         lighthouse_addr=lighthouse,
         replica_id=config.replica_id or None,
-        port=config.port if config.port is not None else _whole(environ, "TORCHFT_MANAGER_PORT", 0) or 0,
+        port=config.port if config.port is not None else _whole(environ, "TORCHFT_MANAGER_PORT", 0, most=MAX_PORT) or 0,
         hostname=config.hostname or own_host(),
         heartbeat_interval=config.heartbeat_interval,
         checkpoint_transport=config.checkpoint_transport,
@@ -313,10 +321,19 @@ def _milliseconds(variable: str, text: str) -> int:
     return round(seconds * 1_000)
 
 
-def _whole(environ: Mapping[str, str], variable: str, default: int | None) -> int | None:
+def _whole(
+    environ: Mapping[str, str], variable: str, default: int | None, *, least: int = 0, most: int = MAX_WHOLE
+) -> int | None:
     text = environ.get(variable)
     if not text:
         return default
-    if not text.isdecimal():
-        raise SettingError(f"{variable} is {text!r}; give a whole number, at least 0")
+    if not (text.isascii() and text.isdecimal() and len(text) <= len(str(most)) and least <= int(text) <= most):
+        raise SettingError(f"{variable} is {text[:64]!r}; give a whole number, {least} to {most}")
     return int(text)
+
+
+def _check_address(what: str, address: str) -> None:
+    try:
+        target(address)
+    except CoordinationSettingError as error:
+        raise SettingError(f"the address of {what} can't be used: {error}") from error

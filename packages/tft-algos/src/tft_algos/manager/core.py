@@ -15,12 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from tft_algos.errors import HealingFailed, StateUnavailable, UsageError
+from tft_algos.errors import HealingFailed, QuorumBroken, StateUnavailable, UsageError
 from tft_coord.core.lineage import fold_lineage, initial_lineage
-from tft_coord.core.types import MAX_INT64, Plan, QuorumKey, RankRequest
+from tft_coord.core.types import MAX_INT64, LossNotice, Plan, QuorumKey, RankRequest
 from tft_coord.errors import StaleQuorum
 
 MAX_ERRORS_KEPT: Final = 16
+MAX_NOTICES_KEPT: Final = 1024
 FIRST_PAUSE_MS: Final = 10
 LONGEST_PAUSE_MS: Final = 1_000
 
@@ -147,6 +148,7 @@ class StepCore:
         self.healing = Healing.NONE
         self.name = StepName(attempt=0, step=0)
         self._errors: list[Exception] = []
+        self._notices: list[LossNotice] = []  # of the quorum that is held, and of those that are still to come
 
     # --- asking --------------------------------------------------------------------------------------------------
 
@@ -175,7 +177,8 @@ class StepCore:
             checkpoint_metadata=checkpoint_metadata,
             commit_failures=self.commit_failures,
             # Without a key there is nothing that could be unusable: the first plan configures.
-            needs_configure=self.held is not None and not (group_usable and self.configured == self.held),
+            needs_configure=self.held is not None
+            and not (group_usable and self.configured == self.held and not self.losses),
             failed_heals=self.failed_heals,
             shrink_only=shrink_only,
             init_sync=self._settings.init_sync,
@@ -234,6 +237,7 @@ class StepCore:
         return self._arrived(plan)
 
     def _arrived(self, plan: Plan) -> Arrival:
+        self._notices = [notice for notice in self._notices if notice.key >= plan.key]
         self.plan = self._standing = plan
         self.name = replace(self.name, key=plan.key)
         self.phase = Phase.PLANNED
@@ -254,6 +258,33 @@ class StepCore:
         """It is not; the next request says so, and the id rises."""
         self.configured = None
         self._note(error)
+
+    # --- losses of others ----------------------------------------------------------------------------------------
+
+    def loss_noticed(self, notice: LossNotice) -> bool:
+        """A member of a quorum was lost.
+
+        A notice that comes before its quorum is kept for it; one of a quorum that is over, or one that was heard
+        already, changes nothing.
+
+        Returns: whether that breaks the quorum that is held: what runs in it must be aborted.
+        """
+        if (self.held is not None and notice.key < self.held) or notice in self._notices:
+            return False
+        self._notices = [*self._notices, notice][-MAX_NOTICES_KEPT:]
+        return notice.key == self.held
+
+    @property
+    def losses(self) -> tuple[LossNotice, ...]:
+        """What has broken the quorum that is held; empty while it stands."""
+        return tuple(notice for notice in self._notices if notice.key == self.held)
+
+    @property
+    def broken(self) -> QuorumBroken | None:
+        """Why nothing can be started in the quorum that is held, or None."""
+        for notice in self.losses:
+            return QuorumBroken(f"{notice}; the next step asks for another", replica_id=notice.replica_id)
+        return None
 
     def server_restarted(self) -> None:
         """A new manager server speaks for this group; it holds no quorum, so neither does this rank."""

@@ -2,7 +2,8 @@
 
 Under torchrun the store belongs to the agent and outlives the processes, so what one start of the group writes must
 not be taken for what the next one writes: keys carry the start's scope. One key belongs to all starts: the id of the
-replica that was here before, whose place the new one takes.
+replica that was here before, whose place the new one takes. Ranks that were told different things find that out here,
+before one of them waits for another that will never come.
 
 Law of this file: opening the store, and the keys in it.
 """
@@ -10,17 +11,25 @@ Law of this file: opening the store, and the keys in it.
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
 from torch.distributed import DistError, DistStoreError, Store, TCPStore  # type: ignore[attr-defined]
 
+from tft_algos.errors import SettingError
 from tft_algos.manager.config import ResolvedConfig
 from tft_coord.errors import DeadlinePassed, Unreachable
 
 MANAGER_ADDR_KEY = "manager_addr"
 REPLICA_ID_KEY = "replica_id"
+WORLD_SIZE_KEY = "world_size"
+HOLDER_KEY = "holder_of_rank"
+
+RETRY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +68,29 @@ class GroupStore:
         address = self.store.get(f"{self.run_scope}/{MANAGER_ADDR_KEY}").decode()
         return self.store.get(f"{self.run_scope}/{REPLICA_ID_KEY}").decode(), address
 
+    def claim(self, rank: int, world_size: int) -> None:
+        """Take a place in the group, for this start of it.
+
+        Raises: SettingError: another rank was told another world size, or another process that lives has this rank.
+        """
+        first = self.store.compare_set(f"{self.run_scope}/{WORLD_SIZE_KEY}", "", str(world_size)).decode()
+        if first != str(world_size):
+            raise SettingError(
+                f"rank {rank} was told a WORLD_SIZE of {world_size}, and another process of its replica group one of "
+                f"{first}; give every process of the group the same"
+            )
+        key, mine = f"{self.run_scope}/{HOLDER_KEY}/{rank}", f"{socket.gethostname()}/{os.getpid()}"
+        holder = self.store.compare_set(key, "", mine).decode()
+        if holder != mine and _has_ended(holder):
+            holder = self.store.compare_set(key, holder, mine).decode()
+        if holder != mine:
+            host, _, process = holder.rpartition("/")
+            raise SettingError(
+                f"process {process} on {host} is rank {rank} of this replica group already; give every process of the "
+                "group a RANK of its own, and every start of the group another TORCHELASTIC_RESTART_COUNT, as torchrun "
+                "does"
+            )
+
     def predecessor(self) -> str:
         """The replica id of the start before this one, or ""."""
         key = f"{self.group_scope}/{REPLICA_ID_KEY}"
@@ -69,12 +101,16 @@ class GroupStore:
 def open_group_store(config: ResolvedConfig) -> GroupStore:
     """Host the store, where the group is this process alone and none is named; else connect to it.
 
-    Raises: Unreachable: nobody answers at MASTER_ADDR:MASTER_PORT.
+    Raises:
+        Unreachable: nobody answers at MASTER_ADDR:MASTER_PORT, or no store does.
+        SettingError: this rank's settings contradict those of the ranks that were there before.
     """
     if config.store_addr is None:
         # The store must answer under the name that other replicas are told, and TCPStore listens on all interfaces.
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=config.connect_timeout)
         return GroupStore(store, join_address(config.hostname, store.port), config.run_scope, config.group_scope)
+    where = f"{config.store_addr}:{config.store_port}"
+    _reach(config, where)
     try:
         store = TCPStore(
             config.store_addr,
@@ -85,12 +121,49 @@ def open_group_store(config: ResolvedConfig) -> GroupStore:
         )
     except (DistError, RuntimeError) as error:
         raise Unreachable(
-            f"rank {config.rank} can't reach its group's store at {config.store_addr}:{config.store_port}; check that "
-            "MASTER_ADDR and MASTER_PORT name a store that runs (torchrun starts one)"
+            f"what listens at {where} does not answer rank {config.rank} as its replica group's store would; check "
+            "that MASTER_ADDR and MASTER_PORT name that store (torchrun starts one)"
         ) from error
     # A loopback name would send other machines to themselves.
     host = config.hostname if is_loopback(config.store_addr) else config.store_addr
-    return GroupStore(store, join_address(host, config.store_port), config.run_scope, config.group_scope)
+    group = GroupStore(store, join_address(host, config.store_port), config.run_scope, config.group_scope)
+    if config.world_size > 1:
+        group.claim(config.rank, config.world_size)
+    return group
+
+
+def _reach(config: ResolvedConfig, where: str) -> None:
+    """Wait until somebody listens there. TCPStore would too, and print a stack of its own for each attempt.
+
+    Raises: Unreachable: nobody did within connect_timeout.
+    """
+    assert config.store_addr is not None, "a store without an address is hosted, not reached"
+    give_up_at = time.monotonic() + config.connect_timeout.total_seconds()
+    while True:
+        try:
+            within_s = max(give_up_at - time.monotonic(), RETRY_S)
+            socket.create_connection((config.store_addr, config.store_port), within_s).close()
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() + RETRY_S >= give_up_at:
+                raise Unreachable(
+                    f"rank {config.rank} can't reach its replica group's store at {where} within "
+                    f"{config.connect_timeout.total_seconds():g} s ({error}); check that MASTER_ADDR and MASTER_PORT "
+                    "name a store that runs (torchrun starts one)"
+                ) from error
+        time.sleep(RETRY_S)
+
+
+def _has_ended(holder: str) -> bool:
+    """Whether that process, `host/pid`, ran on this machine and does no more."""
+    host, _, process = holder.rpartition("/")
+    if host == socket.gethostname() and process.isdecimal():
+        with suppress(PermissionError):
+            try:
+                os.kill(int(process), 0)
+            except ProcessLookupError:
+                return True
+    return False
 
 
 def own_host() -> str:

@@ -16,11 +16,13 @@ from typing import Any, Final, final
 from tft_algos.errors import HealingFailed
 from tft_algos.manager.parts import Coordinator
 from tft_ckpt import CheckpointTransport, StateKey
-from tft_coord.core.types import Plan
+from tft_coord.core.types import Plan, Source
+from tft_coord.errors import DeadlinePassed, Unreachable
 
 MAX_SOURCES: Final = 4
 REPORT_INTERVAL_S: Final = 0.1
 SOURCE_PATIENCE: Final = timedelta(seconds=5)
+ATTEMPT: Final = timedelta(seconds=2)
 
 
 @final
@@ -53,6 +55,8 @@ class Fetch:
         self._started = time.monotonic()
         self._reported = self._started
         self._cancelled = threading.Event()
+        self._lost: set[str] = set()
+        self._over = threading.Event()  # the state is here, or will not come
         self._state: Any = None
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="tft-heal", daemon=True)
@@ -71,8 +75,7 @@ class Fetch:
         Returns: the state.
         Raises: HealingFailed: no source gave it; the cause is attached.
         """
-        if self._thread.ident is not None:
-            self._thread.join()
+        self._over.wait()
         if self._error is not None:
             names = ", ".join(source.replica_id for source in self.plan.sources)
             raise HealingFailed(
@@ -81,6 +84,15 @@ class Fetch:
                 sources=tuple(source.replica_id for source in self.plan.sources),
             ) from self._error
         return self._state
+
+    def source_lost(self, replica_id: str) -> None:
+        """A replica was lost, from any thread; when no source is left the fetch is over, whatever it waits on."""
+        self._lost.add(replica_id)
+        if self._over.is_set() or not self._lost.issuperset(source.replica_id for source in self.plan.sources):
+            return
+        self._error = HealingFailed("every source was lost")
+        self._cancelled.set()
+        self._over.set()
 
     def cancel(self) -> None:
         """End it, from any thread, and wait until it has ended."""
@@ -97,7 +109,9 @@ class Fetch:
         try:
             self._state = self._fetch()
         except Exception as error:
-            self._error = error
+            self._error = self._error or error
+        finally:
+            self._over.set()
 
     def _fetch(self) -> Any:
         plan = self.plan
@@ -110,7 +124,7 @@ class Fetch:
             # A source that does not answer is not waited for while there is another.
             patience = self._remaining() if index == len(plan.sources) - 1 and not metadata else SOURCE_PATIENCE
             try:
-                metadata.append(self._coordinator.source_metadata(source.address, min(patience, self._remaining())))
+                metadata.append(self._metadata_of(source, min(patience, self._remaining())))
             except Exception as error:
                 last_error = error
                 continue
@@ -128,6 +142,19 @@ class Fetch:
             progress=self._progressed,
             cancelled=self._cancelled.is_set,
         )
+
+    def _metadata_of(self, source: Source, patience: timedelta) -> str:
+        """Where its state is, asked in short attempts, so that its loss is seen meanwhile."""
+        give_up_at = time.monotonic() + patience.total_seconds()
+        while True:
+            if source.replica_id in self._lost or self._cancelled.is_set():
+                raise HealingFailed(f"replica {source.replica_id} was lost, or nobody wants its state any more")
+            left = timedelta(seconds=max(give_up_at - time.monotonic(), 0.001))
+            try:
+                return self._coordinator.source_metadata(source.address, min(left, ATTEMPT))
+            except (Unreachable, DeadlinePassed):
+                if time.monotonic() >= give_up_at:
+                    raise
 
     def _progressed(self, received_bytes: int, total_bytes: int) -> None:
         self.received_bytes = received_bytes

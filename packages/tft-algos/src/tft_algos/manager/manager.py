@@ -37,6 +37,7 @@ from tft_algos.errors import (
     Unsupported,
     UsageError,
 )
+from tft_algos.manager.breaking import Breaker
 from tft_algos.manager.config import ManagerConfig, ResolvedConfig, WorldSizeMode, config_of, from_environment
 from tft_algos.manager.coordinator import GroupCoordinator
 from tft_algos.manager.core import Arrival, CoreSettings, Healing, Phase, StepCore, StepName
@@ -45,7 +46,7 @@ from tft_algos.manager.healing import Fetch, state_key
 from tft_algos.manager.parts import Coordinator, Group, ServerRestarted
 from tft_algos.manager.reduction import Reduction
 from tft_ckpt import CheckpointError, CheckpointTransport, HTTPTransport
-from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest
+from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest
 from tft_coord.errors import Closed as CoordinationClosed
 from tft_coord.errors import GroupLost, ProtocolError, Refused
 from tft_pg import DummyWork
@@ -109,7 +110,8 @@ class Manager:
                 max_retries=self._config.max_retries,
             )
         )
-        self._lock = threading.Lock()  # guards the core's errors, which any thread may report
+        self._lock = threading.Lock()  # guards the core's errors and notices, of which any thread may tell
+        self._breaker = Breaker(pg)
         self._user_state: dict[str, tuple[LoadState, TakeState]] = {}
         self._reading_allowed = True
         self._reductions: list[Reduction] = []
@@ -136,6 +138,7 @@ class Manager:
             self._transport.shutdown(wait=False)
             self._executor.shutdown(wait=False)
             raise
+        self._coordinator.listen(self._told)
 
     # --- the user's state ----------------------------------------------------------------------------------------
 
@@ -233,6 +236,8 @@ class Manager:
             arrival = self._ask(request, timeout)
             if arrival.heal:
                 self._start_fetch(arrival.plan)
+            for loss in self._core.losses:
+                self._quorum_broke(loss)  # the notice came before its quorum
             if arrival.configure:
                 self._configure(arrival.plan)
         except Exception as error:
@@ -252,9 +257,10 @@ class Manager:
                 self._core.server_restarted()
                 request = replace(request, held=None, needs_configure=False)
                 continue
-            if not isinstance(answer, QuorumKey):
-                return self._core.plan_arrived(answer)
-            return self._core.unchanged_arrived(answer)
+            with self._lock:
+                if not isinstance(answer, QuorumKey):
+                    return self._core.plan_arrived(answer)
+                return self._core.unchanged_arrived(answer)
 
     def _configure(self, plan: Plan) -> None:
         """Build the process group for a plan. A failure is an error of the step, not of the quorum."""
@@ -262,16 +268,20 @@ class Manager:
         begun = time.monotonic()
         store = f"{plan.store_address}/tft/{config.job}/{plan.key}/{config.rank}"
         try:
-            self._pg.configure(
-                store,
-                plan.replica_rank,
-                plan.replica_world_size,
-                replica_id=plan.replica_id,
-                quorum_id=plan.key.quorum_id,
-                group_rank=config.rank,
-                group_world_size=config.world_size,
-                global_ranks=[rank * config.world_size + config.rank for rank in range(plan.replica_world_size)],
-            )
+            with self._breaker.configuring(plan.key):
+                broken = self._core.broken
+                if broken is not None:
+                    raise broken
+                self._pg.configure(
+                    store,
+                    plan.replica_rank,
+                    plan.replica_world_size,
+                    replica_id=plan.replica_id,
+                    quorum_id=plan.key.quorum_id,
+                    group_rank=config.rank,
+                    group_world_size=config.world_size,
+                    global_ranks=[rank * config.world_size + config.rank for rank in range(plan.replica_world_size)],
+                )
         except Exception as error:
             with self._lock:
                 self._core.configure_failed(error)
@@ -355,6 +365,10 @@ class Manager:
             tensor.zero_()
         elif plan.replica_world_size == 1:
             return DummyWork([tensor])
+        broken = core.broken
+        if broken is not None:
+            self._report(broken, name)
+            return DummyWork([tensor])
         try:
             work = self._pg.allreduce([tensor], dist.ReduceOp.SUM if average else reduce_op)
         except Exception as error:
@@ -435,6 +449,26 @@ class Manager:
         else:
             self._log(logging.WARNING, "an error of %s came when that was over: %s", name or "a step", error)
 
+    # --- losses of others ----------------------------------------------------------------------------------------
+
+    def _told(self, news: LossNotice | GroupLost) -> None:
+        """A member of a quorum was lost, or this group; a thread of the coordinator's calls, so nothing waits here."""
+        if isinstance(news, GroupLost):
+            self._report(news, None)
+            self._breaker.break_all()
+            return
+        with self._lock:
+            breaks = self._core.loss_noticed(news)
+        if breaks:
+            self._quorum_broke(news)
+
+    def _quorum_broke(self, notice: LossNotice) -> None:
+        self._log(logging.WARNING, "%s; what runs in it is ended", notice)
+        self._breaker.break_quorum(notice.key)
+        fetch = self._fetch
+        if fetch is not None and fetch.plan.key == notice.key:
+            fetch.source_lost(notice.replica_id)
+
     # --- the vote ------------------------------------------------------------------------------------------------
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
@@ -466,7 +500,9 @@ class Manager:
         if self._synchronize is not None:
             self._synchronize()
         failure = self._pg.errored()
-        if failure is not None and core.error is None:
+        # On the CPU each reduction has told its own end by now; the abort of a broken quorum leaves the gradients of
+        # those that succeeded alone. On a device it may have torn what was only queued.
+        if failure is not None and core.error is None and (core.broken is None or self._synchronize is not None):
             self._report(failure, core.name)
         if self._config.use_async_quorum:
             self._give_or_take_state()
@@ -556,7 +592,7 @@ class Manager:
 
     def _heal(self, plan: Plan) -> None:
         """Stage, agree inside the group that all have staged, load; all or none."""
-        fetch, self._fetch = self._fetch, None
+        fetch = self._fetch  # which stays until `_settle`: the loss of its source must reach it, and it may end late
         assert fetch is not None, "a plan that heals has no fetch"
         error: Exception | None = None
         state: Mapping[str, Any] = {}
@@ -686,6 +722,7 @@ class Manager:
         if self._fetch is not None:
             self._transport.abort()
             self._fetch.cancel()
+        self._breaker.close(wait=wait)
         for timer in self._timers:
             timer.cancel()
         if wait:

@@ -7,6 +7,7 @@ Law of this file: no threads, no waiting; a stand-in that has no answer left say
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -130,7 +131,9 @@ class FakeGroup:
     Args:
         others: what the other members give together: a sum adds it to every element.
 
-    `calls` holds the reduced tensors as they came, `configured` what each configure was told.
+    `calls` holds the reduced tensors as they came, `configured` what each configure was told, `num_aborts` how often it
+    was aborted. While `holds` is set, what is started waits until it is aborted, as it does for others that never come;
+    `waits` is set when something does.
     """
 
     def __init__(self, others: float = 0.0) -> None:
@@ -142,11 +145,21 @@ class FakeGroup:
         self.failing_configure: Exception | None = None
         self.failing_call: Exception | None = None
         self.failing_wait: Exception | None = None
+        self.num_aborts = 0
+        self.holds = False
+        self.waits = threading.Event()
+        self._held: list[PendingWork] = []
         self._error: Exception | None = None
 
     def configure(self, store_addr: str, rank: int, world_size: int, **identity: object) -> None:
         self.configured.append((store_addr, rank, world_size))
         error, self.failing_configure = self.failing_configure, None
+        if self.holds:
+            held = self._hold()
+            try:
+                held.wait()
+            except Exception as aborted:
+                error = aborted
         self._error = error
         if error is not None:
             raise error
@@ -157,8 +170,10 @@ class FakeGroup:
         error, self.failing_call = self.failing_call, None
         if error is not None:
             raise error
-        work = PendingWork(on_timeout=lambda limit: TimeoutError(str(limit)), limit=timedelta(seconds=10))
         self.calls.append(tensors[0].clone())
+        if self.holds:
+            return self._hold()
+        work = self._pending()
         error, self.failing_wait = self.failing_wait, None
         if error is not None:
             self._error = error
@@ -168,11 +183,24 @@ class FakeGroup:
             work.finish(tensors)
         return work
 
+    def _pending(self) -> PendingWork:
+        return PendingWork(on_timeout=lambda limit: TimeoutError(str(limit)), limit=timedelta(seconds=10))
+
+    def _hold(self) -> PendingWork:
+        work = self._pending()
+        self._held.append(work)
+        self.waits.set()
+        return work
+
     def errored(self) -> Exception | None:
         return self._error
 
     def abort(self) -> None:
+        self.num_aborts += 1
         self._error = RuntimeError("aborted")
+        held, self._held = self._held, []
+        for work in held:
+            work.fail(self._error)
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.timeout = timeout

@@ -1,0 +1,213 @@
+"""What a Manager does when it is told that a member of a quorum, or its own group, is lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from tft_algos import QuorumBroken
+from tft_algos.testing import plan_of
+from tft_ckpt import CheckpointTransport, Closed, StateKey
+from tft_coord.core.types import LossNotice, QuorumKey
+from tft_coord.errors import GroupLost
+
+
+def loss(quorum_id: int, replica_id: str = "replica_1") -> LossNotice:
+    return LossNotice(QuorumKey(quorum_id, quorum_id), replica_id, 1, "its manager server reports: killed")
+
+
+def join_breakers() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "tft-break":
+            thread.join()
+
+
+def test_a_loss_ends_the_reduction_that_runs(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2), plan_of(8))
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    rig.group.holds = True
+    reduction = rig.manager.allreduce(torch.ones(2))
+    rig.coordinator.listener(loss(7))
+    assert not reduction.wait()
+    assert not rig.manager.should_commit()
+    rig.group.holds = False
+    assert rig.step()
+    assert rig.coordinator.requests[1].needs_configure
+    assert rig.group.num_aborts == 1
+
+
+def test_after_a_loss_nothing_is_started_in_that_quorum(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
+    rig = rigs(plan_of(7, size=2))
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    rig.coordinator.listener(loss(7))
+    rig.manager.allreduce(torch.ones(2)).wait()
+    assert rig.group.calls == []
+    assert not rig.manager.should_commit()
+    says = "quorum 7.0000000000000007 is broken: replica replica_1 was lost (its manager server reports: killed)"
+    assert says in caplog.text
+
+
+def test_a_reduction_that_had_its_data_commits_although_its_quorum_broke(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2))
+    rig.manager.start_quorum()
+    assert rig.manager.allreduce(torch.ones(2)).wait()
+    rig.coordinator.listener(loss(7))
+    join_breakers()
+    assert rig.group.num_aborts == 1
+    assert rig.manager.should_commit()
+
+
+def test_a_loss_ends_a_rendezvous(rigs: Any, use_async_quorum: bool) -> None:
+    rig = rigs(plan_of(7, size=2), plan_of(8), use_async_quorum=use_async_quorum)
+    rig.group.holds = True
+
+    def tell() -> None:
+        rig.group.waits.wait()
+        rig.coordinator.listener(loss(7))
+        rig.coordinator.listener(loss(7))  # twice
+
+    teller = threading.Thread(target=tell)
+    teller.start()
+    rig.manager.start_quorum()
+    rig.manager.allreduce(torch.ones(2)).wait()
+    assert [str(error) for error in rig.manager.errors()] == ["aborted"]
+    assert not rig.manager.should_commit()
+    teller.join()
+    rig.group.holds = False
+    assert rig.step()
+
+
+def test_a_notice_that_comes_before_its_quorum_is_kept_for_it(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2), plan_of(8, size=2))
+    assert rig.step()
+    rig.coordinator.listener(loss(8))
+    rig.manager.start_quorum()
+    rig.manager.allreduce(torch.ones(2)).wait()
+    error = rig.manager.errored()
+    assert error is not None
+    assert isinstance(error.original_exception, QuorumBroken)
+    assert error.original_exception.replica_id == "replica_1"
+    assert not rig.manager.should_commit()
+    assert len(rig.group.configured) == 1
+
+
+@pytest.mark.parametrize("quorum_id", [7, 9])
+def test_a_loss_in_another_quorum_changes_nothing(rigs: Any, quorum_id: int) -> None:
+    rig = rigs(plan_of(8, size=2))
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    rig.coordinator.listener(loss(quorum_id))
+    rig.manager.allreduce(torch.ones(2)).wait()
+    assert rig.manager.should_commit()
+    join_breakers()
+    assert rig.group.num_aborts == 0
+
+
+def test_the_abort_of_one_quorum_never_meets_the_next(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2), plan_of(8))
+    assert rig.step()
+    rig.coordinator.listener(loss(7))
+    assert rig.step()  # configured anew before the abort is due
+    join_breakers()
+    assert rig.group.num_aborts == 0
+    assert rig.group.errored() is None
+
+
+def test_ones_own_loss_breaks_the_quorum_here_too(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2))
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    rig.coordinator.listener(loss(7, "replica_0"))
+    rig.manager.allreduce(torch.ones(2)).wait()
+    assert not rig.manager.should_commit()
+
+
+def test_who_is_alone_in_its_quorum_has_nothing_that_could_break(rigs: Any) -> None:
+    rig = rigs(plan_of(7))
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    rig.coordinator.listener(loss(7, "replica_0"))
+    rig.manager.allreduce(torch.ones(2)).wait()
+    assert rig.manager.should_commit()
+
+
+def test_the_loss_of_this_group_ends_its_reduction_and_is_raised(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2))
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    rig.group.holds = True
+    reduction = rig.manager.allreduce(torch.ones(2))
+    rig.coordinator.listener(GroupLost("replica a lost a rank (rank 1 ended: killed); end this process"))
+    assert not reduction.wait()
+    with pytest.raises(GroupLost, match="rank 1 ended: killed"):
+        rig.manager.should_commit()
+
+
+class EndlessTransport(CheckpointTransport[Any]):
+    """Its source never sends anything, and never breaks."""
+
+    def __init__(self) -> None:
+        self.receiving = threading.Event()
+
+    def metadata(self) -> str:
+        return "endless"
+
+    def send_checkpoint(
+        self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta, *, key: StateKey | None = None
+    ) -> None: ...
+
+    def recv_checkpoint(
+        self,
+        src_rank: int,
+        metadata: str,
+        step: int,
+        timeout: timedelta,
+        *,
+        key: StateKey | None = None,
+        sources: Sequence[str] = (),
+        progress: Callable[[int, int], None] | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> Any:
+        self.receiving.set()
+        assert cancelled is not None
+        while not cancelled():
+            threading.Event().wait(0.01)
+        raise Closed("cancelled")
+
+    def disallow_checkpoint(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def shutdown(self, wait: bool = True) -> None: ...
+
+
+def test_a_transfer_ends_when_its_last_source_is_lost_and_not_before(rigs: Any, use_async_quorum: bool) -> None:
+    transport = EndlessTransport()
+    rig = rigs(
+        plan_of(7, step=3, rank=0, size=3, healing=[0]),
+        checkpoint_transport=transport,
+        use_async_quorum=use_async_quorum,
+    )
+    still_receiving: list[bool] = []
+
+    def tell() -> None:
+        transport.receiving.wait()
+        rig.coordinator.listener(loss(7, "replica_1"))
+        join_breakers()
+        still_receiving.append(any(thread.name == "tft-heal" for thread in threading.enumerate()))
+        rig.coordinator.listener(loss(7, "replica_2"))
+
+    teller = threading.Thread(target=tell)
+    teller.start()
+    rig.manager.start_quorum()
+    assert not rig.manager.should_commit()
+    teller.join()
+    assert still_receiving == [True]
+    assert rig.manager.current_step() == 0
