@@ -15,7 +15,7 @@ import subprocess
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -90,9 +90,9 @@ def forkserver() -> ForkServerContext:
     return context
 
 
-@pytest.fixture
-def spawn(forkserver: ForkServerContext) -> Iterator[Spawn]:
-    """`spawn(target, *args)` starts `target(*args)` in a process; what still runs when the test ends is killed."""
+@contextmanager
+def spawning(forkserver: ForkServerContext) -> Iterator[Spawn]:
+    """`spawn(target, *args)` starts `target(*args)` in a process; what still runs at the end is killed."""
     processes: list[ForkServerProcess] = []
 
     def start(target: Callable[..., object], *args: object) -> ForkServerProcess:
@@ -106,6 +106,13 @@ def spawn(forkserver: ForkServerContext) -> Iterator[Spawn]:
         process.kill()
         process.join(SETTLE_S)
         process.close()
+
+
+@pytest.fixture
+def spawn(forkserver: ForkServerContext) -> Iterator[Spawn]:
+    """As `spawning`, for one test."""
+    with spawning(forkserver) as start:
+        yield start
 
 
 @pytest.fixture

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from integration_tests.conftest import Kill, Spawn
-from integration_tests.training import Job, Trainer
+from integration_tests.training import Job, Launcher
 from tft_lighthouse import LighthouseServer
 
 
@@ -16,34 +15,6 @@ from tft_lighthouse import LighthouseServer
 def job(spawn: Spawn) -> Iterator[Job]:
     with LighthouseServer("127.0.0.1:0", join_timeout_ms=5_000, heartbeat_timeout_ms=3_000) as lighthouse:
         yield Job(spawn, lighthouse)
-
-
-class Launcher:
-    """What torchrun is to a group: a store that outlives its processes, and two ranks."""
-
-    def __init__(self, job: Job, name: str) -> None:
-        self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        self._job = job
-        self._name = name
-        self._starts = 0
-
-    def start(self) -> list[Trainer]:
-        self._starts += 1
-        return [
-            self._job.start(
-                self._name,
-                model="buckets",
-                environment={
-                    "RANK": str(rank),
-                    "WORLD_SIZE": "2",
-                    "MASTER_ADDR": "localhost",
-                    "MASTER_PORT": str(self.store.port),
-                    "TORCHELASTIC_RUN_ID": self._name,
-                    "TORCHELASTIC_RESTART_COUNT": str(self._starts),
-                },
-            )
-            for rank in range(2)
-        ]
 
 
 def test_a_group_of_two_joins_heals_whole_dies_and_comes_back_to_the_same_store(job: Job, kill: Kill) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import multiprocessing.connection
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -26,7 +27,8 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from integration_tests.conftest import Spawn
 from tft_algos import DistributedDataParallel, Manager, Optimizer
-from tft_algos.testing import digest
+from tft_algos.testing import EventInjector, Fault, InjectedError, Place, digest
+from tft_ckpt import HTTPTransport
 from tft_lighthouse import LighthouseServer
 from tft_pg import ProcessGroupGloo
 
@@ -39,7 +41,7 @@ class Event:
     """What a trainer told.
 
     Args:
-        kind: "commit", "failed", "healed", "ready" or "end".
+        kind: "commit", "failed", "healed", "ready", "struck" or "end".
         step: committed steps, after a commit; for a healing that of the source.
         digest: of parameters and optimizer state.
         participants: of the step.
@@ -62,6 +64,7 @@ class Spec:
         name: of the replica group; seeds the weights, so that only healing makes them equal.
         model: "small", or "buckets": several buckets, modules used in another order than defined.
         fail_at: at this many committed steps an error is reported once, after the reductions.
+        faults: that strike this trainer; more may be sent to it. None: its Manager's parts are not wrapped.
         environment: of a launcher; RANK and WORLD_SIZE make it one process of several.
         settings: for the Manager.
     """
@@ -70,6 +73,7 @@ class Spec:
     name: str
     model: str = "small"
     fail_at: int | None = None
+    faults: tuple[Fault, ...] | None = None
     environment: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -92,12 +96,18 @@ def train(spec: Spec, connection: Connection) -> None:
     """The life of a trainer, in its own process."""
     torch.set_num_threads(1)
     logging.getLogger("tft_ckpt").setLevel(logging.ERROR)
+    lock = threading.Lock()  # a fault strikes on whatever thread
+
+    def tell(event: Event) -> None:
+        with lock:
+            connection.send(event)
+
     try:
-        _train(spec, connection)
+        _train(spec, connection, tell)
     except Exception as error:
-        connection.send(Event("end", text=f"{type(error).__name__}: {error}"))
+        tell(Event("end", text=f"{type(error).__name__}: {error}"))
     else:
-        connection.send(Event("end"))
+        tell(Event("end"))
 
 
 def _group_of_this_replica(spec: Spec, rank: int) -> dist.ProcessGroup:
@@ -111,7 +121,7 @@ def _group_of_this_replica(spec: Spec, rank: int) -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def _train(spec: Spec, connection: Connection) -> None:
+def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) -> None:
     os.environ.update(spec.environment)
     rank = int(spec.environment.get("RANK", "0"))
     inside: dist.ProcessGroup | None = None
@@ -129,20 +139,34 @@ def _train(spec: Spec, connection: Connection) -> None:
     def load(state: dict[str, Any]) -> None:
         module.load_state_dict(state["module"])
         adam.load_state_dict(state["optimizer"])
-        connection.send(Event("healed", digest=digest(take())))
+        tell(Event("healed", digest=digest(take())))
 
     settings: dict[str, Any] = {"timeout": timedelta(seconds=10), "hostname": "localhost"} | spec.settings
-    with Manager(
-        ProcessGroupGloo(), load, take, replica_id=spec.name, lighthouse_addr=spec.lighthouse, **settings
-    ) as manager:
+    pg: Any = ProcessGroupGloo()
+    injector = EventInjector(
+        *(spec.faults or ()),
+        on_strike=lambda fault: tell(Event("struck", manager.current_step(), text=fault.describe())),
+    )
+    if spec.faults is not None:
+        pg = injector.group(pg)
+        transport = HTTPTransport[Any](timedelta(seconds=60), num_chunks=0, advertise_addr="localhost")
+        settings |= {"coordinator": injector.coordinator, "checkpoint_transport": injector.transport(transport)}
+        injector.module(module)
+        injector.optimizer(adam)
+    with Manager(pg, load, take, replica_id=spec.name, lighthouse_addr=spec.lighthouse, **settings) as manager:
+        injector.attach(manager)
         ddp = DistributedDataParallel(manager, module, inside, bucket_cap_mb=0.02)
         optimizer = Optimizer(manager, adam)
-        connection.send(Event("ready", text=manager.replica_id))
+        tell(Event("ready", text=manager.replica_id))
         fail_at = spec.fail_at
         last = None
         while last is None or manager.current_step() < last:
             if connection.poll():
-                last = connection.recv()
+                match connection.recv():
+                    case Fault() as fault:
+                        injector.inject(fault)
+                    case int(step):
+                        last = step
                 continue
             before = manager.current_step()
             optimizer.zero_grad()
@@ -150,13 +174,18 @@ def _train(spec: Spec, connection: Connection) -> None:
             if manager.current_step() == fail_at:
                 fail_at = None
                 manager.report_error(RuntimeError("injected"))
-            error = manager.errored()
-            optimizer.step()
+            error: Exception | None = manager.errored()
+            try:
+                optimizer.step()
+            except InjectedError as raised:
+                if raised.fault.place is not Place.OPTIMIZER:
+                    raise
+                error = raised  # a loop that goes on after its optimizer raised: this replica heals
             step, participants = manager.current_step(), manager.num_participants()
             if step > before and error is None:
-                connection.send(Event("commit", step, digest(take()), participants))
+                tell(Event("commit", step, digest(take()), participants))
             else:
-                connection.send(Event("failed", step, text=str(error)))
+                tell(Event("failed", step, text=str(error)))
     if inside is not None:
         dist.destroy_process_group()
 
@@ -217,11 +246,12 @@ class Job:
         *,
         model: str = "small",
         fail_at: int | None = None,
+        faults: tuple[Fault, ...] | None = None,
         environment: dict[str, str] | None = None,
         **settings: Any,
     ) -> Trainer:
         """Start a trainer; its Manager's settings as keywords."""
-        spec = Spec(str(self._lighthouse.address), name, model, fail_at, environment or {}, settings)
+        spec = Spec(str(self._lighthouse.address), name, model, fail_at, faults, environment or {}, settings)
         ours, theirs = multiprocessing.connection.Pipe()
         trainer = Trainer(name, self._spawn(train, spec, theirs), ours)
         theirs.close()
@@ -275,3 +305,39 @@ class Job:
     def story(self) -> str:
         """What everybody told last."""
         return "; ".join(f"{trainer.name}: {[*trainer.events[-3:]]}" for trainer in self.trainers)
+
+
+class Launcher:
+    """What torchrun is to a group: a store that outlives its processes, and their ranks.
+
+    Args:
+        job: of the group.
+        name: of the group.
+        world_size: processes.
+    """
+
+    def __init__(self, job: Job, name: str, world_size: int = 2) -> None:
+        self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self._job = job
+        self._name = name
+        self._world_size = world_size
+        self._starts = 0
+
+    def start(self, **options: Any) -> list[Trainer]:
+        """Start the group, again if it was started before; options as for `Job.start`."""
+        self._starts += 1
+        return [
+            self._job.start(
+                self._name,
+                environment={
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(self._world_size),
+                    "MASTER_ADDR": "localhost",
+                    "MASTER_PORT": str(self.store.port),
+                    "TORCHELASTIC_RUN_ID": self._name,
+                    "TORCHELASTIC_RESTART_COUNT": str(self._starts),
+                },
+                **({"model": "buckets"} | options),
+            )
+            for rank in range(self._world_size)
+        ]
