@@ -7,24 +7,22 @@
 Or, with two processes a replica group, `torchrun --standalone --nproc_per_node=2 train_ddp.py` in shells 2 and 3.
 """
 
+import argparse
 import logging
 import os
-import sys
 
 import torch
 import torch.distributed as dist
 
-from tft_algos import DistributedDataParallel, Manager, Optimizer
+from tft_algos import DistributedDataParallel, Manager, Optimizer, SettingError
+from tft_coord.errors import CoordinationError
 from tft_pg import ProcessGroupGloo
 
 
-def main(steps: int) -> None:
+def main(steps: int, replica: int, replicas: int) -> None:
+    if not 0 <= replica < replicas:
+        raise SettingError(f"REPLICA_GROUP_ID is {replica} of NUM_REPLICA_GROUPS {replicas}; it counts from 0")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    replica, replicas = int(os.environ.get("REPLICA_GROUP_ID", "0")), int(os.environ.get("NUM_REPLICA_GROUPS", "2"))
-    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1:  # the processes of this replica group
-        dist.init_process_group("gloo")
-
     torch.manual_seed(0)  # the data, the same everywhere; each process takes its own share of each batch
     inputs, teacher = torch.randn(4096, 32), torch.nn.Linear(32, 10)
     labels = teacher(inputs).argmax(dim=1)
@@ -32,15 +30,12 @@ def main(steps: int) -> None:
     torch.manual_seed(replica)
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
     adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def load_state(state: dict[str, dict[str, object]]) -> None:
-        model.load_state_dict(state["model"])
-        adam.load_state_dict(state["optimizer"])
-
-    def take_state() -> dict[str, dict[str, object]]:
-        return {"model": model.state_dict(), "optimizer": adam.state_dict()}
-
-    with Manager(ProcessGroupGloo(), load_state, take_state, replica_id=f"replica_{replica}") as manager:
+    with Manager(ProcessGroupGloo(), replica_id=f"replica_{replica}") as manager:
+        manager.register_state_dict_fn("model", model.load_state_dict, model.state_dict)
+        manager.register_state_dict_fn("optimizer", adam.load_state_dict, adam.state_dict)
+        rank, ranks = manager.config.rank, manager.config.world_size
+        if ranks > 1:  # the processes of this replica group
+            dist.init_process_group("gloo")
         ddp = DistributedDataParallel(manager, model, dist.group.WORLD if ranks > 1 else None)
         optimizer = Optimizer(manager, adam)
         while manager.current_step() < steps:
@@ -55,4 +50,11 @@ def main(steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 2000)
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS)
+    parser.add_argument("steps", type=int, nargs="?", default=2000)
+    for field, name, default in (("replica", "REPLICA_GROUP_ID", "0"), ("replicas", "NUM_REPLICA_GROUPS", "2")):
+        parser.add_argument(f"--{name.lower()}", dest=field, type=int, default=os.environ.get(name, default))
+    try:
+        main(**vars(parser.parse_args()))
+    except (SettingError, CoordinationError) as error:  # nothing that a traceback would help with
+        parser.exit(2, f"{parser.prog}: {error}\n")
