@@ -48,6 +48,7 @@ class LighthouseShell:
     def __init__(self, config: LighthouseConfig, *, token: str | None) -> None:
         self._loop = asyncio.get_running_loop()
         self._tick_s = config.timeouts.quorum_tick_ms / 1000
+        self._grace_s = config.timeouts.reconnect_grace_ms / 1000
         started_ms = self._wall_ms()
         self._core = LighthouseCore(
             config,
@@ -63,6 +64,7 @@ class LighthouseShell:
         self._encode_quorum = _Last(codec.encode_quorum)
         self._encode_response = _Last(codec.encode_lighthouse_response)
         self._timer: asyncio.TimerHandle | None = None
+        self._graces: set[asyncio.TimerHandle] = set()
         self._server = grpc.aio.server(options=server_options(config.timeouts))
         self._server.add_generic_rpc_handlers(
             [
@@ -92,8 +94,9 @@ class LighthouseShell:
 
     async def stop(self) -> None:
         """End: nothing is answered from now on, on no connection, and the port is free."""
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, *self._graces):
+            if timer is not None:
+                timer.cancel()
         # Who waits is told, and every stream ended, before the connections close: a clean end, not a broken one.
         for outbox in self._streams.values():
             outbox.close()
@@ -107,6 +110,18 @@ class LighthouseShell:
         self._timer = self._loop.call_later(self._tick_s, self._tick)
         self._perform(self._core.tick(self._now_ms(), self._wall_ms()))
         self._perform_unary(self._torchft.tick(self._now_ms(), self._wall_ms()))
+
+    def _look_after_grace(self) -> None:
+        """A stream broke: judge it when its grace ends, for the next tick may come a good part of that later."""
+        if self._timer is None or self._timer.cancelled():
+            return  # this lighthouse ends
+
+        def look() -> None:
+            self._graces.discard(timer)
+            self._perform(self._core.tick(self._now_ms(), self._wall_ms()))
+
+        timer = self._loop.call_later(self._grace_s + 0.001, look)  # the core's milliseconds are whole
+        self._graces.add(timer)
 
     def _handle(self, event: events.LighthouseEvent) -> None:
         self._perform(self._core.handle(event, self._now_ms(), self._wall_ms()))
@@ -175,6 +190,7 @@ class LighthouseShell:
             reader.cancel()
             del self._streams[stream]
             self._handle(events.StreamClosed(stream))
+            self._look_after_grace()
 
     async def _read(self, stream: int, outbox: Outbox, context: Context) -> None:
         """Hear the stream until its manager server closes its side, breaks, or talks nonsense."""
