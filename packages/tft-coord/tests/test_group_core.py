@@ -8,8 +8,8 @@ import pytest
 
 from tft_coord.core import effects, events
 from tft_coord.core.effects import GroupEffect
-from tft_coord.core.group import GroupCore
-from tft_coord.core.types import Member, Purpose, Quorum, QuorumKey, RankRequest
+from tft_coord.core.group import MAX_NOTICES_KEPT, GroupCore
+from tft_coord.core.types import LossNotice, Member, Purpose, Quorum, QuorumKey, RankRequest
 from tft_coord.errors import ProtocolError
 from tft_coord.timeouts import Timeouts
 
@@ -278,6 +278,115 @@ class TestLoss:
     def test_a_clean_goodbye_is_a_loss_at_once(self) -> None:
         orders = group().handle(events.RankDisconnected(1, 2, left=True), 0)
         assert orders == [effects.ReportDeath("rank 1 shut down")]
+
+
+class TestNotices:
+    """A loss in the quorum that is held is told on to the ranks; whatever it overtakes, and however often it comes."""
+
+    NEXT = QuorumKey(8, 3)
+
+    def holds(self, key: QuorumKey = KEY, world_size: int = 2) -> GroupCore:
+        core = group(world_size)
+        self.gets(core, key)
+        return core
+
+    def gets(self, core: GroupCore, key: QuorumKey, *, session: int = 5) -> list[GroupEffect]:
+        """All ranks ask, and are given this quorum."""
+        for rank in range(len(core._streams)):
+            orders = asked(core, rank, 10 + rank, request())
+        order = orders[-1]
+        assert isinstance(order, effects.AskLighthouse)
+        member = replace(order.member, session=session)
+        return core.handle(events.QuorumArrived(order.request, Quorum(key, (member, other("b"), other("c")))), 0)
+
+    def notice(self, key: QuorumKey = KEY, name: str = "b") -> LossNotice:
+        return LossNotice(key, name, 1, "its stream broke")
+
+    def noticed(self, core: GroupCore, notice: LossNotice) -> list[GroupEffect]:
+        return core.handle(events.LossNoticed(notice), 0)
+
+    def test_each_rank_with_a_stream_is_told(self) -> None:
+        core, notice = self.holds(world_size=3), self.notice()
+        core.handle(events.RankDisconnected(1, 2), 0)
+        assert self.noticed(core, notice) == [effects.NotifyRank(0, notice), effects.NotifyRank(2, notice)]
+
+    def test_a_rank_whose_stream_was_broken_hears_it_when_it_is_back(self) -> None:
+        core, notice = self.holds(), self.notice()
+        core.handle(events.RankDisconnected(1, 2), 0)
+        self.noticed(core, notice)
+        assert core.handle(events.RankConnected(1, 7), 100) == [effects.NotifyRank(1, notice)]
+
+    def test_what_comes_twice_is_told_once(self) -> None:
+        core = self.holds()
+        self.noticed(core, self.notice())
+        assert self.noticed(core, self.notice()) == []
+        assert len(self.noticed(core, self.notice(name="c"))) == 2
+
+    def test_of_an_older_quorum_it_is_ignored(self) -> None:
+        core = self.holds(self.NEXT)
+        assert self.noticed(core, self.notice()) == []
+        assert core.handle(events.RankConnected(1, 7), 100) == []
+
+    def test_one_of_the_same_id_and_another_nonce_is_another_quorums(self) -> None:
+        core = self.holds(QuorumKey(7, 5))
+        assert self.noticed(core, self.notice(QuorumKey(7, 9))) == []
+        assert core.handle(events.RankConnected(1, 7), 100) == []
+
+    def test_one_that_overtakes_its_quorum_is_kept_and_told_after_the_plan(self) -> None:
+        core, notice = self.holds(), self.notice(self.NEXT)
+        assert self.noticed(core, notice) == []
+        orders = self.gets(core, self.NEXT)
+        assert [type(order) for order in orders] == [effects.AnswerPlan] * 2 + [effects.NotifyRank] * 2
+        assert orders[2:] == [effects.NotifyRank(0, notice), effects.NotifyRank(1, notice)]
+
+    def test_one_that_comes_before_any_quorum_is_kept_too(self) -> None:
+        core = group()
+        assert self.noticed(core, self.notice()) == []
+        assert self.gets(core, KEY)[2:] == [effects.NotifyRank(0, self.notice()), effects.NotifyRank(1, self.notice())]
+
+    def test_the_next_quorum_ends_it(self) -> None:
+        core = self.holds()
+        self.noticed(core, self.notice())
+        assert [type(order) for order in self.gets(core, self.NEXT)] == [effects.AnswerPlan] * 2
+        assert core.handle(events.RankConnected(1, 7), 100) == []
+
+    def test_its_own_session_that_was_taken_for_lost_breaks_its_quorum(self) -> None:
+        core = self.holds()
+        orders = core.handle(events.SessionLost(5, "silent for 5000 ms"), 0)
+        notice = LossNotice(KEY, "a", 5, "silent for 5000 ms")
+        assert orders == [effects.NotifyRank(0, notice), effects.NotifyRank(1, notice)]
+        assert core.lost is None  # the group lives
+
+    def test_but_not_the_quorum_of_a_newer_session(self) -> None:
+        core = self.holds()
+        assert core.handle(events.SessionLost(4, "silent for 5000 ms"), 0) == []
+        assert group().handle(events.SessionLost(5, "silent for 5000 ms"), 0) == []
+
+    def test_what_is_kept_for_quorums_to_come_is_bounded(self) -> None:
+        core = self.holds()
+        for number in range(2 * MAX_NOTICES_KEPT):
+            assert self.noticed(core, self.notice(QuorumKey(8 + number, 1))) == []
+        assert len(core._notices) == MAX_NOTICES_KEPT
+
+    def test_ranks_hear_that_their_group_is_lost_whenever_they_come(self) -> None:
+        core = self.holds(world_size=3)
+        core.handle(events.RankDisconnected(2, 3), 0)
+        orders = core.handle(events.RankDied(0, "signal 9"), 0)
+        (told,) = [order for order in orders if isinstance(order, effects.TellGroupLost)]
+        assert told.rank == 1
+        assert "lost a rank (rank 0 ended: signal 9); end this process" in told.message
+        assert core.handle(events.RankConnected(2, 9), 100) == [effects.TellGroupLost(2, told.message)]
+
+    @pytest.mark.parametrize(
+        "goodbye", [events.RankDisconnected(1, 2, left=True), events.RankDied(1, "it was shut down", left=True)]
+    )
+    def test_a_clean_goodbye_alarms_nobody(self, goodbye: events.GroupEvent) -> None:
+        core = self.holds()
+        assert not any(isinstance(order, effects.TellGroupLost) for order in core.handle(goodbye, 0))
+        assert core.handle(events.RankConnected(0, 9), 100) == []
+        (refusal,) = asked(core, 0, 12, request())  # who asks is told
+        assert isinstance(refusal, effects.FailRank)
+        assert refusal.code == "group_lost"
 
 
 class TestVotes:

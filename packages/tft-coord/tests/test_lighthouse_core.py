@@ -9,7 +9,7 @@ import pytest
 from tft_coord.core import effects, events
 from tft_coord.core.effects import AnswerQuorum, AnswerUnchanged, AskForQuorum, LighthouseEffect, QuorumFormed
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
-from tft_coord.core.types import MAX_INT64, Hello, Member, Quorum, QuorumKey, Refusal
+from tft_coord.core.types import MAX_INT64, Hello, LossNotice, Member, Quorum, QuorumKey, Refusal
 from tft_coord.errors import ProtocolError, SettingError
 from tft_coord.timeouts import Timeouts
 
@@ -107,6 +107,15 @@ def formed(orders: list[LighthouseEffect]) -> list[tuple[tuple[str, ...], str]]:
 def refused(orders: list[LighthouseEffect]) -> list[Refusal]:
     kinds = (effects.RefuseRequest, effects.RefuseSession)
     return [order.refusal for order in orders if isinstance(order, kinds)]
+
+
+def told(orders: list[LighthouseEffect]) -> dict[int, list[LossNotice]]:
+    """Losses that each stream is told of."""
+    out: dict[int, list[LossNotice]] = {}
+    for order in orders:
+        if isinstance(order, effects.NotifyLoss):
+            out.setdefault(order.stream, []).append(order.notice)
+    return out
 
 
 class TestForming:
@@ -492,6 +501,141 @@ class TestRequestsAndStreams:
         assert table.pass_ms(4_000, "a", "b") == []
 
 
+class TestLossNotices:
+    """protocol.md section 3: who is told of a loss, of which quorum, and how often."""
+
+    def of_three(self, **timeouts: int) -> tuple[Table, QuorumKey]:
+        table = Table(**timeouts)
+        return table, table.first_quorum("a", "b", "c").key
+
+    def test_each_other_member_is_told_and_nobody_else(self) -> None:
+        table, key = self.of_three()
+        table.hello("d", ready=True)
+        table.ask("d")  # it waits to join, and is in no quorum
+        table.hello("e")
+        notice = LossNotice(key, "b", 1, "its manager server reports: rank 0 ended")
+        assert told(table.give(events.DeathReported(2, "rank 0 ended"))) == {1: [notice], 3: [notice]}
+
+    def test_who_only_waits_to_join_breaks_nothing(self) -> None:
+        table, key = self.of_three()
+        table.hello("d")
+        table.ask("d")
+        assert told(table.give(events.DeathReported(4, "rank 0 ended"))) == {}
+        for name in ("a", "b", "c"):
+            orders = table.ask(name, 6, live=True)
+        assert unchanged(orders) == {1, 2, 3}
+        assert table.core.quorum("job") is not None
+        assert table.core.quorum("job").key == key  # type: ignore[union-attr]
+
+    def test_who_was_in_an_older_quorum_only_breaks_nothing(self) -> None:
+        table, _ = self.of_three(join_timeout_ms=500)
+        table.ask("a", 6, live=True)
+        table.ask("b", 6, live=True)
+        assert formed(table.pass_ms(600, "a", "b", "c")) == [(("a", "b"), "c is gone")]
+        assert told(table.give(events.DeathReported(3, "rank 0 ended"))) == {}
+
+    def test_a_death_after_a_loss_of_the_same_one_is_told_once(self) -> None:
+        table, key = self.of_three()
+        silent = told(table.pass_ms(5_100, "a", "c"))
+        assert silent == {1: [LossNotice(key, "b", 1, "silent for 5000 ms")], 3: silent[1]}
+        assert told(table.give(events.DeathReported(2, "rank 0 ended"))) == {}
+        assert told(table.pass_ms(10_000, "a", "c")) == {}
+
+    def test_two_losses_in_one_quorum_are_two_notices(self) -> None:
+        table, key = self.of_three()
+        table.give(events.DeathReported(2, "rank 0 ended"))
+        second = LossNotice(key, "c", 1, "its manager server reports: rank 0 ended")
+        # Who is lost itself is told too, as long as its stream stands.
+        assert told(table.give(events.DeathReported(3, "rank 0 ended"))) == {1: [second], 2: [second]}
+
+    def test_a_stream_that_comes_back_hears_what_it_missed_in_the_quorum_that_it_names(self) -> None:
+        table, key = self.of_three()
+        table.close("a")
+        assert told(table.give(events.DeathReported(2, "rank 0 ended"))).keys() == {3}
+        orders = table.hello("a", stream=21)
+        assert [type(order) for order in orders] == [effects.Welcome, effects.NotifyLoss]
+        assert told(orders)[21][0].replica_id == "b"
+        assert told(table.hello("c", stream=23, held=QuorumKey(key.quorum_id, key.nonce + 1))) == {}
+        assert told(table.hello("c", stream=24, held=None)) == {}
+
+    def test_even_when_the_others_have_gone_on(self) -> None:
+        """It is still in the old quorum, and waits there for who is lost: no answer has told it of the next."""
+        table, key = self.of_three(join_timeout_ms=100)
+        table.close("c")
+        table.give(events.DeathReported(2, "rank 0 ended"))
+        table.hello("d")
+        table.ask("d")
+        table.ask("a", 6, live=True)
+        assert formed(table.pass_ms(200, "a", "d")) == [(("a", "d"), "d joined, b is gone, c is gone")]
+        notices = told(table.hello("c", stream=23))[23]
+        assert [(notice.key, notice.replica_id) for notice in notices] == [(key, "b")]
+        assert told(table.hello("a", stream=21, held=table.held["a"])) == {}
+
+    def test_losses_of_old_quorums_do_not_pile_up(self) -> None:
+        table = Table()
+        table.first_quorum("a")
+        for number in range(2, 60):
+            name = f"b{number}"
+            table.hello(name, stream=1_000 + number, ready=True)
+            table.ask(name, 5, live=True)
+            table.ask("a", 5, live=True)
+            assert told(table.give(events.DeathReported(1_000 + number, "rank 0 ended"))).keys() == {1}
+        assert len(table.core._jobs["job"]._losses_before) == 16
+
+    def test_the_next_key_ends_them(self) -> None:
+        table, _ = self.of_three()
+        table.give(events.DeathReported(2, "rank 0 ended"))
+        table.ask("a", 6, live=True)
+        assert formed(table.ask("c", 6, live=True)) == [(("a", "c"), "b is gone")]
+        assert told(table.hello("a", stream=21)) == {}
+
+    def test_a_newer_session_of_the_living_breaks_the_quorum_of_the_older(self) -> None:
+        """Its manager server was started anew within the grace: nobody was lost, and nobody can meet the old one."""
+        table, key = self.of_three()
+        table.close("b")
+        orders = table.hello("b", stream=22, session=2, address="b:9", held=None)
+        assert not any(isinstance(order, effects.ReplicaLost) for order in orders)
+        notice = LossNotice(key, "b", 1, "session 2 has taken its place")
+        assert told(orders) == {1: [notice], 3: [notice]}
+        assert told(table.pass_ms(1_000, "a", "b", "c")) == {}
+
+    def test_a_replacement_breaks_the_quorum_of_whom_it_replaces(self) -> None:
+        table, key = self.of_three()
+        notice = LossNotice(key, "b", 1, "replaced by d")
+        orders = table.hello("d", replaces="b")
+        # b's own stream is told that its session is lost; that breaks its quorum there.
+        assert told(orders) == {1: [notice], 3: [notice]}
+
+    def test_of_a_stream_that_breaks_they_are_told_after_the_grace_and_not_if_it_is_back(self) -> None:
+        table, key = self.of_three()
+        table.close("b")
+        assert told(table.pass_ms(200, "a", "c")) == {}
+        table.hello("b", stream=22)
+        assert told(table.pass_ms(1_000, "a", "b", "c")) == {}
+        table.close("b")
+        assert told(table.pass_ms(300, "a", "c"))[1][0].key == key
+
+    def test_a_sick_network_tells_nobody(self) -> None:
+        table = Table()
+        table.first_quorum("a", "b", "c", "d")
+        for name in ("b", "c", "d"):
+            table.close(name)
+        assert told(table.pass_ms(1_000, "a")) == {}
+
+    def test_nor_does_a_sick_lighthouse(self) -> None:
+        table, _ = self.of_three()
+        table.close("b")
+        table.now_ms += 6_000
+        assert told(table.tick()) == {}
+        # A death that was reported meanwhile counts all the same.
+        assert told(table.give(events.DeathReported(3, "rank 0 ended"))).keys() == {1}
+
+    def test_in_a_job_of_its_own(self) -> None:
+        table, _ = self.of_three()
+        table.give(events.HelloReceived(9, Hello("other", "b", 1, "b:1", ready=True)))
+        assert told(table.give(events.DeathReported(9, "rank 0 ended"))) == {}
+
+
 class TestHealing:
     def join(self, **timeouts: int) -> Table:
         table = Table(join_timeout_ms=500, **timeouts)
@@ -720,6 +864,36 @@ class TestWithoutMemory:
         assert formed(table.pass_ms(1_000, "a")) == []
         table.hello("b", ready=True)
         assert unchanged(table.ask("b", 6, live=True)) == {1, 2}
+
+    def test_a_loss_that_it_saw_before_it_learned_of_the_quorum_is_told_then(self) -> None:
+        table = Table()
+        self.comes_back(table, "a", "b")
+        assert told(table.give(events.DeathReported(2, "rank 0 ended"))) == {}
+        notice = LossNotice(self.OLD.key, "b", 1, "its manager server reports: rank 0 ended")
+        assert told(table.give(events.QuorumReported(1, self.OLD))) == {1: [notice]}
+        assert told(self.comes_back(table, "c")) == {3: [notice]}
+
+    def test_so_is_a_newer_session(self) -> None:
+        table = Table()
+        self.comes_back(table, "a")
+        table.hello("b", session=2, held=None)
+        notice = LossNotice(self.OLD.key, "b", 1, "session 2 has taken its place")
+        assert told(table.give(events.QuorumReported(1, self.OLD))) == {1: [notice]}
+
+    def test_and_a_successor_under_another_name(self) -> None:
+        """The replaced one never came back here, so that nobody could be lost; the quorum is broken all the same."""
+        table = Table()
+        self.comes_back(table, "a")
+        table.hello("d", replaces="b")
+        notice = LossNotice(self.OLD.key, "b", 1, "replaced by d")
+        assert told(table.give(events.QuorumReported(1, self.OLD))) == {1: [notice]}
+
+    def test_members_that_are_presumed_and_stay_away_break_it_by_their_silence(self) -> None:
+        table = Table()
+        self.comes_back(table, "a", "b")
+        table.give(events.QuorumReported(1, self.OLD))
+        assert told(table.pass_ms(4_900, "a", "b")) == {}
+        assert told(table.pass_ms(100, "a", "b")).keys() == {1, 2}
 
 
 class TestSeveralLighthouses:

@@ -132,6 +132,20 @@ def test_told_that_it_is_lost_it_opens_a_newer_session_on_the_same_stream() -> N
     assert core.told_lost(100, 40) == []  # said twice
 
 
+def test_the_hello_names_the_quorum_whose_losses_it_may_have_missed() -> None:
+    core = welcomed()
+    core.ask(1, Member("a"), None, 10)
+    assert core.answered(1, KEY)
+    core.stream_broke(20)
+    (sent,) = core.stream_opened(80)
+    assert isinstance(sent, SendHello)
+    assert sent.hello.held == KEY
+    core.welcomed(100, 50, 90)
+    (sent,) = core.told_lost(100, 95)  # its own loss was one of them
+    assert isinstance(sent, SendHello)
+    assert (sent.hello.session, sent.hello.held) == (101, KEY)
+
+
 def test_beats_go_once_an_interval_with_the_bytes_that_came() -> None:
     core = welcomed()
     assert core.tick(1_000) == []

@@ -16,6 +16,7 @@ from tft_coord.core.effects import (
     AnswerQuorum,
     AnswerUnchanged,
     AskForQuorum,
+    NotifyLoss,
     RefuseRequest,
     RefuseSession,
     TellLost,
@@ -33,6 +34,7 @@ from tft_coord.core.types import (
     MAX_INT64,
     MAX_UINT64,
     Hello,
+    LossNotice,
     Member,
     Plan,
     Purpose,
@@ -157,10 +159,12 @@ told_to_lighthouse = st.one_of(
     st.builds(DeathReported, st.just(7), texts),
 )
 refusals = st.sampled_from(Refusal)
+notices = st.builds(LossNotice, keys, names, numbers, texts)
 told_by_lighthouse = st.one_of(
     st.builds(Welcome, st.just(0), numbers, steps, texts),
     st.builds(RefuseSession, st.just(0), refusals, texts),
     st.builds(TellLost, st.just(0), numbers, texts),
+    st.builds(NotifyLoss, st.just(0), notices),
     st.builds(AskForQuorum, st.just(0), keys),
     st.builds(AnswerQuorum, st.just(0), numbers, quorums),
     st.builds(AnswerUnchanged, st.just(0), numbers, keys),
@@ -176,6 +180,8 @@ told_by_rank = st.one_of(
 told_to_rank = st.one_of(
     st.builds(Welcome, st.just(0), numbers, st.just(0), st.just("")),
     st.builds(RefuseSession, st.just(0), refusals, texts),
+    notices,
+    st.builds(codec.RanksLost, texts),
     st.builds(
         codec.RankAnswer, numbers, st.one_of(plans(), keys, st.booleans(), st.builds(codec.Failure, names, texts))
     ),
@@ -344,6 +350,38 @@ def test_a_sentence_that_is_too_long_or_no_text_is_cut_not_refused() -> None:
         decoded = codec.decode_to_lighthouse(1, codec.encode_to_lighthouse(DeathReported(1, reason)))
         assert isinstance(decoded, DeathReported)
         assert 0 < len(decoded.reason.encode()) <= codec.MAX_SENTENCE_BYTES
+
+
+def test_so_is_the_reason_of_a_loss() -> None:
+    notice = LossNotice(QuorumKey(1, 2), "a", 3, "x" * 10_000)
+    for decoded in (
+        codec.decode_from_lighthouse(codec.encode_from_lighthouse(NotifyLoss(0, notice))),
+        codec.decode_to_rank(codec.encode_to_rank(notice)),
+        codec.decode_to_rank(codec.encode_to_rank(codec.RanksLost("x" * 10_000))),
+    ):
+        assert codec.MAX_SENTENCE_BYTES // 2 < len(str(decoded)) < codec.MAX_SENTENCE_BYTES + 200
+
+
+@pytest.mark.parametrize(
+    ("notice", "says"),
+    [
+        (pb.LossNotice(key=pb.QuorumKey(quorum_id=1)), "replica_id is empty"),
+        (pb.LossNotice(replica_id="x" * 257), "replica_id is longer than 256 bytes"),
+        (pb.LossNotice(replica_id="a", key=pb.QuorumKey(quorum_id=-1)), "quorum id -1 is outside"),
+        (pb.LossNotice(replica_id="a", reason="x" * 10_000), "reason is longer"),
+    ],
+)
+def test_a_notice_out_of_bounds_is_refused_by_name(notice: pb.LossNotice, says: str) -> None:
+    with pytest.raises(ProtocolError, match=says):
+        codec.decode_from_lighthouse(pb.FromLighthouse(loss_notice=notice).SerializeToString())
+    with pytest.raises(ProtocolError, match=says):
+        codec.decode_to_rank(pb.FromManagerServer(loss_notice=notice).SerializeToString())
+
+
+def test_a_group_lost_out_of_bounds_is_refused_by_name() -> None:
+    lost = pb.FromManagerServer(group_lost=pb.GroupLost(message="x" * 10_000)).SerializeToString()
+    with pytest.raises(ProtocolError, match="message is longer"):
+        codec.decode_to_rank(lost)
 
 
 def test_a_plan_that_contradicts_itself_is_refused() -> None:

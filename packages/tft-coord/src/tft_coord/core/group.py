@@ -102,9 +102,7 @@ class GroupCore:
             case events.LossNoticed():
                 return self._noticed(event.notice)
             case events.SessionLost():
-                if self.quorum is None:
-                    return []
-                return self._noticed(LossNotice(self.quorum.key, self._replica_id, event.session, event.reason))
+                return self._session_lost(event)
 
     def tick(self, now_ms: int) -> list[effects.GroupEffect]:
         """Judge graces and deadlines that have passed."""
@@ -166,6 +164,13 @@ class GroupCore:
             return []
         self._notices = [*self._notices, notice][-MAX_NOTICES_KEPT:]
         return [effects.NotifyRank(rank, notice) for rank in sorted(self._streams)] if notice.key == held else []
+
+    def _session_lost(self, event: events.SessionLost) -> list[effects.GroupEffect]:
+        """The others of the quorum that is held go on without us, if it is that session's."""
+        quorum, lost = self.quorum, (self._replica_id, event.session)
+        if quorum is None or lost not in [(member.replica_id, member.session) for member in quorum.members]:
+            return []
+        return self._noticed(LossNotice(quorum.key, self._replica_id, event.session, event.reason))
 
     def _tell_again(self, rank: int) -> list[effects.GroupEffect]:
         """What a rank's stream that was broken has missed."""

@@ -28,6 +28,8 @@ INELIGIBLE_MOST_MS = 60_000
 HIGHEST_ID_BELIEVED = MAX_INT64 - 2**32
 # Sessions and start times are milliseconds since 1970; clocks of hosts differ, but not by more than this.
 CLOCKS_DIFFER_MOST_MS = 365 * 24 * 3_600_000
+# Quorums whose losses are remembered after the next has formed.
+BROKEN_QUORUMS_KEPT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +225,7 @@ class Job:
         self._members: dict[str, Member] = {}  # of the newest quorum
         self._broken: str | None = None
         self._losses: dict[str, LossNotice] = {}  # of its members, by replica id
+        self._losses_before: dict[QuorumKey, tuple[LossNotice, ...]] = {}  # of the last few quorums before it
         self._formed_here = False
         self._healthy_before: int | None = None
         self._formed_ms = birth.now_ms  # the newest answer, unchanged ones included
@@ -307,10 +310,8 @@ class Job:
         out.append(effects.Welcome(stream, hello.session, self._birth.started_ms, self._birth.cluster_id))
         if result.lost is not None:
             out += self._told_lost(result.lost)
-        if self.previous is not None and hello.held == self.previous.key:
-            # What a stream that was broken has missed.
-            out += [effects.NotifyLoss(stream, notice) for notice in self._losses.values()]
-        return out
+        # What a stream that was broken has missed.
+        return out + [effects.NotifyLoss(stream, notice) for notice in self._losses_in(hello.held)]
 
     def _judge(self, now_ms: int) -> list[effects.LighthouseEffect]:
         out: list[effects.LighthouseEffect] = []
@@ -347,6 +348,20 @@ class Job:
             for other in others
             if other is not None and other.stream is not None
         ]
+
+    def _losses_in(self, key: QuorumKey | None) -> Iterable[LossNotice]:
+        """Who was lost in that quorum: the newest, or one that a member may still be in because it heard of no next."""
+        if self.previous is not None and key == self.previous.key:
+            return self._losses.values()
+        return self._losses_before.get(key, ()) if key is not None else ()
+
+    def _forget_losses(self) -> None:
+        """Another quorum is the newest from now on."""
+        if self.previous is not None and self._losses:
+            self._losses_before[self.previous.key] = tuple(self._losses.values())
+            while len(self._losses_before) > BROKEN_QUORUMS_KEPT:
+                del self._losses_before[next(iter(self._losses_before))]
+        self._losses = {}
 
     def _answer_the_lost(self, replica: Replica, event: events.LighthouseEvent) -> list[effects.LighthouseEffect]:
         message = f"replica {replica.replica_id}, session {replica.session}, was lost: {replica.lost}"
@@ -404,18 +419,21 @@ class Job:
         if quorum is None or quorum.key != self._asking[1]:
             return self._asked_nobody(event.stream, now_ms)
         self._asking = None
+        self._forget_losses()
         self.previous = quorum
         self._members = {member.replica_id: member for member in quorum.members}
         self._broken = None
-        self._losses = {}
         self._healthy_before = None
         self._formed_ms = self._key_formed_ms = now_ms
         out: list[effects.LighthouseEffect] = []
+        successors = {replica.replaces: replica.replica_id for replica in self.liveness.replicas.values()}
         for member in quorum.members:
             known = self.liveness.replicas.get(member.replica_id)
             if known is None:
-                continue
-            if known.session > member.session:
+                if member.replica_id in successors:
+                    why = f"replaced by {successors[member.replica_id]}"
+                    out += self._break_quorum(member.replica_id, member.session, why)
+            elif known.session > member.session:
                 why = f"session {known.session} has taken its place"
                 out += self._break_quorum(member.replica_id, member.session, why)
             elif known.lost is not None and known.session == member.session:
@@ -598,6 +616,8 @@ class Job:
         out: list[effects.LighthouseEffect] = []
         standing = previous.key if previous is not None and reason is None else None
         key = standing or QuorumKey(self.last_id + 1, self._nonces())
+        if reason is not None:
+            self._forget_losses()
         quorum = Quorum(key, members, wall_ms)
         self.last_id = max(self.last_id, key.quorum_id)
         self.previous = quorum
@@ -606,7 +626,6 @@ class Job:
         self._healthy_before = None
         self._broken = None
         if reason is not None:
-            self._losses = {}
             out.append(effects.QuorumFormed(self.name, quorum, previous, now_ms - self._key_formed_ms, reason))
             self._key_formed_ms = now_ms
         self._formed_ms = now_ms
