@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from typing import NoReturn, final
 
 from benchmarks import lighthouse_start, step_overhead
 from benchmarks.row import Row
@@ -22,9 +23,20 @@ ROWS: dict[str, Callable[[bool], Row]] = {
 LAYOUT = "{:<4} {:<30} {:>16} {:>16} {:>22} {:>6}  {:<4} {}"
 
 
+@final
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One sentence; argparse would print the usage before it."""
+        self.exit(2, f"{self.prog}: {message}; see --help\n")
+
+
 def main() -> int:
     """Returns 0 if every bar is met, else 1."""
-    parser = argparse.ArgumentParser(description="measure what must be fast, side by side with its peers")
+    parser = _Parser(
+        prog="python -m benchmarks.run",
+        description="measure what must be fast, side by side with its peers",
+        allow_abbrev=False,
+    )
     parser.add_argument("rows", nargs="*", metavar="row", help=f"of {', '.join(ROWS)}; all without any")
     parser.add_argument("--short", action="store_true", help="few turns, for a quick look")
     arguments = parser.parse_args()

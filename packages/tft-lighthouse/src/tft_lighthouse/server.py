@@ -16,6 +16,7 @@ from tft_coord.security import check_token
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.loop import LoopShare
 from tft_coord.transport.settings import join_host_port
+from tft_coord.wire.codec import MAX_MEMBERS
 from tft_lighthouse import defaults
 from tft_lighthouse.shell import LighthouseShell
 
@@ -62,6 +63,8 @@ class LighthouseServer:
         token: str | None = None,
     ) -> None:
         host = _host_of(bind)
+        if min_replicas > MAX_MEMBERS:
+            raise SettingError(f"min_replicas is {min_replicas}; give 1 to {MAX_MEMBERS}, the largest quorum")
         # How often a stream beats and how fast it comes back is its own affair; here they only must not contradict.
         timeouts = Timeouts(
             join_timeout_ms=join_timeout_ms,
@@ -116,7 +119,9 @@ def _host_of(bind: str) -> str:
     host, colon, port = bind.rpartition(":")
     if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise SettingError(f"bind is {bind!r}; give host:port, such as [::]:29510")
-    return "" if host in ("[::]", "0.0.0.0", "::") else host
+    if not host.isprintable() or " " in host or (":" in host and not (host.startswith("[") and host.endswith("]"))):
+        raise SettingError(f"bind is {bind!r}; give host:port, an IPv6 address in brackets, such as [::1]:29510")
+    return "" if host in ("[::]", "0.0.0.0") else host
 
 
 def _this_machine() -> str:

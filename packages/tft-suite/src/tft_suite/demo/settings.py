@@ -45,6 +45,8 @@ class DemoSettings:
             raise SettingError(f"--kills is {self.kills}; give 0 or more.")
         if not 0 <= self.seed < 2**32:
             raise SettingError(f"--seed is {self.seed}; give 0 to {2**32 - 1}.")
+        if self.out == Path() or not str(self.out).isprintable():
+            raise SettingError(f"--out is {str(self.out)!r}; give a folder of its own, in printable characters.")
         if self.kills and self.replicas < 2:
             raise SettingError(
                 "--kills needs --replicas 2 or more, as a killed replica heals from another; else give --kills 0."
