@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import queue
 import re
 import signal
 import threading
@@ -29,6 +30,7 @@ from tft_coord import (
     Unchanged,
 )
 from tft_coord.core.lineage import fold_lineage, initial_lineage
+from tft_coord.core.types import LossNotice
 from tft_lighthouse import LighthouseServer
 
 LATE: Final = timedelta(seconds=30)
@@ -42,7 +44,14 @@ class Rank:
     """One rank, as far as coordination goes: it keeps its step and lineage."""
 
     def __init__(self, address: str, rank: int, timeouts: Timeouts) -> None:
-        self.client = ManagerClient(address, LATE, group_rank=rank, timeouts=timeouts)
+        self.news: queue.Queue[tuple[float, LossNotice | GroupLost]] = queue.Queue()  # and when it came
+        self.client = ManagerClient(
+            address,
+            LATE,
+            group_rank=rank,
+            timeouts=timeouts,
+            listener=lambda news: self.news.put((time.monotonic(), news)),
+        )
         self.rank = rank
         self.step = 0
         self.lineage = initial_lineage("default")
@@ -221,6 +230,36 @@ def test_a_killed_manager_server_is_lost_by_its_stream(
     assert "its stream broke and was not back within 300 ms" in log.wait_for("lost replica b:1")
 
 
+@pytest.mark.parametrize("who", ["trainer", "manager server"])
+def test_survivors_are_told_of_a_death_at_once(
+    who: str,
+    lighthouse: LighthouseServer,
+    spawn: Spawn,
+    forkserver: ForkServerContext,
+    kill: Callable[[int], None],
+) -> None:
+    with serve("a:1", lighthouse.address, 1, PATIENT) as server:
+        rank = Rank(server.address(), 0, PATIENT)
+        b, b_server, b_tells = start_group(spawn, forkserver, "b:1", lighthouse)
+        answer = rank.ask()
+        while not (isinstance(answer, Plan) and answer.replica_ids == ("a:1", "b:1")):
+            rank.vote()
+            answer = rank.ask()
+        until(b_tells, ("a:1", "b:1"))
+        assert rank.news.empty()
+        assert b.pid is not None
+        killed_at = time.monotonic()
+        if who == "trainer":
+            kill(b.pid)
+        else:
+            os.kill(b_server, signal.SIGKILL)
+        told_at, notice = rank.news.get(timeout=30)
+        assert isinstance(notice, LossNotice)
+        assert (notice.key, notice.replica_id) == (rank.key, "b:1")
+        assert told_at - killed_at < 0.5
+        rank.client.close()
+
+
 @pytest.fixture
 def orders(forkserver: ForkServerContext) -> Iterator[tuple[Connection, Connection]]:
     ours, theirs = forkserver.Pipe()
@@ -257,6 +296,24 @@ def test_a_group_of_two_ranks_asks_with_one_voice(
         assert zero.vote()
         assert order(orders[0]) is True
         assert order(orders[0], "close") == "closed"
+        zero.client.close()
+
+
+def test_a_rank_is_told_of_its_sisters_death_at_once(
+    lighthouse: LighthouseServer, spawn: Spawn, orders: tuple[Connection, Connection], kill: Callable[[int], None]
+) -> None:
+    with serve("a:1", lighthouse.address, 2, PATIENT) as server:
+        zero = Rank(server.address(), 0, PATIENT)
+        one = spawn(second_rank, server.address(), PATIENT, orders[1])
+        assert order(orders[0]) == "ready"
+        assert one.pid is not None
+        killed_at = time.monotonic()
+        kill(one.pid)
+        told_at, news = zero.news.get(timeout=30)
+        assert isinstance(news, GroupLost)
+        assert "rank 1's stream broke" in str(news)
+        assert "end this process and start the group again" in str(news)
+        assert told_at - killed_at < 0.5
         zero.client.close()
 
 
