@@ -52,6 +52,7 @@ characters = st.characters(exclude_categories=["Cs"])
 # Names stand in log lines: printable only.
 names = st.text(characters.filter(str.isprintable), min_size=1, max_size=20)
 texts = st.text(characters, max_size=20)
+lines = st.text(characters.filter(str.isprintable), max_size=20)  # addresses, and sentences for somebody's log
 steps = st.integers(0, MAX_INT64)
 numbers = st.integers(0, MAX_UINT64)
 counts = st.integers(0, codec.MAX_COUNT)
@@ -62,8 +63,8 @@ members = st.builds(
     Member,
     replica_id=names,
     session=numbers,
-    address=texts,
-    store_address=texts,
+    address=lines,
+    store_address=lines,
     step=steps,
     lineage=lineages,
     world_size=sizes,
@@ -99,12 +100,12 @@ hellos = st.builds(
     job=names,
     replica_id=names,
     session=numbers,
-    address=texts,
-    replaces=texts,
+    address=lines,
+    replaces=lines,
     ready=st.booleans(),
     held=st.none() | keys,
     lighthouse_started_ms=steps,
-    cluster_id=texts,
+    cluster_id=lines,
 )
 requests = st.builds(
     RankRequest,
@@ -137,10 +138,10 @@ def plans(draw: st.DrawFn) -> Plan:
         step=draw(steps),
         lineage=draw(numbers),
         heal=draw(st.booleans()),
-        sources=tuple(Source(rank, ids[rank], draw(texts)) for rank in draw(some)),
+        sources=tuple(Source(rank, ids[rank], draw(lines)) for rank in draw(some)),
         recover_dst_replica_ranks=draw(some),
         serve=draw(st.booleans()),
-        store_address=draw(texts),
+        store_address=draw(lines),
         up_to_date=draw(some),
         participants=draw(some),
         participating_rank=draw(st.none() | ranks),
@@ -156,19 +157,19 @@ told_to_lighthouse = st.one_of(
     st.builds(QuorumRequested, st.just(7), numbers, members, st.none() | keys),
     st.builds(RequestWithdrawn, st.just(7), numbers),
     st.builds(QuorumReported, st.just(7), st.none() | quorums),
-    st.builds(DeathReported, st.just(7), texts),
+    st.builds(DeathReported, st.just(7), lines),
 )
 refusals = st.sampled_from(Refusal)
-notices = st.builds(LossNotice, keys, names, numbers, texts)
+notices = st.builds(LossNotice, keys, names, numbers, lines)
 told_by_lighthouse = st.one_of(
-    st.builds(Welcome, st.just(0), numbers, steps, texts),
-    st.builds(RefuseSession, st.just(0), refusals, texts),
-    st.builds(TellLost, st.just(0), numbers, texts),
+    st.builds(Welcome, st.just(0), numbers, steps, lines),
+    st.builds(RefuseSession, st.just(0), refusals, lines),
+    st.builds(TellLost, st.just(0), numbers, lines),
     st.builds(NotifyLoss, st.just(0), notices),
     st.builds(AskForQuorum, st.just(0), keys),
     st.builds(AnswerQuorum, st.just(0), numbers, quorums),
     st.builds(AnswerUnchanged, st.just(0), numbers, keys),
-    st.builds(RefuseRequest, st.just(0), numbers, refusals, texts),
+    st.builds(RefuseRequest, st.just(0), numbers, refusals, lines),
 )
 told_by_rank = st.one_of(
     st.builds(codec.RankHello, st.integers(0, 1000), numbers),
@@ -179,11 +180,11 @@ told_by_rank = st.one_of(
 )
 told_to_rank = st.one_of(
     st.builds(Welcome, st.just(0), numbers, st.just(0), st.just("")),
-    st.builds(RefuseSession, st.just(0), refusals, texts),
+    st.builds(RefuseSession, st.just(0), refusals, lines),
     notices,
-    st.builds(codec.RanksLost, texts),
+    st.builds(codec.RanksLost, lines),
     st.builds(
-        codec.RankAnswer, numbers, st.one_of(plans(), keys, st.booleans(), st.builds(codec.Failure, names, texts))
+        codec.RankAnswer, numbers, st.one_of(plans(), keys, st.booleans(), st.builds(codec.Failure, names, lines))
     ),
 )
 
@@ -350,6 +351,30 @@ def test_a_sentence_that_is_too_long_or_no_text_is_cut_not_refused() -> None:
         decoded = codec.decode_to_lighthouse(1, codec.encode_to_lighthouse(DeathReported(1, reason)))
         assert isinstance(decoded, DeathReported)
         assert 0 < len(decoded.reason.encode()) <= codec.MAX_SENTENCE_BYTES
+
+
+def test_a_sentence_with_line_breaks_becomes_one_line_of_a_log() -> None:
+    forged = pb.ToLighthouse(death=pb.Death(reason="gone\n2026-01-01 ERROR forged\x1b[31m")).SerializeToString()
+    assert codec.decode_to_lighthouse(1, forged) == DeathReported(1, "gone 2026-01-01 ERROR forged [31m")
+
+
+@pytest.mark.parametrize(
+    ("member", "says"),
+    [
+        (pb.QuorumMember(replica_id="a\nb"), r"replica_id is 'a\\nb'; give printable characters only"),
+        (pb.QuorumMember(replica_id="a", address="h:1\n"), r"address is 'h:1\\n'; give printable characters only"),
+        (pb.QuorumMember(replica_id="a", step=-1), "step is -1"),
+        (pb.QuorumMember(replica_id="a", world_size=2**63 - 1), "world_size is 9223372036854775807"),
+        (pb.QuorumMember(replica_id="x" * 10_000_000), "replica_id is longer than 256 bytes"),
+        (pb.QuorumMember(replica_id="a", reconfigure_handles=["x" * 4096] * 65), "reconfigure_handles are longer"),
+        (pb.QuorumMember(replica_id="a", reconfigure_handles=[""] * 1_000_000), "reconfigure_handles are longer"),
+    ],
+)
+def test_an_absurd_member_is_refused_by_the_field_that_is(member: pb.QuorumMember, says: str) -> None:
+    with pytest.raises(ProtocolError, match=says) as refused:
+        codec.decode_lighthouse_request(pb.LighthouseQuorumRequest(requester=member).SerializeToString())
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 300
 
 
 def test_so_is_the_reason_of_a_loss() -> None:

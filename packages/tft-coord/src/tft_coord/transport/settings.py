@@ -26,6 +26,8 @@ from tft_coord.wire.codec import MAX_ADDRESS_BYTES
 from tft_coord.wire.services import Context
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # a quorum of 100,000 members; every part is bounded once more by the codec
+# A server takes less, because anyone may send to it: the largest that it is told is a quorum, of 20,000 members here.
+MAX_REQUEST_BYTES = 8 * 1024 * 1024
 CODE_KEY = "tft-code"  # trailing metadata: which error of ours a status stands for
 
 Options = list[tuple[str, int]]
@@ -47,7 +49,7 @@ def channel_options(timeouts: Timeouts) -> Options:
     shared between channels of one address, never delays one.
     """
     return [
-        *_common(timeouts),
+        *_common(timeouts, MAX_MESSAGE_BYTES),
         ("grpc.enable_http_proxy", 0),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -59,14 +61,16 @@ def channel_options(timeouts: Timeouts) -> Options:
 def server_options(timeouts: Timeouts) -> Options:
     """For a server: a port has one owner, and pings are welcome at any pace."""
     return [
-        *_common(timeouts),
+        *_common(timeouts, MAX_REQUEST_BYTES),
         ("grpc.so_reuseport", 0),
+        # Who connects and says nothing is sent off: its connection is a descriptor that others need.
+        ("grpc.server_handshake_timeout_ms", timeouts.heartbeat_timeout_ms),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ]
 
 
-def _common(timeouts: Timeouts) -> Options:
+def _common(timeouts: Timeouts, most_received_bytes: int) -> Options:
     # Pings are sent and answered by grpc's own threads, without the interpreter lock: a busy trainer answers, a stopped
     # one or a cut cable does not: it is found after heartbeat_timeout and before an eighth more of it has passed.
     # Both time-outs are set: a server waits for the longer of the two, and the second is a minute by default.
@@ -76,7 +80,7 @@ def _common(timeouts: Timeouts) -> Options:
         ("grpc.keepalive_timeout_ms", unanswered_ms),
         ("grpc.http2.ping_timeout_ms", unanswered_ms),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", most_received_bytes),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ]
 

@@ -59,6 +59,7 @@ MAX_NAME_BYTES = 256  # replica ids and jobs
 MAX_ADDRESS_BYTES = 512
 MAX_DATA_BYTES = 64 * 1024
 MAX_METADATA_BYTES = 4096  # checkpoint metadata, and reconfigure handles
+MAX_HANDLES_BYTES = 256 * 1024  # of one member, together
 MAX_SENTENCE_BYTES = 4096
 MAX_MEMBERS = 100_000
 MAX_WORLD_SIZE = 1_000_000
@@ -206,7 +207,7 @@ def decode_to_lighthouse(stream: int, data: bytes) -> LighthouseEvent:
             report = message.quorum_report
             return QuorumReported(stream, _quorum_from_wire(report.quorum) if report.HasField("quorum") else None)
         case "death":
-            return DeathReported(stream, _text("reason", message.death.reason, MAX_SENTENCE_BYTES))
+            return DeathReported(stream, _sentence("reason", message.death.reason))
         case _:
             raise ProtocolError("a message to the lighthouse says nothing that this version knows")
 
@@ -274,13 +275,13 @@ def decode_from_lighthouse(data: bytes) -> ToldEffect:
         case "welcome":
             welcome = message.welcome
             started = _count("lighthouse_started_ms", welcome.lighthouse_started_ms, MAX_INT64)
-            return Welcome(0, welcome.session, started, _text("cluster_id", welcome.cluster_id, MAX_NAME_BYTES))
+            return Welcome(0, welcome.session, started, _printable("cluster_id", welcome.cluster_id, MAX_NAME_BYTES))
         case "refused":
             refusal, sentence = _refused_from_wire(message.refused)
             return RefuseSession(0, refusal, sentence)
         case "lost":
             lost = message.lost
-            return TellLost(0, lost.session, _text("message", lost.message, MAX_SENTENCE_BYTES))
+            return TellLost(0, lost.session, _sentence("message", lost.message))
         case "loss_notice":
             return NotifyLoss(0, _notice_from_wire(message.loss_notice))
         case "ask_for_quorum":
@@ -461,13 +462,13 @@ def _plan_from_wire(message: pb.ManagerQuorumResponse) -> Plan | QuorumKey:
             Source(
                 _rank("source", source.replica_rank, size),
                 _name("replica_id", source.replica_id),
-                _text("address", source.address, MAX_ADDRESS_BYTES),
+                _address("address", source.address),
             )
             for source in _few("sources", message.sources)
         ),
         recover_dst_replica_ranks=_ranks("recover_dst_replica_ranks", message.recover_dst_replica_ranks, size),
         serve=message.serve,
-        store_address=_text("store_address", message.store_address, MAX_ADDRESS_BYTES),
+        store_address=_address("store_address", message.store_address),
         up_to_date=_ranks("up_to_date", message.up_to_date, size),
         participants=_ranks("participants", message.participants, size),
         participating_rank=(
@@ -627,7 +628,7 @@ def decode_to_rank(data: bytes) -> ToRank:
         case "loss_notice":
             return _notice_from_wire(message.loss_notice)
         case "group_lost":
-            return RanksLost(_text("message", message.group_lost.message, MAX_SENTENCE_BYTES))
+            return RanksLost(_sentence("message", message.group_lost.message))
         case _:
             raise ProtocolError("a message from the manager server says nothing that this version knows")
 
@@ -668,8 +669,8 @@ def _member_from_wire(message: pb.QuorumMember) -> Member:
     return Member(
         replica_id=_name("replica_id", message.replica_id),
         session=message.session,
-        address=_text("address", message.address, MAX_ADDRESS_BYTES),
-        store_address=_text("store_address", message.store_address, MAX_ADDRESS_BYTES),
+        address=_address("address", message.address),
+        store_address=_address("store_address", message.store_address),
         step=_count("step", message.step, MAX_INT64),
         lineage=message.lineage if message.HasField("lineage") else None,
         world_size=_count("world_size", message.world_size, MAX_WORLD_SIZE),
@@ -685,10 +686,7 @@ def _member_from_wire(message: pb.QuorumMember) -> Member:
         fixed_with_spares=message.fixed_with_spares,
         min_replica_size=_count("min_replica_size", message.min_replica_size, MAX_MEMBERS) if ours else 1,
         data=_text("data", message.data, MAX_DATA_BYTES),
-        reconfigure_handles=tuple(
-            _text("reconfigure_handle", handle, MAX_METADATA_BYTES)
-            for handle in _few("reconfigure_handles", message.reconfigure_handles)
-        ),
+        reconfigure_handles=_handles(message.reconfigure_handles),
     )
 
 
@@ -718,12 +716,12 @@ def _hello_from_wire(message: pb.Hello) -> Hello:
         job=_name("job", message.job),
         replica_id=_name("replica_id", message.replica_id),
         session=message.session,
-        address=_text("address", message.address, MAX_ADDRESS_BYTES),
-        replaces=_text("replaces", message.replaces, MAX_NAME_BYTES),
+        address=_address("address", message.address),
+        replaces=_printable("replaces", message.replaces, MAX_NAME_BYTES),
         ready=message.ready,
         held=_key_from_wire(message.held) if message.HasField("held") else None,
         lighthouse_started_ms=_count("lighthouse_started_ms", message.lighthouse_started_ms, MAX_INT64),
-        cluster_id=_text("cluster_id", message.cluster_id, MAX_NAME_BYTES),
+        cluster_id=_printable("cluster_id", message.cluster_id, MAX_NAME_BYTES),
     )
 
 
@@ -746,7 +744,7 @@ def _rank_answer_from_wire(message: pb.RankAnswer) -> Plan | QuorumKey | bool | 
             return message.verdict.should_commit
         case "refused":
             refused = message.refused
-            return Failure(_name("code", refused.code), _text("message", refused.message, MAX_SENTENCE_BYTES))
+            return Failure(_name("code", refused.code), _sentence("message", refused.message))
         case _:
             raise ProtocolError("an answer of the manager server says nothing that this version knows")
 
@@ -765,7 +763,7 @@ def _answer_from_wire(message: pb.QuorumAnswer) -> AnswerQuorum | AnswerUnchange
 
 
 def _refused_from_wire(message: pb.Refused) -> tuple[Refusal, str]:
-    sentence = _text("message", message.message, MAX_SENTENCE_BYTES)
+    sentence = _sentence("message", message.message)
     try:
         return Refusal(message.code), sentence
     except ValueError:
@@ -788,7 +786,7 @@ def _notice_from_wire(message: pb.LossNotice) -> LossNotice:
         key=_key_from_wire(message.key),
         replica_id=_name("replica_id", message.replica_id),
         session=message.session,
-        reason=_text("reason", message.reason, MAX_SENTENCE_BYTES),
+        reason=_sentence("reason", message.reason),
     )
 
 
@@ -817,7 +815,32 @@ def _text(field: str, text: str, most_bytes: int) -> str:
 def _name(field: str, text: str) -> str:
     if not text:
         raise ProtocolError(f"{field} is empty; give it a name")
-    return _text(field, text, MAX_NAME_BYTES)
+    return _printable(field, text, MAX_NAME_BYTES)
+
+
+def _address(field: str, text: str) -> str:
+    return _printable(field, text, MAX_ADDRESS_BYTES)
+
+
+def _printable(field: str, text: str, most_bytes: int) -> str:
+    # Names and addresses stand in everybody's logs, where a line break would forge a line.
+    if not _text(field, text, most_bytes).isprintable():
+        raise ProtocolError(f"{field} is {text[:80]!r}; give printable characters only, without line breaks")
+    return text
+
+
+def _sentence(field: str, text: str) -> str:
+    """A peer's sentence, for our logs: on one line, whatever it has in it."""
+    if not text.isprintable():
+        text = "".join(character if character.isprintable() else " " for character in text)
+    return _text(field, text, MAX_SENTENCE_BYTES)
+
+
+def _handles(handles: Collection[str]) -> tuple[str, ...]:
+    # Of one member: the quorum carries them to every other, so that together they are bounded more tightly than each.
+    if len(handles) + sum(map(len, handles)) > MAX_HANDLES_BYTES:
+        raise ProtocolError(f"the reconfigure_handles are longer than {MAX_HANDLES_BYTES} bytes together; shorten them")
+    return tuple(_text("reconfigure_handle", handle, MAX_METADATA_BYTES) for handle in handles)
 
 
 def _count(field: str, number: int, most: int = MAX_COUNT) -> int:
