@@ -229,19 +229,23 @@ def test_each_place_fails_in_its_own_words(rigs: Any, place: Place, error: type[
     assert rig.step() == (True, "")
 
 
-def test_a_reduction_that_fails_breaks_its_group(rigs: Any) -> None:
-    rig = rigs(plan_of(1, size=2), plan_of(2, size=2), faults=(fault(Action.FAIL, Place.REDUCTION),))
+@pytest.mark.parametrize("action", [Action.FAIL, Action.RAISE])
+def test_a_reduction_that_can_not_be_breaks_its_group(rigs: Any, action: Action) -> None:
+    """The others are in it, and must not wait for this one."""
+    rig = rigs(plan_of(1, size=2), plan_of(2, size=2), faults=(fault(action, Place.REDUCTION),))
     assert rig.step()[0] is False
     assert rig.group.errored() is not None
     assert rig.step()[0] is True
     assert rig.inside.requests[1].needs_configure
 
 
-def test_a_vote_that_fails_has_no_verdict(rigs: Any) -> None:
-    asked = fault(Action.FAIL, Place.VOTE)
-    rig = rigs(plan_of(1, size=2), faults=(asked,))
-    with pytest.raises(DeadlinePassed, match="fail at vote"):
+@pytest.mark.parametrize(("action", "error"), [(Action.FAIL, DeadlinePassed), (Action.RAISE, InjectedError)])
+def test_a_vote_without_a_verdict_neither_steps_nor_goes_on(rigs: Any, action: Action, error: type[Exception]) -> None:
+    rig = rigs(plan_of(1, size=2), faults=(fault(action, Place.VOTE),))
+    before = rig.module.weight.clone()
+    with pytest.raises(error, match="at vote"):
         rig.step()
+    assert torch.equal(rig.module.weight, before)
 
 
 def test_an_optimizer_that_fails_leaves_a_state_that_heals(rigs: Any) -> None:
@@ -251,8 +255,9 @@ def test_an_optimizer_that_fails_leaves_a_state_that_heals(rigs: Any) -> None:
     assert rig.inside.requests[1].torn
 
 
-def test_a_source_that_fails_trains_on(rigs: Any) -> None:
-    rig = rigs(*answers_that_reach(Place.SERVING), faults=(fault(Action.FAIL, Place.SERVING),))
+@pytest.mark.parametrize("action", [Action.FAIL, Action.RAISE])
+def test_a_source_that_can_not_serve_trains_on(rigs: Any, action: Action) -> None:
+    rig = rigs(*answers_that_reach(Place.SERVING), faults=(fault(action, Place.SERVING),))
     assert rig.step() == (True, "")
     assert rig.injector.struck
 

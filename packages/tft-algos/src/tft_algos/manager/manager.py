@@ -45,7 +45,7 @@ from tft_algos.manager.group_store import own_host
 from tft_algos.manager.healing import Fetch, state_key
 from tft_algos.manager.parts import Coordinator, Group, ServerRestarted
 from tft_algos.manager.reduction import Reduction
-from tft_ckpt import CheckpointError, CheckpointTransport, HTTPTransport
+from tft_ckpt import CheckpointTransport, HTTPTransport
 from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest
 from tft_coord.errors import Closed as CoordinationClosed
 from tft_coord.errors import GroupLost, ProtocolError, Refused
@@ -356,9 +356,7 @@ class Manager:
         if plan is None:
             return DummyWork([tensor])
         if core.error is not None:
-            if plan.replica_world_size > 1 and self._pg.errored() is None:
-                # The others are in this reduction already, or soon: end it for them, rather than let them wait.
-                self._pg.abort()
+            self._stay_out(plan)
             return DummyWork([tensor])
         name = core.name
         if not core.is_participating:
@@ -373,6 +371,7 @@ class Manager:
             work = self._pg.allreduce([tensor], dist.ReduceOp.SUM if average else reduce_op)
         except Exception as error:
             self._report(error, name)
+            self._stay_out(plan)
             return DummyWork([tensor])
         reduction = Reduction(
             work,
@@ -382,6 +381,11 @@ class Manager:
         )
         self._reductions.append(reduction)
         return reduction
+
+    def _stay_out(self, plan: Plan) -> None:
+        """The others are in this reduction already, or soon: end it for them, rather than let them wait."""
+        if plan.replica_world_size > 1 and self._pg.errored() is None:
+            self._pg.abort()
 
     def wrap_future(
         self, fut: torch.futures.Future[T], default: T, timeout: timedelta | None = None
@@ -566,8 +570,8 @@ class Manager:
             self._transport.send_checkpoint(
                 list(plan.recover_dst_replica_ranks), plan.step, state, self._config.heal_timeout, key=state_key(plan)
             )
-        except CheckpointError as error:
-            # This replica's step is sound, and those that wait for the state are told; so it trains on.
+        except Exception as error:
+            # This replica's step is sound, whatever its transport did; who waits for the state finds another source.
             self._log(logging.ERROR, "can't serve step %d: %s", plan.step, error)
             return
         self._log(
