@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import NoReturn, final
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
 from tft_ckpt.buffers import Buffer
@@ -54,7 +55,7 @@ class StateServer:
         token: what readers must present, or None.
         chunk_bytes: length of the chunks of the states to come.
         limits: largest state that is taken.
-        silence_s: a reader that takes nothing for so long is sent off.
+        silence_s: a reader that takes nothing for so long is sent off, and so is a connection that asks for nothing.
     """
 
     def __init__(
@@ -74,6 +75,8 @@ class StateServer:
         self._changed = asyncio.Event()
         self._summing: dict[Snapshot, asyncio.Task[None]] = {}
         self._transports: dict[Snapshot, set[asyncio.Transport]] = {}
+        self._answering: set[asyncio.BaseTransport | None] = set()
+        self._answered: set[asyncio.BaseTransport | None] = set()  # since the last look at the idle
         ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, args=(ready,), name=THREAD_NAME, daemon=True)
         self._thread.start()
@@ -143,11 +146,16 @@ class StateServer:
             self._loop.close()
 
     async def _serve(self, ready: concurrent.futures.Future[None]) -> None:
-        app = web.Application(middlewares=[self._guard()])
+        app = web.Application(middlewares=[self._mark(), self._guard()])
         app.router.add_get(MANIFEST_ROUTE, self._manifest, allow_head=False)
         app.router.add_get(DATA_ROUTE, self._data, allow_head=False)
         runner = web.AppRunner(
-            app, handle_signals=False, handler_cancellation=True, access_log=None, shutdown_timeout=0.05
+            app,
+            handle_signals=False,
+            handler_cancellation=True,
+            access_log=None,
+            logger=_log_of_requests(),
+            shutdown_timeout=0.05,
         )
         try:
             await runner.setup()
@@ -157,6 +165,8 @@ class StateServer:
             ready.set_exception(error)
             return
         ready.set_result(None)
+        assert runner.server is not None, "a runner that was set up has a server"
+        self._loop.create_task(self._send_off_the_idle(runner.server), name="tft-ckpt-idle")
         await self._stop.wait()
         with self._lock:
             held = self._shelf.clear()
@@ -176,6 +186,23 @@ class StateServer:
         await asyncio.gather(*tasks, return_exceptions=True)
         # A closed transport closes its socket in the loop's next turn.
         await _turns()
+
+    async def _send_off_the_idle(self, server: web.Server) -> None:
+        """Break each connection that has asked for nothing for silence_s: its descriptor is one that readers need."""
+        idle_since: dict[asyncio.Transport, float] = {}
+        while True:
+            await asyncio.sleep(self._silence_s / 2)
+            now, answered = self._loop.time(), self._answered
+            self._answered = set()
+            idle = [each.transport for each in server.connections if each.transport not in self._answering]
+            idle_since = {
+                transport: now if transport in answered else idle_since.get(transport, now)
+                for transport in idle
+                if isinstance(transport, asyncio.Transport)
+            }
+            for transport, since in idle_since.items():
+                if now - since >= self._silence_s:
+                    _break(transport)
 
     def _wake(self) -> None:
         self._changed.set()
@@ -216,6 +243,19 @@ class StateServer:
             self._shelf.release(snapshot)
 
     # ---- handlers ----
+
+    def _mark(self) -> Middleware:
+        @web.middleware
+        async def mark(request: web.Request, handler: Handler) -> web.StreamResponse:
+            transport = request.transport
+            self._answering.add(transport)
+            try:
+                return await handler(request)
+            finally:
+                self._answering.discard(transport)
+                self._answered.add(transport)
+
+        return mark
 
     def _guard(self) -> Middleware:
         expected = None if self._token is None else authorization(self._token).encode("utf-8")
@@ -343,6 +383,31 @@ class _SilenceWatch:
 
     def end(self) -> None:
         self._timer.cancel()
+
+
+@final
+class _WithoutTraces(logging.Filter):
+    """One sentence for what a stranger sent or a reader left; the traceback stays where a bug of ours is logged."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, (HttpProcessingError, ConnectionError)):
+            # Without what follows the first colon: that is what was sent, which may be long, or a token.
+            why = error.message if isinstance(error, HttpProcessingError) else str(error)
+            what = record.getMessage()
+            record.msg = "%s: the request can't be read or answered, so its connection ends (%s)"
+            record.args = (what, why.partition(":")[0].strip())
+            record.levelno, record.levelname = logging.WARNING, "WARNING"
+            record.exc_info = record.exc_text = None
+        return True
+
+
+def _log_of_requests() -> logging.Logger:
+    """What aiohttp complains to about requests. Its own place, so that nothing of the program's logging is changed."""
+    log = logging.Logger(f"{_log.name}.requests")
+    log.parent = _log
+    log.addFilter(_WithoutTraces())
+    return log
 
 
 async def _turns() -> None:
