@@ -179,6 +179,14 @@ class TestUnchanged:
             effects.AnswerRankUnchanged,
         ]
 
+    def test_ranks_that_have_not_gone_on_are_given_their_plan_again(self) -> None:
+        """The answer was lost: what they hold is the plan before it, in which somebody heals."""
+        core = self.after(other("b", 1))
+        self.next(core)
+        orders = self.next(core)  # the same step once more
+        assert [type(each) for each in orders] == [effects.AnswerPlan] * 2
+        assert all(each.plan.participants == (0, 1) for each in orders if isinstance(each, effects.AnswerPlan))
+
     def test_settings_survive(self) -> None:
         core = self.after(replace(other("b", 1), data="x", fixed_with_spares=True))
         self.next(core)

@@ -53,7 +53,8 @@ class GroupCore:
         self._asked: dict[int, _Asked] = {}
         self._open_request: int | None = None
         self._open_member: Member | None = None
-        self._steady = False  # the plan that the ranks hold is one in which nobody heals and all are up to date
+        self._steady = False  # in the plan that the ranks were given nobody heals and all are up to date
+        self._planned_step = 0  # at which they were given it
         self._last_request = 0
         self._votes = Votes(world_size)
         self._metadata: dict[int, str] = {}
@@ -264,6 +265,7 @@ class GroupCore:
         except ProtocolError as error:
             return self._fail_all("malformed", str(error))
         self.quorum = quorum
+        self._planned_step = common.step
         self._steady = len(common.up_to_date) == len(quorum.members)
         self._open_request = None
         out: list[effects.GroupEffect] = [
@@ -280,9 +282,10 @@ class GroupCore:
         if self.quorum is None or self.quorum.key != key:
             message = f"the lighthouse says that quorum {key} stands, and replica {self._replica_id} does not hold it"
             return self._fail_all("malformed", message)
-        if not self._steady and self._open_member is not None:
-            # In the plan that the ranks hold somebody heals. All are at our state now, so the new plan needs no asking.
-            own = self._open_member
+        own = self._open_member
+        if own is not None and not (self._steady and own.step > self._planned_step):
+            # In the plan that the ranks hold somebody heals; or they have not gone on since they were given another, so
+            # that the answer may have been lost. All are at our state now: the new plan needs no asking.
             members = tuple(
                 replace(
                     member,
