@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
-from tft_coord.core.types import Member, Purpose, Quorum, QuorumKey
+from tft_coord.core.types import Hello, Member, Purpose, Quorum, QuorumKey
 from tft_coord.testing import (
     EventBudgetExceeded,
     Fate,
@@ -20,7 +21,8 @@ from tft_coord.testing import (
     Stream,
     VirtualClock,
 )
-from tft_coord.testing.invariants import Contribution, Held, Round
+from tft_coord.testing.invariants import Attendance, Contribution, Held, Round
+from tft_coord.testing.trainer import Group
 
 
 class TestClock:
@@ -189,12 +191,126 @@ class TestNetwork:
         clock.run_until(5_000)
         assert answered == ["failed"]
 
+    def test_what_comes_before_the_other_end_listens_waits_for_it(self) -> None:
+        clock, network, a, b, _, _ = cable()
+        heard: list[object] = []
+
+        def opened(stream: Stream) -> None:
+            stream.listen(a, heard.append, lambda: None)
+
+        for _ in range(20):  # the welcome and the dial's own answer race
+            network.dial(a, b, accepted=lambda stream: stream.send(b, "welcome"), opened=opened, failed=lambda: None)
+        clock.run_until(100)
+        assert heard == ["welcome"] * 20
+
+    def test_a_stream_stands_when_both_ends_know(self) -> None:
+        clock, network, a, b, _, _ = cable()
+        network.add(Rule("b", "a", Fate.DELAY, 40, 40))
+        accepted: list[Stream] = []
+        network.dial(a, b, accepted=accepted.append, opened=lambda _: None, failed=lambda: None)
+        clock.run_until(30)
+        assert accepted[0].stands_since_ms is None
+        clock.run_until(60)
+        assert accepted[0].stands_since_ms is not None
+        assert accepted[0].stands_since_ms > 40
+
+    def test_calls_come_twice_and_streams_do_not(self) -> None:
+        clock, network, a, b, heard, answered = cable()
+        network.add(Rule("a", "b", Fate.DUPLICATE, 100, 100))
+        stream = stream_of(clock, network, a, b, heard, answered)
+        stream.send(a, "on the stream")
+        network.message(a, b, lambda: heard.append("call"), lambda: None)
+        clock.run_until(clock.now_ms + 50)
+        assert sorted(map(str, heard)) == ["call", "on the stream"]
+        clock.run_until(clock.now_ms + 100)
+        assert sorted(map(str, heard)) == ["call", "call", "on the stream"]
+
+    def test_calls_overtake_one_another_and_a_streams_messages_do_not(self) -> None:
+        clock, network, a, b, heard, answered = cable()
+        network.add(Rule("a", "b", Fate.REORDER, 1, 500))
+        stream = stream_of(clock, network, a, b, heard, answered)
+        calls: list[int] = []
+        for number in range(20):
+            stream.send(a, number)
+            network.message(a, b, partial(calls.append, number), lambda: None)
+        clock.run_until(clock.now_ms + 30)
+        assert heard == list(range(20))
+        clock.run_until(clock.now_ms + 600)
+        assert sorted(calls) == list(range(20))
+        assert calls != sorted(calls)
+
+    def test_a_cut_one_way_is_a_cut_and_an_end_is_told(self) -> None:
+        clock, network, _, _, _, _ = cable()
+        mended: list[int] = []
+        network.on_mend = lambda: mended.append(clock.now_ms)
+        rule = network.add(Rule("a", "b*", Fate.PARTITION))
+        assert network.is_cut("b1", "a")
+        assert not network.is_cut("b1", "c")
+        assert network.calm_since_ms("a", "b") == clock.now_ms
+        clock.run_until(70)
+        network.remove(rule)
+        assert (network.is_cut("a", "b1"), mended) == (False, [70])
+        clock.run_until(200)
+        assert network.calm_since_ms("b", "a") == 70
+        assert network.calm_since_ms("c", "a") == 0
+
     def test_a_lost_call_is_an_error_at_its_sender(self) -> None:
         clock, network, a, b, heard, answered = cable()
         network.add(Rule("a", "b", Fate.DROP))
         network.message(a, b, lambda: heard.append("call"), lambda: answered.append("lost"))
         clock.run_until(100)
         assert (heard, answered) == ([], ["lost"])
+
+
+class TestGroup:
+    """The model of a process group: its traffic is of the network."""
+
+    def meets(self) -> tuple[VirtualClock, set[frozenset[str]], Group]:
+        clock, cuts = VirtualClock(), set[frozenset[str]]()
+        group = Group(KEY, 0, ("a", "b", "c"), clock, Invariants(), lambda: 5, lambda *two: frozenset(two) in cuts)
+        return clock, cuts, group
+
+    def all_join(self, group: Group) -> None:
+        waiters = [group.join(name) for name in ("a", "b", "c")]
+        assert [waiter.value for waiter in waiters] == [True] * 3
+
+    def given(self, name: str) -> Contribution:
+        return Contribution(name, Held(3, 103, "w"), f"{name}'s")
+
+    def test_a_rendezvous_across_a_cut_waits_for_its_end(self) -> None:
+        _, cuts, group = self.meets()
+        cuts.add(frozenset("ab"))
+        waiters = [group.join(name) for name in ("a", "b", "c")]
+        assert not any(waiter.done for waiter in waiters)
+        cuts.clear()
+        group.look()
+        assert [waiter.value for waiter in waiters] == [True] * 3
+
+    def test_a_reduction_across_a_cut_waits_for_its_end(self) -> None:
+        clock, cuts, group = self.meets()
+        self.all_join(group)
+        cuts.add(frozenset("bc"))
+        waiters = [group.reduce(1, self.given(name)) for name in ("a", "b", "c")]
+        clock.run_until(100)
+        assert not any(waiter.done for waiter in waiters)
+        cuts.clear()
+        group.look()
+        clock.run_until(105)
+        assert [waiter.value.gradients for waiter in waiters] == [("a's", "b's", "c's")] * 3
+
+    def test_who_leaves_is_missed_by_those_whom_it_reaches(self) -> None:
+        _, cuts, group = self.meets()
+        self.all_join(group)
+        waiters = {name: group.reduce(1, self.given(name)) for name in ("a", "b")}
+        cuts.add(frozenset("bc"))
+        group.leave("c")
+        assert {name: waiter.done for name, waiter in waiters.items()} == {"a": True, "b": False}
+        assert group.reduce(2, self.given("a")).done
+        assert not group.reduce(2, self.given("b")).done
+        cuts.clear()
+        group.look()
+        assert waiters["b"].done
+        assert waiters["b"].value is None
 
 
 class TestProcess:
@@ -266,6 +382,32 @@ class TestInvariants:
             lambda i: i.answered("b", quorum(KEY, "b")),
         )
         self.broken("I2", lambda i: i.formed(quorum(KEY, "a")), lambda i: i.answered("b", quorum(KEY, "a")))
+
+    def test_a_loss_breaks_the_newest_quorum_of_its_session(self) -> None:
+        broken: list[tuple[QuorumKey, str]] = []
+
+        def lighthouse() -> Attendance:
+            broken.clear()
+            looking = Attendance(1, lambda key, who: broken.append((key, who)))
+            for stream, name in enumerate(("a", "b")):
+                looking.welcomed(Hello("job", name, 1, f"{name}:1"), stream)
+                looking.asked(Member(name, session=1), stream)
+            looking.formed(Quorum(KEY, (Member("a", session=1), Member("b", session=1))), None)
+            return looking
+
+        lighthouse().lost("b", 1, dead=False)
+        assert broken == [(KEY, "b")]
+        lighthouse().lost("c", 1, dead=True)
+        assert broken == []
+        lighthouse().welcomed(Hello("job", "b", 2, "b:2"), 9)
+        assert broken == [(KEY, "b")]
+        # One that has just started learns of the quorum after the loss, or after its member's successor.
+        new = Attendance(1, lambda key, who: broken.append((key, who)))
+        broken.clear()
+        new.lost("b", 1, dead=True)
+        new.welcomed(Hello("job", "c", 1, "c:1", replaces="a"), 3)
+        new.reported(Quorum(KEY, (Member("a", session=1), Member("b", session=1))))
+        assert broken == [(KEY, "a"), (KEY, "b")]
 
     def test_one_mean_is_of_one_state(self) -> None:
         one, two = Held(3, 103, "w1"), Held(3, 103, "w2")

@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 class EventBudgetExceeded(AssertionError):
     """More happened than the budget allows: somebody goes round in circles (a livelock)."""
 
 
-@dataclass(slots=True, order=True)
+@dataclass(slots=True)
 class Timer:
-    """An entry of the queue; `cancel` takes it back."""
+    """Something that will happen at `at_ms`; `cancel` takes it back."""
 
     at_ms: int
-    number: int
-    action: Callable[[], None] | None = field(compare=False)
+    action: Callable[[], None] | None
 
     def cancel(self) -> None:
         """Let it not happen; a second time does nothing."""
@@ -42,14 +41,14 @@ class VirtualClock:
         self.now_ms = start_ms
         self.num_events = 0
         self._budget_events = budget_events
-        self._queue: list[Timer] = []
+        self._queue: list[tuple[int, int, Timer]] = []
         self._number = 0
 
     def at(self, at_ms: int, action: Callable[[], None]) -> Timer:
         """Let `action` happen at `at_ms`, or now if that has passed."""
         self._number += 1
-        timer = Timer(max(at_ms, self.now_ms), self._number, action)
-        heapq.heappush(self._queue, timer)
+        timer = Timer(max(at_ms, self.now_ms), action)
+        heapq.heappush(self._queue, (timer.at_ms, self._number, timer))
         return timer
 
     def after(self, delay_ms: int, action: Callable[[], None]) -> Timer:
@@ -65,8 +64,8 @@ class VirtualClock:
         Returns: whether `stop` ended it.
         Raises: EventBudgetExceeded.
         """
-        while self._queue and self._queue[0].at_ms <= at_ms:
-            timer = heapq.heappop(self._queue)
+        while self._queue and self._queue[0][0] <= at_ms:
+            timer = heapq.heappop(self._queue)[2]
             if timer.action is None:
                 continue
             self.now_ms = timer.at_ms

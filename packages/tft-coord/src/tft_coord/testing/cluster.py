@@ -25,7 +25,7 @@ from tft_coord.core.session import Dial, GiveUp, HangUp, SendBeat, SendHello, Se
 from tft_coord.core.session import SessionEffect as _SessionEffect
 from tft_coord.core.types import Hello, Member, QuorumKey, RankRequest, Refusal
 from tft_coord.testing.clock import Timer, VirtualClock
-from tft_coord.testing.invariants import Attendance, Invariants, Round
+from tft_coord.testing.invariants import Attendance, InvariantBroken, Invariants, Round
 from tft_coord.testing.marks import Marks
 from tft_coord.testing.network import Network, Stream
 from tft_coord.testing.process import Process, State
@@ -60,6 +60,8 @@ WAITS = (
     "has just started",
     "the members of quorum",
 )
+REACHED_MS = 100  # two messages, the wait before the abort, and as much again
+WATCHED_MS = 10_000  # longer than anything that waits in a group has a time-out
 _UNREACHABLE = Refused("unreachable", "the manager server can't be reached")
 SHORT_TIMEOUTS = Timeouts(
     timeout_ms=6_000,
@@ -139,13 +141,16 @@ class LighthouseProcess(Process):
         )
         self._cluster = cluster
         self._streams: dict[int, Stream] = {}
-        self._attendance = Attendance(cluster.config.min_replicas)
+        self._attendance = Attendance(cluster.config.min_replicas, self._broken)
         self._hellos: dict[int, Hello] = {}
         self._asked: effects.AskForQuorum | None = None
 
     def start(self) -> None:
         """Begin to look at the clock."""
         self.after(self._cluster.timeouts.quorum_tick_ms, self._tick)
+
+    def _broken(self, key: QuorumKey, lost: str) -> None:
+        self._cluster.losses.decided(self, key, lost)
 
     def accepted(self, stream: Stream) -> None:
         """A manager server has dialed."""
@@ -252,6 +257,15 @@ class ManagerProcess(Process):
     def stream_number(self) -> int | None:
         """Of its stream to the lighthouse."""
         return self._stream.number if self._stream is not None else None
+
+    def rank_since_ms(self, rank: int) -> int | None:
+        """Since when that rank's stream stands, if it does; this end may not know yet that it has broken."""
+        stream = self._ranks.get(rank)
+        return stream.stands_since_ms if stream is not None and stream.open else None
+
+    def lighthouse_since_ms(self) -> int | None:
+        """Since when its stream to the lighthouse stands, if it does."""
+        return self._stream.stands_since_ms if self._stream is not None and self._stream.open else None
 
     def start(self) -> None:
         """Dial the lighthouse."""
@@ -488,14 +502,17 @@ class Cluster:
         self.chance = chance
         self.timeouts = config.timeouts
         self.clock = VirtualClock(budget_events=config.budget_events)
+        self.marks = Marks()
         self.network = Network(
             self.clock,
             chance.network,
+            self.marks,
             delay_ms=config.delay_ms,
             keepalive_ms=self.timeouts.heartbeat_timeout_ms,
         )
+        self.network.on_mend = self._mended
         self.invariants = Invariants(initial_step=config.trainers.step)
-        self.marks = Marks()
+        self.losses = LossWatch(self)
         self.replicas: dict[str, Replica] = {}
         self.log: deque[str] = deque(maxlen=log_lines)
         self.observer: Callable[[effects.LighthouseEffect], None] = lambda _: None
@@ -710,8 +727,21 @@ class Cluster:
         """The meeting of that name, made by whoever comes first."""
         name = (key, group_rank)
         if name not in self._groups:
-            self._groups[name] = Group(key, group_rank, members, self.clock, self.invariants, self.chance.spread_ms)
+
+            def is_cut(one: str, other: str) -> bool:
+                return self.network.is_cut(f"{one}/{group_rank}", f"{other}/{group_rank}")
+
+            self._groups[name] = Group(
+                key, group_rank, members, self.clock, self.invariants, self.chance.spread_ms, is_cut
+            )
         return self._groups[name]
+
+    def _mended(self) -> None:
+        """Groups that were torn apart may go on."""
+        for replica in self.replicas.values():
+            for trainer in replica.trainers:
+                if trainer.group is not None:
+                    trainer.group.look()
 
     def call(
         self,
@@ -737,11 +767,20 @@ class Cluster:
             self.marks.hit("an answer of a manager server was lost")
             fail()
 
+        numbers = itertools.chain([call], self._calls)
+
         def arrived() -> None:
-            manager.called(
-                make(call),
-                lambda value: self.network.message(manager, trainer, partial(outcome.resolve, value), lost_answer),
-            )
+            number = next(numbers)
+            if number == call:
+                manager.called(
+                    make(number),
+                    lambda value: self.network.message(manager, trainer, partial(outcome.resolve, value), lost_answer),
+                )
+            else:
+                # An attempt that its client has given up for another: it is heard before its connection's end is.
+                again = make(number)
+                manager.called(again, lambda _: None)
+                manager.after(1, lambda: manager.handle(events.RankWithdrew(again.rank, number)))
 
         manager.on_end.append(lambda: outcome.done or self.clock.after(1, fail))
         self.network.message(trainer, manager, arrived, fail)
@@ -850,7 +889,8 @@ class _Outside:
         for replica in self.cluster.replicas.values():
             if replica.replica_id == replica_id:
                 source = replica.trainers[group_rank]
-                return source.snapshot if source.state is State.RUNNING else None
+                reached = source.state is State.RUNNING and not self.cluster.network.is_cut(source.name, trainer.name)
+                return source.snapshot if reached else None
         return None
 
     def received(self, trainer: Trainer, num_bytes: int) -> None:
@@ -874,6 +914,74 @@ class _Outside:
         trainer.phase = f"ended: {reason}"
         self.marks.hit(f"a trainer ended itself: {reason}")
         self.cluster.kill_trainer(self.replica, trainer.rank, reason)
+
+
+class LossWatch:
+    """Whether a loss that a lighthouse has decided ends what runs in the broken quorum (protocol.md section 3).
+
+    A member that could be reached all the time, from the decision on or since its stream stands again, is out of the
+    broken quorum's group `REACHED_MS` later. It looks at who is lost, not at what was sent to whom.
+
+    Args:
+        cluster: that it watches.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._decided: set[tuple[QuorumKey, str]] = set()
+
+    def decided(self, lighthouse: LighthouseProcess, key: QuorumKey, lost: str) -> None:
+        """That lighthouse takes a member of that quorum for lost, or knows its successor."""
+        if (key, lost) not in self._decided:
+            self._decided.add((key, lost))
+            at_ms = self._cluster.clock.now_ms
+            self._look_later(lighthouse, key, at_ms, at_ms + WATCHED_MS)
+
+    def _look_later(self, lighthouse: LighthouseProcess, key: QuorumKey, at_ms: int, until_ms: int) -> None:
+        cluster = self._cluster
+
+        def look() -> None:
+            if cluster.lighthouse is not lighthouse or not lighthouse.alive:
+                return  # the next one decides anew
+            for replica in cluster.replicas.values():
+                for trainer in replica.trainers:
+                    if trainer.group is not None and trainer.group.key == key:
+                        self._judge(replica, trainer, key, at_ms)
+            if cluster.clock.now_ms < until_ms:
+                self._look_later(lighthouse, key, at_ms, until_ms)
+
+        cluster.clock.after(REACHED_MS, look)
+
+    def _judge(self, replica: Replica, trainer: Trainer, key: QuorumKey, at_ms: int) -> None:
+        since_ms = self._reached_since_ms(replica, trainer, key)
+        if since_ms is None:
+            return
+        for_ms = self._cluster.clock.now_ms - max(at_ms, since_ms, trainer.group_since_ms)
+        if for_ms >= REACHED_MS:
+            raise InvariantBroken(
+                "P3", f"{trainer.name} is still in quorum {key}, broken and within reach for {for_ms} ms"
+            )
+
+    def _reached_since_ms(self, replica: Replica, trainer: Trainer, key: QuorumKey) -> int | None:
+        """Since when a notice would have come through to that rank at once; None if it would not now."""
+        lighthouse, manager, network = self._cluster.lighthouse, replica.manager, self._cluster.network
+        if replica.ended or manager is None:
+            return None
+        if any(process.state is not State.RUNNING for process in (lighthouse, manager, trainer)):
+            return None
+        rank_since_ms, lighthouse_since_ms = manager.rank_since_ms(trainer.rank), manager.lighthouse_since_ms()
+        if rank_since_ms is None or lighthouse_since_ms is None:
+            return None
+        held = manager.group.quorum
+        if held is None or held.key != key:
+            return None  # a manager server that was started since knows nothing of that quorum
+        return max(
+            lighthouse_since_ms,
+            rank_since_ms,
+            network.calm_since_ms("lighthouse", manager.name),
+            network.calm_since_ms(manager.name, trainer.name),
+            *(process.running_since_ms for process in (lighthouse, manager, trainer)),
+        )
 
 
 def _kind_of_loss(reason: str) -> str:

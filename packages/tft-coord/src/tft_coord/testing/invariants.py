@@ -9,14 +9,15 @@ Source: design.md section 10.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tft_coord.core.types import Hello, Member, Plan, Purpose, Quorum, QuorumKey
 
 
 class InvariantBroken(AssertionError):
-    """An invariant does not hold. `invariant` is its number in design.md section 10, as `I3`."""
+    """An invariant does not hold. `invariant` is its number in design.md section 10, as `I3`; or `P3`, the bar on how
+    soon the survivors of a loss go on."""
 
     def __init__(self, invariant: str, message: str) -> None:
         super().__init__(f"{invariant}: {message}")
@@ -68,10 +69,15 @@ class Attendance:
 
     Args:
         min_replicas: smallest quorum.
+        on_broken: told when a member of the newest quorum is lost, or has a successor: that quorum's key, and who.
     """
 
-    def __init__(self, min_replicas: int) -> None:
+    def __init__(
+        self, min_replicas: int, on_broken: Callable[[QuorumKey, str], None] = lambda _key, _who: None
+    ) -> None:
         self._min_replicas = min_replicas
+        self._on_broken = on_broken
+        self._newest: Quorum | None = None
         self._sessions: dict[str, int] = {}  # of those who were welcomed, or are presumed to live
         self._ready: set[str] = set()
         self._lost: dict[str, int] = {}
@@ -95,6 +101,7 @@ class Attendance:
             raise InvariantBroken("I2", f"{replica_id} session {session} is older than another that stands")
         self._lost.pop(replica_id, None)
         self._sessions[replica_id] = session
+        self._look_at(replica_id)
         self._streams[replica_id] = stream
         if hello.ready:
             self._ready.add(replica_id)
@@ -125,6 +132,9 @@ class Attendance:
                 self._sessions[name] = member.session
                 self._presumed.add(name)
                 self._ready.add(name)
+        self._newest = quorum
+        for member in quorum.members:
+            self._look_at(member.replica_id)
 
     def lost(self, replica_id: str, session: int, *, dead: bool) -> None:
         """It was taken for lost."""
@@ -133,9 +143,22 @@ class Attendance:
         self._lost[replica_id] = session
         if dead:
             self._dead.add(replica_id)
+        self._look_at(replica_id)
+
+    def _look_at(self, replica_id: str) -> None:
+        """Is the newest quorum broken by what is known of that replica?"""
+        for member in self._newest.members if self._newest is not None else ():
+            if member.replica_id != replica_id:
+                continue
+            assert self._newest is not None
+            lost = self._lost.get(replica_id, -1) >= member.session
+            followed = self._sessions.get(replica_id, member.session) > member.session
+            if lost or followed or (replica_id in self._replaced and replica_id not in self._sessions):
+                self._on_broken(self._newest.key, replica_id)
 
     def formed(self, quorum: Quorum, previous: Quorum | None) -> None:
         """A quorum with a new id: its members live, are enough, and don't leave all survivors out."""
+        self._newest = quorum
         ids = set(quorum.replica_ids)
         if len(ids) < self._min_replicas:
             raise InvariantBroken(

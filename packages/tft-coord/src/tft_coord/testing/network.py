@@ -2,8 +2,8 @@
 
 It behaves as gRPC over TCP does. A stream keeps its messages in order; none is lost in the middle: what can't be
 delivered waits, and if it waits too long the stream breaks for both ends. A single message (one leg of a unary call)
-that is lost is an error at its sender. Rules say what happens between which processes; they are directed, so a cable
-that works one way only is two lines of a test.
+that is lost is an error at its sender; another may overtake it, and a client that tries again makes it two. Rules say
+what happens between which processes; they are directed, so a cable that works one way only is two lines of a test.
 
 Law of this file: moving messages. Nothing here knows what they say.
 """
@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from tft_coord.testing.clock import VirtualClock
+from tft_coord.testing.marks import Marks
 from tft_coord.testing.process import Process, State
 
 
@@ -31,6 +32,8 @@ class Fate(enum.Enum):
     DROP = "drop"  # a stream breaks; a single message is an error at once
     PARTITION = "partition"  # as a cut cable: messages wait, and after the keep-alive the stream breaks
     HOLD = "hold"  # messages wait until released, however long
+    DUPLICATE = "duplicate"  # a single message arrives twice; a stream is one connection, and keeps its own in order
+    REORDER = "reorder"  # each single message takes its own time; streams as above
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class Rule:
     Args:
         source, target: names, or patterns as `a:*`.
         fate: what happens.
-        low_ms, high_ms: bounds of the delay, for DELAY.
+        low_ms, high_ms: bounds of the delay, for DELAY and REORDER; for DUPLICATE of the time between the two.
     """
 
     source: str
@@ -69,8 +72,10 @@ class Stream:
         self.client = client
         self.server = server
         self.open = True
+        self.stands_since_ms: int | None = None  # since when both ends know that it stands
         self._network = network
         self._ways = {client.name: _Way(), server.name: _Way()}
+        self._early: dict[str, list[Any]] = {client.name: [], server.name: []}  # what came before anybody listened
         self._on_message: dict[str, Callable[[Any], None]] = {}
         self._on_closed: dict[str, Callable[[], None]] = {}
 
@@ -78,6 +83,17 @@ class Stream:
         """Say what that end does with messages and with the end of the stream."""
         self._on_message[end.name] = on_message
         self._on_closed[end.name] = on_closed
+        early, self._early[end.name] = self._early[end.name], []
+        for message in early:
+            on_message(message)
+
+    def hear(self, end: Process, message: Any) -> None:
+        """A message has arrived at that end."""
+        on_message = self._on_message.get(end.name)
+        if on_message is None:
+            self._early[end.name].append(message)
+        else:
+            on_message(message)
 
     def send(self, sender: Process, message: Any) -> None:
         """Send; nothing is heard of it if the stream has ended."""
@@ -100,18 +116,29 @@ class Network:
     Args:
         clock: virtual time.
         rng: for delays only.
+        marks: of the simulation.
         delay_ms: bounds of the delay of an ordinary message.
         keepalive_ms: a stream that can't deliver for so long breaks; also how long a dial waits.
     """
 
     def __init__(
-        self, clock: VirtualClock, rng: random.Random, *, delay_ms: tuple[int, int] = (1, 5), keepalive_ms: int = 2_000
+        self,
+        clock: VirtualClock,
+        rng: random.Random,
+        marks: Marks | None = None,
+        *,
+        delay_ms: tuple[int, int] = (1, 5),
+        keepalive_ms: int = 2_000,
     ) -> None:
+        self.on_mend: Callable[[], None] = lambda: None  # a rule has ended
         self._clock = clock
         self._rng = rng
+        self._marks = marks if marks is not None else Marks()
         self._delay_ms = delay_ms
         self._keepalive_ms = keepalive_ms
         self._rules: list[Rule] = []
+        self._ended_rules: list[tuple[Rule, int]] = []  # and until when each was felt
+        self._newest_arrival_ms: dict[tuple[str, str], int] = {}  # of single messages that were sent already
         self._streams: dict[int, Stream] = {}
         self._held: list[tuple[Process, Process, Callable[[], None], Callable[[], None]]] = []
         self._numbers = itertools.count(1)
@@ -130,12 +157,30 @@ class Network:
         """End a rule; what it kept waiting goes on."""
         if rule in self._rules:
             self._rules.remove(rule)
+            self._ended_rules.append((rule, self._clock.now_ms + rule.high_ms))
             self._release()
+            self.on_mend()
 
     def clear(self) -> None:
         """End all rules."""
-        self._rules.clear()
-        self._release()
+        for rule in list(self._rules):
+            self.remove(rule)
+
+    def is_cut(self, one: str, other: str) -> bool:
+        """Whether nothing comes through between these two: what goes one way only is never acknowledged."""
+        if not any(rule.fate is Fate.PARTITION for rule in self._rules):
+            return False
+        return Fate.PARTITION in (self._rule(one, other).fate, self._rule(other, one).fate)
+
+    def calm_since_ms(self, one: str, other: str) -> int:
+        """Since when messages between these two, either way, have been delivered as on a good day."""
+        since_ms = 0
+        for source, target in ((one, other), (other, one)):
+            if self._rule(source, target).fate is not Fate.PASS:
+                return self._clock.now_ms
+            felt = [until_ms for rule, until_ms in self._ended_rules if rule.fits(source, target)]
+            since_ms = max(since_ms, *felt, 0)
+        return since_ms
 
     def break_streams(self, source: str, target: str) -> int:
         """Break every stream dialed from `source` to `target`, for both ends; returns how many there were."""
@@ -188,23 +233,24 @@ class Network:
                 give_up()  # it broke before the client knew that it stood
                 return
             outcome.append(True)
+            stream.stands_since_ms = self._clock.now_ms
             opened(stream)
 
         def accept() -> None:
             if stream.open and not outcome:
                 self._streams[stream.number] = stream
                 accepted(stream)
-                self.message(server, client, answer, give_up)
+                self._move(server, client, answer, give_up, self._for_streams(server, client))
                 self._watch(stream)
 
-        self.message(client, server, accept, give_up)
+        self._move(client, server, accept, give_up, self._for_streams(client, server))
         self._clock.after(self._keepalive_ms, give_up)
 
     def on_stream(self, stream: Stream, sender: Process, message: Any) -> None:
         """Called by `Stream.send`."""
         target = stream.other(sender)
         way = stream._ways[sender.name]
-        rule = self._rule(sender, target)
+        rule = self._for_streams(sender, target)
         if rule.fate is Fate.DROP:
             self.end_stream(stream, told=[stream.client, stream.server])
         elif way.waiting or rule.fate in (Fate.PARTITION, Fate.HOLD):
@@ -220,7 +266,7 @@ class Network:
         self._streams.pop(stream.number, None)
         for process in told:
             sender = stream.other(process)
-            rule = self._rule(sender, process)
+            rule = self._for_streams(sender, process)
             delay_ms = self._keepalive_ms if rule.fate is Fate.PARTITION else self._delay(rule)
             way = stream._ways[sender.name]
             at_ms = max(way.last_at_ms, self._clock.now_ms + delay_ms)
@@ -232,19 +278,34 @@ class Network:
 
     def message(self, source: Process, target: Process, deliver: Callable[[], None], lost: Callable[[], None]) -> None:
         """Move one message; `deliver` happens in the target, or `lost` in the source."""
-        rule = self._rule(source, target)
-        if rule.fate is Fate.HOLD:
-            self._held.append((source, target, deliver, lost))
+        rule = self._rule(source.name, target.name)
+        arrives_ms = self._move(source, target, deliver, lost, rule)
+        if arrives_ms is None:
             return
-        delay_ms = self._delay(rule)
-        if rule.fate is Fate.DROP:
-            self._clock.after(delay_ms, lambda: source.run(lost))
-        elif rule.fate is Fate.PARTITION:
-            self._clock.after(self._keepalive_ms, lambda: source.run(lost))
-        else:
-            self._clock.after(delay_ms, lambda: self._arrive(source, target, deliver, lost))
+        way = (source.name, target.name)
+        if arrives_ms < self._newest_arrival_ms.get(way, 0):
+            self._marks.hit("a call overtook another")
+        self._newest_arrival_ms[way] = max(arrives_ms, self._newest_arrival_ms.get(way, 0))
+        if rule.fate is Fate.DUPLICATE:
+            self._marks.hit("a call came twice")
+            again_ms = arrives_ms + self._rng.randint(rule.low_ms, rule.high_ms)
+            self._clock.at(again_ms, lambda: target.run(deliver))
 
     # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _move(
+        self, source: Process, target: Process, deliver: Callable[[], None], lost: Callable[[], None], rule: Rule
+    ) -> int | None:
+        """Send one message on its way; when it arrives, if it does."""
+        if rule.fate is Fate.HOLD:
+            self._held.append((source, target, deliver, lost))
+            return None
+        delay_ms = self._keepalive_ms if rule.fate is Fate.PARTITION else self._delay(rule)
+        if rule.fate in (Fate.DROP, Fate.PARTITION):
+            self._clock.after(delay_ms, lambda: source.run(lost))
+            return None
+        self._clock.after(delay_ms, lambda: self._arrive(source, target, deliver, lost))
+        return self._clock.now_ms + delay_ms
 
     def _arrive(self, source: Process, target: Process, deliver: Callable[[], None], lost: Callable[[], None]) -> None:
         if target.alive:
@@ -257,23 +318,27 @@ class Network:
         target = stream.other(sender)
         way = stream._ways[sender.name]
         way.last_at_ms = max(way.last_at_ms, self._clock.now_ms + delay_ms)
-        on_message = stream._on_message.get(target.name)
-        if on_message is not None:
-            self._clock.at(way.last_at_ms, lambda: target.run(lambda: on_message(message)))
+        self._clock.at(way.last_at_ms, lambda: target.run(lambda: stream.hear(target, message)))
 
-    def _rule(self, source: Process, target: Process) -> Rule:
+    def _rule(self, source: str, target: str) -> Rule:
         for rule in reversed(self._rules):
-            if rule.fits(source.name, target.name):
+            if rule.fits(source, target):
                 return rule
         return Rule("*", "*", Fate.PASS)
 
+    def _for_streams(self, source: Process, target: Process) -> Rule:
+        """The rule that counts, as a connection feels it."""
+        rule = self._rule(source.name, target.name)
+        return Rule("*", "*", Fate.PASS) if rule.fate in (Fate.DUPLICATE, Fate.REORDER) else rule
+
     def _delay(self, rule: Rule) -> int:
-        low_ms, high_ms = (rule.low_ms, rule.high_ms) if rule.fate is Fate.DELAY else self._delay_ms
+        own = rule.fate in (Fate.DELAY, Fate.REORDER)
+        low_ms, high_ms = (rule.low_ms, rule.high_ms) if own else self._delay_ms
         return self._rng.randint(low_ms, high_ms)
 
     def _cut(self, stream: Stream) -> bool:
         both = ((stream.client, stream.server), (stream.server, stream.client))
-        return any(self._rule(source, target).fate is Fate.PARTITION for source, target in both)
+        return any(self._rule(source.name, target.name).fate is Fate.PARTITION for source, target in both)
 
     def _watch(self, stream: Stream) -> None:
         """A cut either way ends a stream: what is not acknowledged within the keep-alive breaks it for both."""
@@ -295,8 +360,8 @@ class Network:
         for stream in list(self._streams.values()):
             for sender in (stream.client, stream.server):
                 way = stream._ways[sender.name]
-                rule = self._rule(sender, stream.other(sender))
-                if rule.fate in (Fate.PASS, Fate.DELAY):
+                rule = self._for_streams(sender, stream.other(sender))
+                if rule.fate not in (Fate.PARTITION, Fate.HOLD):
                     waiting, way.waiting = way.waiting, []
                     for message in waiting:
                         self._deliver(stream, sender, message, self._delay(rule))

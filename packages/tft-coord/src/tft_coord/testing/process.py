@@ -35,6 +35,7 @@ class Process:
         self.name = name
         self.clock = clock
         self.state = State.RUNNING
+        self.running_since_ms = clock.now_ms
         self._inbox: list[Callable[[], None]] = []
 
     @property
@@ -63,6 +64,7 @@ class Process:
         if self.state is not State.STOPPED:
             return
         self.state = State.RUNNING
+        self.running_since_ms = self.clock.now_ms
         while self._inbox and self.state is State.RUNNING:
             self._inbox.pop(0)()
 

@@ -385,6 +385,73 @@ class Simulation:
 
         self._on_replica(swallow)
 
+    def _delay_notices(self) -> None:
+        """What the lighthouse says to one group comes late, all of it, on a stream that stands."""
+
+        def delay(replica: Replica) -> None:
+            self._for_a_while([Rule("lighthouse", f"{replica.replica_id}/manager*", Fate.HOLD)], 20, 1_500)
+
+        self._on_replica(delay)
+
+    def _flap(self) -> None:
+        """One link breaks every two seconds, each time for another while."""
+        self._on_replica(lambda replica: self._flap_again(replica, 5))
+
+    def _flap_again(self, replica: Replica, times: int) -> None:
+        if self._calm or not replica.alive or times == 0:
+            return
+        self._break(replica, self._faults.choice((0, 200, 400, 600)))
+        self.cluster.clock.after(2_000, lambda: self._flap_again(replica, times - 1))
+
+    def _cut_rank(self) -> None:
+        """Nothing comes through between a rank and its manager server, both ways or one way."""
+
+        def cut(replica: Replica) -> None:
+            rank, manager = self._faults.choice(replica.trainers).name, f"{replica.replica_id}/manager*"
+            ways = [Rule(rank, manager, Fate.PARTITION), Rule(manager, rank, Fate.PARTITION)]
+            self._for_a_while(self._faults.choice((ways, ways[:1], ways[1:])), 100, 5_000)
+
+        self._on_replica(cut)
+
+    def _cut_host(self) -> None:
+        """A group's host is cut off from everybody, its process groups' traffic included; inside it all is well."""
+
+        def cut(replica: Replica) -> None:
+            host = f"{replica.replica_id}/*"
+            ways = [Rule(host, "*", Fate.PARTITION), Rule("*", host, Fate.PARTITION)]
+            chosen = self._faults.choice((ways, ways[:1], ways[1:]))
+            self._for_a_while([*chosen, Rule(host, host, Fate.PASS)], 100, 6_000)
+
+        self._on_replica(cut)
+
+    def _cut_in_two(self) -> None:
+        """Some groups can't reach the others, both ways or one way; the lighthouse reaches all."""
+        living = [replica.replica_id for replica in self.cluster.replicas.values() if replica.alive]
+        self._faults.shuffle(living)
+        half = self._faults.randint(1, max(1, len(living) - 1))
+        pairs = [(f"{one}/*", f"{other}/*") for one in living[:half] for other in living[half:]]
+        rules = [Rule(one, other, Fate.PARTITION) for one, other in pairs]
+        if self._faults.random() < 0.5:
+            rules += [Rule(other, one, Fate.PARTITION) for one, other in pairs]
+        self._for_a_while(rules, 100, 6_000)
+
+    def _duplicate_calls(self) -> None:
+        """Calls and answers between ranks and manager servers come twice."""
+        self._on_calls(Fate.DUPLICATE, self._faults.choice((5, 300)))
+
+    def _reorder_calls(self) -> None:
+        """Calls and answers between ranks and manager servers overtake one another."""
+        self._on_calls(Fate.REORDER, self._faults.choice((20, 300)))
+        self._give_up()  # what takes a request back may come before it
+
+    def _on_calls(self, fate: Fate, high_ms: int) -> None:
+        rules = [Rule("*/?", "*/manager*", fate, 1, high_ms), Rule("*/manager*", "*/?", fate, 1, high_ms)]
+        self._for_a_while(rules, 300, 3_000)
+
+    def _stop_ranks(self) -> None:
+        """All ranks of a group are stopped, and its manager server runs."""
+        self._on_replica(lambda replica: self._stop(list(replica.trainers), 100, 5_000))
+
     def _restart_lighthouse(self) -> None:
         self.cluster.restart_lighthouse(self._faults.choice((0, 50, 500, 3_000)))
 
@@ -467,6 +534,15 @@ FAULTS: tuple[Callable[[Simulation], None], ...] = (
     Simulation._break_rank_stream,
     Simulation._swallow_answers,
     Simulation._swallow_answers,
+    Simulation._delay_notices,
+    Simulation._flap,
+    Simulation._cut_rank,
+    Simulation._cut_host,
+    Simulation._cut_host,
+    Simulation._cut_in_two,
+    Simulation._duplicate_calls,
+    Simulation._reorder_calls,
+    Simulation._stop_ranks,
     Simulation._restart_lighthouse,
     Simulation._restart_lighthouse,
     Simulation._give_up,

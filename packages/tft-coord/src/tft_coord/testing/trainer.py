@@ -14,6 +14,7 @@ import hashlib
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import combinations
 from typing import Any, Protocol
 
 from tft_coord.core.lineage import fold_lineage, initial_lineage
@@ -83,16 +84,20 @@ class Snapshot:
 class _Reduction:
     given: dict[str, Contribution] = field(default_factory=dict)
     waiting: dict[str, Waiter] = field(default_factory=dict)
+    complete: bool = False
 
 
 class Group:
     """The meeting of the ranks that were configured with one (key, group rank).
+
+    Its traffic is of the network: across a cut nothing is reduced, and nobody hears that another has left.
 
     Args:
         key, group_rank: what names it.
         members: replica ids that belong to it.
         clock, invariants: of the simulation.
         spread_ms: gives the time after which a member learns that a reduction is complete.
+        is_cut: whether nothing comes through between two of the members.
     """
 
     def __init__(
@@ -103,28 +108,28 @@ class Group:
         clock: VirtualClock,
         invariants: Invariants,
         spread_ms: Callable[[], int],
+        is_cut: Callable[[str, str], bool],
     ) -> None:
         self.key = key
-        self.broken = False
         self._group_rank = group_rank
         self._members = members
         self._clock = clock
         self._invariants = invariants
         self._spread_ms = spread_ms
+        self._is_cut = is_cut
         self._joined: dict[str, Waiter] = {}
+        self._met = False
         self._left: set[str] = set()
         self._reductions: dict[int, _Reduction] = {}
 
     def join(self, replica_id: str) -> Waiter:
         """Configure: resolves to True when all members are here."""
         waiter = Waiter()
-        if self.broken or replica_id in self._left:
+        if self._met or replica_id in self._left:
             waiter.resolve(False)
             return waiter
         self._joined[replica_id] = waiter
-        if len(self._joined) == len(self._members):
-            for each in list(self._joined.values()):
-                each.resolve(True)
+        self.look()
         return waiter
 
     def abort(self, replica_id: str) -> None:
@@ -137,11 +142,8 @@ class Group:
     def leave(self, replica_id: str) -> None:
         """Abort, shut down or die: who has met here can't go on without that member."""
         self._left.add(replica_id)
-        if len(self._joined) == len(self._members):
-            self.broken = True
-            for reduction in self._reductions.values():
-                for waiter in reduction.waiting.values():
-                    waiter.resolve(None)
+        if self._met:
+            self.look()
         else:
             self._joined.pop(replica_id, None)
 
@@ -152,19 +154,45 @@ class Group:
         have not learned it yet. So one member may commit what another has lost.
         """
         waiter = Waiter()
-        if self.broken:
-            waiter.resolve(None)
-            return waiter
         reduction = self._reductions.setdefault(number, _Reduction())
-        reduction.given[contribution.replica_id] = contribution
         reduction.waiting[contribution.replica_id] = waiter
-        if len(reduction.given) == len(self._members):
-            self._invariants.reduced(self.key, self._group_rank, reduction.given)
-            gradients = tuple(sorted(each.gradient for each in reduction.given.values() if each.gradient is not None))
-            result = Reduced(self.key, self._group_rank, number, gradients)
-            for each in reduction.waiting.values():
-                self._clock.after(self._spread_ms(), partial(each.resolve, result))
+        if self._misses(contribution.replica_id):
+            waiter.resolve(None)
+        else:
+            reduction.given[contribution.replica_id] = contribution
+            self.look()
         return waiter
+
+    def look(self) -> None:
+        """Somebody came, left, or can be reached again: what does that end?"""
+        if not self._met and len(self._joined) == len(self._members) and not self._is_torn_apart():
+            self._met = True
+            for waiter in list(self._joined.values()):
+                waiter.resolve(True)
+        for number, reduction in list(self._reductions.items()):
+            for replica_id, waiter in list(reduction.waiting.items()):
+                if not waiter.done and self._misses(replica_id):
+                    waiter.resolve(None)
+            if reduction.complete:
+                if all(waiter.done for waiter in reduction.waiting.values()):
+                    self._reductions.pop(number, None)  # whoever heard of it may have looked in between
+            elif len(reduction.given) == len(self._members) and not self._is_torn_apart():
+                self._complete(number, reduction)
+
+    def _complete(self, number: int, reduction: _Reduction) -> None:
+        reduction.complete = True
+        self._invariants.reduced(self.key, self._group_rank, reduction.given)
+        gradients = tuple(sorted(each.gradient for each in reduction.given.values() if each.gradient is not None))
+        result = Reduced(self.key, self._group_rank, number, gradients)
+        for waiter in reduction.waiting.values():
+            self._clock.after(self._spread_ms(), partial(waiter.resolve, result))
+
+    def _misses(self, replica_id: str) -> bool:
+        """Whether that member sees that another one has left."""
+        return any(gone == replica_id or not self._is_cut(gone, replica_id) for gone in self._left)
+
+    def _is_torn_apart(self) -> bool:
+        return any(self._is_cut(one, other) for one, other in combinations(self._members, 2))
 
 
 # --- the trainer ----------------------------------------------------------------------------------------------
@@ -266,6 +294,7 @@ class Trainer(Process):
         self.held: QuorumKey | None = None
         self.plan: Plan | None = None
         self.group: Group | None = None
+        self.group_since_ms = 0
         self.snapshot: Snapshot | None = None
         self.phase = "start"
         # What a script may ask of the next step; random faults use the first.
@@ -336,6 +365,9 @@ class Trainer(Process):
 
     def _is_broken(self, key: QuorumKey) -> bool:
         return any(notice.key == key for notice in self._notices)
+
+    def _is_lost_in(self, key: QuorumKey, replica_id: str) -> bool:
+        return any((notice.key, notice.replica_id) == (key, replica_id) for notice in self._notices)
 
     def _go_on(self, value: Any) -> None:
         assert self._life is not None
@@ -475,6 +507,7 @@ class Trainer(Process):
         self._outside.invariants.joined_group(plan, self.rank)
         group = self._outside.group(plan.key, self.rank, plan.replica_ids)
         self.group = group
+        self.group_since_ms = self.clock.now_ms
         joined = yield self._within(group.join(self.replica_id), self._outside.timeouts.timeout_ms)
         if not joined:
             self._outside.marks.hit("a rendezvous failed")
@@ -537,6 +570,10 @@ class Trainer(Process):
         deadline_ms = self.clock.now_ms + self._outside.timeouts.timeout_ms
         chunks = 0
         while self.clock.now_ms < deadline_ms:
+            if all(self._is_lost_in(plan.key, source.replica_id) for source in plan.sources):
+                self._outside.marks.hit("a transfer lost its last source")
+                self._outside.note(self, "has lost its last source")
+                return None
             served = self._served(plan)
             if served is None:
                 yield self._sleep(POLL_MS)
@@ -551,6 +588,8 @@ class Trainer(Process):
 
     def _served(self, plan: Plan) -> Held | None:
         for source in plan.sources:
+            if self._is_lost_in(plan.key, source.replica_id):
+                continue
             snapshot = self._outside.snapshot_of(self, source.replica_id, self.rank)
             if snapshot is None:
                 continue
