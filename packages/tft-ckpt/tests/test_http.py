@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import http.client
+import re
 import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -109,6 +110,70 @@ def test_bad_requests_get_a_sentence(
     assert body
     if status == 409:
         assert response.headers[KEY_HEADER] == str(KEY)
+
+
+def test_a_state_that_is_refused_is_refused_to_who_waits_and_who_comes_later(
+    source: HTTPTransport[Any], receiver: HTTPTransport[Any]
+) -> None:
+    said: list[str] = []
+
+    def receive() -> None:
+        with pytest.raises(StateUnavailable) as caught:
+            receiver.recv_checkpoint(0, source.metadata(), 1, BOUND)
+        said.append(str(caught.value))
+
+    waiting = threading.Thread(target=receive)
+    waiting.start()
+    source.refuse_checkpoint(1, "its state_dict raised ValueError('no')")
+    waiting.join()
+    receive()
+    assert len(said) == 2
+    assert all("its state_dict raised ValueError('no')" in sentence for sentence in said)
+    source.send_checkpoint([1], 2, {"a": 1}, BOUND)
+    assert receiver.recv_checkpoint(0, source.metadata(), 2, BOUND) == {"a": 1}
+
+
+UNREADABLE = {
+    "random bytes": b"\xff\xfe\x00" * 100,
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0",
+    "a long path": b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+    "a long header": b"GET / HTTP/1.1\r\nhost: x\r\na: " + b"b" * 100_000 + b"\r\n\r\n",
+    "a token in a bad header": b"GET / HTTP/1.1\r\nhost: x\r\nauthorization: Bearer s3cret\0\r\n\r\n",
+    "no host": b"GET / HTTP/1.1\r\n\r\n",
+    "chunks that are none": b"GET /state/x/data HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nZZZ\r\n",
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_what_cannot_be_read_is_answered_and_logged_in_a_sentence(
+    kind: str, source: HTTPTransport[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = urlsplit(source.address())
+    with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=20) as sock:
+        sock.sendall(UNREADABLE[kind])
+        heard = b""
+        while part := sock.recv(65536):
+            heard += part
+    assert b" 400 Bad Request" in heard[:30]
+    logged = [record for record in caplog.records if record.name == "tft_ckpt.http.requests"]
+    assert len(logged) == (kind != "random bytes")  # of a method that is none aiohttp says nothing
+    for record in logged:
+        assert record.levelname == "WARNING"
+        assert record.exc_info is None
+        assert re.fullmatch(r"Error handling request.*: the request can't be read or .*\)", record.getMessage())
+        assert len(record.getMessage()) < 300
+    assert "s3cret" not in caplog.text
+
+
+@pytest.mark.parametrize("words", [b"", b"GET /state", b"GET / HTTP/1.1\r\nhost: x\r\n\r\nGET"])
+def test_a_connection_that_asks_for_nothing_is_sent_off(words: bytes) -> None:
+    with HTTPTransport[Any](timedelta(milliseconds=100), bind="127.0.0.1") as source:
+        parts = urlsplit(source.address())
+        with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=20) as sock:
+            sock.sendall(words)
+            with suppress(ConnectionResetError):
+                sock.recv(65536)  # where there is a whole request, its answer
+                assert sock.recv(65536) == b""
 
 
 def test_only_get_is_answered(source: HTTPTransport[Any]) -> None:

@@ -48,6 +48,13 @@ class CheckpointTransport(ABC, Generic[T]):
             WrongSetting, Closed.
         """
 
+    def refuse_checkpoint(self, step: int, sentence: str, *, key: StateKey | None = None) -> None:
+        """Say in place of `send_checkpoint` that this process can't give the state, and why.
+
+        Those that wait for it are told the sentence, where the transport can tell them; by default it can't, and they
+        wait until their time-out.
+        """
+
     @abstractmethod
     def recv_checkpoint(
         self,

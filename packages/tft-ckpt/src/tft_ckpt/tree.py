@@ -133,7 +133,11 @@ class TreeWriter:
         """
         self._num_nodes += 1
         if self._num_nodes > self._limits.nodes:
-            raise StateUnsupported(f"the state has more than {self._limits.nodes} leaves and containers", path=path)
+            raise StateUnsupported(
+                f"the state has more than {self._limits.nodes} leaves and containers, the first too many at "
+                f"{path[:200]}; hold large data in tensors",
+                path=path,
+            )
         if depth > self._limits.depth:
             raise StateUnsupported(
                 f"{path[:200]} is nested deeper than {self._limits.depth}; is it its own member?", path=path

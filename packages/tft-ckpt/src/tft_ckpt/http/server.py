@@ -112,6 +112,15 @@ class StateServer:
             self._shelf.publish(snapshot)
         self._tell(self._published, snapshot, expected)
 
+    def refuse(self, key: StateKey, sentence: str) -> None:
+        """Put up that sentence in place of a state of that key. Raises: Closed."""
+        with self._lock:
+            self._check_open()
+            overdue = self._shelf.begin(key)
+            self._shelf.fail(sentence)
+        self._tell(self._send_off, overdue)
+        self._tell(self._wake)
+
     def close(self, *, wait: bool) -> None:
         """Close the port and every connection, and end the thread."""
         with self._lock:
