@@ -562,10 +562,12 @@ class Manager:
                 "declared half written by disallow_state_dict_read; call allow_state_dict_read first"
             )
         begun = time.monotonic()
-        state = {
-            "user": {key: take() for key, (_, take) in self._user_state.items()},
-            "tft": self._core.snapshot_state(),
-        }
+        try:
+            state = {"user": self._take(), "tft": self._core.snapshot_state()}
+        except StateUnavailable as error:
+            self._log(logging.ERROR, "can't serve step %d: %s", plan.step, error)
+            self._transport.refuse_checkpoint(plan.step, str(error), key=state_key(plan))
+            return
         try:
             self._transport.send_checkpoint(
                 list(plan.recover_dst_replica_ranks), plan.step, state, self._config.heal_timeout, key=state_key(plan)
@@ -581,6 +583,16 @@ class Manager:
             [plan.replica_ids[rank] for rank in plan.recover_dst_replica_ranks] or "nobody first",
             1_000 * (time.monotonic() - begun),
         )
+
+    def _take(self) -> dict[str, Any]:
+        """The user's state, by key. Raises: StateUnavailable: a function of the user's raised."""
+        taken = {}
+        for key, (_, take) in self._user_state.items():
+            try:
+                taken[key] = take()
+            except Exception as error:
+                raise StateUnavailable(f"the state_dict registered under {key!r} raised {error!r}") from error
+        return taken
 
     def _start_fetch(self, plan: Plan) -> None:
         fetch = Fetch(
