@@ -422,6 +422,26 @@ def test_a_state_that_can_not_travel_costs_the_source_nothing(rigs: Any, caplog:
     assert "can't serve step 0: user['f'] is a function" in caplog.text
 
 
+def test_a_state_dict_that_raises_costs_the_source_nothing_and_the_healer_is_told_why(
+    rigs: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    shelf: dict[Any, Any] = {}
+    source = rigs(plan_of(7, size=2, healing=[1]), checkpoint_transport=MemoryTransport(shelf))
+
+    def take() -> object:
+        raise KeyError("missing")
+
+    source.manager._user_state["default"] = (source.weights.load, take)
+    assert source.step()
+    said = "the state_dict registered under 'default' raised KeyError('missing')"
+    assert f"can't serve step 0: {said}" in caplog.text
+    member = rigs(plan_of(7, rank=1, size=2, healing=[1]), checkpoint_transport=MemoryTransport(shelf))
+    assert not member.step()
+    told = [record.getMessage() for record in caplog.records if "could not fetch step 0" in record.getMessage()]
+    assert told
+    assert all(said in sentence for sentence in told)
+
+
 def test_a_state_that_was_declared_half_written_is_not_served(rigs: Any) -> None:
     rig = rigs(plan_of(7, size=2, healing=[1]), plan_of(8, size=2, healing=[1]))
     rig.manager.disallow_state_dict_read()

@@ -231,6 +231,9 @@ class MemoryTransport(CheckpointTransport[Any]):
         self.sent_to.append(dst_ranks)
         self.shelf[key] = state_dict
 
+    def refuse_checkpoint(self, step: int, sentence: str, *, key: StateKey | None = None) -> None:
+        self.shelf[key] = StateUnavailable(sentence, source=self.metadata(), key=key)
+
     def recv_checkpoint(
         self,
         src_rank: int,
@@ -245,7 +248,10 @@ class MemoryTransport(CheckpointTransport[Any]):
     ) -> Any:
         if key not in self.shelf:
             raise StateUnavailable(f"nobody offers the state {key}", source=metadata, key=key)
-        return self.shelf[key]
+        found = self.shelf[key]
+        if isinstance(found, StateUnavailable):
+            raise found
+        return found
 
     def disallow_checkpoint(self) -> None:
         """Nothing: what is kept is the test's."""
