@@ -322,15 +322,24 @@ def test_a_store_that_was_started_again_on_the_same_port(bench: Bench) -> None:
 # --- a peer in another process -------------------------------------------------------------------------------------
 
 
+STARTS: dict[str, Callable[[ProcessGroup, torch.Tensor, int], dist.Work]] = {
+    "send": lambda group, tensor, peer: group.send([tensor], peer, 0),
+    "recv": lambda group, tensor, peer: group.recv([tensor], peer, 0),
+    "reduce": lambda group, tensor, peer: group.allreduce([tensor]),
+}
+OPPOSITES = {"send": "recv", "recv": "send", "reduce": "reduce"}
+
+
 def _peer(address: str, size: int, parent: Connection) -> None:
     """Rank 1 of 2: configure, say so, and reduce when told to."""
     torch.set_num_threads(1)
     group = ProcessGroupGloo()
     group.configure(address, 1, 2)
     parent.send("configured")
-    if parent.recv() == "reduce":
-        group.allreduce([torch.ones(size)]).wait()
-        parent.send("reduced")
+    order = parent.recv()
+    if order in STARTS:
+        STARTS[order](group, torch.ones(size), 0).wait()
+        parent.send("ended")
         parent.poll(None)
 
 
@@ -371,6 +380,43 @@ def test_an_abort_while_the_peer_is_stopped(bench: Bench, start_peer: Callable[.
     assert time.perf_counter() - begun_s < 10  # the time-out is an hour
     bench.configure([group])
     assert reduce(group).tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("what", "through_future"), [("send", False), ("recv", False), ("reduce", False), ("reduce", True)]
+)
+def test_a_peer_that_is_killed_in_the_middle_of_a_message(
+    what: str,
+    through_future: bool,
+    bench: Bench,
+    start_peer: Callable[..., tuple[ProcessGroup, multiprocessing.Process, Connection]],
+) -> None:
+    """Gloo forgets who waits for half a message when its connection ends, and would wait until the time-out."""
+    size = 1 << 24
+    group, child, ours = start_peer(size)
+    group.set_timeout(timedelta(seconds=20))
+    tensor = torch.ones(size)
+    ours.send(OPPOSITES[what])
+    work = STARTS[what](group, tensor, 1)
+    known = sockets.traffic(group._live._sever.__self__._inodes)  # type: ignore[attr-defined]
+    deadline_s = time.monotonic() + 20
+    while not any(
+        passed.acknowledged + passed.received > sum(known[inode]) + (1 << 20)
+        for inode, passed in sockets.traffic(known).items()
+    ):
+        assert time.monotonic() < deadline_s
+    child.kill()
+    begun_s = time.perf_counter()
+    # A future's error is the backend's own, if it has one.
+    with pytest.raises(RuntimeError if through_future else PeerFailed):
+        (work.get_future().wait if through_future else work.wait)()
+    took_s = time.perf_counter() - begun_s
+    assert took_s < 5, took_s
+    assert isinstance(group.errored(), PeerFailed)
+    tensor.fill_(-7.0)
+    bench.configure([group])
+    assert reduce(group).tolist() == [1.0] * 3
+    assert bool((tensor == -7.0).all())
 
 
 def test_a_process_that_receives_more_than_it_expects_is_ended_by_torch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Mapping
 from datetime import timedelta
@@ -155,10 +156,18 @@ def test_a_dummy_work_is_done() -> None:
 class Converter:
     def __init__(self) -> None:
         self.told: list[str] = []
+        self.futures_of: list[GuardedWork] = []
+        self.over = False
 
     def convert(self, operation: str, error: Exception) -> Exception:
         self.told.append(f"{operation}: {error}")
         return PeerFailed("in other words")
+
+    def forgotten(self, operation: str) -> Exception | None:
+        return PeerFailed(f"{operation} was forgotten") if self.over else None
+
+    def handed_out_future(self, work: GuardedWork) -> None:
+        self.futures_of.append(work)
 
 
 def pending() -> PendingWork:
@@ -220,6 +229,49 @@ def test_a_guarded_work_tells_of_an_error_in_its_future() -> None:
         future.wait()
     assert len(converter.told) == 1
     assert converter.told[0].startswith("broadcast:")
+
+
+class Forgotten(dist.Work):
+    """Never ends: what Gloo makes of an operation whose connection ended in the middle of a message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limits_s: list[float] = []
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.limits_s.append(timeout.total_seconds() if timeout else math.inf)
+        raise RuntimeError("Operation timed out!")
+
+    def get_future(self) -> torch.futures.Future[object]:
+        return torch.futures.Future()
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_a_guarded_work_is_left_when_its_group_says_that_it_never_ends() -> None:
+    converter, inner = Converter(), Forgotten()
+    converter.over = True
+    work = GuardedWork(inner, converter, "allreduce")
+    future = work.get_future()
+    assert converter.futures_of == [work]
+    with pytest.raises(PeerFailed, match="allreduce was forgotten"):
+        work.wait()
+    assert max(inner.limits_s) < 1
+    assert converter.told == []  # the backend said nothing
+    work.give_up()
+    work.give_up()
+    with pytest.raises(RuntimeError, match="allreduce was forgotten"):
+        future.wait()
+    assert work.is_completed()
+
+
+def test_a_guarded_work_waits_no_longer_than_it_is_told() -> None:
+    converter, inner = Converter(), Forgotten()
+    with pytest.raises(PeerFailed, match="in other words"):
+        GuardedWork(inner, converter, "allreduce").wait(timedelta(milliseconds=1))
+    assert converter.told[0] == "allreduce: Operation timed out!"
+    assert max(inner.limits_s) <= 0.001
 
 
 # --- errors ---

@@ -12,20 +12,36 @@ Linux: it reads /proc.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import socket
 import stat
 import struct
 import sys
+import termios
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["Endpoint", "Held", "connected", "connecting", "hold", "let_go", "shut_down", "supported"]
+__all__ = [
+    "Endpoint",
+    "Held",
+    "Traffic",
+    "connected",
+    "connecting",
+    "hold",
+    "let_go",
+    "shut_down",
+    "supported",
+    "traffic",
+]
 
 _DESCRIPTORS = "/proc/self/fd"
 _SYN_SENT = "02"
 _SOCKADDR_BYTES = 128
+# Of Linux's struct tcp_info: two 64-bit counters side by side, bytes acknowledged and bytes received.
+_TCP_INFO_BYTES = 256
+_TCP_COUNTERS = struct.Struct("=120xQQ")
 
 
 class Endpoint(NamedTuple):
@@ -133,6 +149,13 @@ def _table_endpoint(field: str) -> Endpoint:
     return Endpoint.of((socket.inet_ntop(family, packed), int(port, 16)))
 
 
+class Traffic(NamedTuple):
+    """What has passed over a TCP connection in its life, in bytes; zeros where the kernel does not tell."""
+
+    acknowledged: int
+    received: int
+
+
 class Held(NamedTuple):
     """A duplicate of our own of a socket of this process.
 
@@ -149,6 +172,28 @@ class Held(NamedTuple):
     def is_owned(self) -> bool:
         """Whether its owner still has it open."""
         return _inode(self.descriptor) == self.inode
+
+    def queued_bytes(self) -> int:
+        """What the kernel holds for either end: sent and not acknowledged, or received and not read."""
+        queued = 0
+        for request in (termios.TIOCOUTQ, termios.FIONREAD):
+            try:
+                answer = fcntl.ioctl(self.duplicate, request, b"\0" * 4)
+            except OSError:  # no connection any more
+                continue
+            queued += int.from_bytes(answer, sys.byteorder)
+        return queued
+
+    def traffic(self) -> Traffic:
+        """What has passed over it so far."""
+        information = ctypes.create_string_buffer(_TCP_INFO_BYTES)
+        length = ctypes.c_uint32(_TCP_INFO_BYTES)
+        _libc.getsockopt(self.duplicate, socket.IPPROTO_TCP, socket.TCP_INFO, information, ctypes.byref(length))
+        return Traffic(*_TCP_COUNTERS.unpack_from(information))
+
+    def stop_reading(self) -> None:
+        """Have its owner read the end of it, once what has come is read; the other end is not told."""
+        _libc.shutdown(self.duplicate, socket.SHUT_RD)
 
     def shut_down(self) -> bool:
         """Shut it down in both directions, for its owner too; False if it had ended by itself."""
@@ -187,6 +232,16 @@ def let_go(holds: Collection[Held]) -> None:
 def _let_go(held: Held) -> None:
     _ours.discard(held.duplicate)
     os.close(held.duplicate)
+
+
+def traffic(inodes: Collection[int]) -> dict[int, Traffic]:
+    """The traffic of those of these TCP sockets that are still open in this process."""
+    found = {}
+    with _lock:
+        for held in list(_hold(inodes)):
+            found[held.inode] = held.traffic()
+            _let_go(held)
+    return found
 
 
 def shut_down(inodes: Collection[int]) -> int:

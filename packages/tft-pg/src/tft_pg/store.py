@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import random
 import select
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +30,11 @@ __all__ = ["StoreAddress", "StoreClient", "create_store_client", "format_store_a
 
 _RETRY_S = 0.05
 _TRY_S = 1.0
-_IDENTIFY_TRIES = 3
+# A key of some random length in this range is told apart from whatever others ask of their stores meanwhile.
+_MARK_BYTES = (4096, 16384)
+_MARK_SLACK_BYTES = 64
+# A store that lives has answered a new client by then.
+_SILENT_S = 0.1
 
 _Place = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
 
@@ -139,8 +145,10 @@ class StoreClient:
         self.port = port
         self._store: Store | None = None
         self._remote: frozenset[Endpoint] = frozenset()
+        self._lock = threading.Lock()
         self._before: frozenset[int] = frozenset()
         self._own: frozenset[int] = frozenset()
+        self._silent_since_s: dict[int, float] = {}
 
     def connect(self, timeout: timedelta, *, keep_trying: Callable[[], None]) -> None:
         """Connect; blocks until the store has answered.
@@ -152,16 +160,40 @@ class StoreClient:
         """
         deadline_s = time.monotonic() + timeout.total_seconds()
         places = self._look_up()
-        # Which connection is ours is decided by exclusion: it is the one that was not there before. If another
-        # thread connects to the same store meanwhile there are two, and another try will tell.
-        for _ in range(_IDENTIFY_TRIES):
-            self._before = sockets.connected(remote=self._remote)
+        while True:
+            with self._lock:
+                self._before = sockets.connected(remote=self._remote)
+                self._silent_since_s = {}
             self._store = store = self._open(places, deadline_s, keep_trying)
-            fresh = sockets.connected(remote=self._remote) - self._before
-            if len(fresh) == 1:
-                self._own = fresh
+            own = self._identify(store)
+            with self._lock:
+                self._own = own
+            if own:
                 break
+            keep_trying()
+            if time.monotonic() > deadline_s:
+                raise self._unreachable("its connection could not be told from others to the same store")
         store.set_timeout(timeout)
+
+    def _identify(self, store: Store) -> frozenset[int]:
+        """Which connection is the one of this store; none if that can't be told.
+
+        It is one that was not there before. Where others connect to the same store meanwhile, a question of a length
+        that nobody else asks shows on which connection it went.
+        """
+        fresh = sockets.connected(remote=self._remote) - self._before
+        if len(fresh) == 1:
+            return fresh
+        mark_bytes = random.randint(*_MARK_BYTES)
+        before = sockets.traffic(fresh)
+        try:
+            store.check(["x" * mark_bytes])
+        except RuntimeError:
+            return frozenset()
+        after = sockets.traffic(before)
+        grown = {inode: after[inode].acknowledged - before[inode].acknowledged for inode in after}
+        own = frozenset(inode for inode, grew in grown.items() if 0 <= grew - mark_bytes <= _MARK_SLACK_BYTES)
+        return own if len(own) == 1 else frozenset()
 
     def _open(self, places: Sequence[_Place], deadline_s: float, keep_trying: Callable[[], None]) -> Store:
         """A client of torch's, which is noisy and deaf while nothing listens: then we wait for that ourselves.
@@ -200,12 +232,21 @@ class StoreClient:
         return PrefixStore(prefix, self._store) if prefix else self._store
 
     def sever(self) -> None:
-        """End whatever waits on this connection, in any thread; the client is of no use after it."""
-        own = self._own
-        if not own:
-            fresh = sockets.connected(remote=self._remote) - self._before
-            own = fresh if len(fresh) == 1 else frozenset()
-        sockets.shut_down(own)
+        """End whatever waits on this connection, in any thread; the client is of no use after it.
+
+        To be repeated while something waits. While torch is still connecting, nobody knows which connection is its
+        own; then those to this store end that came since, and on which the store has been silent for longer than one
+        that lives is.
+        """
+        with self._lock:
+            sockets.shut_down(self._own or self._silent())
+
+    def _silent(self) -> frozenset[int]:
+        now_s = time.monotonic()
+        fresh = sockets.connected(remote=self._remote) - self._before
+        silent = {inode for inode, passed in sockets.traffic(fresh).items() if not passed.received}
+        self._silent_since_s = {inode: self._silent_since_s.get(inode, now_s) for inode in silent}
+        return frozenset(inode for inode, since_s in self._silent_since_s.items() if now_s - since_s > _SILENT_S)
 
     def _unreachable(self, why: str) -> StoreUnreachable:
         return StoreUnreachable(

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol, final
+from typing import Any, NoReturn, Protocol, final
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from tft_pg.errors import ProcessGroupError
 __all__ = ["ConvertsErrors", "DummyWork", "GuardedWork", "PendingWork"]
 
 _Future = torch.futures.Future[Any]
+
+_LOOK_S = 0.1
 
 
 @final
@@ -61,6 +64,14 @@ class ConvertsErrors(Protocol):
         """Note what an error says about the group, and give the error to raise for it."""
         ...
 
+    def forgotten(self, operation: str) -> Exception | None:
+        """The error of an operation that has not ended and never will; None as long as it may."""
+        ...
+
+    def handed_out_future(self, work: GuardedWork) -> None:
+        """Somebody waits for this work through its future: call its `give_up` if it never ends."""
+        ...
+
 
 @final
 class GuardedWork(dist.Work):
@@ -77,6 +88,12 @@ class GuardedWork(dist.Work):
         self._work = work
         self._converter = converter
         self._operation = operation
+        self._lock = threading.Lock()
+        self._settled = False
+        self._value: object = None
+        self._error: Exception | None = None
+        self._trigger: _Future = torch.futures.Future()
+        self._future: _Future | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the operation has ended.
@@ -85,30 +102,66 @@ class GuardedWork(dist.Work):
             timeout: how long at most; None or zero: as long as the operation's own time-out allows.
         Raises: ProcessGroupError: the operation failed; the backend's error is attached as its cause.
         """
-        try:
-            return self._work.wait(timeout) if timeout else self._work.wait()
-        except ProcessGroupError:
-            raise
-        except RuntimeError as error:
-            converted = self._converter.convert(self._operation, error)
-            if self._work.is_completed():
-                # A backend's Work keeps connections and threads; an error that somebody keeps must not.
-                self._work = _FailedWork(converted)
-            raise converted from error
+        deadline_s = time.monotonic() + timeout.total_seconds() if timeout else None
+        while True:
+            try:
+                return self._work.wait(_share(deadline_s))
+            except ProcessGroupError:
+                raise
+            except RuntimeError as error:
+                if self._work.is_completed() or (deadline_s is not None and time.monotonic() >= deadline_s):
+                    self._fail(error)
+            forgotten = self._converter.forgotten(self._operation)
+            if forgotten is not None and not self._work.is_completed():
+                self._abandon(forgotten)
+                raise forgotten
+
+    def _fail(self, error: RuntimeError) -> NoReturn:
+        converted = self._converter.convert(self._operation, error)
+        if self._work.is_completed():
+            # A backend's Work keeps connections and threads; an error that somebody keeps must not.
+            self._work = _FailedWork(converted)
+        raise converted from error
 
     def get_future(self) -> _Future:
-        """The backend's own future. Its error stays the backend's; the group is told of it when it comes."""
-        future: _Future = self._work.get_future()
-        future.add_done_callback(self._tell)
-        return future
+        """A future with the backend's result or error; the group is told of an error when it comes."""
+        if self._future is None:
+            self._future = self._trigger.then(self._outcome)
+            self._work.get_future().add_done_callback(self._settle)
+            self._converter.handed_out_future(self)
+        return self._future
 
-    def _tell(self, future: _Future) -> None:
+    def _settle(self, future: _Future) -> None:
         try:
-            future.value()
-        except ProcessGroupError:
-            return
-        except RuntimeError as error:
-            self._converter.convert(self._operation, error)
+            self._value = future.value()
+        except Exception as error:
+            if isinstance(error, RuntimeError) and not isinstance(error, ProcessGroupError):
+                self._converter.convert(self._operation, error)
+            self._error = error
+        self._set_off()
+
+    def give_up(self) -> None:
+        """Fail its future, because the backend has forgotten the operation."""
+        forgotten = self._converter.forgotten(self._operation)
+        if forgotten is not None and not self._work.is_completed():
+            self._abandon(forgotten)
+
+    def _abandon(self, error: Exception) -> None:
+        self._work = _FailedWork(error)
+        self._error = error
+        self._set_off()
+
+    def _set_off(self) -> None:
+        with self._lock:
+            if self._settled:
+                return
+            self._settled = True
+        self._trigger.set_result(None)
+
+    def _outcome(self, _: _Future) -> object:
+        if self._error is not None:
+            raise self._error
+        return self._value
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
@@ -124,6 +177,63 @@ class GuardedWork(dist.Work):
 
     def block_current_stream(self) -> None:
         self._work.block_current_stream()
+
+
+def _share(deadline_s: float | None) -> timedelta:
+    """How long to wait before the next look at whether there is anything to wait for."""
+    share_s = _LOOK_S if deadline_s is None else min(_LOOK_S, deadline_s - time.monotonic())
+    return timedelta(seconds=max(share_s, 0.001))
+
+
+@final
+class WaitedElsewhere(dist.Work):
+    """A Work whose `wait` can't be left once begun, waited for by a thread of its own, which `wait` then waits for.
+
+    Args:
+        work: torch's for a send or a receive: a time-out given to its `wait` ends the group.
+    """
+
+    def __init__(self, work: dist.Work) -> None:
+        super().__init__()
+        self._work = work
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._done = threading.Event()
+        self._error: Exception | None = None
+
+    def _wait(self) -> None:
+        try:
+            self._work.wait()
+        except Exception as error:
+            self._error = error
+        self._done.set()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._wait, name="tft-pg-wait", daemon=True)
+                self._thread.start()
+        if not self._done.wait(timeout.total_seconds() if timeout else None):
+            assert timeout is not None
+            raise RuntimeError(f"Timed out waiting {timeout.total_seconds():g} s for a send or a receive to complete")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def get_future(self) -> _Future:
+        return self._work.get_future()
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._work.result()
+
+    def source_rank(self) -> int:
+        return self._work.source_rank()
+
+    def synchronize(self) -> None:
+        self._work.synchronize()
 
 
 @final

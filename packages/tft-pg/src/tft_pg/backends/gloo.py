@@ -6,6 +6,11 @@ listening socket, so the group's connections are exactly those with such an addr
 reads along. A rank that waits for a peer to connect to it has no connection yet; to end that wait, we connect in
 the peer's place and hang up.
 
+One thing Gloo forgets when a connection ends: who waits for the rest of a message of which a part has passed (pair.cc
+signals operations that have not begun, and none that has). So an abort lets what is under way pass first, for some
+milliseconds; and where a peer died in the middle of a message, nobody waits for the operation any longer than it
+takes to be sure that it will not end, though its thread in torch stays until the operation's own time-out.
+
 The law of this file: how a Gloo group is built, severed, and what its errors mean. The life cycle is in `native`.
 """
 
@@ -15,8 +20,9 @@ import os
 import socket
 import struct
 import threading
+import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, final
@@ -38,7 +44,9 @@ from tft_pg.errors import (
     PeerFailed,
     Unsupported,
 )
+from tft_pg.ops import Collective
 from tft_pg.sockets import Endpoint
+from tft_pg.work import WaitedElsewhere
 
 __all__ = ["ProcessGroupGloo"]
 
@@ -48,6 +56,11 @@ _Gloo: Any = dist.ProcessGroupGloo
 # Gloo's own time-out while it builds: never first, because it leaves a dangling callback behind.
 _NEVER_FIRST = timedelta(minutes=10)
 _POKE_S = 0.2
+# After this long without connections an operation has failed, if Gloo has not forgotten it.
+_STRAGGLE_S = 0.2
+_POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
+_THREADS = "/proc/self/task"
+_REDUCER_THREAD = "(pt_gloo_runloop) "
 
 
 @final
@@ -112,15 +125,19 @@ class ProcessGroupGloo(NativeProcessGroup):
         torch_group = dist.ProcessGroup(store, where.rank, where.world_size)
         torch_group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
         torch_group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        mesh.watch()
-        return LiveGroup(
+        live = LiveGroup(
             torch_group,
             set_timeout=backend.set_timeout,
             sever=mesh.end,
             settle=mesh.settle,
+            is_over=mesh.is_over,
+            adapt=_adapt,
             classify=_classify,
             where=where,
         )
+        give_up = weakref.WeakMethod(live.give_up)  # a group that nobody holds any more has no thread that does
+        mesh.watch(lambda: (give_up() or _nothing)())
+        return live
 
     def _discard(self) -> None:
         # After a failure a listener may hold connections for a group that never was.
@@ -140,6 +157,27 @@ class ProcessGroupGloo(NativeProcessGroup):
         if hostname:
             return (_Gloo.create_device(hostname=hostname, lazy_init=False),)
         return (_Gloo.create_default_device(lazy_init=False),)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _adapt(collective: Collective, work: dist.Work) -> dist.Work:
+    return WaitedElsewhere(work) if collective.name in _POINT_TO_POINT else work
+
+
+def _reducing() -> bool:
+    """Whether any of torch's threads that run Gloo's operations computes at this moment."""
+    for thread in os.listdir(_THREADS):
+        try:
+            with open(f"{_THREADS}/{thread}/stat", encoding="ascii", errors="replace") as stat:
+                _, is_reducer, rest = stat.read().partition(_REDUCER_THREAD)
+        except OSError:  # it has ended
+            continue
+        if is_reducer and not rest.startswith("S"):
+            return True
+    return False
 
 
 def _as_loopback(host: str) -> str | None:
@@ -215,16 +253,21 @@ class _Mesh:
                 "a peer is gone, ask for a new quorum"
             )
 
-    def watch(self) -> None:
+    def watch(self, on_severed: Callable[[], None]) -> None:
         """From now on the end of one connection is the end of all."""
         if self._inodes:
-            self._watch = Watch(self._inodes)
+            self._watch = Watch(self._inodes, on_severed)
             weakref.finalize(self, self._watch.end)  # a group that nobody shut down leaves no thread either
 
     def end(self) -> None:
         """End every operation of the built group, here and at the peers."""
         if self._watch is not None:
             self._watch.end()
+
+    def is_over(self) -> bool:
+        """Whether what has not ended by now never will: severed a while ago, and no thread of Gloo's is at work."""
+        severed_s = None if self._watch is None else self._watch.severed_s
+        return severed_s is not None and time.monotonic() - severed_s > _STRAGGLE_S and not _reducing()
 
     def settle(self) -> None:
         if self._watch is not None:

@@ -7,7 +7,10 @@ The law of this file: no building; whoever built it says how to end it.
 
 from __future__ import annotations
 
+import copy
 import threading
+import time
+import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import final
@@ -29,6 +32,8 @@ from tft_pg.work import GuardedWork
 
 __all__ = ["LiveGroup"]
 
+_LOOK_S = 0.02
+
 _Fault = type[PeerFailed] | type[DeadlinePassed] | type[OperationRefused]
 
 _SENTENCES: Mapping[_Fault, str] = {
@@ -47,6 +52,8 @@ class LiveGroup:
         set_timeout: sets its time-out.
         sever: ends whatever waits in it; called once, from any thread, and returns at once.
         settle: called last of all, when the torch group is gone; may wait for what `sever` has ended.
+        is_over: whether an operation that has not ended by now never will.
+        adapt: makes of the backend's Work one whose `wait` may be given a time-out at no cost.
         classify: which fault an error of its operations is.
         where: its place, for messages.
     """
@@ -58,6 +65,8 @@ class LiveGroup:
         set_timeout: Callable[[timedelta], None],
         sever: Callable[[], None],
         settle: Callable[[], None],
+        is_over: Callable[[], bool],
+        adapt: Callable[[Collective, dist.Work], dist.Work],
         classify: Callable[[Exception], _Fault],
         where: Where,
     ) -> None:
@@ -66,6 +75,9 @@ class LiveGroup:
         self._set_timeout: Callable[[timedelta], None] | None = set_timeout
         self._sever = sever
         self._settle = settle
+        self._adapt = adapt
+        self._is_over = is_over
+        self._unfinished: weakref.WeakSet[GuardedWork] = weakref.WeakSet()
         self._classify = classify
         self._lock = threading.Lock()
         self._ended: ProcessGroupError | None = None
@@ -82,11 +94,8 @@ class LiveGroup:
             raise self._because_ended(collective.name)
         # The group stays out of this frame's variables: an error that somebody keeps would keep its threads too.
         try:
-            return GuardedWork(
-                forward(self._torch_group, collective, args, kwargs),  # type: ignore[arg-type]
-                self,
-                collective.name,
-            )
+            work = forward(self._torch_group, collective, args, kwargs)  # type: ignore[arg-type]
+            return GuardedWork(self._adapt(collective, work), self, collective.name)
         except RuntimeError as error:
             raise self.convert(collective.name, error) from error
 
@@ -102,6 +111,38 @@ class LiveGroup:
                 if self._failed is None:
                     self._failed = fault(str(converted), where=self.where)
         return converted
+
+    def forgotten(self, operation: str) -> ProcessGroupError | None:
+        """The error of an operation that the backend has forgotten when its connections ended; None if it may end."""
+        if not self._is_over():
+            return None
+        if self._ended is not None:
+            return self._because_ended(operation)
+        with self._lock:
+            if self._failed is None:
+                self._failed = PeerFailed(
+                    f"{operation} failed ({self.where}): {_SENTENCES[PeerFailed]} (in the middle of a message)",
+                    where=self.where,
+                )
+            return copy.copy(self._failed)
+
+    def handed_out_future(self, work: GuardedWork) -> None:
+        """Have this work's future fail if the backend forgets it."""
+        with self._lock:
+            self._unfinished.add(work)
+
+    def give_up(self) -> None:
+        """Fail the futures of what the backend has forgotten; to be called once, when the connections have ended."""
+        while True:
+            with self._lock:
+                unfinished = [work for work in self._unfinished if not work.is_completed()]
+            if not unfinished:
+                return
+            if self._is_over():
+                break
+            time.sleep(_LOOK_S)
+        for work in unfinished:
+            work.give_up()
 
     def set_timeout(self, timeout: timedelta) -> None:
         setter = self._set_timeout
@@ -120,11 +161,17 @@ class LiveGroup:
         """Let go of the torch group; blocks until its last operation has ended and its threads are gone.
 
         Only after `end`, which makes that a matter of milliseconds, and never from a callback of one of its
-        operations, which runs on such a thread.
+        operations, which runs on such a thread. An operation that the backend has forgotten (a peer that was killed
+        in the middle of a message) keeps the torch group's threads until its own time-out; nobody waits for that.
         """
         assert self._ended is not None
         self._set_timeout = None
-        self._torch_group = None
+        with self._lock:
+            groups, self._torch_group = [self._torch_group], None
+        destroying = threading.Thread(target=groups.clear, name="tft-pg-release", daemon=True)
+        destroying.start()
+        while destroying.is_alive() and not self._is_over():
+            destroying.join(_LOOK_S)
         self._settle()
 
     def _because_ended(self, operation: str) -> ProcessGroupError:

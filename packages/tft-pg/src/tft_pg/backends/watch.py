@@ -17,7 +17,8 @@ from __future__ import annotations
 import os
 import select
 import threading
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from typing import final
 
 from tft_pg import sockets
@@ -27,6 +28,8 @@ __all__ = ["Watch"]
 # A peer that has finished may leave at once; what the others still exchange among themselves must come to its end.
 _GRACE_S = 0.05
 _LOOK_S = 0.25
+_MOMENT_S = 0.001
+_QUIET_LOOKS = 3
 
 
 @final
@@ -35,16 +38,24 @@ class Watch:
 
     Args:
         inodes: the connections.
+        on_severed: called once, in the watch's thread, when they have been shut down; may take its time.
     """
 
-    def __init__(self, inodes: Collection[int]) -> None:
+    def __init__(self, inodes: Collection[int], on_severed: Callable[[], None]) -> None:
         self._held = sockets.hold(inodes)
         self._all_there = len(self._held) == len(inodes)
         self._lock = threading.Lock()
+        self._on_severed = on_severed
+        self._severed_s: float | None = None
         self._stopped = False
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="tft-pg-watch", daemon=True)
         self._thread.start()
+
+    @property
+    def severed_s(self) -> float | None:
+        """When the connections were shut down, on the monotonic clock; None if they were not yet."""
+        return self._severed_s
 
     def end(self) -> None:
         """End every connection, here and at the peers, and the watch; returns at once. Any thread."""
@@ -52,16 +63,11 @@ class Watch:
             if self._stopped:
                 return
             self._stopped = True
-            self._shut_down()
             os.close(self._wake_write)
 
     def join(self) -> None:
         """Wait until the watch has let go of everything, after `end`."""
         self._thread.join()
-
-    def _shut_down(self) -> None:
-        for held in self._held:
-            held.shut_down()
 
     def _run(self) -> None:
         poll = select.poll()
@@ -73,11 +79,34 @@ class Watch:
         while self._all_there and all(held.is_owned() for held in self._held):
             if poll.poll(_LOOK_S * 1000):
                 break
-        if not wake.poll(_GRACE_S * 1000):
-            with self._lock:
-                if not self._stopped:
-                    self._shut_down()
+        wake.poll(_GRACE_S * 1000)
+        self._let_messages_pass()
+        self._sever()
+        self._severed_s = time.monotonic()
+        self._on_severed()
         wake.poll()
         with self._lock:
             sockets.let_go(self._held)
             os.close(self._wake_read)
+
+    def _sever(self) -> None:
+        """First no more is read, so that Gloo lets go by itself: it forgets who sends before it has read the end."""
+        for held in self._held:
+            held.stop_reading()
+        deadline_s = time.monotonic() + _GRACE_S
+        while any(held.is_owned() for held in self._held) and time.monotonic() < deadline_s:
+            time.sleep(_MOMENT_S)
+        for held in self._held:
+            held.shut_down()
+
+    def _let_messages_pass(self) -> None:
+        """Wait until nothing is under way, or moves any more: Gloo forgets who waits for half a message."""
+        deadline_s = time.monotonic() + _GRACE_S
+        before = None
+        num_quiet = 0
+        while num_quiet < _QUIET_LOOKS and time.monotonic() < deadline_s:
+            now = [held.traffic() for held in self._held]
+            quiet = now == before and not any(held.queued_bytes() for held in self._held)
+            num_quiet = num_quiet + 1 if quiet else 0
+            before = now
+            time.sleep(_MOMENT_S)
