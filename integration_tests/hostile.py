@@ -1,0 +1,230 @@
+"""What a stranger or a broken peer sends to a port, and what must stay true of the server behind it.
+
+A server of ours runs in a process of its own, watched from outside: its log, its memory, its descriptors. An attack is
+whatever a socket or a gRPC call can carry; after each one an honest client must be served as if nothing had been.
+
+Law of this file: starting and watching servers, and making bad bytes; what must hold is asserted by `Watched.check`.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, final
+
+import grpc
+import psutil
+
+from tft_coord.wire import services
+
+HONEST_WITHIN_S: Final = 1.0
+# One refused message of the largest size that is read, as protobuf holds it, and what the allocator keeps of it.
+GROWTH_BYTES: Final = 64 << 20
+SILENT_S: Final = 0.1
+LINE_BYTES: Final = 1_000
+_PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_SETTINGS: Final = b"\0\0\0\4\0\0\0\0\0"
+
+
+@final
+class Watched:
+    """A server process under attack.
+
+    Args:
+        log: file that its standard error goes to.
+        process: that serves; its memory is watched.
+        port: that it listens at.
+    """
+
+    def __init__(self, log: Path, process: psutil.Process, port: int) -> None:
+        self.port = port
+        self._log = log
+        self._process = process
+        self._read = len(log.read_text())
+        self._bytes = process.memory_info().rss
+
+    def check(self, honest: Callable[[], object], after: object) -> list[str]:
+        """That the server lives, serves the honest at once, holds no memory, and logs whole sentences.
+
+        Returns: the lines that it has logged since the last check.
+        """
+        began = time.monotonic()
+        honest()
+        served_s = time.monotonic() - began
+        assert served_s < HONEST_WITHIN_S, f"after {after}: the honest client waited {served_s:.2f} s"
+        assert self._process.is_running(), f"after {after}: the server has ended"
+        assert self._process.status() != psutil.STATUS_ZOMBIE, f"after {after}: the server has ended"
+        grown = self._process.memory_info().rss - self._bytes
+        assert grown < GROWTH_BYTES, f"after {after}: the server has grown by {grown >> 20} MiB"
+        return self.check_log(after)
+
+    def check_log(self, after: object) -> list[str]:
+        """That nothing but sentences was logged since the last check."""
+        text = self._log.read_text(errors="replace")
+        new, self._read = text[self._read :], len(text)
+        assert "Traceback" not in new, f"after {after}: {new}"
+        lines = new.splitlines()
+        for line in lines:
+            assert len(line) < LINE_BYTES, f"after {after}: {line}"
+            assert line.isprintable(), f"after {after}: {line!r}"
+        return lines
+
+
+@contextmanager
+def serving(command: Sequence[str], log: Path, *, in_child: bool = False) -> Iterator[Watched]:
+    """Start a server that writes `listening at http://host:port` on standard error, and end it.
+
+    Args:
+        in_child: what serves is the only child of the process that is started.
+    """
+    with log.open("w") as errors, ExitStack() as ends:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=errors)
+        ends.callback(process.wait, 10)
+        ends.callback(process.terminate)
+        assert process.stdin is not None
+        ends.callback(process.stdin.close)
+        while (found := re.search(r"listening at http://[^\s:]+:(\d+)", log.read_text())) is None:
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.02)
+        outer = psutil.Process(process.pid)
+        yield Watched(log, outer.children()[0] if in_child else outer, int(found[1]))
+
+
+def program(body: str) -> list[str]:
+    """A command that runs `body` until its standard input is closed."""
+    return [sys.executable, "-c", f"import sys\n{body}\nsys.stdin.read()\n"]
+
+
+# --- bytes on a socket -----------------------------------------------------------------------------------------------
+
+
+def openings(seed: int) -> dict[str, bytes]:
+    """First words that are not those of a gRPC client, by name."""
+    rng = random.Random(seed)
+    frame = _PREFACE + _SETTINGS
+    return {
+        "a silence": b"",
+        "random bytes": rng.randbytes(1 << 20),
+        "an HTTP/1 request": b"GET / HTTP/1.1\r\nhost: x\r\n\r\n",
+        "a TLS hello": _tls_hello(),
+        "a preface and random bytes": _PREFACE + rng.randbytes(1 << 16),
+        "a frame of 16 MiB": frame + b"\xff\xff\xff\0\0\0\0\0\1" + b"x" * (1 << 17),
+        "headers that are none": frame + b"\0\0\x40\1\4\0\0\0\1" + rng.randbytes(64),
+        "a preface and silence": frame,
+    }
+
+
+def say(port: int, words: bytes) -> bytes:
+    """Send, and return what comes back before the other side ends or falls silent."""
+    heard = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as sock, suppress(OSError):
+        sock.settimeout(SILENT_S)
+        sock.sendall(words)
+        while len(heard) < 1 << 16 and (part := sock.recv(1 << 16)):
+            heard += part
+    return heard
+
+
+@contextmanager
+def crowd(port: int, number: int, words: bytes = b"") -> Iterator[None]:
+    """Connections that are opened, say that much, and stay."""
+    with ExitStack() as open_ones:
+        for _ in range(number):
+            open_ones.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5)).sendall(words)
+        yield
+
+
+def _tls_hello() -> bytes:
+    outgoing = ssl.MemoryBIO()
+    handshake = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="localhost")
+    with suppress(ssl.SSLWantReadError):
+        handshake.do_handshake()
+    return outgoing.read()
+
+
+# --- messages in a call ----------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True)
+class Fuzzer:
+    """Calls one server with damaged messages.
+
+    Args:
+        channel: to it.
+        rng: seeded.
+        unary: real messages by method; a call carries one that was damaged.
+        stream: method of the session.
+        script: the real messages of a session of that number; a call damages some and leaves others.
+    """
+
+    channel: grpc.Channel
+    rng: random.Random
+    unary: dict[str, list[bytes]]
+    stream: str
+    script: Callable[[int], list[bytes]]
+
+    def attack(self) -> str:
+        """Make one call. Returns: the status that the server ended it with."""
+        if self.rng.random() < 0.5:
+            method = self.rng.choice(list(self.unary))
+            return self.call(method, damaged(self.rng, self.rng.choice(self.unary[method])))
+        script = self.script(self.rng.getrandbits(32))
+        messages = [damaged(self.rng, one) if self.rng.random() < 0.3 else one for one in script]
+        if self.rng.random() < 0.3:
+            self.rng.shuffle(messages)
+        return self.converse(messages)
+
+    def call(self, method: str, request: bytes, *, within_s: float = 0.05) -> str:
+        """One unary call. Returns: its status and the server's words."""
+        try:
+            services.unary_stub(self.channel, method)(request, timeout=within_s)
+        except grpc.RpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        return "OK"
+
+    def converse(self, messages: Sequence[bytes], *, within_s: float = 0.05) -> str:
+        """One session that ends after these messages. Returns: its status and the server's last words."""
+        stub: grpc.StreamStreamMultiCallable[bytes, bytes] = self.channel.stream_stream(
+            self.stream, request_serializer=None, response_deserializer=None
+        )
+        last = b""
+        try:
+            for message in stub(iter(messages), timeout=within_s):
+                last = message
+        except grpc.RpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        return f"OK {last.decode('utf-8', 'replace')}"
+
+
+def damaged(rng: random.Random, message: bytes) -> bytes:
+    """The message, cut, lengthened, repeated, or with some of its bits turned over."""
+    data = bytearray(message)
+    match rng.randrange(6):
+        case 0:
+            return bytes(data[: rng.randrange(len(data) + 1)])
+        case 1:
+            for _ in range(rng.randint(1, 8)):
+                if data:
+                    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        case 2:
+            at = rng.randrange(len(data) + 1)
+            data[at:at] = rng.randbytes(rng.randint(1, 64))
+        case 3:
+            data *= 2
+        case 4:
+            # A varint of ten bytes at some place: 2^63 and its neighbours, as a length or as a number.
+            at = rng.randrange(len(data) + 1)
+            data[at : at + 1] = b"\xff" * 9 + b"\x01"
+        case _:
+            return rng.randbytes(rng.randint(0, 300))
+    return bytes(data)

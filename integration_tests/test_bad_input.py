@@ -1,0 +1,575 @@
+"""Whatever comes in: one clear sentence, exit code 2 for commands, no traceback, no hang, and honest peers are served.
+
+Three tables: what a command is told, what the ranks of a group are told, and what arrives at each port of ours.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import runpy
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import grpc
+import pytest
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from integration_tests.conftest import ROOT, Spawn
+from integration_tests.hostile import Fuzzer, Watched, crowd, damaged, openings, program, say, serving
+from tft_algos import Manager
+from tft_ckpt import HTTPTransport, StateKey
+from tft_ckpt.http.routes import data_path, manifest_path
+from tft_coord import ManagerClient, ManagerServer
+from tft_coord.client.local_link import LocalLink
+from tft_coord.core import events
+from tft_coord.core.types import Hello, Member, Plan, Purpose, Quorum, QuorumKey, RankRequest
+from tft_coord.errors import CoordinationError, ProtocolError, Unreachable
+from tft_coord.transport.frames import framed
+from tft_coord.wire import codec, services
+from tft_coord.wire import coordination_pb2 as pb
+from tft_lighthouse import LighthouseServer
+from tft_pg import ProcessGroupGloo
+
+LATE: Final = timedelta(seconds=10)
+NOBODY: Final = "http://127.0.0.1:9"  # a port that nothing listens at
+FUZZ_S: Final = 1.5
+SOAK_S: Final = 120.0
+
+
+def sentence_of(stderr: str) -> str:
+    """The one line that was said."""
+    (line,) = stderr.splitlines()
+    assert line.isprintable()
+    return line
+
+
+# --- commands ----------------------------------------------------------------------------------------------------
+
+MODULES: Final = {
+    "tft": ["-m", "tft_suite.cli.main"],
+    "tft-lighthouse": ["-m", "tft_lighthouse.cli"],
+    "python -m tft_coord.testing": ["-m", "tft_coord.testing"],
+    "python -m benchmarks.run": ["-m", "benchmarks.run"],
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "says"),
+    [
+        ("tft-lighthouse", ["--min_replicas", "9999999999"], "min_replicas is 9999999999; give 1 to 100000"),
+        ("tft-lighthouse", ["--bind", "::1:500"], "bind is '::1:500'; give host:port, an IPv6 address in brackets"),
+        ("tft-lighthouse", ["--bind", "{taken}"], "can't listen at {taken}: the port is in use"),
+        ("tft-lighthouse", ["--heartbeat_timeout_ms", "1"], "exceeds heartbeat_timeout_ms (1 ms)"),
+        ("python -m tft_coord.testing", ["--seeds", "0"], "--seeds is 0; give at least 1"),
+        ("python -m tft_coord.testing", ["--seeds", "2", "--trace"], "--trace prints one seed, and --seeds is 2"),
+        ("python -m tft_coord.testing", ["--sed", "2"], "unrecognized arguments: --sed 2"),
+        ("python -m benchmarks.run", ["p99"], "there is no row p99; choose of p1"),
+        ("python -m benchmarks.run", ["--long"], "unrecognized arguments: --long"),
+    ],
+)
+def test_a_command_that_is_told_nonsense_says_one_sentence_and_exits_with_2(
+    command: str, words: list[str], says: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = subprocess.run(
+            [sys.executable, *MODULES[command], *(word.format(taken=address) for word in words)],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+            cwd=ROOT,
+        )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    said = sentence_of(done.stderr)
+    assert said.startswith(f"{command}: ")
+    assert says.format(taken=address) in said
+
+
+# --- training scripts and the ranks of a group --------------------------------------------------------------------
+
+LAUNCHED: Final = {"REPLICA_GROUP_ID": "0", "NUM_REPLICA_GROUPS": "2", "TFT_LIGHTHOUSE": NOBODY}
+
+
+def run_example(environment: dict[str, str], words: list[str], stderr: Path) -> None:
+    """`python examples/train_ddp.py`, in a process that has torch imported already."""
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT), 2)
+    os.environ.update(environment)
+    sys.argv = ["train_ddp.py", *words]
+    runpy.run_path(str(ROOT / "examples" / "train_ddp.py"), run_name="__main__")
+
+
+def ended(process: ForkServerProcess, within_s: float) -> int | None:
+    process.join(within_s)
+    return process.exitcode
+
+
+@pytest.mark.parametrize(
+    ("environment", "words", "says"),
+    [
+        ({"TFT_LIGHTHOUSE": ""}, [], "no lighthouse is named; set TFT_LIGHTHOUSE to its address"),
+        (
+            {"TFT_LIGHTHOUSE": "garbage"},
+            [],
+            "lighthouse_addr, or TFT_LIGHTHOUSE) can't be used: 'garbage' is no address",
+        ),
+        ({"RANK": "3"}, [], "RANK is 3 and WORLD_SIZE 1; a rank is below the world size"),
+        ({"RANK": "x"}, [], "RANK is 'x'; give a whole number, 0 to"),
+        ({"WORLD_SIZE": "0"}, [], "WORLD_SIZE is '0'; give a whole number, 1 to"),
+        ({"WORLD_SIZE": "9" * 5000}, [], "WORLD_SIZE is '999"),
+        ({"WORLD_SIZE": "2"}, [], "has 2 processes and RANK is not set"),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, [], "has 2 processes and MASTER_ADDR is not set"),
+        ({"MASTER_ADDR": "localhost"}, [], "MASTER_ADDR is localhost and MASTER_PORT is not set"),
+        (
+            {"MASTER_ADDR": "localhost", "MASTER_PORT": "70000"},
+            [],
+            "MASTER_PORT is '70000'; give a whole number, 0 to 65535",
+        ),
+        ({"TORCHFT_MANAGER_PORT": "99999"}, [], "TORCHFT_MANAGER_PORT is '99999'; give a whole number, 0 to 65535"),
+        ({"TORCHFT_TIMEOUT_SEC": "nan"}, [], "TORCHFT_TIMEOUT_SEC is 'nan'; give seconds"),
+        ({"TFT_JOB_ID": "a\nb"}, [], "TFT_JOB_ID is 'a\\nb'; give a printable name"),
+        ({"TFT_TOKEN": "a b"}, [], "the shared secret must be"),
+        ({"REPLICA_GROUP_ID": "2"}, [], "REPLICA_GROUP_ID is 2 of NUM_REPLICA_GROUPS 2"),
+        ({"NUM_REPLICA_GROUPS": "many"}, [], "--num_replica_groups: invalid int value: 'many'"),
+        ({}, ["many"], "argument steps: invalid int value: 'many'"),
+        ({}, ["--stepz", "3"], "unrecognized arguments: --stepz"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_a_training_script_that_is_told_nonsense_says_one_sentence_and_exits_with_2(
+    spawn: Spawn, tmp_path: Path, environment: dict[str, str], words: list[str], says: str
+) -> None:
+    assert ended(spawn(run_example, {**LAUNCHED, **environment}, words, tmp_path / "stderr"), 20) == 2
+    said = sentence_of((tmp_path / "stderr").read_text())
+    assert said.startswith("train_ddp.py: ")
+    assert says in said
+
+
+def test_a_training_script_without_its_store_or_its_port_says_so_and_exits_with_2(spawn: Spawn, tmp_path: Path) -> None:
+    no_store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9", "TORCHFT_CONNECT_TIMEOUT_SEC": "0.5"}
+    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as taken:
+        port = taken.getsockname()[1]
+        rows = {
+            "can't reach its replica group's store at 127.0.0.1:9 within 0.5 s": no_store,
+            f"can't listen at [::]:{port}: the address is taken": {"TORCHFT_MANAGER_PORT": str(port)},
+        }
+        for number, (says, environment) in enumerate(rows.items()):
+            stderr = tmp_path / str(number)
+            secret = {"TFT_TOKEN": "s3cret"}  # without one there would be a warning too
+            assert ended(spawn(run_example, {**LAUNCHED, **secret, **environment}, [], stderr), 20) == 2
+            assert says in sentence_of(stderr.read_text())
+
+
+def run_rank(environment: dict[str, str], stderr: Path) -> None:
+    """A rank that asks for one quorum, and ends with the words of what it got instead."""
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT), 2)
+    os.environ.update({**LAUNCHED, "TFT_TOKEN": "s3cret", **environment})
+    timeout = timedelta(seconds=2.5)
+    settings: dict[str, Any] = {"quorum_timeout": timeout, "connect_timeout": timeout, "use_async_quorum": False}
+    try:
+        with Manager(ProcessGroupGloo(), replica_id="a", hostname="localhost", **settings) as manager:
+            manager.start_quorum()
+    except (CoordinationError, ValueError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of a group: what it is told, and what it says in the end."""
+
+    rank: int
+    world_size: int
+    says: str
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param(
+            [
+                Rank(0, 2, "rank 1 of the group has not asked"),
+                Rank(
+                    1,
+                    3,
+                    "SettingError: rank 1 was told a WORLD_SIZE of 3, and another process of its replica",
+                ),
+            ],
+            id="different world sizes",
+        ),
+        pytest.param(
+            [
+                Rank(0, 2, "rank 1 of the group has not asked"),
+                Rank(
+                    0, 2, "is rank 0 of this replica group already; give every process of the group a RANK of its own"
+                ),
+            ],
+            id="rank 0 twice",
+        ),
+        pytest.param(
+            [
+                Rank(1, 2, "look whether group rank 0 has started"),
+                Rank(
+                    1, 2, "is rank 1 of this replica group already; give every process of the group a RANK of its own"
+                ),
+            ],
+            id="rank 1 twice",
+        ),
+    ],
+)
+def test_ranks_that_were_told_different_things_say_so(spawn: Spawn, tmp_path: Path, ranks: list[Rank]) -> None:
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    first, second = (
+        spawn(
+            run_rank,
+            {
+                "RANK": str(rank.rank),
+                "WORLD_SIZE": str(rank.world_size),
+                "MASTER_ADDR": "localhost",
+                "MASTER_PORT": str(store.port),
+            },
+            tmp_path / str(number),
+        )
+        for number, rank in in_order(store, ranks)
+    )
+    began = time.monotonic()
+    assert ended(second, 10) == 0
+    assert time.monotonic() - began < 3  # it does not wait for anybody
+    assert ended(first, 10) == 0
+    for number, rank in enumerate(ranks):
+        text = (tmp_path / str(number)).read_text()
+        assert rank.says in text
+        assert "Traceback" not in text
+
+
+def in_order(store: TCPStore, ranks: list[Rank]) -> Iterator[tuple[int, Rank]]:
+    """Each rank when those before it have their place in the store."""
+    for number, rank in enumerate(ranks):
+        yield number, rank
+        if number == 0:
+            store.wait([f"tft/default//0/holder_of_rank/{rank.rank}"], LATE)
+
+
+def test_an_unreachable_lighthouse_is_said_soon_and_again_at_the_deadline(spawn: Spawn, tmp_path: Path) -> None:
+    began = time.monotonic()
+    assert ended(spawn(run_rank, {"RANK": "0", "WORLD_SIZE": "1"}, tmp_path / "stderr"), 15) == 0
+    assert time.monotonic() - began < 8
+    text = (tmp_path / "stderr").read_text()
+    away = "the lighthouse at 127.0.0.1:9 can't be reached: nobody listens there, or the name is unknown"
+    assert f"{away}; still trying" in text
+    assert text.splitlines()[-1].startswith("DeadlinePassed: rank 0's quorum for step 0")
+    assert away in text.splitlines()[-1]
+    assert "Traceback" not in text
+
+
+# --- the lighthouse's port ----------------------------------------------------------------------------------------
+
+EVIL = Member("evil:1", address="h:1", store_address="h:2", step=2**63 - 1, lineage=9)
+HELD = QuorumKey(1_700_000_000_000, 2**64 - 1)
+
+
+def lighthouse_session(number: int) -> list[bytes]:
+    """What a manager server of an evil job may say, each number another replica."""
+    evil = replace(EVIL, replica_id=f"evil:{number}")
+    hello = Hello(
+        job="evil",
+        replica_id=evil.replica_id,
+        session=2**64 - 1,
+        address="h:1",
+        replaces="evil:1",
+        ready=True,
+        held=HELD,
+        lighthouse_started_ms=2**63 - 1,
+        cluster_id="evil",
+    )
+    told: list[events.LighthouseEvent] = [
+        events.HelloReceived(0, hello),
+        events.QuorumReported(0, Quorum(HELD, (evil,), created_ms=3)),
+        events.QuorumRequested(0, 2**64 - 1, evil, HELD),
+        events.BeatReceived(0, 2**64 - 1),
+        events.RequestWithdrawn(0, 1),
+        events.DeathReported(0, "its process ended\nand forged a line"),
+    ]
+    return [codec.encode_to_lighthouse(event) for event in told]
+
+
+def lighthouse_fuzzer(channel: grpc.Channel, rng: random.Random) -> Fuzzer:
+    unary = {
+        services.LIGHTHOUSE_HEARTBEAT: [codec.encode_heartbeat("evil")],
+        services.LIGHTHOUSE_QUORUM: [codec.encode_lighthouse_request(EVIL)],
+    }
+    return Fuzzer(channel, rng, unary, services.LIGHTHOUSE_SESSION, lighthouse_session)
+
+
+@contextmanager
+def lighthouse_under_attack(folder: Path) -> Iterator[tuple[Watched, Callable[[], object]]]:
+    """A lighthouse, and an honest replica that asks it for a quorum."""
+    command = [sys.executable, "-m", "tft_lighthouse.cli", "--bind", "127.0.0.1:0", "--quorum-tick-ms", "20"]
+    with serving(command, folder / "lighthouse.log") as server:
+        address = f"127.0.0.1:{server.port}"
+        with (
+            ManagerServer(
+                "honest:1", address, "127.0.0.1", "127.0.0.1:0", "s:1", 1, job="honest", in_process=True
+            ) as ours,
+            ManagerClient(ours.address(), LATE, group_rank=0) as rank,
+        ):
+            steps = itertools.count()
+
+            def honest() -> None:
+                plan = rank.quorum(0, RankRequest(step=next(steps), lineage=1, live=True), LATE)
+                assert isinstance(plan, Plan)
+                assert plan.replica_ids == ("honest:1",)
+
+            honest()
+            server.check(honest, "nothing")
+            yield server, honest
+
+
+# --- the manager server's port --------------------------------------------------------------------------------------
+
+
+ASK = codec.Ask(1, RankRequest(step=2**63 - 1, lineage=3, live=True, checkpoint_metadata="there"))
+VOTE = codec.Vote(1, 2**63 - 1, True, HELD, Purpose.COMMIT)
+
+
+def rank_session(number: int) -> list[bytes]:
+    told: list[codec.FromRank] = [
+        codec.RankHello(1, number),
+        codec.RankCall(1, 2**31 - 1, ASK),
+        codec.RankCall(2**64 - 1, 50, VOTE),
+        codec.RankBeat(2**64 - 1),
+        codec.RankWithdraw(1),
+        codec.RankGoodbye(),
+    ]
+    return [codec.encode_from_rank(message) for message in told]
+
+
+def manager_server_fuzzer(channel: grpc.Channel, rng: random.Random) -> Fuzzer:
+    unary = {
+        services.MANAGER_QUORUM: [codec.encode_rank_request(ASK)],
+        services.MANAGER_SHOULD_COMMIT: [codec.encode_vote(VOTE)],
+        services.MANAGER_CHECKPOINT_METADATA: [codec.encode_metadata_request(1)],
+        services.MANAGER_KILL: [b"", b"please"],
+    }
+    return Fuzzer(channel, rng, unary, services.MANAGER_SESSION, rank_session)
+
+
+@contextmanager
+def manager_server_under_attack(folder: Path) -> Iterator[tuple[Watched, Callable[[], object]]]:
+    """The manager server of a group of two, and an honest peer that asks where its rank 0 has its state."""
+    with LighthouseServer("127.0.0.1:0") as lighthouse:
+        command = program(
+            "from tft_coord import ManagerServer\n"
+            f"server = ManagerServer('a:1', '{lighthouse.address}', '127.0.0.1', '127.0.0.1:0', 's:1', 2)\n"
+            "print('listening at', server.address(), file=sys.stderr, flush=True)\n"
+        )
+        with serving(command, folder / "manager_server.log", in_child=True) as server:
+            address = f"127.0.0.1:{server.port}"
+            request = RankRequest(step=0, lineage=1, live=True, checkpoint_metadata="http://here:1")
+            with ExitStack() as clients:
+                ranks = [clients.enter_context(ManagerClient(address, LATE, group_rank=rank)) for rank in range(2)]
+                asked = threading.Thread(target=ranks[1].quorum, args=(1, request, LATE))
+                asked.start()
+                ranks[0].quorum(0, request, LATE)
+                asked.join()
+
+                def honest() -> None:
+                    with ManagerClient(address, LATE) as peer:
+                        assert peer.checkpoint_metadata(0, LATE) == "http://here:1"
+
+                honest()
+                server.check(honest, "nothing")
+                yield server, honest
+
+
+# --- the checkpoint server's port ----------------------------------------------------------------------------------
+
+KEY: Final = StateKey(quorum_id=0, nonce=0, step=1, lineage=0)
+REQUESTS: Final = [
+    f"GET {path} HTTP/1.1\r\nhost: x\r\n{header}\r\n\r\n".encode()
+    for path in (manifest_path(KEY), data_path(KEY), "/state/%00%0a%ff/data", "/../../etc/passwd")
+    for header in (
+        "range: bytes=0-99",
+        "range: bytes=99999999999999999999-5,7-8",
+        "x-tft-wait-ms: 10",
+        "expect: 100-continue",
+    )
+]
+
+
+@contextmanager
+def state_server_under_attack(folder: Path) -> Iterator[tuple[Watched, Callable[[], object]]]:
+    """A transport with a state, and an honest receiver."""
+    command = program(
+        "import logging, torch\n"
+        "from datetime import timedelta\n"
+        "from tft_ckpt import HTTPTransport\n"
+        "logging.basicConfig(stream=sys.stderr)\n"
+        "transport = HTTPTransport(timedelta(seconds=3), bind='127.0.0.1')\n"
+        "transport.send_checkpoint([1], 1, {'a': torch.ones(100_000)}, timedelta(seconds=10))\n"
+        "print('listening at', transport.address(), file=sys.stderr, flush=True)\n"
+    )
+    with serving(command, folder / "state.log") as server, HTTPTransport[Any](bind="127.0.0.1", token="x") as ours:
+
+        def honest() -> None:
+            assert ours.recv_checkpoint(0, f"http://127.0.0.1:{server.port}", 1, LATE)["a"].equal(torch.ones(100_000))
+
+        honest()
+        server.check(honest, "nothing")
+        yield server, honest
+
+
+# --- what must hold at each port -----------------------------------------------------------------------------------
+
+UnderAttack: TypeAlias = Callable[[Path], "AbstractContextManager[tuple[Watched, Callable[[], object]]]"]
+PORTS: Final[dict[str, UnderAttack]] = {
+    "lighthouse": lighthouse_under_attack,
+    "manager server": manager_server_under_attack,
+    "state server": state_server_under_attack,
+}
+FUZZERS: Final = {"lighthouse": lighthouse_fuzzer, "manager server": manager_server_fuzzer}
+
+
+def fuzz(port: str, server: Watched, honest: Callable[[], object], *, seed: int, seconds: float) -> int:
+    """Damaged messages for so long. Returns: how many."""
+    rng, number, end = random.Random(seed), 0, time.monotonic() + seconds
+    with ExitStack() as ends:
+        if port in FUZZERS:
+            channel = ends.enter_context(grpc.insecure_channel(f"127.0.0.1:{server.port}"))
+            attack: Callable[[], object] = FUZZERS[port](channel, rng).attack
+        else:
+            attack = lambda: say(server.port, damaged(rng, rng.choice(REQUESTS)))  # noqa: E731
+        for number in itertools.count(1):
+            attack()
+            if number % 50 == 0 or time.monotonic() > end:
+                server.check(honest, f"{number} damaged messages of seed {seed}")
+            if time.monotonic() > end:
+                return number
+    raise AssertionError("count never ends")
+
+
+@pytest.mark.parametrize("port", PORTS)
+def test_nothing_that_arrives_at_a_port_hurts_those_that_it_serves(port: str, tmp_path: Path) -> None:
+    with PORTS[port](tmp_path) as (server, honest):
+        for name, words in openings(seed=1).items():
+            say(server.port, words)
+            server.check(honest, name)
+        for words in (b"", b"PRI", b"GET "):
+            with crowd(server.port, 500, words):
+                server.check(honest, f"500 connections that say {words!r}")
+            server.check(honest, "their end")
+        assert fuzz(port, server, honest, seed=1, seconds=FUZZ_S) > 20
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("port", PORTS)
+def test_nothing_does_for_minutes(port: str, tmp_path: Path) -> None:
+    seed = random.SystemRandom().getrandbits(32)
+    print(f"seed {seed}")
+    with PORTS[port](tmp_path) as (server, honest):
+        assert fuzz(port, server, honest, seed=seed, seconds=SOAK_S) > 1_000
+
+
+@pytest.mark.parametrize("port", FUZZERS)
+def test_the_offender_is_told_why(port: str, tmp_path: Path) -> None:
+    member = pb.QuorumMember(replica_id="a", step=-1, world_size=2**63 - 1)
+    refused = {
+        "lighthouse": [
+            (
+                services.LIGHTHOUSE_HEARTBEAT,
+                b"\xff\xff",
+                "INVALID_ARGUMENT: 2 bytes are not a LighthouseHeartbeatRequest",
+            ),
+            (services.LIGHTHOUSE_HEARTBEAT, b"", "INVALID_ARGUMENT: replica_id is empty; give it a name"),
+            (
+                services.LIGHTHOUSE_HEARTBEAT,
+                codec.encode_heartbeat("a\nb"),
+                r"INVALID_ARGUMENT: replica_id is 'a\nb'; give",
+            ),
+            (services.LIGHTHOUSE_HEARTBEAT, codec.encode_heartbeat("x" * (9 << 20)), "RESOURCE_EXHAUSTED"),
+            (
+                services.LIGHTHOUSE_QUORUM,
+                pb.LighthouseQuorumRequest(requester=member).SerializeToString(),
+                "INVALID_ARGUMENT: step is -1; it must be 0..9223372036854775807",
+            ),
+            ("/torchft.LighthouseService/Nonsense", b"", "UNIMPLEMENTED"),
+        ],
+        "manager server": [
+            (services.MANAGER_QUORUM, b"\xff\xff", "INVALID_ARGUMENT: 2 bytes are not a ManagerQuorumRequest"),
+            (services.MANAGER_SHOULD_COMMIT, codec.encode_vote(VOTE) + b"\x18\xff", "INVALID_ARGUMENT"),
+            (
+                services.MANAGER_CHECKPOINT_METADATA,
+                codec.encode_metadata_request(9),
+                "INVALID_ARGUMENT: rank not found: rank 9",
+            ),
+            (services.MANAGER_KILL, b"", "UNIMPLEMENTED: this manager server ends no process"),
+        ],
+    }
+    sessions = {
+        "lighthouse": [
+            (b"\xff", "1 bytes are not a ToLighthouse message"),
+            (b"", "says nothing that this version knows"),
+        ],
+        "manager server": [
+            (b"\xff", "1 bytes are not a ToManagerServer message"),
+            (codec.encode_from_rank(codec.RankHello(9, 1)), "has world size 2 and no rank 9; give every process"),
+            (codec.encode_from_rank(codec.RankBeat(1)), "a rank's stream must begin with a hello"),
+        ],
+    }
+    with PORTS[port](tmp_path) as (server, honest), grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        fuzzer = FUZZERS[port](channel, random.Random(0))
+        for method, request, says in refused[port]:
+            assert says in fuzzer.call(method, request, within_s=2)
+        for words, says in sessions[port]:
+            assert says in fuzzer.converse([words], within_s=2)
+        server.check(honest, "all of them")
+
+
+# --- rank 0's socket to its manager server -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [b"\xff\xff\xff\xff", framed(b"\xff\xff"), framed(codec.encode_from_rank(codec.RankHello(0, 1))), framed(b"")],
+    ids=["a length of 4 GB", "no message", "a message of the stream", "nothing"],
+)
+def test_nonsense_on_the_local_socket_ends_it_and_nothing_else(words: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+    with ManagerServer("a:1", NOBODY, "127.0.0.1", "127.0.0.1:0", "s:1", 1) as server:
+        link = server.link()
+        assert link is not None
+        with link:
+            link.settimeout(5)
+            link.sendall(words)
+            assert link.recv(100) == b""
+        with ManagerClient(server.address(), LATE) as client, pytest.raises(CoordinationError, match="rank not found"):
+            client.checkpoint_metadata(0, LATE)
+        assert server.alive()
+    assert "the socket of rank 0 is closed: " in sentence_of(capfd.readouterr().err)
+
+
+@pytest.mark.parametrize("words", [b"\xff\xff\xff\xff", framed(b"\xff\xff"), b""], ids=["4 GB", "no message", "an end"])
+def test_nonsense_from_the_manager_server_is_an_error_of_the_call(words: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        link = LocalLink(ours)
+        try:
+            theirs.sendall(words)
+            theirs.shutdown(socket.SHUT_WR)
+            with pytest.raises((Unreachable, ProtocolError)) as caught:
+                link.call(VOTE, 5.0, "a vote")
+            assert "\n" not in str(caught.value)
+        finally:
+            link.close()
