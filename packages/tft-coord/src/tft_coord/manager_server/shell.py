@@ -87,7 +87,7 @@ class ManagerServerShell:
         except RuntimeError as error:
             raise SettingError(
                 f"replica {config.replica_id} can't listen at {config.bind}: the address is taken or not of this "
-                f"machine; give another bind, or port 0 ({error})"
+                "machine; give the manager server another port (TORCHFT_MANAGER_PORT), or 0 for a free one"
             ) from error
         address = join_host_port(config.hostname, port)
         self._core = GroupCore(
@@ -301,7 +301,8 @@ class ManagerServerShell:
             while isinstance(message := cast("object", await context.read()), bytes):
                 self._heard(rank, codec.decode_from_rank(message))
         except ProtocolError as error:
-            logger.warning("the stream of rank %d from %s is ended: %s", rank.rank, context.peer(), error)
+            whose = f"rank {rank.rank}" if rank.rank >= 0 else "a rank that has not said which"
+            logger.warning("the stream of %s from %s is ended: %s", whose, context.peer(), error)
             rank.say(effects.RefuseSession(0, Refusal.MALFORMED, str(error)))
         finally:
             rank.outbox.close()
