@@ -400,7 +400,8 @@ class _WithoutTraces(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, (HttpProcessingError, ConnectionError)):
+        # Of UnicodeError: aiohttp quotes an Expect header in its answer, whatever bytes that is made of.
+        if isinstance(error, (HttpProcessingError, ConnectionError, UnicodeError)):
             # Without what follows the first colon: that is what was sent, which may be long, or a token.
             why = error.message if isinstance(error, HttpProcessingError) else str(error)
             what = record.getMessage()
