@@ -46,6 +46,7 @@ class Event:
         digest: of parameters and optimizer state.
         participants: of the step.
         text: the error of a failed step or of the end.
+        at_s: when it was so, in seconds since 1970.
     """
 
     kind: str
@@ -53,6 +54,7 @@ class Event:
     digest: str = ""
     participants: int = 0
     text: str = ""
+    at_s: float = field(default_factory=time.time, compare=False)
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Spec:
         model: "small", or "buckets": several buckets, modules used in another order than defined.
         fail_at: at this many committed steps an error is reported once, after the reductions.
         faults: that strike this trainer; more may be sent to it. None: its Manager's parts are not wrapped.
+        batch_s: how long it takes to get a batch.
         environment: of a launcher; RANK and WORLD_SIZE make it one process of several.
         settings: for the Manager.
     """
@@ -74,6 +77,7 @@ class Spec:
     model: str = "small"
     fail_at: int | None = None
     faults: tuple[Fault, ...] | None = None
+    batch_s: float = 0.0
     environment: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -149,7 +153,7 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
     )
     if spec.faults is not None:
         pg = injector.group(pg)
-        transport = HTTPTransport[Any](timedelta(seconds=60), num_chunks=0, advertise_addr="localhost")
+        transport = HTTPTransport[Any](timedelta(seconds=60), num_chunks=0, advertise_addr=settings["hostname"])
         settings |= {"coordinator": injector.coordinator, "checkpoint_transport": injector.transport(transport)}
         injector.module(module)
         injector.optimizer(adam)
@@ -168,6 +172,7 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
                     case int(step):
                         last = step
                 continue
+            time.sleep(spec.batch_s)
             before = manager.current_step()
             optimizer.zero_grad()
             ddp(torch.randn(4, 64)).square().mean().backward()
@@ -247,11 +252,21 @@ class Job:
         model: str = "small",
         fail_at: int | None = None,
         faults: tuple[Fault, ...] | None = None,
+        batch_s: float = 0.0,
         environment: dict[str, str] | None = None,
         **settings: Any,
     ) -> Trainer:
         """Start a trainer; its Manager's settings as keywords."""
-        spec = Spec(str(self._lighthouse.address), name, model, fail_at, faults, environment or {}, settings)
+        spec = Spec(
+            lighthouse=str(self._lighthouse.address),
+            name=name,
+            model=model,
+            fail_at=fail_at,
+            faults=faults,
+            batch_s=batch_s,
+            environment=environment or {},
+            settings=settings,
+        )
         ours, theirs = multiprocessing.connection.Pipe()
         trainer = Trainer(name, self._spawn(train, spec, theirs), ours)
         theirs.close()

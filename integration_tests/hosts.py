@@ -1,0 +1,116 @@
+"""Several hosts on one machine, with cables that can be cut.
+
+A host is a network namespace with an interface `eth0` and an address of its own; a cable is a pair of virtual
+interfaces between it and a bridge, which is in a namespace of its own too, so that nothing of the machine's network is
+touched. A cable that is cut carries nothing, and nobody is told: no connection ends, packets are lost.
+
+Law of this file: namespaces and their interfaces. They need root and iproute2, and are gone when the block ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+INTERFACE: Final = "eth0"
+_SWITCH: Final = "switch"
+_CLONE_NEWNET: Final = 0x4000_0000
+_NAMESPACES: Final = Path("/run/netns")
+
+
+class Hosts:
+    """Hosts with one switch between them; made by `hosts`.
+
+    Args:
+        prefix: of the namespaces' names, which are the machine's.
+        names: of the hosts.
+    """
+
+    def __init__(self, prefix: str, names: tuple[str, ...]) -> None:
+        self._prefix = prefix
+        self._places = {name: place for place, name in enumerate(names, start=1)}
+
+    def address(self, name: str) -> str:
+        """Of a host."""
+        return f"10.77.0.{self._places[name]}"
+
+    def namespace(self, name: str) -> Path:
+        """What a process enters to be on a host."""
+        return _NAMESPACES / f"{self._prefix}-{name}"
+
+    def cut(self, name: str) -> None:
+        """Cut a host's cable, at the switch."""
+        self._in(_SWITCH, "link", "set", f"to{self._places[name]}", "down")
+
+    def mend(self, name: str) -> None:
+        """Mend what was cut."""
+        self._in(_SWITCH, "link", "set", f"to{self._places[name]}", "up")
+
+    def _in(self, name: str, *arguments: str) -> None:
+        ip("-n", self.namespace(name).name, *arguments)
+
+    def make(self) -> None:
+        """The switch, the hosts and their cables."""
+        ip("netns", "add", self.namespace(_SWITCH).name)
+        self._in(_SWITCH, "link", "add", "bridge", "type", "bridge")
+        self._in(_SWITCH, "link", "set", "bridge", "up")
+        for name, place in self._places.items():
+            host = self.namespace(name).name
+            ip("netns", "add", host)
+            self._in(_SWITCH, "link", "add", f"to{place}", "type", "veth", "peer", "name", INTERFACE, "netns", host)
+            self._in(_SWITCH, "link", "set", f"to{place}", "master", "bridge", "up")
+            self._in(name, "addr", "add", f"{self.address(name)}/24", "dev", INTERFACE)
+            self._in(name, "link", "set", INTERFACE, "up")
+            self._in(name, "link", "set", "lo", "up")
+
+    def remove(self) -> None:
+        """All of it; what is inside goes with it."""
+        for name in (*self._places, _SWITCH):
+            with contextlib.suppress(subprocess.CalledProcessError):  # `make` may not have come so far
+                ip("netns", "delete", self.namespace(name).name)
+
+
+def ip(*arguments: str) -> None:
+    """iproute2's command. Raises: subprocess.CalledProcessError."""
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+def why_not() -> str | None:
+    """Why there can be no hosts here, as a sentence; None if there can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root; run this test as root"
+    if shutil.which("ip") is None:
+        return "network namespaces need the command ip; install iproute2"
+    probe = f"tft{os.getpid()}-probe"
+    try:
+        ip("netns", "add", probe)
+    except subprocess.CalledProcessError as error:
+        return f"this machine allows no network namespaces: {error.stderr.strip()}"
+    ip("netns", "delete", probe)
+    return None
+
+
+@contextlib.contextmanager
+def hosts(*names: str) -> Iterator[Hosts]:
+    """Hosts of these names while the block lasts."""
+    made = Hosts(f"tft{os.getpid()}", names)
+    try:
+        made.make()
+        yield made
+    finally:
+        made.remove()
+
+
+def on_host(namespace: Path, target: Callable[..., object], *arguments: object) -> None:
+    """Move this process to a host, and run the target there; for a process that has no thread or socket yet."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(namespace, encoding="ascii") as entry:
+        if libc.setns(entry.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"can't enter {namespace}")
+    target(*arguments)
