@@ -118,6 +118,14 @@ def test_a_group_that_failed_outside_a_step_asks_for_a_new_id() -> None:
     assert ask(step, group_usable=False).needs_configure
 
 
+def test_every_attempt_has_a_number_whatever_became_of_the_one_before() -> None:
+    step = core()
+    assert ask(step).attempt == 1
+    step.quorum_failed(TimeoutError("no answer"))
+    step.verdict_arrived(False)
+    assert ask(step).attempt == 2
+
+
 def test_an_error_fails_its_own_attempt() -> None:
     step = core()
     ask(step)

@@ -247,6 +247,37 @@ class TestWithdrawal:
         assert core.next_deadline_ms() == 900
 
 
+class TestAttempts:
+    """A rank whose request failed is in its next step; who waits in the one before must come after it."""
+
+    @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+    def test_who_waits_in_an_older_one_fails_in_it_too(self, order: tuple[int, int]) -> None:
+        core = group()
+        attempts = {0: 4, 1: 5}
+        told = [each for rank in order for each in asked(core, rank, 10 + rank, request(attempt=attempts[rank]))]
+        (failed,) = told
+        assert isinstance(failed, effects.FailRank)
+        assert (failed.call, failed.rank, failed.code) == (10, 0, "stale")
+        assert "attempt 4" in failed.message
+        (together,) = asked(core, 0, 12, request(attempt=5))
+        assert isinstance(together, effects.AskLighthouse)
+
+    def test_after_a_deadline_the_ranks_meet_again(self) -> None:
+        core = group()
+        asked(core, 0, 10, request(attempt=1), deadline_ms=500)
+        asked(core, 1, 11, request(attempt=1), deadline_ms=510)
+        core.tick(500)
+        (failed,) = asked(core, 0, 12, request(attempt=2))
+        assert isinstance(failed, effects.FailRank)
+        assert failed.call == 11
+
+    def test_ranks_that_do_not_say_are_taken_as_they_come(self) -> None:
+        core = group()
+        asked(core, 0, 10, request())
+        (order,) = asked(core, 1, 11, request(attempt=5))
+        assert isinstance(order, effects.AskLighthouse)
+
+
 class TestLoss:
     def test_a_rank_whose_stream_is_not_back_within_the_grace_ends_the_group(self) -> None:
         core = group()

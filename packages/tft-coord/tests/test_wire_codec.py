@@ -118,6 +118,7 @@ requests = st.builds(
     min_replica_size=sizes,
     data=texts,
     reconfigure_handle=texts,
+    attempt=steps,
 )
 asks = st.builds(codec.Ask, st.integers(0, 1000), requests)
 votes = st.builds(codec.Vote, st.integers(0, 1000), steps, st.booleans(), st.none() | keys, st.sampled_from(Purpose))

@@ -186,6 +186,7 @@ class StepCore:
             use_async_quorum=self._settings.use_async_quorum,
             fixed_with_spares=self._settings.fixed_with_spares,
             min_replica_size=self._settings.min_replica_size,
+            attempt=self.name.attempt,
         )
 
     def quorum_failed(self, error: Exception) -> None:

@@ -205,6 +205,7 @@ class GroupCore:
             out.append(effects.FailRank(before.call, rank, "stale", message))
         self._asked[rank] = _Asked(event.call, event.request, event.deadline_ms)
         self._metadata[rank] = event.request.checkpoint_metadata
+        out += self._fail_those_behind()
         if len(self._asked) < self._world_size:
             return out
         member, held = self._merge()
@@ -213,6 +214,21 @@ class GroupCore:
         self._open_request = self._last_request
         self._open_member = member
         return [*out, effects.AskLighthouse(self._open_request, member, held)]
+
+    def _fail_those_behind(self) -> list[effects.GroupEffect]:
+        """A rank whose request has failed is one attempt ahead of the others, and would stay ahead for ever: each would
+        wait for the other in another step. So who still waits in an older attempt fails in it too."""
+        newest = max(asked.request.attempt for asked in self._asked.values())
+        out: list[effects.GroupEffect] = []
+        for rank, asked in sorted(self._asked.items()):
+            if 0 < asked.request.attempt < newest:
+                message = (
+                    f"another rank of replica {self._replica_id} got no quorum in attempt {asked.request.attempt}, so "
+                    f"neither does rank {rank}; the next step asks again"
+                )
+                out += self._withdrew(rank, asked.call)
+                out.append(effects.FailRank(asked.call, rank, "stale", message))
+        return out
 
     def _withdrew(self, rank: int, call: int) -> list[effects.GroupEffect]:
         self._votes.withdraw(call)

@@ -230,7 +230,8 @@ class RankRequest:
     """What one group rank says when it asks its manager server for the next quorum.
 
     Fields as in Member, of this rank alone; `held` is the key of the quorum that its process group is configured for
-    or that it was last given, `checkpoint_metadata` is where its live state can be fetched.
+    or that it was last given, `checkpoint_metadata` is where its live state can be fetched. `attempt` counts what this
+    rank asks from 1, what failed and what never left it included; 0: not said.
     """
 
     step: int
@@ -250,6 +251,7 @@ class RankRequest:
     min_replica_size: int = 1
     data: str = ""
     reconfigure_handle: str = ""
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)

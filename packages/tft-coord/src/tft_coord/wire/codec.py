@@ -363,6 +363,7 @@ def _ask_to_wire(ask: Ask) -> pb.ManagerQuorumRequest:
         min_replica_size=request.min_replica_size,
         data=request.data,
         held=_key_to_wire(request.held),
+        attempt=request.attempt,
     )
 
 
@@ -387,6 +388,7 @@ def _ask_from_wire(message: pb.ManagerQuorumRequest) -> Ask:
         min_replica_size=_count("min_replica_size", message.min_replica_size, MAX_MEMBERS) if ours else 1,
         data=_text("data", message.data, MAX_DATA_BYTES),
         reconfigure_handle=_text("reconfigure_handle", message.reconfigure_handle, MAX_METADATA_BYTES),
+        attempt=_count("attempt", message.attempt, MAX_INT64),
     )
     return Ask(rank, request)
 

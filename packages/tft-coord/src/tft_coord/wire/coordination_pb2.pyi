@@ -126,7 +126,7 @@ class LighthouseHeartbeatResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ManagerQuorumRequest(_message.Message):
-    __slots__ = ("group_rank", "step", "checkpoint_metadata", "shrink_only", "init_sync", "commit_failures", "reconfigure_handle", "lineage", "live", "torn", "needs_configure", "failed_heals", "allow_heal", "use_async_quorum", "fixed_with_spares", "min_replica_size", "data", "held")
+    __slots__ = ("group_rank", "step", "checkpoint_metadata", "shrink_only", "init_sync", "commit_failures", "reconfigure_handle", "lineage", "live", "torn", "needs_configure", "failed_heals", "allow_heal", "use_async_quorum", "fixed_with_spares", "min_replica_size", "data", "held", "attempt")
     GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_METADATA_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +145,7 @@ class ManagerQuorumRequest(_message.Message):
     MIN_REPLICA_SIZE_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     group_rank: int
     step: int
     checkpoint_metadata: str
@@ -163,7 +164,8 @@ class ManagerQuorumRequest(_message.Message):
     min_replica_size: int
     data: str
     held: QuorumKey
-    def __init__(self, group_rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_metadata: _Optional[str] = ..., shrink_only: bool = ..., init_sync: bool = ..., commit_failures: _Optional[int] = ..., reconfigure_handle: _Optional[str] = ..., lineage: _Optional[int] = ..., live: bool = ..., torn: bool = ..., needs_configure: bool = ..., failed_heals: _Optional[int] = ..., allow_heal: bool = ..., use_async_quorum: bool = ..., fixed_with_spares: bool = ..., min_replica_size: _Optional[int] = ..., data: _Optional[str] = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ...) -> None: ...
+    attempt: int
+    def __init__(self, group_rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_metadata: _Optional[str] = ..., shrink_only: bool = ..., init_sync: bool = ..., commit_failures: _Optional[int] = ..., reconfigure_handle: _Optional[str] = ..., lineage: _Optional[int] = ..., live: bool = ..., torn: bool = ..., needs_configure: bool = ..., failed_heals: _Optional[int] = ..., allow_heal: bool = ..., use_async_quorum: bool = ..., fixed_with_spares: bool = ..., min_replica_size: _Optional[int] = ..., data: _Optional[str] = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class ManagerQuorumResponse(_message.Message):
     __slots__ = ("quorum_id", "recover_src_manager_address", "recover_src_replica_rank", "recover_dst_replica_ranks", "store_address", "max_step", "max_replica_rank", "max_world_size", "replica_rank", "replica_world_size", "heal", "commit_failures", "replica_ids", "reconfigure_handles", "nonce", "unchanged", "lineage", "sources", "serve", "up_to_date", "participants", "min_replica_size")
