@@ -24,8 +24,12 @@ NEEDED = {
     "scenario_01_snapshot",
     "scenario_02_verdict",
     "scenario_03_lighthouse_without_memory",
+    "scenario_04_sessions",
     "scenario_07_same_list",
+    "scenario_08_notices",
     "scenario_09_partial_commit",
+    "scenario_10_long_healing",
+    "scenario_14_sick_lighthouse",
 }
 
 
@@ -51,7 +55,7 @@ def test_each_begins_with_a_sentence(path: Path) -> None:
 
 
 def test_an_unknown_command_is_named() -> None:
-    with pytest.raises(ScenarioError, match="there is no command 'explode'; there are abort, break"):
+    with pytest.raises(ScenarioError, match="there is no command 'explode'; there are abort, beat, break"):
         play("explode a\n----\n")
 
 

@@ -23,7 +23,7 @@ from tft_coord.core.group import GroupCore
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.session import Dial, GiveUp, HangUp, SendBeat, SendHello, SendRequest, SendWithdraw, SessionCore
 from tft_coord.core.session import SessionEffect as _SessionEffect
-from tft_coord.core.types import Hello, Member, QuorumKey, RankRequest, Refusal
+from tft_coord.core.types import Hello, LossNotice, Member, QuorumKey, RankRequest, Refusal
 from tft_coord.testing.clock import Timer, VirtualClock
 from tft_coord.testing.invariants import Attendance, InvariantBroken, Invariants, Round
 from tft_coord.testing.marks import Marks
@@ -113,7 +113,7 @@ class Chance:
         nonces: random 64-bit numbers of the lighthouse.
         step_ms: how long a replica's forward and backward take.
         spread_ms: after which a member learns that a reduction is complete.
-        chunk_ms: of a transfer.
+        chunk_ms: of a transfer, by the name of the rank that fetches.
         optimizer_raises: whether a rank's optimizer raises after this commit.
     """
 
@@ -122,7 +122,7 @@ class Chance:
     nonces: Callable[[], int] = field(default_factory=lambda: itertools.count(1).__next__)
     step_ms: Callable[[str], int] = _steady_step_ms
     spread_ms: Callable[[], int] = lambda: 1
-    chunk_ms: Callable[[], int] = lambda: 20
+    chunk_ms: Callable[[str], int] = lambda _: 20
     optimizer_raises: Callable[[str], bool] = lambda _: False
 
 
@@ -140,6 +140,7 @@ class LighthouseProcess(Process):
             now_ms=self.clock.now_ms,
         )
         self._cluster = cluster
+        self._born_ms = self.clock.now_ms
         self._streams: dict[int, Stream] = {}
         self._attendance = Attendance(cluster.config.min_replicas, self._broken)
         self._hellos: dict[int, Hello] = {}
@@ -163,6 +164,10 @@ class LighthouseProcess(Process):
             if words in waits:
                 self._cluster.marks.hit(f"waited: {words}")
         self._perform(self.core.tick(self.clock.now_ms, self._cluster.wall_ms))
+        timeouts, waits = self._cluster.timeouts, self.core.waiting_for(JOB)
+        starts = self.clock.now_ms - self._born_ms < timeouts.reconnect_grace_ms
+        if not starts and not waits.startswith("the members of quorum"):
+            self._attendance.nobody_else_is_waited_for(waits)
         self.after(self._cluster.timeouts.quorum_tick_ms, self._tick)
 
     def _heard(self, event: events.LighthouseEvent) -> None:
@@ -172,8 +177,11 @@ class LighthouseProcess(Process):
                 self._hellos[event.stream] = event.hello
             case events.QuorumRequested():
                 self._attendance.asked(event.member, event.stream)
-            case events.RequestWithdrawn() | events.StreamClosed():
+            case events.RequestWithdrawn():
                 self._attendance.asks_no_more(event.stream)
+            case events.StreamClosed():
+                self._attendance.asks_no_more(event.stream)
+                self._attendance.closed(event.stream)
             case events.QuorumReported():
                 asked, quorum = self._asked, event.quorum
                 named = (asked.stream, asked.key) if asked is not None else None
@@ -194,7 +202,8 @@ class LighthouseProcess(Process):
                     self._attendance.formed(order.quorum, order.previous)
                 case effects.ReplicaLost():
                     dead = order.reason.startswith(("its manager server reports", "replaced by"))
-                    self._attendance.lost(order.replica_id, order.session, dead=dead)
+                    broke = order.reason.startswith("its stream broke")
+                    self._attendance.lost(order.replica_id, order.session, dead=dead, broke=broke)
                 case effects.AnswerQuorum() | effects.AnswerUnchanged() | effects.RefuseRequest():
                     self._attendance.asks_no_more(order.stream)
                     self._say(order.stream, order)
@@ -224,7 +233,7 @@ class ManagerProcess(Process):
     """The shell of a manager server: a session core and a group core."""
 
     def __init__(self, cluster: Cluster, replica: Replica, number: int, session: int) -> None:
-        super().__init__(f"{replica.replica_id}/manager{number or ''}", cluster.clock)
+        super().__init__(f"{replica.host}/manager{number or ''}", cluster.clock)
         self.replica = replica
         self.address = f"{self.name}:1"
         self.group = GroupCore(
@@ -412,6 +421,10 @@ class ManagerProcess(Process):
             self._cluster.trace(self.name, "stream closed")
             self._perform_session(self.session.stream_broke(self.clock.now_ms))
 
+    def beat(self) -> None:
+        """Give a sign of life, out of turn."""
+        self._send(partial(events.BeatReceived, healed_bytes=0))
+
     def _tick_session(self) -> None:
         if self._beat is not None:
             self._beat.cancel()
@@ -466,6 +479,12 @@ class Replica:
     trainers: list[Trainer] = field(default_factory=list)
     num_managers: int = 0
     ended: str = ""
+    elsewhere: str = ""
+
+    @property
+    def host(self) -> str:
+        """What its processes are named after: a second one with that replica id runs elsewhere."""
+        return self.replica_id + (f"@{self.elsewhere}" if self.elsewhere else "")
 
     @property
     def alive(self) -> bool:
@@ -597,17 +616,41 @@ class Cluster:
         return lighthouse
 
     def start(
-        self, name: str, *, settings: TrainerSettings | None = None, replaces: str = "", loading: bool = False
+        self,
+        name: str,
+        *,
+        settings: TrainerSettings | None = None,
+        replaces: str = "",
+        loading: bool = False,
+        twin_of: str = "",
     ) -> Replica:
-        """Start a (new) life of that replica group. If it is `loading`, its trainers are started by the caller."""
+        """Start a (new) life of that replica group.
+
+        Args:
+            name: of the group.
+            settings: of its trainers, if they are not the job's.
+            replaces: the replica id whose place it takes.
+            loading: its trainers are started by the caller.
+            twin_of: by mistake, it has the replica id of that group's life.
+        """
         life = self._lives[name] = self._lives.get(name, 0) + 1
         replica = Replica(name, f"{name}:{life}", replaces)
+        if twin_of:
+            replica = Replica(name, self.replicas[twin_of].replica_id, replaces, elsewhere=name)
         self.replicas[name] = replica
         self.start_manager(replica)
         chosen = settings if settings is not None else self.config.trainers
         for rank in range(self.config.world_size):
             replica.trainers.append(
-                Trainer(JOB, replica.replica_id, rank, self.config.world_size, chosen, _Outside(self, replica))
+                Trainer(
+                    JOB,
+                    replica.replica_id,
+                    rank,
+                    self.config.world_size,
+                    chosen,
+                    _Outside(self, replica),
+                    host=replica.host,
+                )
             )
         for trainer in replica.trainers:
             self.connect_rank(replica, trainer)
@@ -632,7 +675,11 @@ class Cluster:
             trainer.after(50, lambda: self.connect_rank(replica, trainer))
 
         def opened(stream: Stream) -> None:
-            stream.listen(trainer, trainer.noticed, again)
+            stream.listen(trainer, noticed, again)
+
+        def noticed(notice: LossNotice) -> None:
+            self.losses.told(trainer, notice)
+            trainer.noticed(notice)
 
         self.network.dial(
             trainer,
@@ -887,7 +934,7 @@ class _Outside:
 
     def snapshot_of(self, trainer: Trainer, replica_id: str, group_rank: int) -> Snapshot | None:
         for replica in self.cluster.replicas.values():
-            if replica.replica_id == replica_id:
+            if replica.replica_id == replica_id and not replica.ended:
                 source = replica.trainers[group_rank]
                 reached = source.state is State.RUNNING and not self.cluster.network.is_cut(source.name, trainer.name)
                 return source.snapshot if reached else None
@@ -900,8 +947,8 @@ class _Outside:
     def step_ms(self, trainer: Trainer) -> int:
         return self.cluster.chance.step_ms(self.replica.name)
 
-    def chunk_ms(self) -> int:
-        return self.cluster.chance.chunk_ms()
+    def chunk_ms(self, trainer: Trainer) -> int:
+        return self.cluster.chance.chunk_ms(trainer.name)
 
     def optimizer_raises(self, trainer: Trainer) -> bool:
         return self.cluster.chance.optimizer_raises(self.replica.name)
@@ -936,6 +983,11 @@ class LossWatch:
             self._decided.add((key, lost))
             at_ms = self._cluster.clock.now_ms
             self._look_later(lighthouse, key, at_ms, at_ms + WATCHED_MS)
+
+    def told(self, trainer: Trainer, notice: LossNotice) -> None:
+        """That rank is told of a loss. Its own group's breaks whatever quorum it is in; another's one only."""
+        if notice.replica_id != trainer.replica_id and (notice.key, notice.replica_id) not in self._decided:
+            raise InvariantBroken("P3", f"{trainer.name} is told what no lighthouse has decided: {notice}")
 
     def _look_later(self, lighthouse: LighthouseProcess, key: QuorumKey, at_ms: int, until_ms: int) -> None:
         cluster = self._cluster

@@ -103,12 +103,13 @@ class Attendance:
         self._sessions[replica_id] = session
         self._look_at(replica_id)
         self._streams[replica_id] = stream
+        self._asking.pop(replica_id, None)
         if hello.ready:
             self._ready.add(replica_id)
 
     def asked(self, member: Member, stream: int) -> None:
-        """It has asked for a quorum; what comes late on an older stream is ignored."""
-        if self._streams.get(member.replica_id) != stream:
+        """It has asked for a quorum; what comes late on an older stream, or of a lost session, is ignored."""
+        if self._streams.get(member.replica_id) != stream or member.replica_id not in self._sessions:
             return
         self._ready.add(member.replica_id)
         self._asking[member.replica_id] = stream
@@ -136,8 +137,14 @@ class Attendance:
         for member in quorum.members:
             self._look_at(member.replica_id)
 
-    def lost(self, replica_id: str, session: int, *, dead: bool) -> None:
-        """It was taken for lost."""
+    def closed(self, stream: int) -> None:
+        """A stream has ended."""
+        self._streams = {replica_id: each for replica_id, each in self._streams.items() if each != stream}
+
+    def lost(self, replica_id: str, session: int, *, dead: bool, broke: bool = False) -> None:
+        """It was taken for lost, because its stream broke or for another reason."""
+        if broke and replica_id in self._streams:
+            raise InvariantBroken("I2", f"{replica_id} session {session} is lost by a stream that broke, and it stands")
         self._sessions.pop(replica_id, None)
         self._asking.pop(replica_id, None)
         self._lost[replica_id] = session
@@ -155,6 +162,13 @@ class Attendance:
             followed = self._sessions.get(replica_id, member.session) > member.session
             if lost or followed or (replica_id in self._replaced and replica_id not in self._sessions):
                 self._on_broken(self._newest.key, replica_id)
+
+    def nobody_else_is_waited_for(self, waits: str) -> None:
+        """No quorum was formed just now: then somebody who lives has not asked, or they are too few."""
+        living = {each for each in self._sessions if each in self._ready}
+        asking = living & self._asking.keys()
+        if asking == living and len(asking) >= self._min_replicas and not self._special & living:
+            raise InvariantBroken("I6", f"all that live have asked, {sorted(asking)}, and no quorum forms: {waits}")
 
     def formed(self, quorum: Quorum, previous: Quorum | None) -> None:
         """A quorum with a new id: its members live, are enough, and don't leave all survivors out."""

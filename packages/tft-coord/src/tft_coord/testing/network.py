@@ -14,7 +14,7 @@ import enum
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -34,6 +34,7 @@ class Fate(enum.Enum):
     HOLD = "hold"  # messages wait until released, however long
     DUPLICATE = "duplicate"  # a single message arrives twice; a stream is one connection, and keeps its own in order
     REORDER = "reorder"  # each single message takes its own time; streams as above
+    LAG = "lag"  # the messages of streams are late; single ones overtake them
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Rule:
     Args:
         source, target: names, or patterns as `a:*`.
         fate: what happens.
-        low_ms, high_ms: bounds of the delay, for DELAY and REORDER; for DUPLICATE of the time between the two.
+        low_ms, high_ms: bounds of the delay, for DELAY, REORDER and LAG; for DUPLICATE of the time between the two.
     """
 
     source: str
@@ -104,6 +105,12 @@ class Stream:
         """End it; the other end learns of it after all that was sent before. The closer is not told."""
         if self.open:
             self._network.end_stream(self, told=[self.other(closer)])
+
+    def closes(self, end: Process) -> None:
+        """That end learns that the stream has ended."""
+        on_closed = self._on_closed.get(end.name)
+        if on_closed is not None:
+            end.run(on_closed)
 
     def other(self, end: Process) -> Process:
         """The process at the other end."""
@@ -182,15 +189,24 @@ class Network:
             since_ms = max(since_ms, *felt, 0)
         return since_ms
 
-    def break_streams(self, source: str, target: str) -> int:
-        """Break every stream dialed from `source` to `target`, for both ends; returns how many there were."""
+    def break_streams(self, source: str, target: str, *, server_late_ms: int | None = None) -> int:
+        """Break every stream dialed from `source` to `target`; returns how many there were.
+
+        Args:
+            source, target: names or patterns.
+            server_late_ms: so much later does the target learn of it; None: both learn of it at once.
+        """
         broken = [
             stream
             for stream in self._streams.values()
             if fnmatchcase(stream.client.name, source) and fnmatchcase(stream.server.name, target)
         ]
         for stream in broken:
-            self.end_stream(stream, told=[stream.client, stream.server])
+            if server_late_ms is None:
+                self.end_stream(stream, told=[stream.client, stream.server])
+            else:
+                self.end_stream(stream, told=[stream.client])
+                self._clock.after(server_late_ms, partial(stream.closes, stream.server))
         return len(broken)
 
     # --- processes ------------------------------------------------------------------------------------------------
@@ -270,9 +286,7 @@ class Network:
             delay_ms = self._keepalive_ms if rule.fate is Fate.PARTITION else self._delay(rule)
             way = stream._ways[sender.name]
             at_ms = max(way.last_at_ms, self._clock.now_ms + delay_ms)
-            on_closed = stream._on_closed.get(process.name)
-            if on_closed is not None:
-                self._clock.at(at_ms, partial(process.run, on_closed))
+            self._clock.at(at_ms, partial(stream.closes, process))
 
     # --- single messages ------------------------------------------------------------------------------------------
 
@@ -329,6 +343,8 @@ class Network:
     def _for_streams(self, source: Process, target: Process) -> Rule:
         """The rule that counts, as a connection feels it."""
         rule = self._rule(source.name, target.name)
+        if rule.fate is Fate.LAG:
+            return replace(rule, fate=Fate.DELAY)
         return Rule("*", "*", Fate.PASS) if rule.fate in (Fate.DUPLICATE, Fate.REORDER) else rule
 
     def _delay(self, rule: Rule) -> int:
@@ -349,10 +365,8 @@ class Network:
             if stream.open and self._cut(stream):
                 stream.open = False
                 self._streams.pop(stream.number, None)
-                for process in (stream.client, stream.server):
-                    on_closed = stream._on_closed.get(process.name)
-                    if on_closed is not None:
-                        process.run(on_closed)
+                stream.closes(stream.client)
+                stream.closes(stream.server)
 
         self._clock.after(self._keepalive_ms, judge)
 

@@ -90,8 +90,10 @@ class Scenario:
         self._lineages: dict[int | None, str] = {None: "?"}
         self._weights: dict[str, str] = {}
         self._step_ms: dict[str, int] = {}
+        self._chunk_ms: dict[str, int] = {}
         self._spreads_ms: list[int] = []
         self._rules: dict[str, list[Rule]] = {}
+        self._refusals: set[str] = set()
         self._given: set[tuple[str, tuple[QuorumKey, tuple[Member, ...]]]] = set()
 
     @property
@@ -144,7 +146,9 @@ class Scenario:
             case effects.ReplicaLost():
                 self._tell("lighthouse", f"{order.replica_id} is lost: {order.reason}")
             case effects.RefuseSession() | effects.RefuseRequest():
-                self._tell("lighthouse", f"refuses: {order.message}")
+                if order.message not in self._refusals:  # whoever is refused may try again and again
+                    self._refusals.add(order.message)
+                    self._tell("lighthouse", f"refuses: {order.message}")
             case effects.AskForQuorum():
                 who = self.cluster.replica_of_stream(order.stream)
                 name = who.replica_id if who is not None else "somebody"
@@ -226,6 +230,7 @@ class Scenario:
             nonces=itertools.count(1).__next__,
             step_ms=lambda name: self._step_ms.get(name, 200),
             spread_ms=lambda: self._spreads_ms.pop(0) if self._spreads_ms else 1,
+            chunk_ms=lambda name: self._chunk_ms.get(name, 20),
         )
         self._forget()
         self._cluster = Cluster(config, chance)
@@ -245,6 +250,11 @@ class Scenario:
             before = self.cluster.replicas.get(word)
             replaces = before.replica_id if before is not None and "replaces" in words else ""
             self.cluster.start(word, settings=settings, replaces=replaces, loading="loading" in words)
+        return []
+
+    def _do_twin(self, words: list[str]) -> Iterable[str]:
+        """twin a x: another process starts under the replica id of a, elsewhere; it is called x from now on."""
+        self.cluster.start(words[1], twin_of=words[0])
         return []
 
     def _do_ready(self, words: list[str]) -> Iterable[str]:
@@ -276,7 +286,7 @@ class Scenario:
 
     def _life(self, word: str) -> str:
         name, slash, rank = word.partition("/")
-        return self._replica(name).replica_id + slash + rank
+        return self._replica(name).host + slash + rank
 
     def _do_kill(self, words: list[str]) -> Iterable[str]:
         """kill a | a/1 | a/manager | lighthouse: kill -9."""
@@ -314,9 +324,39 @@ class Scenario:
         return []
 
     def _do_break(self, words: list[str]) -> Iterable[str]:
-        """break a: its manager server's stream to the lighthouse breaks; it redials."""
+        """break a | a/1: its manager server's stream to the lighthouse, or a rank's to its manager server, breaks; it
+        is dialed again."""
         for word in words:
-            self.cluster.network.break_streams(f"{self._replica(word).replica_id}/manager*", "lighthouse")
+            name, _, rank = word.partition("/")
+            host = self._replica(name).host
+            if rank:
+                self.cluster.network.break_streams(f"{host}/{rank}", f"{host}/manager*")
+            else:
+                self.cluster.network.break_streams(f"{host}/manager*", "lighthouse")
+        return []
+
+    def _do_flap(self, words: list[str]) -> Iterable[str]:
+        """flap a 400 2000 5: its stream to the lighthouse breaks for 400 ms, every 2000 ms, 5 times; time must run."""
+        pattern = f"{self._replica(words[0]).host}/manager*"
+        for_ms, every_ms, times = (int(word) for word in words[1:])
+        network, clock = self.cluster.network, self.cluster.clock
+
+        def break_once() -> None:
+            rule = network.add(Rule(pattern, "lighthouse", Fate.DROP))
+            network.break_streams(pattern, "lighthouse")
+            clock.after(for_ms, lambda: network.remove(rule))
+
+        for number in range(times):
+            clock.after(number * every_ms, break_once)
+        return []
+
+    def _do_beat(self, words: list[str]) -> Iterable[str]:
+        """beat a: its manager server gives a sign of life, out of turn."""
+        for word in words:
+            manager = self._replica(word).manager
+            if manager is None:
+                raise ScenarioError(f"{word} has no manager server now")
+            manager.beat()
         return []
 
     def _do_drop(self, words: list[str]) -> Iterable[str]:
@@ -327,15 +367,28 @@ class Scenario:
         """hold FROM TO: what is sent from one process to another waits, until `mend`."""
         return self._rule(words, Fate.HOLD)
 
+    def _do_cut(self, words: list[str]) -> Iterable[str]:
+        """cut FROM TO: nothing comes through that way, as with a cut cable, until `mend`."""
+        return self._rule(words, Fate.PARTITION)
+
+    def _do_late_calls(self, words: list[str]) -> Iterable[str]:
+        """late-calls FROM TO 300: single messages that way take so long, and streams do not, until `mend FROM TO`."""
+        return self._rule(words[:2], Fate.REORDER, int(words[2]))
+
+    def _do_late_streams(self, words: list[str]) -> Iterable[str]:
+        """late-streams FROM TO 300: what streams carry that way takes so long, and calls do not, until `mend …`."""
+        return self._rule(words[:2], Fate.LAG, int(words[2]))
+
     def _do_mend(self, words: list[str]) -> Iterable[str]:
-        """mend FROM TO: end of `drop` or `hold`."""
+        """mend FROM TO: end of `drop`, `hold`, `cut`, `late-calls` or `late-streams`."""
         for rule in self._rules.pop(" ".join(words), []):
             self.cluster.network.remove(rule)
         return []
 
-    def _rule(self, words: list[str], fate: Fate) -> Iterable[str]:
+    def _rule(self, words: list[str], fate: Fate, late_ms: int = 0) -> Iterable[str]:
         source, target = ("*" if word == "*" else self._processes([word])[0].name for word in words)
-        self._rules.setdefault(" ".join(words), []).append(self.cluster.network.add(Rule(source, target, fate)))
+        rule = self.cluster.network.add(Rule(source, target, fate, late_ms, late_ms))
+        self._rules.setdefault(" ".join(words), []).append(rule)
         return []
 
     def _do_slow(self, words: list[str]) -> Iterable[str]:
@@ -344,6 +397,12 @@ class Scenario:
             self._step_ms[words[0]] = int(words[1])
         else:
             self._step_ms.pop(words[0], None)
+        return []
+
+    def _do_slow_transfer(self, words: list[str]) -> Iterable[str]:
+        """slow-transfer a/1 1500: each of the four chunks that it fetches takes so long from now on."""
+        for trainer in self._trainers(words[:1]):
+            self._chunk_ms[trainer.name] = int(words[1])
         return []
 
     def _do_late(self, words: list[str]) -> Iterable[str]:

@@ -142,7 +142,7 @@ class Simulation:
             nonces=lambda: nonces.getrandbits(64),
             step_ms=lambda _: workload.randint(50, 400),
             spread_ms=lambda: groups.randint(1, 60),
-            chunk_ms=lambda: groups.randint(5, 120),
+            chunk_ms=lambda _: groups.randint(5, 120),
             optimizer_raises=self._optimizer_raises,
         )
         self.cluster = Cluster(
@@ -326,6 +326,16 @@ class Simulation:
                 [Rule(pattern, "lighthouse", Fate.DROP), Rule("lighthouse", pattern, Fate.DROP)], for_ms, for_ms
             )
         self.cluster.network.break_streams(pattern, "lighthouse")
+
+    def _half_open(self) -> None:
+        """One stream breaks, and the lighthouse learns of it when the next one stands."""
+
+        def half(replica: Replica) -> None:
+            late_ms = self._faults.randint(100, 1_000)
+            pattern = f"{replica.replica_id}/manager*"
+            self.cluster.network.break_streams(pattern, "lighthouse", server_late_ms=late_ms)
+
+        self._on_replica(half)
 
     def _blink_all(self) -> None:
         """All streams break at once: a sick network."""
@@ -524,6 +534,7 @@ FAULTS: tuple[Callable[[Simulation], None], ...] = (
     Simulation._blink,
     Simulation._blink,
     Simulation._break_for_long,
+    Simulation._half_open,
     Simulation._blink_all,
     Simulation._cut,
     Simulation._cut,

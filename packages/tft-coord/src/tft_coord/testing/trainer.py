@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from tft_coord.core.lineage import fold_lineage, initial_lineage
 from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest
 from tft_coord.testing.clock import VirtualClock
-from tft_coord.testing.invariants import Contribution, Held, Invariants, Reduced, Round
+from tft_coord.testing.invariants import Contribution, Held, InvariantBroken, Invariants, Reduced, Round
 from tft_coord.testing.marks import Marks
 from tft_coord.testing.process import Process
 from tft_coord.timeouts import Timeouts
@@ -235,7 +235,7 @@ class Surroundings(Protocol):
     def step_ms(self, trainer: Trainer) -> int:
         """How long a forward and backward pass takes."""
 
-    def chunk_ms(self) -> int:
+    def chunk_ms(self, trainer: Trainer) -> int:
         """How long a chunk of a transfer takes."""
 
     def optimizer_raises(self, trainer: Trainer) -> bool:
@@ -271,12 +271,21 @@ class Trainer(Process):
         job, replica_id, rank: who it is.
         settings: of the job.
         outside: what it works with.
+        host: where it runs, if another process runs under that replica id.
     """
 
     def __init__(
-        self, job: str, replica_id: str, rank: int, world_size: int, settings: TrainerSettings, outside: Surroundings
+        self,
+        job: str,
+        replica_id: str,
+        rank: int,
+        world_size: int,
+        settings: TrainerSettings,
+        outside: Surroundings,
+        *,
+        host: str = "",
     ) -> None:
-        super().__init__(f"{replica_id}/{rank}", outside.clock)
+        super().__init__(f"{host or replica_id}/{rank}", outside.clock)
         self.replica_id = replica_id
         self.rank = rank
         self.world_size = world_size
@@ -311,6 +320,7 @@ class Trainer(Process):
         self._received_bytes = 0
         self._refused: set[str] = set()
         self._notices: list[LossNotice] = []
+        self._fetches: tuple[Plan, Waiter] | None = None  # the chunk that is on its way, and of which plan
 
     @property
     def state_held(self) -> Held:
@@ -343,19 +353,25 @@ class Trainer(Process):
         """A member of a quorum was lost."""
         if self.held is not None and notice.key < self.held:
             self._outside.marks.hit("a notice came after the next quorum")
+            self._outside.note(self, "hears of a loss in an older quorum")
             return
         if notice in self._notices:
             self._outside.marks.hit("a notice came twice")
+            self._outside.note(self, "hears of the same loss again")
             return
         self._notices.append(notice)
         if notice.key != self.held:
             self._outside.marks.hit("a notice overtook its quorum")
+            self._outside.note(self, "hears of a loss in a quorum that it does not hold yet")
             return
         self._outside.marks.hit(f"a notice came in: {self.phase}")
+        self._outside.note(self, f"hears of a loss in its quorum ({self.phase})")
         self.after(ABORT_AFTER_MS, lambda: self._abort(notice.key))
 
     def _abort(self, key: QuorumKey) -> None:
         """End what runs in that quorum; another one is not touched."""
+        if self._fetches is not None and self._has_no_source(self._fetches[0]):
+            self._fetches[1].resolve(None)
         if self.group is None or self.group.key != key:
             return
         self._outside.note(self, "aborts what runs in its broken quorum")
@@ -365,6 +381,9 @@ class Trainer(Process):
 
     def _is_broken(self, key: QuorumKey) -> bool:
         return any(notice.key == key for notice in self._notices)
+
+    def _has_no_source(self, plan: Plan) -> bool:
+        return all(self._is_lost_in(plan.key, source.replica_id) for source in plan.sources)
 
     def _is_lost_in(self, key: QuorumKey, replica_id: str) -> bool:
         return any((notice.key, notice.replica_id) == (key, replica_id) for notice in self._notices)
@@ -465,8 +484,10 @@ class Trainer(Process):
         if isinstance(answer, Plan):
             self.plan = answer
         else:
-            assert self.plan is not None, "told that a plan stands without one"
-            assert self.lineage is not None, "told that a plan stands with an unknown lineage"
+            if self.plan is None or self.plan.key != answer or self.lineage is None:
+                raise InvariantBroken(
+                    "I2", f"{self.name} is told that plan {answer} stands, and has none to go on with"
+                )
             self._outside.marks.hit("a rank was told unchanged")
             self.plan = replace(self.plan, step=self.step, lineage=self.lineage)
         self._outside.invariants.planned(self.plan, self.rank)
@@ -503,6 +524,7 @@ class Trainer(Process):
         self._notices = [notice for notice in self._notices if notice.key >= plan.key]
         if self._is_broken(plan.key):
             self._outside.marks.hit("a broken quorum was not configured")
+            self._outside.note(self, "is given a broken quorum, and does not try to meet its members")
             return False
         self._outside.invariants.joined_group(plan, self.rank)
         group = self._outside.group(plan.key, self.rank, plan.replica_ids)
@@ -570,7 +592,7 @@ class Trainer(Process):
         deadline_ms = self.clock.now_ms + self._outside.timeouts.timeout_ms
         chunks = 0
         while self.clock.now_ms < deadline_ms:
-            if all(self._is_lost_in(plan.key, source.replica_id) for source in plan.sources):
+            if self._has_no_source(plan):
                 self._outside.marks.hit("a transfer lost its last source")
                 self._outside.note(self, "has lost its last source")
                 return None
@@ -578,7 +600,11 @@ class Trainer(Process):
             if served is None:
                 yield self._sleep(POLL_MS)
                 continue
-            yield self._sleep(self._outside.chunk_ms())
+            self._fetches = plan, self._sleep(self._outside.chunk_ms(self))
+            yield self._fetches[1]
+            self._fetches = None
+            if self._has_no_source(plan):
+                continue
             chunks += 1
             self._received_bytes += 1
             self._outside.received(self, self._received_bytes)
