@@ -1,0 +1,64 @@
+"""One replica of the failure benchmark, of ours or of the peer: trains until it is killed.
+
+It prints a JSON line whenever it commits with another number of participants than before, and once more when it has
+committed with all of them for a while, so that whoever kills one of them knows that all are at it.
+
+Law of this file: started as a module under the interpreter that has the system installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+
+import torch
+from torch import nn
+
+from benchmarks.step_worker import BATCH, WRAPPERS
+
+STEADY_STEPS = 50
+
+
+def tell(participants: int, steady: bool) -> None:
+    """One line for the parent."""
+    json.dump({"participants": participants, "steady": steady, "at_s": time.time()}, sys.stdout)
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Train for ever."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--system", choices=["tft", "torchft"], required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--members", type=int, required=True)
+    parser.add_argument("--min-replicas", dest="replicas", type=int, required=True)
+    parser.add_argument("--hidden", type=int, required=True)
+    parser.add_argument("--lighthouse", required=True)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+    model, optimizer, _ = WRAPPERS[arguments.system](arguments, nn.Linear(arguments.hidden, arguments.hidden))
+    data = torch.randn(BATCH, arguments.hidden, generator=torch.Generator().manual_seed(arguments.rank))
+    manager = optimizer.manager
+    step, participants, steps_together = 0, 0, 0
+    while True:
+        optimizer.zero_grad()
+        model(data).square().mean().backward()
+        optimizer.step()
+        if manager.current_step() == step:
+            continue
+        step = manager.current_step()
+        if manager.num_participants() != participants:
+            participants, steps_together = manager.num_participants(), 0
+            tell(participants, steady=False)
+        steps_together += 1
+        if participants == arguments.members and steps_together == STEADY_STEPS:
+            tell(participants, steady=True)
+
+
+if __name__ == "__main__":
+    main()
