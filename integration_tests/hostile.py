@@ -27,6 +27,7 @@ import psutil
 from tft_coord.wire import services
 
 HONEST_WITHIN_S: Final = 1.0
+TRIES: Final = 3
 # One refused message of the largest size that is read, as protobuf holds it, and what the allocator keeps of it.
 GROWTH_BYTES: Final = 64 << 20
 SILENT_S: Final = 0.1
@@ -57,10 +58,11 @@ class Watched:
 
         Returns: the lines that it has logged since the last check.
         """
-        began = time.monotonic()
-        honest()
-        served_s = time.monotonic() - began
-        assert served_s < HONEST_WITHIN_S, f"after {after}: the honest client waited {served_s:.2f} s"
+        # More than once, because the machine may be late where the server is not.
+        served_s = [seconds_of(honest)]
+        while served_s[-1] > HONEST_WITHIN_S and len(served_s) < TRIES:
+            served_s.append(seconds_of(honest))
+        assert served_s[-1] < HONEST_WITHIN_S, f"after {after}: the honest client waited {served_s} s"
         assert self._process.is_running(), f"after {after}: the server has ended"
         assert self._process.status() != psutil.STATUS_ZOMBIE, f"after {after}: the server has ended"
         grown = self._process.memory_info().rss - self._bytes
@@ -77,6 +79,13 @@ class Watched:
             assert len(line) < LINE_BYTES, f"after {after}: {line}"
             assert line.isprintable(), f"after {after}: {line!r}"
         return lines
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """How long it takes."""
+    began = time.monotonic()
+    call()
+    return time.monotonic() - began
 
 
 @contextmanager

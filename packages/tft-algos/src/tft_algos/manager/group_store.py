@@ -13,16 +13,19 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch.distributed import DistError, DistStoreError, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistStoreError, Store, TCPStore  # type: ignore[attr-defined]
 
 from tft_algos.errors import SettingError
 from tft_algos.manager.config import ResolvedConfig
 from tft_coord.errors import DeadlinePassed, Unreachable
+from tft_pg.errors import ProcessGroupError
+from tft_pg.store import StoreClient
 
 MANAGER_ADDR_KEY = "manager_addr"
 REPLICA_ID_KEY = "replica_id"
@@ -111,25 +114,33 @@ def open_group_store(config: ResolvedConfig) -> GroupStore:
         return GroupStore(store, join_address(config.hostname, store.port), config.run_scope, config.group_scope)
     where = f"{config.store_addr}:{config.store_port}"
     _reach(config, where)
+    client = StoreClient(config.store_addr, config.store_port)
+    connected = threading.Event()
+    watch = threading.Thread(target=_sever_late, args=(client, connected, config), name="tft-store-watch", daemon=True)
+    watch.start()
     try:
-        store = TCPStore(
-            config.store_addr,
-            config.store_port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=config.connect_timeout,
-        )
-    except (DistError, RuntimeError) as error:
+        client.connect(config.connect_timeout, keep_trying=lambda: None)
+    except ProcessGroupError as error:
         raise Unreachable(
             f"what listens at {where} does not answer rank {config.rank} as its replica group's store would; check "
             "that MASTER_ADDR and MASTER_PORT name that store (torchrun starts one)"
         ) from error
+    finally:
+        connected.set()
+        watch.join()
     # A loopback name would send other machines to themselves.
     host = config.hostname if is_loopback(config.store_addr) else config.store_addr
-    group = GroupStore(store, join_address(host, config.store_port), config.run_scope, config.group_scope)
+    group = GroupStore(client.under(""), join_address(host, config.store_port), config.run_scope, config.group_scope)
     if config.world_size > 1:
         group.claim(config.rank, config.world_size)
     return group
+
+
+def _sever_late(client: StoreClient, connected: threading.Event, config: ResolvedConfig) -> None:
+    """On a thread: torch's client waits for ever for a store that was stopped, or for a stranger that says nothing."""
+    if not connected.wait(config.connect_timeout.total_seconds()):
+        while not connected.wait(RETRY_S):
+            client.sever()
 
 
 def _reach(config: ResolvedConfig, where: str) -> None:
