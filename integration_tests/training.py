@@ -68,6 +68,7 @@ class Spec:
         fail_at: at this many committed steps an error is reported once, after the reductions.
         faults: that strike this trainer; more may be sent to it. None: its Manager's parts are not wrapped.
         batch_s: how long it takes to get a batch.
+        waits: between "ready" and its first step, until a message comes.
         environment: of a launcher; RANK and WORLD_SIZE make it one process of several.
         settings: for the Manager.
     """
@@ -78,6 +79,7 @@ class Spec:
     fail_at: int | None = None
     faults: tuple[Fault, ...] | None = None
     batch_s: float = 0.0
+    waits: bool = False
     environment: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -162,6 +164,8 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
         ddp = DistributedDataParallel(manager, module, inside, bucket_cap_mb=0.02)
         optimizer = Optimizer(manager, adam)
         tell(Event("ready", text=manager.replica_id))
+        if spec.waits:
+            connection.recv()
         fail_at = spec.fail_at
         last = None
         while last is None or manager.current_step() < last:
@@ -253,6 +257,7 @@ class Job:
         fail_at: int | None = None,
         faults: tuple[Fault, ...] | None = None,
         batch_s: float = 0.0,
+        waits: bool = False,
         environment: dict[str, str] | None = None,
         **settings: Any,
     ) -> Trainer:
@@ -264,6 +269,7 @@ class Job:
             fail_at=fail_at,
             faults=faults,
             batch_s=batch_s,
+            waits=waits,
             environment=environment or {},
             settings=settings,
         )

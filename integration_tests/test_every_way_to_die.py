@@ -1,0 +1,263 @@
+"""A rank that is killed, raises, fails, hangs or is stopped, at each place of a step: the others go on, bit-equal.
+
+Three groups train together: two survivors, who train through the whole module, and a victim, who is there anew in each
+test that needs one. Two survivors, because one of two can't know whether the other hangs or the network between them is
+cut; two of three are a majority. A survivor's process does not end whatever happens to the victim, and at the end of
+the module it ends as it was told.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from multiprocessing.context import ForkServerContext
+from typing import Any, Final
+
+import psutil
+import pytest
+
+from integration_tests.conftest import spawning
+from integration_tests.training import Job, Launcher, Trainer
+from tft_algos.testing import Action, Fault, Place
+from tft_coord.timeouts import Timeouts
+from tft_lighthouse import LighthouseServer
+
+VICTIM: Final = "a"  # the first by name is the first source, and hosts the others' rendezvous
+SURVIVORS: Final = ("s", "t")
+FURTHER_STEPS: Final = 5
+OF_RANK_ZERO: Final = (Place.BACKWARD, Place.VOTE, Place.HEALING)
+SETTINGS: Final[dict[str, Any]] = {
+    "timeout": timedelta(seconds=1),
+    "timeouts": Timeouts(
+        heal_timeout_ms=3_000,
+        heartbeat_timeout_ms=2_000,
+        beat_interval_ms=500,
+    ),
+    "faults": (),
+    "model": "small",
+    "batch_s": 0.01,  # the machine's cores are for those who start
+}
+
+# What a victim can't go on from, and the error that it ends with. Its loop does not catch what its own code raises; and
+# without a verdict nobody may step or go on. All else is an error of one step.
+ENDS: Final = {
+    (Action.RAISE, Place.FORWARD): "InjectedError",
+    (Action.RAISE, Place.BACKWARD): "InjectedError",
+    (Action.RAISE, Place.VOTE): "InjectedError",
+    (Action.FAIL, Place.VOTE): "DeadlinePassed",
+}
+
+
+class Cluster:
+    """Two groups that survive and one that is struck, each of so many ranks.
+
+    Args:
+        job: they are in.
+        world_size: ranks of each group.
+    """
+
+    def __init__(self, job: Job, world_size: int) -> None:
+        self.job = job
+        self.world_size = world_size
+        self._launchers: list[Launcher] = []
+        self.survivors = [self._start(name) for name in SURVIVORS]
+        self.victim: list[Trainer] = []
+        self._next: list[Trainer] = []  # the next victim, which starts while something happens to this one
+        self.stands = False  # the victim has shown that nothing is wrong with it
+        self._seen: dict[Trainer, int] = {}
+
+    def _start(self, name: str, **options: Any) -> list[Trainer]:
+        if self.world_size == 1:
+            return [self.job.start(name, **SETTINGS, **options)]
+        # Each start has a store of its own, or it would speak for the one before as its successor.
+        self._launchers.append(Launcher(self.job, name, self.world_size))
+        return self._launchers[-1].start(**SETTINGS, **options)
+
+    def rank_for(self, place: Place) -> int:
+        """The rank that is struck: of two the one without the manager server, and at some places the other."""
+        return 0 if self.world_size == 1 or place in OF_RANK_ZERO else 1
+
+    @property
+    def surviving(self) -> list[Trainer]:
+        return [trainer for group in self.survivors for trainer in group]
+
+    def all_three(self) -> list[Trainer]:
+        """A victim, the last test's if it still stands, and all groups committing together."""
+        self.job.until(lambda: self._together(self.surviving, 2, 3), "the survivors commit together")
+        if not self.victim:
+            self.victim = self._next or self._start(VICTIM, waits=True)
+            self._next = []
+            for trainer in self.victim:
+                trainer.connection.send("go")
+        self._wait_for_all_three()
+        return self.victim
+
+    def _wait_for_all_three(self) -> None:
+        everybody = self.surviving + self.victim
+        self.job.until(lambda: self._together(everybody, 3), "all three groups commit together")
+
+    def _together(self, trainers: Sequence[Trainer], *participants: int) -> bool:
+        return all(any(trainer.committed_with(number, 3) for number in participants) for trainer in trainers)
+
+    def strike(self, trainer: Trainer, fault: Fault) -> None:
+        """Let faults happen to a trainer, and wait until the last one does."""
+        self.stands = False
+        self._seen = {other: len(other.events) for other in self.job.trainers}
+        for asked in _in_order(fault):
+            trainer.connection.send(asked)
+        if fault.place is Place.SERVING:
+            # Somebody must heal: a survivor whose state is said to be half written.
+            self.survivors[1][0].connection.send(
+                Fault(action=Action.FAIL, place=Place.OPTIMIZER, replica=SURVIVORS[1], rank=0)
+            )
+        self._next = self._next or self._start(VICTIM, waits=True)
+        self.job.until(lambda: _was_struck(self._since(trainer), fault), f"{fault.describe()}")
+
+    def _since(self, trainer: Trainer) -> list[Any]:
+        return trainer.events[self._seen[trainer] :]
+
+    def survivors_go_on(self) -> None:
+        """They commit so many further steps, and each that any two trainers have committed is bit-equal."""
+        last = max(trainer.step for trainer in self.job.trainers)
+        common = self.job.check_digests()
+        self.job.until(
+            lambda: all(trainer.step >= last + FURTHER_STEPS for trainer in self.surviving), "the survivors go on"
+        )
+        assert [trainer.ended for trainer in self.surviving] == [None] * len(self.surviving), self.job.story()
+        assert self.job.check_digests() >= common + FURTHER_STEPS
+
+    def survivors_noticed(self) -> None:
+        """In each surviving group a Manager has recorded an error of the step that was lost."""
+        for group in self.survivors:
+            errors = [event.text for rank in group for event in self._since(rank) if event.kind == "failed"]
+            assert any(text != "None" for text in errors), self.job.story()
+
+    def victim_goes_on(self) -> None:
+        """It commits together with the others again, without a new start."""
+        self._wait_for_all_three()
+        assert [trainer.ended for trainer in self.victim] == [None] * len(self.victim), self.job.story()
+        self.job.check_digests()
+        self.stands = True
+
+    def victim_ends(self) -> None:
+        """Every process of its group does."""
+        self.job.until(
+            lambda: all(trainer.connection.closed or trainer.ended for trainer in self.victim),
+            "the victim's group ends",
+        )
+
+    def end(self) -> None:
+        """The survivors stop where they are told to, and so were never in trouble."""
+        self.bury()
+        self.job.finish(self.surviving)
+        for trainer in self._next:
+            trainer.process.kill()
+        self._launchers.clear()  # their stores listen
+
+    def bury(self) -> None:
+        """Nothing of the victim is left."""
+        for trainer in self.victim:
+            trainer.process.kill()
+            trainer.process.join()
+        self.victim = []
+
+
+def _in_order(fault: Fault) -> list[Fault]:
+    """What must happen first, so that the place is come to."""
+    before = {Place.CONFIGURE: Place.REDUCTION, Place.HEALING: Place.OPTIMIZER}.get(fault.place)
+    if before is None:
+        return [fault]
+    return [Fault(action=Action.FAIL, place=before, replica=fault.replica, rank=fault.rank), fault]
+
+
+def _was_struck(events: Sequence[Any], fault: Fault) -> bool:
+    return any(event.kind == "struck" and event.text == fault.describe() for event in events)
+
+
+def cluster_of(forkserver: ForkServerContext, world_size: int) -> Iterator[Cluster]:
+    lighthouse = LighthouseServer("127.0.0.1:0", join_timeout_ms=300, heartbeat_timeout_ms=2_000)
+    with lighthouse, spawning(forkserver) as spawn:
+        job = Job(spawn, lighthouse)
+        cluster = Cluster(job, world_size)
+        yield cluster
+        cluster.end()
+
+
+@pytest.fixture(scope="module")
+def of_one(forkserver: ForkServerContext) -> Iterator[Cluster]:
+    yield from cluster_of(forkserver, 1)
+
+
+@pytest.fixture(scope="module")
+def of_two(forkserver: ForkServerContext) -> Iterator[Cluster]:
+    yield from cluster_of(forkserver, 2)
+
+
+@pytest.fixture(params=["of_one", "of_two"], ids=["one", "two"])
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """Three groups that train together."""
+    chosen: Cluster = request.getfixturevalue(request.param)
+    chosen.all_three()
+    yield chosen
+    if not chosen.stands:
+        chosen.bury()
+
+
+def must_notice(fault: Fault) -> bool:
+    """Whether the survivors were in a rendezvous or a reduction that could not end well."""
+    if fault.action is Action.HANG and fault.place in (Place.FORWARD, Place.BACKWARD):
+        return True
+    return fault.place in (Place.CONFIGURE, Place.REDUCTION)
+
+
+@pytest.mark.parametrize("place", list(Place))
+def test_killed(cluster: Cluster, place: Place) -> None:
+    rank = cluster.rank_for(place)
+    fault = Fault(action=Action.KILL, place=place, replica=VICTIM, rank=rank)
+    cluster.strike(cluster.victim[rank], fault)
+    cluster.survivors_go_on()
+    assert cluster.victim[rank].process.exitcode == -signal.SIGKILL
+    if must_notice(fault):
+        cluster.survivors_noticed()
+    cluster.victim_ends()
+    for trainer in cluster.victim:
+        assert trainer is cluster.victim[rank] or "GroupLost" in trainer.events[-1].text
+
+
+@pytest.mark.parametrize("place", list(Place))
+def test_hangs(cluster: Cluster, place: Place) -> None:
+    rank = cluster.rank_for(place)
+    fault = Fault(action=Action.HANG, place=place, replica=VICTIM, rank=rank)
+    cluster.strike(cluster.victim[rank], fault)
+    cluster.survivors_go_on()
+    assert cluster.victim[rank].process.is_alive()
+    if must_notice(fault):
+        cluster.survivors_noticed()
+
+
+@pytest.mark.parametrize("action", [Action.FAIL, Action.RAISE])
+@pytest.mark.parametrize("place", list(Place))
+def test_raises_or_fails(cluster: Cluster, place: Place, action: Action) -> None:
+    rank = cluster.rank_for(place)
+    fault = Fault(action=action, place=place, replica=VICTIM, rank=rank)
+    cluster.strike(cluster.victim[rank], fault)
+    cluster.survivors_go_on()
+    if must_notice(fault):
+        cluster.survivors_noticed()
+    if (action, place) not in ENDS:
+        cluster.victim_goes_on()
+        return
+    cluster.victim_ends()
+    for trainer in cluster.victim:
+        expected = f"{ENDS[action, place]}: {fault.describe()}" if trainer is cluster.victim[rank] else "GroupLost"
+        assert trainer.events[-1].text.startswith(expected), trainer.events[-1].text
+
+
+def test_stopped(cluster: Cluster) -> None:
+    rank = cluster.rank_for(Place.REDUCTION)
+    fault = Fault(action=Action.STOP, place=Place.REDUCTION, replica=VICTIM, rank=rank)
+    cluster.strike(cluster.victim[rank], fault)
+    cluster.survivors_go_on()
+    assert psutil.Process(cluster.victim[rank].process.pid).status() == psutil.STATUS_STOPPED
+    cluster.survivors_noticed()
