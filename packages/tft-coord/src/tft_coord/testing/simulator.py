@@ -403,6 +403,34 @@ class Simulation:
 
         self._on_replica(delay)
 
+    def _disturb_a_notice(self) -> None:
+        """A group dies, and just then another can't be told as on a good day."""
+        living = [replica for replica in self.cluster.replicas.values() if replica.alive]
+        if len(living) < 2:
+            return
+        victim, other = self._faults.sample(living, 2)
+        host, manager = f"{other.replica_id}/?", f"{other.replica_id}/manager*"
+        dropped, late = self._faults.randint(20, 250), self._faults.randint(50, 1_500)
+        disturb = self._faults.choice(
+            (
+                lambda: self._drop_streams(host, manager, dropped),
+                lambda: self._drop_streams(manager, "lighthouse", dropped),
+                lambda: self._for_a_while([Rule(manager, host, Fate.LAG, late, late)], late, late),
+                lambda: self._for_a_while([Rule(manager, host, Fate.REORDER, 20, 400)], late, late),
+                lambda: self._for_a_while([Rule("lighthouse", manager, Fate.HOLD)], late, late),
+            )
+        )
+        disturb()
+        self.cluster.clock.after(self._faults.randint(0, 300), partial(self._kill_if_alive, victim))
+
+    def _kill_if_alive(self, replica: Replica) -> None:
+        if replica.alive:
+            self.cluster.kill_trainer(replica, 0)
+
+    def _drop_streams(self, source: str, target: str, for_ms: int) -> None:
+        self._for_a_while([Rule(source, target, Fate.DROP)], for_ms, for_ms)
+        self.cluster.network.break_streams(source, target)
+
     def _flap(self) -> None:
         """One link breaks every two seconds, each time for another while."""
         self._on_replica(lambda replica: self._flap_again(replica, 5))
@@ -546,6 +574,8 @@ FAULTS: tuple[Callable[[Simulation], None], ...] = (
     Simulation._swallow_answers,
     Simulation._swallow_answers,
     Simulation._delay_notices,
+    Simulation._disturb_a_notice,
+    Simulation._disturb_a_notice,
     Simulation._flap,
     Simulation._cut_rank,
     Simulation._cut_host,
