@@ -37,6 +37,7 @@ class Breaker:
         self._configuring = False
         self._broken: QuorumKey | None = None
         self._closing = threading.Event()
+        self._starting = threading.Lock()  # who closes sees each thread either started or not at all
         self._threads: list[threading.Thread] = []
 
     @contextmanager
@@ -64,16 +65,21 @@ class Breaker:
 
     def close(self, *, wait: bool) -> None:
         """End; nothing is aborted any more."""
-        self._closing.set()
+        with self._starting:
+            self._closing.set()
+            threads = list(self._threads)
         if wait:
-            for thread in self._threads:
+            for thread in threads:
                 thread.join()
 
     def _start(self, key: QuorumKey | None, after_s: float) -> None:
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-        thread = threading.Thread(target=self._run, args=(key, after_s), name="tft-break", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        with self._starting:
+            if self._closing.is_set():
+                return
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            thread = threading.Thread(target=self._run, args=(key, after_s), name="tft-break", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def _run(self, key: QuorumKey | None, after_s: float) -> None:
         wait_s = after_s
