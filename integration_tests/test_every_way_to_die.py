@@ -175,33 +175,23 @@ def _was_struck(events: Sequence[Any], fault: Fault) -> bool:
     return any(event.kind == "struck" and event.text == fault.describe() for event in events)
 
 
-def cluster_of(forkserver: ForkServerContext, world_size: int) -> Iterator[Cluster]:
+@pytest.fixture(scope="module", params=[1, 2], ids=["one", "two"])
+def standing(request: pytest.FixtureRequest, forkserver: ForkServerContext) -> Iterator[Cluster]:
+    """Survivors for all tests of groups of that size."""
     lighthouse = LighthouseServer("127.0.0.1:0", join_timeout_ms=300, heartbeat_timeout_ms=2_000)
     with lighthouse, spawning(forkserver) as spawn:
-        job = Job(spawn, lighthouse)
-        cluster = Cluster(job, world_size)
+        cluster = Cluster(Job(spawn, lighthouse), request.param)
         yield cluster
         cluster.end()
 
 
-@pytest.fixture(scope="module")
-def of_one(forkserver: ForkServerContext) -> Iterator[Cluster]:
-    yield from cluster_of(forkserver, 1)
-
-
-@pytest.fixture(scope="module")
-def of_two(forkserver: ForkServerContext) -> Iterator[Cluster]:
-    yield from cluster_of(forkserver, 2)
-
-
-@pytest.fixture(params=["of_one", "of_two"], ids=["one", "two"])
-def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+@pytest.fixture
+def cluster(standing: Cluster) -> Iterator[Cluster]:
     """Three groups that train together."""
-    chosen: Cluster = request.getfixturevalue(request.param)
-    chosen.all_three()
-    yield chosen
-    if not chosen.stands:
-        chosen.bury()
+    standing.all_three()
+    yield standing
+    if not standing.stands:
+        standing.bury()
 
 
 def must_notice(fault: Fault) -> bool:
