@@ -145,6 +145,7 @@ class LighthouseProcess(Process):
         self._attendance = Attendance(cluster.config.min_replicas, self._broken)
         self._hellos: dict[int, Hello] = {}
         self._asked: effects.AskForQuorum | None = None
+        self._story = LighthouseStory(cluster.marks, cluster.timeouts)
 
     def start(self) -> None:
         """Begin to look at the clock."""
@@ -159,6 +160,7 @@ class LighthouseProcess(Process):
         stream.listen(self, self._heard, lambda: self._closed(stream.number))
 
     def _tick(self) -> None:
+        self._story.ticked(self.clock.now_ms)
         waits = self.core.waiting_for(JOB)
         for words in WAITS:
             if words in waits:
@@ -172,6 +174,7 @@ class LighthouseProcess(Process):
 
     def _heard(self, event: events.LighthouseEvent) -> None:
         self._cluster.trace("lighthouse", event)
+        self._story.heard(event, self.clock.now_ms)
         match event:
             case events.HelloReceived():
                 self._hellos[event.stream] = event.hello
@@ -197,6 +200,7 @@ class LighthouseProcess(Process):
         for order in orders:
             self._cluster.trace("lighthouse", order)
             self._cluster.watch(order)
+            self._story.decided(order, self.clock.now_ms)
             match order:
                 case effects.QuorumFormed():
                     self._attendance.formed(order.quorum, order.previous)
@@ -227,6 +231,109 @@ class LighthouseProcess(Process):
         stream = self._streams.get(number)
         if stream is not None:
             stream.send(self, order)
+
+
+class LighthouseStory:
+    """Marks of what one life of a lighthouse comes by, as seen in what it hears and says.
+
+    Args:
+        marks: to hit.
+        timeouts: of the job.
+    """
+
+    def __init__(self, marks: Marks, timeouts: Timeouts) -> None:
+        self._marks = marks
+        self._timeouts = timeouts
+        self._ticked_ms: int | None = None
+        self._names: dict[int, str] = {}  # of streams
+        self._addresses: dict[str, str] = {}
+        self._hellos: dict[int, Hello] = {}
+        self._greets: int | None = None  # the stream whose hello is being answered
+        self._closed_ms: dict[str, int] = {}
+        self._losses: dict[str, list[str]] = {}  # reasons, by replica id
+        self._lost: set[str] = set()
+        self._asking: set[str] = set()
+        self._newest: frozenset[str] = frozenset()
+        self._newest_key: QuorumKey | None = None
+
+    def ticked(self, now_ms: int) -> None:
+        """It looks at the clock."""
+        self._greets = None
+        away_ms = now_ms - self._ticked_ms if self._ticked_ms is not None else 0
+        if away_ms >= self._timeouts.heartbeat_timeout_ms:
+            self._marks.hit("the lighthouse was away for longer than heartbeat_timeout")
+        self._ticked_ms = now_ms
+
+    def heard(self, event: events.LighthouseEvent, now_ms: int) -> None:
+        """It hears something."""
+        name = self._names.get(event.stream, "")
+        if not isinstance(event, events.StreamClosed):  # an older stream is closed on the way
+            self._greets = None
+        match event:
+            case events.HelloReceived():
+                self._hellos[event.stream] = event.hello
+                self._greets = event.stream
+            case events.QuorumRequested():
+                self._asking.add(name)
+            case events.RequestWithdrawn():
+                self._asking.discard(name)
+            case events.StreamClosed():
+                self._asking.discard(name)
+                newest = self._names.pop(event.stream, "") and name not in self._names.values()
+                if newest and name not in self._lost:
+                    self._closed_ms.setdefault(name, now_ms)
+            case events.BeatReceived():
+                if name in self._lost and self._losses[name][-1].startswith("its manager server reports"):
+                    self._marks.hit("a beat came after a reported death")
+
+    def decided(self, order: effects.LighthouseEffect, now_ms: int) -> None:
+        """It decides something."""
+        match order:
+            case effects.QuorumFormed():
+                self._newest, self._newest_key = frozenset(order.quorum.replica_ids), order.quorum.key
+            case effects.AnswerQuorum() | effects.AnswerUnchanged() | effects.RefuseRequest():
+                self._asking.discard(self._names.get(order.stream, ""))
+            case effects.ReplicaLost():
+                self._lose(order.replica_id, order.reason)
+            case effects.NotifyLoss():
+                if order.stream == self._greets:
+                    self._marks.hit("a hello was answered with a loss")
+                    if self._newest_key is not None and order.notice.key < self._newest_key:
+                        self._marks.hit("a hello was answered with a loss in a quorum that others have left")
+            case effects.Welcome():
+                hello = self._hellos[order.stream]
+                self._names[order.stream] = hello.replica_id
+                self._welcome(hello, now_ms)
+            case _:
+                return
+
+    def _lose(self, replica_id: str, reason: str) -> None:
+        if replica_id in self._asking:
+            joins = self._newest_key is not None and replica_id not in self._newest
+            self._marks.hit("one that only waited to join was lost" if joins else "a waiting member was lost")
+        self._asking.discard(replica_id)
+        self._lost.add(replica_id)
+        self._closed_ms.pop(replica_id, None)
+        self._losses.setdefault(replica_id, []).append(reason)
+
+    def _welcome(self, hello: Hello, now_ms: int) -> None:
+        name = hello.replica_id
+        reasons = self._losses.get(name, [])
+        if name in self._lost:
+            self._lost.discard(name)
+            kind = _kind_of_loss(reasons[-1])
+            self._marks.hit(f"came back after its loss: {kind}")
+            if self._addresses.get(name, hello.address) != hello.address:
+                self._marks.hit("a group that was lost came back elsewhere")
+        elif name in self._closed_ms:
+            away_ms = now_ms - self._closed_ms.pop(name)
+            if away_ms <= self._timeouts.reconnect_grace_ms:
+                self._marks.hit("a stream was back within the grace")
+            elif away_ms > self._timeouts.reconnect_grace_ms + self._timeouts.quorum_tick_ms:
+                by_stream = [reason for reason in reasons if reason.startswith("its stream broke")]
+                flaps = len(by_stream) >= 3
+                self._marks.hit("a flapping link was judged by silence" if flaps else "all were excused together")
+        self._addresses[name] = hello.address
 
 
 class ManagerProcess(Process):
@@ -454,11 +561,11 @@ class ManagerProcess(Process):
                 self._send(lambda stream: events.QuorumReported(stream, quorum))
             case effects.AnswerQuorum():
                 if self.session.answered(order.request, order.quorum.key):
-                    self._cluster.invariants.received(self.replica.replica_id, order.quorum.key)
+                    self._cluster.invariants.received(self.replica.host, order.quorum.key)
                     self.handle(events.QuorumArrived(order.request, order.quorum))
             case effects.AnswerUnchanged():
                 if self.session.answered(order.request, order.key):
-                    self._cluster.invariants.received(self.replica.replica_id, order.key)
+                    self._cluster.invariants.received(self.replica.host, order.key)
                     self.handle(events.UnchangedArrived(order.request, order.key))
             case effects.RefuseRequest():
                 if self.session.answered(order.request, None):
@@ -897,7 +1004,7 @@ class _Outside:
         deadline_ms = self.clock.now_ms + self.timeouts.timeout_ms
         first_manager = self.replica.manager
         world_size = self.cluster.config.world_size
-        self.invariants.voted(trainer.replica_id, trainer.rank, vote, yes)
+        self.invariants.voted(self.replica.host, trainer.rank, vote, yes)
 
         def attempt() -> None:
             def make(call: int) -> events.RankVoted:
@@ -907,7 +1014,7 @@ class _Outside:
                 if waiter.done:
                     return
                 if isinstance(value, bool):
-                    self.invariants.decided(trainer.replica_id, world_size, vote, value)
+                    self.invariants.decided(self.replica.host, world_size, vote, value)
                     waiter.resolve(value)
                 elif self.replica.manager is not first_manager or not (first_manager and first_manager.alive):
                     waiter.resolve(Refused("manager_died", fatal=world_size > 1))

@@ -64,6 +64,9 @@ class Report:
     marks: Marks = field(compare=False)
 
 
+TWIN = "twin"  # whoever was started a second time under one replica id
+
+
 class SimulationFailed(AssertionError):
     """A seed failed; the message says how to run it again and what happened last."""
 
@@ -118,6 +121,11 @@ class Simulation:
         nonces = self._rng("nonces")
         jitter = self._rng("jitter")
         groups = self._rng("groups")
+        # In one job of eight transfers are slow, in another one a process is started twice.
+        rare = self._rng("rare")
+        slow_chunk_ms = 1_400 if rare.random() < 0.125 else 120
+        self._twin_after_ms = rare.randint(2_000, 9_000) if rare.random() < 0.125 else None
+        self._rare = rare
         size = self._rng("size")
         num_replicas = size.randint(2, config.most_replicas)
         world_size = size.choice((1, 1, 2))
@@ -142,7 +150,7 @@ class Simulation:
             nonces=lambda: nonces.getrandbits(64),
             step_ms=lambda _: workload.randint(50, 400),
             spread_ms=lambda: groups.randint(1, 60),
-            chunk_ms=lambda _: groups.randint(5, 120),
+            chunk_ms=lambda _: groups.randint(5, slow_chunk_ms),
             optimizer_raises=self._optimizer_raises,
         )
         self.cluster = Cluster(
@@ -157,6 +165,8 @@ class Simulation:
         for name in cluster.config.names:
             clock.after(self._faults.randint(0, 1_500), partial(self._start, name))
         clock.after(self._faults.randint(1_000, 3_000), self._next_fault)
+        if self._twin_after_ms is not None:
+            clock.after(self._twin_after_ms, self._start_twin)
         clock.run_until(self._config.faults_ms)
         to_commit_ms, to_whole_ms = self._demand_progress()
         return Report(
@@ -183,6 +193,8 @@ class Simulation:
         cluster.trace("faults", "stop")
         cluster.network.clear()
         cluster.revive_lighthouse()
+        if TWIN in cluster.replicas:
+            cluster.shut_down(cluster.replicas[TWIN], "there are two of it")
         for process in [cluster.lighthouse, *(p for r in cluster.replicas.values() for p in r.processes())]:
             process.resume()
         calm_ms = clock.now_ms
@@ -222,6 +234,8 @@ class Simulation:
 
     def _ended(self, replica: Replica) -> None:
         """A life is over; the supervisor starts the next, with fresh or loaded state."""
+        if replica.name == TWIN:
+            return
         delay_ms = self._faults.randint(300, 3_000)
         loading_ms = self._faults.randint(-6_000, 3_000)
         replaces = replica.replica_id if self._faults.random() < 0.3 else ""
@@ -237,6 +251,16 @@ class Simulation:
                 trainer.after(loading_ms, trainer.start)
 
         self.cluster.clock.after(delay_ms, again)
+
+    def _start_twin(self) -> None:
+        """A group's processes are started a second time, elsewhere; the first live, or their host has just gone."""
+        living = [replica for replica in self.cluster.replicas.values() if replica.alive]
+        if living and not self._calm:
+            first = self._rare.choice(living)
+            if self._rare.random() < 0.5:
+                self.cluster.vanish(first)
+            self.cluster.marks.hit("a process was started twice")
+            self.cluster.start(TWIN, twin_of=first.name)
 
     def _optimizer_raises(self, _name: str) -> bool:
         raises, self._raising = self._raising, False
@@ -411,16 +435,14 @@ class Simulation:
         victim, other = self._faults.sample(living, 2)
         host, manager = f"{other.replica_id}/?", f"{other.replica_id}/manager*"
         dropped, late = self._faults.randint(20, 250), self._faults.randint(50, 1_500)
-        disturb = self._faults.choice(
-            (
-                lambda: self._drop_streams(host, manager, dropped),
-                lambda: self._drop_streams(manager, "lighthouse", dropped),
-                lambda: self._for_a_while([Rule(manager, host, Fate.LAG, late, late)], late, late),
-                lambda: self._for_a_while([Rule(manager, host, Fate.REORDER, 20, 400)], late, late),
-                lambda: self._for_a_while([Rule("lighthouse", manager, Fate.HOLD)], late, late),
-            )
+        ways: tuple[Callable[[], None], ...] = (
+            lambda: self._drop_streams(host, manager, dropped),
+            lambda: self._drop_streams(manager, "lighthouse", dropped),
+            lambda: self._for_a_while([Rule(manager, host, Fate.LAG, late, late)], late, late),
+            lambda: self._for_a_while([Rule(manager, host, Fate.REORDER, 20, 400)], late, late),
+            lambda: self._for_a_while([Rule("lighthouse", manager, Fate.HOLD)], late, late),
         )
-        disturb()
+        self._faults.choice(ways)()
         self.cluster.clock.after(self._faults.randint(0, 300), partial(self._kill_if_alive, victim))
 
     def _kill_if_alive(self, replica: Replica) -> None:

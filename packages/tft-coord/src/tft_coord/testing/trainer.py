@@ -287,6 +287,7 @@ class Trainer(Process):
     ) -> None:
         super().__init__(f"{host or replica_id}/{rank}", outside.clock)
         self.replica_id = replica_id
+        self.host = host or replica_id
         self.rank = rank
         self.world_size = world_size
         self.step = settings.step
@@ -569,11 +570,14 @@ class Trainer(Process):
     def _heal(self, plan: Plan, vote: Round) -> Life:
         """Fetch, agree with the other ranks that all have, load; all or none."""
         self.phase = "heal"
+        started_ms = self.clock.now_ms
         fetched = yield from self._fetch(plan)
         staged = yield from self._vote(replace(vote, purpose=Purpose.STAGED), fetched is not None)
         if not staged or fetched is None:
             self.failed_heals += 1
             self._outside.marks.hit("a healing failed")
+            if fetched is not None and self.world_size > 1:
+                self._outside.marks.hit("half of a group had fetched")
             self._outside.note(self, "could not heal")
             return False
         self.step, self.lineage, self.weights = plan.step, plan.lineage, fetched.weights
@@ -581,6 +585,8 @@ class Trainer(Process):
         self.torn = False
         self.failed_heals = 0
         self._outside.marks.hit("a group healed")
+        if self.clock.now_ms - started_ms > self._outside.timeouts.join_timeout_ms:
+            self._outside.marks.hit("a healing took longer than join_timeout")
         self._outside.note(self, f"has healed: it holds step {self.step}")
         self._outside.invariants.holds(self.replica_id, self.rank, self.state_held)
         return True
@@ -653,7 +659,7 @@ class Trainer(Process):
         self.live = True
         self.commit_failures = 0
         after = self.state_held
-        self._outside.invariants.committed(self.replica_id, self.rank, vote, plan.replica_world_size, after)
+        self._outside.invariants.committed(self.host, self.rank, vote, plan.replica_world_size, after)
         mean_of = len({gradient.rsplit(":", 2)[0] for gradient in reduced.gradients})
         self._outside.note(self, f"commits step {self.step}, a mean of {mean_of}")
         if self._outside.invariants.num_lineages(self.rank, self.step) > 1:
