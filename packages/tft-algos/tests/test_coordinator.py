@@ -246,7 +246,7 @@ def test_a_store_that_nobody_runs_is_named() -> None:
     closed = open_group_store(resolved())
     port = closed.store.port
     del closed
-    with pytest.raises(Unreachable, match=f"can't reach its group's store at localhost:{port}"):
+    with pytest.raises(Unreachable, match=f"can't reach its replica group's store at localhost:{port}"):
         open_group_store(resolved(store_addr="localhost", store_port=port, connect_timeout=timedelta(milliseconds=300)))
 
 

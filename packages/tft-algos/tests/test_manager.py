@@ -558,3 +558,31 @@ def test_a_state_that_is_no_managers_is_refused(rigs: Any, state: Any) -> None:
 def test_a_name_that_would_break_a_log_line_is_refused() -> None:
     with pytest.raises(SettingError, match="replica_id has unprintable characters"):
         Manager(FakeGroup(), lighthouse_addr="nowhere:1", replica_id="a\nb")
+
+
+def test_who_is_told_while_it_heals_that_its_group_is_lost_does_not_vote(rigs: Any) -> None:
+    lost = GroupLost("replica_1 lost a rank; start the group again")
+    rig = rigs(plan_of(1, step=4, rank=1, size=2, healing=[1]))
+    receive = rig.transport.recv_checkpoint
+
+    def told_meanwhile(*args: Any, **kwargs: Any) -> Any:
+        rig.coordinator.listener(lost)
+        return receive(*args, **kwargs)
+
+    rig.transport.recv_checkpoint = told_meanwhile
+    with pytest.raises(GroupLost, match="lost a rank"):
+        rig.step()
+    assert rig.coordinator.votes == []
+
+
+def test_a_vote_that_nobody_answers_because_the_group_is_lost_says_so(rigs: Any) -> None:
+    rig = rigs(plan_of(1, size=2))
+    lost = GroupLost("replica_0 lost a rank; start the group again")
+
+    def vote(*args: Any, **kwargs: Any) -> bool:
+        rig.coordinator.listener(lost)
+        raise DeadlinePassed("no answer")
+
+    rig.coordinator.vote = vote
+    with pytest.raises(GroupLost, match="lost a rank"):
+        rig.step()

@@ -48,7 +48,7 @@ from tft_algos.manager.reduction import Reduction
 from tft_ckpt import CheckpointTransport, HTTPTransport
 from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest
 from tft_coord.errors import Closed as CoordinationClosed
-from tft_coord.errors import GroupLost, ProtocolError, Refused
+from tft_coord.errors import DeadlinePassed, GroupLost, ProtocolError, Refused
 from tft_pg import DummyWork
 
 T = TypeVar("T")
@@ -496,9 +496,7 @@ class Manager:
         for reduction in self._reductions:
             reduction.wait()
         self._reductions.clear()
-        fatal = next((error for error in core.errors if isinstance(error, FATAL)), None)
-        if fatal is not None:
-            raise fatal
+        self._raise_fatal()
         if plan is None:
             return self._conclude(False)
         if self._synchronize is not None:
@@ -510,6 +508,7 @@ class Manager:
             self._report(failure, core.name)
         if self._config.use_async_quorum:
             self._give_or_take_state()
+            self._raise_fatal()  # who was told meanwhile that its group is lost has nobody to vote with
         vote = core.vote()
         if not vote.yes:
             self._log(
@@ -530,7 +529,15 @@ class Manager:
             core.server_restarted()
             self._log(logging.WARNING, "the manager server ended during the vote, which counts as no")
             verdict = False
+        except DeadlinePassed:
+            self._raise_fatal()  # why nobody answered, where that was told while we waited
+            raise
         return self._conclude(verdict)
+
+    def _raise_fatal(self) -> None:
+        fatal = next((error for error in self._core.errors if isinstance(error, FATAL)), None)
+        if fatal is not None:
+            raise fatal
 
     def _conclude(self, verdict: bool) -> bool:
         error = self._core.error
