@@ -49,6 +49,17 @@ REACHED = (
     "a lighthouse without memory asked for a quorum",
     "waited: has just started",
     "waited: the members of quorum",
+    # 4: sessions
+    "a stream was back within the grace",
+    "came back after its loss: its stream broke",
+    "came back after its loss: silent",
+    "a beat came after a reported death",
+    "a waiting member was lost",
+    "a process was started twice",
+    "refused: duplicate",
+    "refused: stale",
+    "a session was refused: duplicate",
+    "a group that was lost came back elsewhere",
     # 7: the same list
     "the same list got a new id",
     "new id: can't use its process group",
@@ -57,9 +68,35 @@ REACHED = (
     "an answer was given again",
     "request refused: ahead",
     "a request was withdrawn",
+    # 8: notices
+    "a notice overtook its quorum",
+    "a broken quorum was not configured",
+    "a notice came in: forward",
+    "a notice came in: configure",
+    "a notice came in: reduction",
+    "a notice came in: heal",
+    "a notice came in: staged",
+    "a notice came in: commit",
+    "a notice came in: between steps",
+    "a notice came twice",
+    "a notice came after the next quorum",
+    "one that only waited to join was lost",
+    "a hello was answered with a loss",
+    "a hello was answered with a loss in a quorum that others have left",
     # 9: a partial commit
     "one group committed what another lost",
     "a lost step was committed again by others",
+    # 10: long healings
+    "a healing took longer than join_timeout",
+    "half of a group had fetched",
+    "a transfer lost its last source",
+    # 14: a sick lighthouse, a sick network
+    "the lighthouse was away for longer than heartbeat_timeout",
+    "all were excused together",
+    "a flapping link was judged by silence",
+    # what calls do that streams can't
+    "a call came twice",
+    "a call overtook another",
 )
 
 

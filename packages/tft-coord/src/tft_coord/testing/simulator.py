@@ -121,10 +121,11 @@ class Simulation:
         nonces = self._rng("nonces")
         jitter = self._rng("jitter")
         groups = self._rng("groups")
-        # In one job of eight transfers are slow, in another one a process is started twice.
+        # In one job of eight transfers are slow, in another one a process is started twice, in a third a link flaps.
         rare = self._rng("rare")
         slow_chunk_ms = 1_400 if rare.random() < 0.125 else 120
         self._twin_after_ms = rare.randint(2_000, 9_000) if rare.random() < 0.125 else None
+        self._flaps_always = rare.random() < 0.125
         self._rare = rare
         size = self._rng("size")
         num_replicas = size.randint(2, config.most_replicas)
@@ -167,6 +168,8 @@ class Simulation:
         clock.after(self._faults.randint(1_000, 3_000), self._next_fault)
         if self._twin_after_ms is not None:
             clock.after(self._twin_after_ms, self._start_twin)
+        if self._flaps_always:
+            clock.after(2_000, self._flap_on)
         clock.run_until(self._config.faults_ms)
         to_commit_ms, to_whole_ms = self._demand_progress()
         return Report(
@@ -261,6 +264,15 @@ class Simulation:
                 self.cluster.vanish(first)
             self.cluster.marks.hit("a process was started twice")
             self.cluster.start(TWIN, twin_of=first.name)
+
+    def _flap_on(self) -> None:
+        """The link of the first group breaks every two seconds, most often for longer than the grace."""
+        replica = self.cluster.replicas.get(self.cluster.config.names[0])
+        if self._calm:
+            return
+        if replica is not None and replica.alive:
+            self._break(replica, self._rare.randint(200, 700))
+        self.cluster.clock.after(2_000, self._flap_on)
 
     def _optimizer_raises(self, _name: str) -> bool:
         raises, self._raising = self._raising, False

@@ -1,0 +1,170 @@
+"""Mutants: a core with one small mistake is caught by the simulator, and by the invariant that is named here.
+
+Each mistake is one that somebody could make. A mutant that survives would show that an invariant is missing, or that
+random seeds do not come by the case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from tft_coord.core import effects, quorum
+from tft_coord.core.commit import RoundName, Votes
+from tft_coord.core.group import GroupCore
+from tft_coord.core.lighthouse import Job
+from tft_coord.core.lineage import fold_lineage
+from tft_coord.core.liveness import Liveness
+from tft_coord.core.quorum import Situation
+from tft_coord.core.types import LossNotice, Quorum, QuorumKey, Refusal
+from tft_coord.testing import InvariantBroken, SimulationFailed, simulate, trainer
+from tft_coord.testing.trainer import Trainer
+
+SEEDS = 300  # after so many without a word a mistake counts as unseen
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A mistake: what is patched, which invariant sees it, and a seed from which on that does not take long."""
+
+    target: Any
+    name: str
+    mistake: Callable[..., Any]
+    invariant: str
+    first_seed: int
+
+
+def breaks_whatever_is_held(self: GroupCore, notice: LossNotice) -> list[effects.GroupEffect]:
+    held = self.quorum.key if self.quorum is not None else notice.key
+    return right_noticed(self, replace(notice, key=held))
+
+
+def drops_what_comes_early(self: Trainer, notice: LossNotice) -> None:
+    if notice.key == self.held:
+        right_heard(self, notice)
+
+
+def tells_nothing_again(self: GroupCore, rank: int) -> list[effects.GroupEffect]:
+    return []
+
+
+def tells_nobody(self: Job, replica_id: str, session: int, reason: str) -> list[Any]:
+    return []
+
+
+def tells_nobody_of_a_newer_session(self: Job, replica_id: str, session: int, reason: str) -> list[Any]:
+    return [] if "taken its place" in reason else right_break_quorum(self, replica_id, session, reason)
+
+
+def answers_no_hello(self: Job, key: QuorumKey | None) -> Iterable[LossNotice]:
+    return ()
+
+
+def forgets_who_was_lost(self: Job) -> None:
+    self._losses = {}
+
+
+def changes_its_mind(
+    self: Votes, name: RoundName, rank: int, call: int, yes: bool, deadline_ms: int
+) -> list[tuple[int, int, bool]]:
+    before = self._rounds.get(name)
+    if before is not None and rank in before.answered:
+        return [(call, rank, False)]  # it has had its answer, or its answer was lost
+    return right_cast(self, name, rank, call, yes, deadline_ms)
+
+
+def counts_the_first_vote_for_all(self: Votes, world_size: int) -> None:
+    right_votes(self, 1)
+
+
+def folds_no_quorum(lineage: int, key: QuorumKey, step: int) -> int:
+    return fold_lineage(lineage, QuorumKey(1, 1), step)
+
+
+def hears_of_older_streams(self: Liveness, stream: int, hello: Any, now_ms: int) -> Any:
+    known = self.replicas.get(hello.replica_id)
+    older = known.stream if known is not None else None
+    result = right_hello(self, stream, hello, now_ms)
+    if older is not None and known is not None:
+        self._by_stream.setdefault(older, known)
+    return result
+
+
+def waits_for_the_lost(self: Job, waiting: Any, now_ms: int) -> Situation:
+    situation = right_situation(self, waiting, now_ms)
+    return replace(situation, healthy={*situation.healthy, *(each for each in self._members if each in self._losses)})
+
+
+def lets_a_beat_revive(self: Liveness, stream: int, now_ms: int) -> Any:
+    replica = self.of_stream(stream)
+    if replica is not None:
+        replica.lost = None
+    return right_sign(self, stream, now_ms)
+
+
+def welcomes_the_dead(self: Liveness, known: Any, stream: int, hello: Any) -> Any:
+    rejected = right_reject(self, known, stream, hello)
+    return None if rejected is not None and rejected.refusal is Refusal.DEAD else rejected
+
+
+def stands_though_somebody_heals(self: Job, quorum: Quorum, previous: Quorum | None) -> bool:
+    return previous is not None and previous.key == quorum.key
+
+
+def needs_no_majority(*_: object) -> None:
+    return None
+
+
+right_noticed = GroupCore._noticed
+right_heard = Trainer.noticed
+right_break_quorum = Job._break_quorum
+right_cast = Votes.cast
+right_votes = Votes.__init__
+right_hello = Liveness.hello
+right_sign = Liveness.sign
+right_reject = Liveness._reject
+right_situation = Job._situation
+
+MUTANTS = [
+    # Losses that are not told, or told of the wrong quorum.
+    Mutant(Job, "_break_quorum", tells_nobody, "P3", 0),
+    Mutant(Job, "_break_quorum", tells_nobody_of_a_newer_session, "P3", 15),
+    Mutant(Job, "_losses_in", answers_no_hello, "P3", 180),
+    Mutant(Job, "_forget_losses", forgets_who_was_lost, "P3", 480),
+    Mutant(GroupCore, "_noticed", breaks_whatever_is_held, "P3", 195),
+    Mutant(GroupCore, "_tell_again", tells_nothing_again, "P3", 78),
+    Mutant(Trainer, "noticed", drops_what_comes_early, "P3", 100),
+    # Who lives.
+    Mutant(Liveness, "hello", hears_of_older_streams, "I2", 1),
+    Mutant(Liveness, "sign", lets_a_beat_revive, "I6", 0),
+    Mutant(Liveness, "_reject", welcomes_the_dead, "I2", 5),
+    # Quorums.
+    Mutant(Job, "_situation", waits_for_the_lost, "I6", 0),
+    Mutant(Job, "_unchanged", stands_though_somebody_heals, "I3", 0),
+    Mutant(quorum, "_majority", needs_no_majority, "I2", 0),
+    # Commits.
+    Mutant(Votes, "__init__", counts_the_first_vote_for_all, "I5", 0),
+    Mutant(Votes, "cast", changes_its_mind, "I5", 200),
+    Mutant(trainer, "fold_lineage", folds_no_quorum, "I3", 0),
+]
+
+
+def first_failure(seeds: Iterable[int]) -> Exception | None:
+    """What the first of these seeds that fails fails of."""
+    for seed in seeds:
+        try:
+            simulate(seed)
+        except SimulationFailed as failed:
+            return failed.cause
+    return None
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.mistake.__name__)
+def test_a_mistake_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutant.target, mutant.name, mutant.mistake)
+    seen = first_failure(range(mutant.first_seed, mutant.first_seed + SEEDS))
+    assert isinstance(seen, InvariantBroken), f"nobody saw it in {SEEDS} seeds" if seen is None else repr(seen)
+    assert seen.invariant == mutant.invariant, seen
