@@ -146,6 +146,20 @@ def test_the_hello_names_the_quorum_whose_losses_it_may_have_missed() -> None:
     assert (sent.hello.session, sent.hello.held) == (101, KEY)
 
 
+def test_a_request_that_names_an_older_quorum_does_not_take_the_hello_back() -> None:
+    """A late copy of a request comes after its answer: the ranks are in the newer quorum, whose losses they need."""
+    core = welcomed()
+    core.ask(1, Member("a"), KEY, 10)
+    newer = QuorumKey(6, 1)
+    assert core.answered(1, newer)
+    assert core.ask(2, Member("a"), KEY, 20) == [SendRequest(2, Member("a"), KEY)]
+    core.withdraw(2, 21)
+    core.stream_broke(30)
+    (sent,) = core.stream_opened(80)
+    assert isinstance(sent, SendHello)
+    assert sent.hello.held == newer
+
+
 def test_beats_go_once_an_interval_with_the_bytes_that_came() -> None:
     core = welcomed()
     assert core.tick(1_000) == []

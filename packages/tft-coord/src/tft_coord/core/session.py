@@ -190,7 +190,10 @@ class SessionCore:
     def ask(self, request: int, member: Member, held: QuorumKey | None, now_ms: int) -> list[SessionEffect]:
         """Ask for the next quorum; said again on every new stream until answered or withdrawn."""
         self._ready = True
-        self.held = held
+        if held is not None and (self.held is None or held > self.held):
+            # Never an older one: ranks that ask as before have not got the newest, or are heard late; the hello names
+            # what was given here, for in it the ranks may be.
+            self.held = held
         self._open = SendRequest(request, member, held)
         return [self._open] if self._welcomed else []
 
