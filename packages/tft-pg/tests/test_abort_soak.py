@@ -32,6 +32,7 @@ import torch
 from torch.distributed import TCPStore
 
 from tft_pg import ProcessGroup, ProcessGroupError, ProcessGroupGloo, parse_store_addr
+from tft_pg.backends.live import reap
 from tft_pg.testing import Bench
 
 HOUR = timedelta(hours=1)
@@ -44,7 +45,8 @@ WARM_UP_ROUNDS = 50
 SENTINEL = -7.0
 ROUNDS_KEPT = 4
 LENGTHS = (1, 1000, 1 << 16, 1 << 19)
-ALLOCATED_BYTES = 3 << 20
+# The store keeps the addresses that each configure published: some 300 bytes a rank.
+ALLOCATED_BYTES = 4 << 20
 RESIDENT_BYTES = 64 << 20
 SETTLE_S = 10.0
 
@@ -282,16 +284,12 @@ class Held:
         )
 
 
-def names() -> list[str]:
-    return [thread.name for thread in threading.enumerate()]
-
-
 def settled() -> Held:
     """What the process holds when nothing has come or gone for a while: a server lets go of a client a bit later."""
     still = Held.now()
     deadline_s = time.monotonic() + SETTLE_S
     same = 0
-    while (same < 4 or any(name == "tft-pg-release" for name in names())) and time.monotonic() < deadline_s:
+    while (same < 4 or reap()) and time.monotonic() < deadline_s:
         threading.Event().wait(0.05)
         now = Held.now()
         same = same + 1 if (now.threads, now.descriptors) == (still.threads, still.descriptors) else 0
@@ -403,11 +401,10 @@ class Rounds:
         self._abort_a_reduction()
         self._sentinels.next_round()
 
-    def check(self) -> None:
-        self._sentinels.check_all()
-
     def rest(self) -> None:
         """To the state in which the process is counted: each group has its store and its listener, and no more."""
+        self._sentinels.check_all()
+        self._sentinels = Sentinels()
         self._bench.configure(self._groups)
         for group in self._groups:
             group.abort()
@@ -472,7 +469,6 @@ def soak(num_rounds: int, seed: int) -> tuple[Held, Held, Tally, dict[str, int]]
             rounds.rest()
             with bystanders.at_rest():
                 after = settled()
-            rounds.check()
             uses = dict(bystanders.uses)
         assert not bystanders.errors, f"seed {seed}: {bystanders.errors}"
     return before, after, rounds.tally, uses
@@ -517,6 +513,8 @@ def _rank(address: str, rank: int, seed: int, num_rounds: int, parent: Connectio
         parent.recv()
         group.configure(f"{address}/calm/{number}", rank, RANKS)
         group.set_timeout(TIMEOUT)
+        parent.send("configured")
+        parent.recv()  # who aborts before all have configured would break their configure
         length, absent = plans.choice(LENGTHS), plans.randrange(RANKS)
         tensor = torch.ones(length)
         if rank != absent:
@@ -561,6 +559,7 @@ def test_ranks_in_processes_of_their_own_abort_and_go_on() -> None:
             theirs.close()
         for _ in range(num_rounds):
             assert everybody() == ["aborted"] * RANKS
+            assert everybody() == ["configured"] * RANKS
             assert everybody() == ["reduced"] * RANKS
         assert everybody() == [[float(RANKS)] * 3] * RANKS
         for ours, _ in pipes:

@@ -58,6 +58,7 @@ _NEVER_FIRST = timedelta(minutes=10)
 _POKE_S = 0.2
 # After this long without connections an operation has failed, if Gloo has not forgotten it.
 _STRAGGLE_S = 0.2
+# No thread of torch's runs these. Its reduce_scatter is an allreduce inside, whose end it does not tell before a wait.
 _POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
 _THREADS = "/proc/self/task"
 _REDUCER_THREAD = "(pt_gloo_runloop) "
@@ -132,6 +133,7 @@ class ProcessGroupGloo(NativeProcessGroup):
             settle=mesh.settle,
             is_over=mesh.is_over,
             adapt=_adapt,
+            tells_its_end=_tells_its_end,
             classify=_classify,
             where=where,
         )
@@ -157,6 +159,10 @@ class ProcessGroupGloo(NativeProcessGroup):
         if hostname:
             return (_Gloo.create_device(hostname=hostname, lazy_init=False),)
         return (_Gloo.create_default_device(lazy_init=False),)
+
+
+def _tells_its_end(collective: Collective) -> bool:
+    return collective.name not in _POINT_TO_POINT and "reduce_scatter" not in collective.name
 
 
 def _nothing() -> None:

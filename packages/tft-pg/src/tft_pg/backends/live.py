@@ -7,10 +7,13 @@ The law of this file: no building; whoever built it says how to end it.
 
 from __future__ import annotations
 
+import atexit
 import copy
+import ctypes
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import final
@@ -30,9 +33,11 @@ from tft_pg.forwarding import forward
 from tft_pg.ops import Collective
 from tft_pg.work import GuardedWork
 
-__all__ = ["LiveGroup"]
+__all__ = ["LiveGroup", "reap"]
 
 _LOOK_S = 0.02
+_MOMENT_S = 0.001
+_RELEASE_S = 5.0
 
 _Fault = type[PeerFailed] | type[DeadlinePassed] | type[OperationRefused]
 
@@ -41,6 +46,34 @@ _SENTENCES: Mapping[_Fault, str] = {
     DeadlinePassed: "its time-out passed; abort the group and configure it again",
     OperationRefused: "the backend refused it; mend the call",
 }
+
+
+# Torch groups of which a thread runs an operation that their backend has forgotten, and these operations. A torch group
+# joins its threads when it is destroyed, so it is kept until they have ended by their time-out.
+_left: list[tuple[dist.ProcessGroup, tuple[dist.Work, ...]]] = []
+_left_lock = threading.Lock()
+
+
+def _leave(torch_group: dist.ProcessGroup, works: tuple[dist.Work, ...]) -> None:
+    with _left_lock:
+        if not _left:
+            atexit.register(_keep_for_ever)
+        _left.append((torch_group, works))
+
+
+def _keep_for_ever() -> None:
+    """At the end of the process: it must not wait for them, so nothing may destroy them."""
+    with _left_lock:
+        for torch_group, _ in _left:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(torch_group))
+
+
+def reap() -> int:
+    """Let go of the torch groups whose forgotten operations have ended by now; gives how many are left."""
+    with _left_lock:
+        ended = [entry for entry in _left if all(work.is_completed() for work in entry[1])]
+        _left[:] = [entry for entry in _left if entry not in ended]
+        return len(_left)
 
 
 @final
@@ -54,6 +87,7 @@ class LiveGroup:
         settle: called last of all, when the torch group is gone; may wait for what `sever` has ended.
         is_over: whether an operation that has not ended by now never will.
         adapt: makes of the backend's Work one whose `wait` may be given a time-out at no cost.
+        tells_its_end: whether a thread of the torch group runs this collective, and its Work tells when it has ended.
         classify: which fault an error of its operations is.
         where: its place, for messages.
     """
@@ -67,6 +101,7 @@ class LiveGroup:
         settle: Callable[[], None],
         is_over: Callable[[], bool],
         adapt: Callable[[Collective, dist.Work], dist.Work],
+        tells_its_end: Callable[[Collective], bool],
         classify: Callable[[Exception], _Fault],
         where: Where,
     ) -> None:
@@ -76,10 +111,12 @@ class LiveGroup:
         self._sever = sever
         self._settle = settle
         self._adapt = adapt
+        self._tells_its_end = tells_its_end
         self._is_over = is_over
         self._unfinished: weakref.WeakSet[GuardedWork] = weakref.WeakSet()
         self._classify = classify
         self._lock = threading.Lock()
+        self._running: deque[dist.Work] = deque()
         self._ended: ProcessGroupError | None = None
         self._failed: ProcessGroupError | None = None
 
@@ -95,7 +132,12 @@ class LiveGroup:
         # The group stays out of this frame's variables: an error that somebody keeps would keep its threads too.
         try:
             work = forward(self._torch_group, collective, args, kwargs)  # type: ignore[arg-type]
-            return GuardedWork(self._adapt(collective, work), self, collective.name)
+            adapted = self._adapt(collective, work)
+            if self._tells_its_end(collective):
+                self._has_running_works()
+                with self._lock:
+                    self._running.append(work)
+            return GuardedWork(adapted, self, collective.name)
         except RuntimeError as error:
             raise self.convert(collective.name, error) from error
 
@@ -166,13 +208,22 @@ class LiveGroup:
         """
         assert self._ended is not None
         self._set_timeout = None
+        deadline_s = time.monotonic() + _RELEASE_S
+        while self._has_running_works() and not self._is_over() and time.monotonic() < deadline_s:
+            time.sleep(_MOMENT_S)
         with self._lock:
-            groups, self._torch_group = [self._torch_group], None
-        destroying = threading.Thread(target=groups.clear, name="tft-pg-release", daemon=True)
-        destroying.start()
-        while destroying.is_alive() and not self._is_over():
-            destroying.join(_LOOK_S)
+            if self._running and self._torch_group is not None:
+                _leave(self._torch_group, tuple(self._running))
+            self._running.clear()
+            self._torch_group = None
         self._settle()
+        reap()
+
+    def _has_running_works(self) -> bool:
+        with self._lock:
+            while self._running and self._running[0].is_completed():
+                self._running.popleft()
+            return bool(self._running)
 
     def _because_ended(self, operation: str) -> ProcessGroupError:
         assert self._ended is not None
