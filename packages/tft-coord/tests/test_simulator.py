@@ -100,7 +100,7 @@ REACHED = (
 )
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_a_thousand_seeds_keep_the_invariants_and_reach_every_case() -> None:
     marks = Marks()
     for seed in SEEDS:

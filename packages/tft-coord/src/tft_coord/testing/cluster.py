@@ -142,7 +142,7 @@ class LighthouseProcess(Process):
         self._cluster = cluster
         self._born_ms = self.clock.now_ms
         self._streams: dict[int, Stream] = {}
-        self._attendance = Attendance(cluster.config.min_replicas, self._broken)
+        self.attendance = Attendance(cluster.config.min_replicas, self._broken)
         self._hellos: dict[int, Hello] = {}
         self._asked: effects.AskForQuorum | None = None
         self._story = LighthouseStory(cluster.marks, cluster.timeouts)
@@ -169,7 +169,7 @@ class LighthouseProcess(Process):
         timeouts, waits = self._cluster.timeouts, self.core.waiting_for(JOB)
         starts = self.clock.now_ms - self._born_ms < timeouts.reconnect_grace_ms
         if not starts and not waits.startswith("the members of quorum"):
-            self._attendance.nobody_else_is_waited_for(waits)
+            self.attendance.nobody_else_is_waited_for(waits)
         self.after(self._cluster.timeouts.quorum_tick_ms, self._tick)
 
     def _heard(self, event: events.LighthouseEvent) -> None:
@@ -179,17 +179,17 @@ class LighthouseProcess(Process):
             case events.HelloReceived():
                 self._hellos[event.stream] = event.hello
             case events.QuorumRequested():
-                self._attendance.asked(event.member, event.stream)
+                self.attendance.asked(event.member, event.stream)
             case events.RequestWithdrawn():
-                self._attendance.asks_no_more(event.stream)
+                self.attendance.asks_no_more(event.stream)
             case events.StreamClosed():
-                self._attendance.asks_no_more(event.stream)
-                self._attendance.closed(event.stream)
+                self.attendance.asks_no_more(event.stream)
+                self.attendance.closed(event.stream)
             case events.QuorumReported():
                 asked, quorum = self._asked, event.quorum
                 named = (asked.stream, asked.key) if asked is not None else None
                 if quorum is not None and named == (event.stream, quorum.key):
-                    self._attendance.reported(quorum)
+                    self.attendance.reported(quorum)
         self._perform(self.core.handle(event, self.clock.now_ms, self._cluster.wall_ms))
 
     def _closed(self, number: int) -> None:
@@ -203,19 +203,19 @@ class LighthouseProcess(Process):
             self._story.decided(order, self.clock.now_ms)
             match order:
                 case effects.QuorumFormed():
-                    self._attendance.formed(order.quorum, order.previous)
+                    self.attendance.formed(order.quorum, order.previous)
                 case effects.ReplicaLost():
                     dead = order.reason.startswith(("its manager server reports", "replaced by"))
                     broke = order.reason.startswith("its stream broke")
-                    self._attendance.lost(order.replica_id, order.session, dead=dead, broke=broke)
+                    self.attendance.lost(order.replica_id, order.session, dead=dead, broke=broke)
                 case effects.AnswerQuorum() | effects.AnswerUnchanged() | effects.RefuseRequest():
-                    self._attendance.asks_no_more(order.stream)
+                    self.attendance.asks_no_more(order.stream)
                     self._say(order.stream, order)
                 case effects.AskForQuorum():
                     self._asked = order
                     self._say(order.stream, order)
                 case effects.Welcome():
-                    self._attendance.welcomed(self._hellos[order.stream], order.stream)
+                    self.attendance.welcomed(self._hellos[order.stream], order.stream)
                     self._say(order.stream, order)
                 case effects.RefuseSession() | effects.CloseStream():
                     stream = self._streams.get(order.stream)
@@ -1124,8 +1124,8 @@ class LossWatch:
     def _reached_since_ms(self, replica: Replica, trainer: Trainer, key: QuorumKey) -> int | None:
         """Since when a notice would have come through to that rank at once; None if it would not now."""
         lighthouse, manager, network = self._cluster.lighthouse, replica.manager, self._cluster.network
-        if replica.ended or manager is None:
-            return None
+        if replica.ended or manager is None or lighthouse.attendance.is_dead(replica.replica_id):
+            return None  # it ends; or another has taken its place, and it hears of that when it speaks
         if any(process.state is not State.RUNNING for process in (lighthouse, manager, trainer)):
             return None
         rank_since_ms, lighthouse_since_ms = manager.rank_since_ms(trainer.rank), manager.lighthouse_since_ms()

@@ -152,6 +152,10 @@ class Attendance:
             self._dead.add(replica_id)
         self._look_at(replica_id)
 
+    def is_dead(self, replica_id: str) -> bool:
+        """Whether its end was reported, or another has taken its place for good."""
+        return replica_id in self._dead
+
     def _look_at(self, replica_id: str) -> None:
         """Is the newest quorum broken by what is known of that replica?"""
         for member in self._newest.members if self._newest is not None else ():
