@@ -199,6 +199,8 @@ def test_a_transfer_ends_when_its_last_source_is_lost_and_not_before(rigs: Any, 
 
     def tell() -> None:
         transport.receiving.wait()
+        for name in ("replica_1", "replica_2"):  # they live, and serve on
+            rig.coordinator.listener(LossNotice(QuorumKey(7, 7), name, 1, "can't use its process group", lives=True))
         rig.coordinator.listener(loss(7, "replica_1"))
         join_breakers()
         still_receiving.append(any(thread.name == "tft-heal" for thread in threading.enumerate()))

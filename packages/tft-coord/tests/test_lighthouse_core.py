@@ -548,6 +548,30 @@ class TestLossNotices:
         # Who is lost itself is told too, as long as its stream stands.
         assert told(table.give(events.DeathReported(3, "rank 0 ended"))) == {1: [second], 2: [second]}
 
+    def test_who_says_that_it_cant_go_on_is_told_of_to_the_others_once(self) -> None:
+        table, key = self.of_three()
+        left = LossNotice(key, "b", 1, "can't use its process group", lives=True)
+        assert told(table.ask("b", 5, live=True, commit_failures=1, needs_configure=True)) == {1: [left], 3: [left]}
+        # With a thousand members everyone would say so a moment later; one notice is enough.
+        assert told(table.ask("a", 5, live=True, commit_failures=1, needs_configure=True)) == {}
+        # A loss is told all the same: transfers from the lost one end with it.
+        lost = LossNotice(key, "b", 1, "its manager server reports: rank 0 ended")
+        assert told(table.give(events.DeathReported(2, "rank 0 ended"))) == {1: [lost], 3: [lost]}
+        assert told(table.hello("c", stream=21)) == {21: [lost]}
+
+    def test_who_never_got_the_quorum_that_others_have_left_is_told_of(self) -> None:
+        table, key = self.of_three()
+        table.held["b"] = None  # its answer was lost
+        table.ask("a", 5, live=True, commit_failures=1)
+        left = LossNotice(key, "b", 1, "does not hold it", lives=True)
+        assert told(table.ask("b", 5, live=True)) == {1: [left], 3: [left]}
+
+    def test_a_step_that_goes_well_is_nobodys_business(self) -> None:
+        table, _ = self.of_three()
+        for step in range(6, 9):
+            for name in ("a", "b", "c"):
+                assert told(table.ask(name, step, live=True)) == {}
+
     def test_a_stream_that_comes_back_hears_what_it_missed_in_the_quorum_that_it_names(self) -> None:
         table, key = self.of_three()
         table.close("a")

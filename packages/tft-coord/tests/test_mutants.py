@@ -51,12 +51,14 @@ def tells_nothing_again(self: GroupCore, rank: int) -> list[effects.GroupEffect]
     return []
 
 
-def tells_nobody(self: Job, replica_id: str, session: int, reason: str) -> list[Any]:
+def tells_nobody(self: Job, replica_id: str, session: int, reason: str, *, lives: bool = False) -> list[Any]:
     return []
 
 
-def tells_nobody_of_a_newer_session(self: Job, replica_id: str, session: int, reason: str) -> list[Any]:
-    return [] if "taken its place" in reason else right_break_quorum(self, replica_id, session, reason)
+def tells_nobody_of_a_newer_session(
+    self: Job, replica_id: str, session: int, reason: str, *, lives: bool = False
+) -> list[Any]:
+    return [] if "taken its place" in reason else right_break_quorum(self, replica_id, session, reason, lives=lives)
 
 
 def answers_no_hello(self: Job, key: QuorumKey | None) -> Iterable[LossNotice]:
@@ -136,7 +138,7 @@ MUTANTS = [
     Mutant(Job, "_forget_losses", forgets_who_was_lost, "P3", 480),
     Mutant(GroupCore, "_noticed", breaks_whatever_is_held, "P3", 195),
     Mutant(GroupCore, "_tell_again", tells_nothing_again, "P3", 78),
-    Mutant(Trainer, "noticed", drops_what_comes_early, "P3", 100),
+    Mutant(Trainer, "noticed", drops_what_comes_early, "P3", 215),
     # Who lives.
     Mutant(Liveness, "hello", hears_of_older_streams, "I2", 1),
     Mutant(Liveness, "sign", lets_a_beat_revive, "I6", 0),

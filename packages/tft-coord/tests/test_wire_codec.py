@@ -161,7 +161,7 @@ told_to_lighthouse = st.one_of(
     st.builds(DeathReported, st.just(7), lines),
 )
 refusals = st.sampled_from(Refusal)
-notices = st.builds(LossNotice, keys, names, numbers, lines)
+notices = st.builds(LossNotice, keys, names, numbers, lines, st.booleans())
 told_by_lighthouse = st.one_of(
     st.builds(Welcome, st.just(0), numbers, steps, lines),
     st.builds(RefuseSession, st.just(0), refusals, lines),

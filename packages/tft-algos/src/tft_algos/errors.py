@@ -55,11 +55,12 @@ class HealingFailed(TrainingError, RuntimeError):
 
 
 class QuorumBroken(TrainingError, RuntimeError):
-    """A member of this quorum was lost, so nothing more can be reduced in it: the next step asks for another quorum.
+    """A member of this quorum was lost or can't go on in it, so nothing more can be reduced in it: the next step asks
+    for another quorum.
 
     Args:
         message: one sentence.
-        replica_id: who was lost.
+        replica_id: of that member.
     """
 
     def __init__(self, message: str, *, replica_id: str) -> None:

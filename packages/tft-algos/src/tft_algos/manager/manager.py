@@ -470,7 +470,7 @@ class Manager:
         self._log(logging.WARNING, "%s; what runs in it is ended", notice)
         self._breaker.break_quorum(notice.key)
         fetch = self._fetch
-        if fetch is not None and fetch.plan.key == notice.key:
+        if fetch is not None and fetch.plan.key == notice.key and not notice.lives:
             fetch.source_lost(notice.replica_id)
 
     # --- the vote ------------------------------------------------------------------------------------------------

@@ -334,14 +334,20 @@ class Job:
                 out.append(effects.TellLost(lost.stream, replica.session, message))
         return out
 
-    def _break_quorum(self, replica_id: str, session: int, reason: str) -> list[effects.LighthouseEffect]:
-        """A session has ended: the newest quorum that it is in can't run any more, and each other member is told."""
+    def _break_quorum(
+        self, replica_id: str, session: int, reason: str, *, lives: bool = False
+    ) -> list[effects.LighthouseEffect]:
+        """A session has ended, or can't go on in the newest quorum: that can't run any more, and each other member is
+        told. One such member is enough to be told of; of those that are lost everyone is."""
         member = self._members.get(replica_id)
-        if self.previous is None or member is None or member.session != session or replica_id in self._losses:
+        if self.previous is None or member is None or member.session != session:
+            return []
+        known = self._losses.get(replica_id)
+        if self._losses if lives else known is not None and not known.lives:
             return []
         # Who has lost the answer must not be sent into it.
-        self._broken = self._broken or f"{replica_id} was lost"
-        notice = self._losses[replica_id] = LossNotice(self.previous.key, replica_id, session, reason)
+        self._broken = self._broken or f"{replica_id} {reason if lives else 'was lost'}"
+        notice = self._losses[replica_id] = LossNotice(self.previous.key, replica_id, session, reason, lives)
         others = (self.liveness.replicas.get(other) for other in self._members if other != replica_id)
         return [
             effects.NotifyLoss(other.stream, notice)
@@ -450,12 +456,12 @@ class Job:
         for replica in without:
             request = replica.request
             assert request is not None
-            replica.request = None
-            again = self._answer_again(replica, request, now_ms)
-            if not again:
-                replica.request = request
+            if self._runs(replica, request):
+                replica.request = None
+                out += self._answer_again(replica, request, now_ms)
+            else:
                 self._asked_since.add(replica.replica_id)
-            out += again
+                out += self._break_quorum(replica.replica_id, replica.session, "does not hold it", lives=True)
         return out
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -476,10 +482,14 @@ class Job:
             self.last_id = max(self.last_id, event.held.quorum_id)
         patience_ms = self._timeouts.heartbeat_timeout_ms
         request = OpenRequest(event.request, member, event.held, replica.asked_ms(now_ms, patience_ms))
+        out: list[effects.LighthouseEffect] = []
         if self._lost_the_answer(replica, request):
-            again = self._answer_again(replica, request, now_ms)
-            if again:
-                return again
+            if self._runs(replica, request):
+                return self._answer_again(replica, request, now_ms)
+            out = self._break_quorum(replica.replica_id, replica.session, "does not hold it", lives=True)
+        elif member.needs_configure and event.held == self._previous_key:
+            # The others may wait for it in a rendezvous or a reduction that it has left.
+            out = self._break_quorum(replica.replica_id, replica.session, "can't use its process group", lives=True)
         if replica.replica_id in self._members:
             self._asked_since.add(replica.replica_id)
         replica.held = event.held
@@ -490,7 +500,7 @@ class Job:
             replica.ineligible_until_ms = request.asked_ms + pause_ms
         else:
             replica.ineligible_until_ms = 0
-        return []
+        return out
 
     def _withdrawn(self, replica: Replica, request: int, now_ms: int) -> None:
         """The asker gave a request up: the open one, or one whose answer was on its way."""
@@ -507,16 +517,18 @@ class Job:
             return False
         return request.held != self.previous.key or replica.answered == request.request or replica.answer_void
 
-    def _answer_again(self, replica: Replica, request: OpenRequest, now_ms: int) -> list[effects.LighthouseEffect]:
-        """Give the newest quorum to a member that has not got it; if it can't run any more, it is broken for all."""
-        assert self.previous is not None
+    def _runs(self, replica: Replica, request: OpenRequest) -> bool:
+        """Whether the newest quorum can still run with a member that has not got it; if not, it is broken for all."""
         before = self._members[replica.replica_id]
         # It may say that its group can't be used, because it was never configured; anything else is news to the others.
         same = replace(request.member, needs_configure=before.needs_configure) == before
         others = self._asked_since - {replica.replica_id}
-        if others or self._broken is not None or replica.stream is None or not same:
-            self._broken = self._broken or f"{replica.replica_id} does not hold it"
-            return []
+        return not others and self._broken is None and replica.stream is not None and same
+
+    def _answer_again(self, replica: Replica, request: OpenRequest, now_ms: int) -> list[effects.LighthouseEffect]:
+        """Give the newest quorum to a member that has not got it."""
+        assert self.previous is not None
+        assert replica.stream is not None
         replica.held = self.previous.key
         replica.answered = request.request
         replica.answer_void = False

@@ -208,21 +208,24 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class LossNotice:
-    """A member of a quorum was lost, which breaks that quorum for each other member, and no other quorum.
+    """A quorum is broken, for each other member: one was lost, or can't go on in it. No other quorum is.
 
     Args:
-        key: the newest quorum that the lost member is in.
-        replica_id, session: who was lost.
-        reason: why it was taken for lost, one phrase.
+        key: the newest quorum that the member is in.
+        replica_id, session: who was lost, or lives and can't go on.
+        reason: why it was taken for lost, or what it can't, one phrase.
+        lives: it was not lost; what can be fetched from it still can.
     """
 
     key: QuorumKey
     replica_id: str
     session: int
     reason: str
+    lives: bool = False
 
     def __str__(self) -> str:
-        return f"quorum {self.key} is broken: replica {self.replica_id} was lost ({self.reason})"
+        what = self.reason if self.lives else f"was lost ({self.reason})"
+        return f"quorum {self.key} is broken: replica {self.replica_id} {what}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,7 @@ class LighthouseProcess(Process):
         self._cluster = cluster
         self._born_ms = self.clock.now_ms
         self._streams: dict[int, Stream] = {}
-        self.attendance = Attendance(cluster.config.min_replicas, self._broken)
+        self.attendance = Attendance(cluster.config.min_replicas, self._broken, self._left)
         self._hellos: dict[int, Hello] = {}
         self._asked: effects.AskForQuorum | None = None
         self._story = LighthouseStory(cluster.marks, cluster.timeouts)
@@ -153,6 +153,9 @@ class LighthouseProcess(Process):
 
     def _broken(self, key: QuorumKey, lost: str) -> None:
         self._cluster.losses.decided(self, key, lost)
+
+    def _left(self, key: QuorumKey, who: str, surely: bool) -> None:
+        self._cluster.losses.left(self, key, who, surely=surely)
 
     def accepted(self, stream: Stream) -> None:
         """A manager server has dialed."""
@@ -179,7 +182,7 @@ class LighthouseProcess(Process):
             case events.HelloReceived():
                 self._hellos[event.stream] = event.hello
             case events.QuorumRequested():
-                self.attendance.asked(event.member, event.stream)
+                self.attendance.asked(event.member, event.stream, event.held)
             case events.RequestWithdrawn():
                 self.attendance.asks_no_more(event.stream)
             case events.StreamClosed():
@@ -213,6 +216,10 @@ class LighthouseProcess(Process):
                     self._say(order.stream, order)
                 case effects.AskForQuorum():
                     self._asked = order
+                    self._say(order.stream, order)
+                case effects.NotifyLoss():
+                    if order.notice.lives:
+                        self._cluster.marks.hit("one that lives broke its quorum")
                     self._say(order.stream, order)
                 case effects.Welcome():
                     self.attendance.welcomed(self._hellos[order.stream], order.stream)
@@ -1083,6 +1090,7 @@ class LossWatch:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._decided: set[tuple[QuorumKey, str]] = set()
+        self._left: set[tuple[QuorumKey, str]] = set()
 
     def decided(self, lighthouse: LighthouseProcess, key: QuorumKey, lost: str) -> None:
         """That lighthouse takes a member of that quorum for lost, or knows its successor."""
@@ -1091,9 +1099,17 @@ class LossWatch:
             at_ms = self._cluster.clock.now_ms
             self._look_later(lighthouse, key, at_ms, at_ms + WATCHED_MS)
 
+    def left(self, lighthouse: LighthouseProcess, key: QuorumKey, who: str, *, surely: bool) -> None:
+        """A member of that quorum has asked for the next; `surely`: because it can't go on in this one."""
+        self._left.add((key, who))
+        if surely:
+            at_ms = self._cluster.clock.now_ms
+            self._look_later(lighthouse, key, at_ms, at_ms + WATCHED_MS)
+
     def told(self, trainer: Trainer, notice: LossNotice) -> None:
         """That rank is told of a loss. Its own group's breaks whatever quorum it is in; another's one only."""
-        if notice.replica_id != trainer.replica_id and (notice.key, notice.replica_id) not in self._decided:
+        known = self._left if notice.lives else self._decided
+        if notice.replica_id != trainer.replica_id and (notice.key, notice.replica_id) not in known:
             raise InvariantBroken("P3", f"{trainer.name} is told what no lighthouse has decided: {notice}")
 
     def _look_later(self, lighthouse: LighthouseProcess, key: QuorumKey, at_ms: int, until_ms: int) -> None:
@@ -1112,6 +1128,8 @@ class LossWatch:
         cluster.clock.after(REACHED_MS, look)
 
     def _judge(self, replica: Replica, trainer: Trainer, key: QuorumKey, at_ms: int) -> None:
+        if (key, replica.replica_id) in self._left:
+            return  # its ranks wait for the next quorum
         since_ms = self._reached_since_ms(replica, trainer, key)
         if since_ms is None:
             return

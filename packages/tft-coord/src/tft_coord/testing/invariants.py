@@ -70,13 +70,19 @@ class Attendance:
     Args:
         min_replicas: smallest quorum.
         on_broken: told when a member of the newest quorum is lost, or has a successor: that quorum's key, and who.
+        on_left: told when a member of the newest quorum asks for the next: the key, who, and whether that breaks it for
+            sure, because it says that it can't go on in it. (Who has not got it may be given it again.)
     """
 
     def __init__(
-        self, min_replicas: int, on_broken: Callable[[QuorumKey, str], None] = lambda _key, _who: None
+        self,
+        min_replicas: int,
+        on_broken: Callable[[QuorumKey, str], None] = lambda _key, _who: None,
+        on_left: Callable[[QuorumKey, str, bool], None] = lambda _key, _who, _surely: None,
     ) -> None:
         self._min_replicas = min_replicas
         self._on_broken = on_broken
+        self._on_left = on_left
         self._newest: Quorum | None = None
         self._sessions: dict[str, int] = {}  # of those who were welcomed, or are presumed to live
         self._ready: set[str] = set()
@@ -107,7 +113,7 @@ class Attendance:
         if hello.ready:
             self._ready.add(replica_id)
 
-    def asked(self, member: Member, stream: int) -> None:
+    def asked(self, member: Member, stream: int, held: QuorumKey | None = None) -> None:
         """It has asked for a quorum; what comes late on an older stream, or of a lost session, is ignored."""
         if self._streams.get(member.replica_id) != stream or member.replica_id not in self._sessions:
             return
@@ -117,6 +123,10 @@ class Attendance:
         self._special.discard(member.replica_id)
         if member.failed_heals > 1 or member.shrink_only:
             self._special.add(member.replica_id)
+        before = self._newest.member(member.replica_id) if self._newest is not None else None
+        if self._newest is None or before is None or before.session != self._sessions[member.replica_id]:
+            return
+        self._on_left(self._newest.key, member.replica_id, member.needs_configure and held == self._newest.key)
 
     def asks_no_more(self, stream: int) -> None:
         """Whoever asked there was answered, gave its request up, or has lost the stream."""

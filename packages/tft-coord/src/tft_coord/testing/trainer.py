@@ -387,7 +387,7 @@ class Trainer(Process):
         return all(self._is_lost_in(plan.key, source.replica_id) for source in plan.sources)
 
     def _is_lost_in(self, key: QuorumKey, replica_id: str) -> bool:
-        return any((notice.key, notice.replica_id) == (key, replica_id) for notice in self._notices)
+        return any((each.key, each.replica_id, each.lives) == (key, replica_id, False) for each in self._notices)
 
     def _go_on(self, value: Any) -> None:
         assert self._life is not None

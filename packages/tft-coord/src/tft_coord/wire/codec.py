@@ -780,6 +780,7 @@ def _notice_to_wire(notice: LossNotice) -> pb.LossNotice:
         replica_id=notice.replica_id,
         session=notice.session,
         reason=_clip(notice.reason),
+        lives=notice.lives,
     )
 
 
@@ -789,6 +790,7 @@ def _notice_from_wire(message: pb.LossNotice) -> LossNotice:
         replica_id=_name("replica_id", message.replica_id),
         session=message.session,
         reason=_sentence("reason", message.reason),
+        lives=message.lives,
     )
 
 

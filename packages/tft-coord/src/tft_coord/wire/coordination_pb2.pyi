@@ -374,16 +374,18 @@ class Lost(_message.Message):
     def __init__(self, session: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class LossNotice(_message.Message):
-    __slots__ = ("key", "replica_id", "session", "reason")
+    __slots__ = ("key", "replica_id", "session", "reason", "lives")
     KEY_FIELD_NUMBER: _ClassVar[int]
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    LIVES_FIELD_NUMBER: _ClassVar[int]
     key: QuorumKey
     replica_id: str
     session: int
     reason: str
-    def __init__(self, key: _Optional[_Union[QuorumKey, _Mapping]] = ..., replica_id: _Optional[str] = ..., session: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    lives: bool
+    def __init__(self, key: _Optional[_Union[QuorumKey, _Mapping]] = ..., replica_id: _Optional[str] = ..., session: _Optional[int] = ..., reason: _Optional[str] = ..., lives: bool = ...) -> None: ...
 
 class QuorumAnswer(_message.Message):
     __slots__ = ("request", "quorum", "unchanged", "refused")
