@@ -912,6 +912,14 @@ class TestWithoutMemory:
         notice = LossNotice(self.OLD.key, "b", 1, "replaced by d")
         assert told(table.give(events.QuorumReported(1, self.OLD))) == {1: [notice]}
 
+    def test_one_that_asked_before_and_can_not_go_on_breaks_it_too(self) -> None:
+        """It has left its process group, and asked before this lighthouse knew that the others may wait for it there."""
+        table = Table()
+        self.comes_back(table, "a", "b")
+        assert told(table.ask("b", 5, live=True, needs_configure=True)) == {}
+        (notice,) = told(table.give(events.QuorumReported(1, self.OLD)))[1]
+        assert (notice.key, notice.replica_id, notice.lives) == (self.OLD.key, "b", True)
+
     def test_members_that_are_presumed_and_stay_away_break_it_by_their_silence(self) -> None:
         table = Table()
         self.comes_back(table, "a", "b")

@@ -453,6 +453,10 @@ class Job:
         without = [replica for replica in members if self._lost_the_answer(replica, replica.request)]
         self._asked_since = {replica.replica_id for replica in members if replica not in without}
         out: list[effects.LighthouseEffect] = []
+        for replica in members:
+            if replica not in without and replica.request is not None and replica.request.member.needs_configure:
+                why = "can't use its process group"
+                out += self._break_quorum(replica.replica_id, replica.session, why, lives=True)
         for replica in without:
             request = replica.request
             assert request is not None

@@ -929,6 +929,7 @@ class Cluster:
             fail()
 
         numbers = itertools.chain([call], self._calls)
+        num_requests = trainer.num_requests
 
         def arrived() -> None:
             number = next(numbers)
@@ -937,8 +938,9 @@ class Cluster:
                     make(number),
                     lambda value: self.network.message(manager, trainer, partial(outcome.resolve, value), lost_answer),
                 )
-            else:
-                # An attempt that its client has given up for another: it is heard before its connection's end is.
+            elif trainer.num_requests == num_requests:
+                # An attempt that its client has given up for another: it is heard before its connection's end is, but
+                # not as late as in the rank's next step.
                 again = make(number)
                 manager.called(again, lambda _: None)
                 manager.after(1, lambda: manager.handle(events.RankWithdrew(again.rank, number)))

@@ -93,6 +93,7 @@ class Attendance:
         self._presumed: set[str] = set()
         self._replaced: set[str] = set()
         self._asking: dict[str, int] = {}  # on which stream
+        self._said: dict[str, tuple[Member, QuorumKey | None]] = {}  # with its newest request
 
     def welcomed(self, hello: Hello, stream: int) -> None:
         """A session stands, on that stream from now on."""
@@ -123,10 +124,15 @@ class Attendance:
         self._special.discard(member.replica_id)
         if member.failed_heals > 1 or member.shrink_only:
             self._special.add(member.replica_id)
-        before = self._newest.member(member.replica_id) if self._newest is not None else None
-        if self._newest is None or before is None or before.session != self._sessions[member.replica_id]:
-            return
-        self._on_left(self._newest.key, member.replica_id, member.needs_configure and held == self._newest.key)
+        self._said[member.replica_id] = member, held
+        self._look_if_left(member.replica_id)
+
+    def _look_if_left(self, replica_id: str) -> None:
+        """It asks for the next quorum: can it go on in the newest, if it is in it?"""
+        member, held = self._said[replica_id]
+        before = self._newest.member(replica_id) if self._newest is not None else None
+        if self._newest is not None and before is not None and before.session == self._sessions[replica_id]:
+            self._on_left(self._newest.key, replica_id, member.needs_configure and held == self._newest.key)
 
     def asks_no_more(self, stream: int) -> None:
         """Whoever asked there was answered, gave its request up, or has lost the stream."""
@@ -146,6 +152,8 @@ class Attendance:
         self._newest = quorum
         for member in quorum.members:
             self._look_at(member.replica_id)
+            if member.replica_id in self._asking:  # who asked before this one knew of the quorum
+                self._look_if_left(member.replica_id)
 
     def closed(self, stream: int) -> None:
         """A stream has ended."""

@@ -305,6 +305,7 @@ class Trainer(Process):
         self.plan: Plan | None = None
         self.group: Group | None = None
         self.group_since_ms = 0
+        self.num_requests = 0
         self.snapshot: Snapshot | None = None
         self.phase = "start"
         # What a script may ask of the next step; random faults use the first.
@@ -428,6 +429,7 @@ class Trainer(Process):
             self.weights = f"by hand/{self.rank}"
             self.loads_step = None
         self.phase = "quorum"
+        self.num_requests += 1
         answer = yield self._outside.ask(self, self._request())
         if isinstance(answer, Refused):
             self._outside.note(self, f"is refused a quorum ({answer.code})")
