@@ -913,7 +913,7 @@ class TestWithoutMemory:
         assert told(table.give(events.QuorumReported(1, self.OLD))) == {1: [notice]}
 
     def test_one_that_asked_before_and_can_not_go_on_breaks_it_too(self) -> None:
-        """It has left its process group, and asked before this lighthouse knew that the others may wait for it there."""
+        """It has left its process group, and asked before this lighthouse knew that the others may wait there."""
         table = Table()
         self.comes_back(table, "a", "b")
         assert told(table.ask("b", 5, live=True, needs_configure=True)) == {}
