@@ -83,6 +83,7 @@ REACHED = (
     "one that only waited to join was lost",
     "a hello was answered with a loss",
     "a hello was answered with a loss in a quorum that others have left",
+    "one that lives broke its quorum",
     # 9: a partial commit
     "one group committed what another lost",
     "a lost step was committed again by others",
