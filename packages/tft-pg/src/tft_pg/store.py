@@ -144,6 +144,7 @@ class StoreClient:
         self.host = host
         self.port = port
         self._store: Store | None = None
+        self._opening: _Opening | None = None
         self._remote: frozenset[Endpoint] = frozenset()
         self._lock = threading.Lock()
         self._before: frozenset[int] = frozenset()
@@ -203,19 +204,24 @@ class StoreClient:
         """
         while True:
             limit_s = min(deadline_s - time.monotonic(), _TRY_S)
+            self._opening = _Opening(self.host, self.port, timedelta(seconds=max(limit_s, 0.001)))
             try:
-                return TCPStore(
-                    self.host,
-                    self.port,
-                    is_master=False,
-                    wait_for_workers=False,
-                    timeout=timedelta(seconds=max(limit_s, 0.001)),
-                )
+                return self._opening.result(keep_trying)
             except RuntimeError as error:
                 keep_trying()
                 if time.monotonic() >= deadline_s:
                     raise self._unreachable(str(error).splitlines()[0]) from error
             self._wait_for_listener(places, deadline_s, keep_trying)
+
+    @property
+    def connecting(self) -> bool:
+        """Whether torch still tries to connect, also when nobody waits for that any more."""
+        return self._opening is not None and self._opening.runs
+
+    def settle(self) -> None:
+        """Wait for what was given up while it connected; some seconds at most."""
+        if self._opening is not None:
+            self._opening.join()
 
     def alive(self) -> bool:
         """Ask the store whether it is still there: a connection does not outlive its server."""
@@ -276,6 +282,50 @@ class StoreClient:
             if time.monotonic() + _RETRY_S > deadline_s:
                 raise self._unreachable(why)
             time.sleep(_RETRY_S)
+
+
+@final
+class _Opening:
+    """Torch's client while it connects, on a thread of its own: if the store dies in that moment, torch tries again for
+    seconds and listens to nobody.
+
+    Args:
+        host, port: of the store.
+        timeout: after which torch gives up, about.
+    """
+
+    def __init__(self, host: str, port: int, timeout: timedelta) -> None:
+        self._arguments = (host, port, timeout)
+        self._store: Store | None = None
+        self._error: RuntimeError | None = None
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tft-pg-connect", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        host, port, timeout = self._arguments
+        try:
+            self._store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        except RuntimeError as error:
+            self._error = error
+        self._done.set()
+
+    def result(self, keep_trying: Callable[[], None]) -> Store:
+        """The store. Raises: RuntimeError: torch's; what `keep_trying`, called every few milliseconds, raises."""
+        while not self._done.wait(_RETRY_S):
+            keep_trying()
+        if self._error is not None:
+            raise self._error
+        assert self._store is not None
+        store, self._store = self._store, None
+        return store
+
+    @property
+    def runs(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self) -> None:
+        self._thread.join()
 
 
 def _connect_in_steps(probe: socket.socket, sockaddr: Any, deadline_s: float, keep_trying: Callable[[], None]) -> str:

@@ -58,6 +58,7 @@ class NativeProcessGroup(ProcessGroup):
         self._closed = False
         self._where = Where()
         self._store_client: StoreClient | None = None
+        self._given_up: list[StoreClient] = []  # may still be connecting
 
     @abc.abstractmethod
     def _build(self, store: Store, attempt: Attempt, timeout: timedelta) -> LiveGroup:
@@ -130,7 +131,9 @@ class NativeProcessGroup(ProcessGroup):
         return client.under(address.prefix)
 
     def _fail(self, attempt: Attempt, error: BaseException) -> ProcessGroupError:
-        self._store_client = None  # it may have been severed, or be the fault
+        if self._store_client is not None:
+            self._given_up = [client for client in (*self._given_up, self._store_client) if client.connecting]
+            self._store_client = None  # it may have been severed, or be the fault
         self._discard()
         try:
             attempt.check()
@@ -218,6 +221,8 @@ class NativeProcessGroup(ProcessGroup):
         with self._configuring:  # an attempt that was stopped is out in milliseconds
             self._store_client = None
             self._discard()
+        for client in self._given_up:
+            client.settle()
 
     def set_timeout(self, timeout: timedelta) -> None:
         with self._lock:
