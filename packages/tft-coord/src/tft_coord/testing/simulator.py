@@ -121,7 +121,8 @@ class Simulation:
         nonces = self._rng("nonces")
         jitter = self._rng("jitter")
         groups = self._rng("groups")
-        # In one job of eight transfers are slow, in another one a process is started twice, in a third a link flaps.
+        # In one job of eight transfers are slow, in another one a process is started twice, in a third a link flaps;
+        # while faults fall.
         rare = self._rng("rare")
         slow_chunk_ms = 1_400 if rare.random() < 0.125 else 120
         self._twin_after_ms = rare.randint(2_000, 9_000) if rare.random() < 0.125 else None
@@ -151,7 +152,7 @@ class Simulation:
             nonces=lambda: nonces.getrandbits(64),
             step_ms=lambda _: workload.randint(50, 400),
             spread_ms=lambda: groups.randint(1, 60),
-            chunk_ms=lambda _: groups.randint(5, slow_chunk_ms),
+            chunk_ms=lambda _: groups.randint(5, 120 if self._calm else slow_chunk_ms),
             optimizer_raises=self._optimizer_raises,
         )
         self.cluster = Cluster(
