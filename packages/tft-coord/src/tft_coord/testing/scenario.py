@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 
 from tft_coord.core import effects
 from tft_coord.core.types import Member, Quorum, QuorumKey
-from tft_coord.testing.cluster import JOB, Chance, Cluster, ClusterConfig, Replica
+from tft_coord.testing.cluster import Chance, Cluster, ClusterConfig, Replica
+from tft_coord.testing.lighthouse_process import JOB
 from tft_coord.testing.network import Fate, Rule
 from tft_coord.testing.process import Process
 from tft_coord.testing.trainer import Trainer, TrainerSettings

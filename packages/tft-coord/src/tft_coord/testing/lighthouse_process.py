@@ -1,0 +1,256 @@
+"""The lighthouse of a simulated cluster: its core behind the simulated network, and the story of what happens to it.
+
+Law of this file: what the gRPC shell of the lighthouse does, and the marks that only it can see; nothing is decided.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tft_coord.core import effects, events
+from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
+from tft_coord.core.types import Hello, QuorumKey
+from tft_coord.testing.invariants import Attendance
+from tft_coord.testing.marks import Marks
+from tft_coord.testing.network import Stream
+from tft_coord.testing.process import Process
+from tft_coord.timeouts import Timeouts
+
+if TYPE_CHECKING:
+    from tft_coord.testing.cluster import Cluster
+
+JOB = "job"
+WAITS = (
+    "of min_replicas",
+    "a majority is needed",
+    "a survivor of the last quorum",
+    "heals and its bytes arrive",
+    "join_timeout ends",
+    "has just started",
+    "the members of quorum",
+)
+
+
+class LighthouseProcess(Process):
+    """The shell of one life of the lighthouse."""
+
+    def __init__(self, cluster: Cluster, number: int) -> None:
+        super().__init__("lighthouse", cluster.clock)
+        config = LighthouseConfig(min_replicas=cluster.config.min_replicas, timeouts=cluster.timeouts)
+        self.core = LighthouseCore(
+            config,
+            started_ms=cluster.wall_ms,
+            cluster_id=f"cluster-{number}",
+            nonces=cluster.chance.nonces,
+            now_ms=self.clock.now_ms,
+        )
+        self._cluster = cluster
+        self._born_ms = self.clock.now_ms
+        self._streams: dict[int, Stream] = {}
+        self.attendance = Attendance(cluster.config.min_replicas, self._broken, self._left)
+        self._hellos: dict[int, Hello] = {}
+        self._asked: effects.AskForQuorum | None = None
+        self._story = LighthouseStory(cluster.marks, cluster.timeouts)
+
+    def start(self) -> None:
+        """Begin to look at the clock."""
+        self.after(self._cluster.timeouts.quorum_tick_ms, self._tick)
+
+    def _broken(self, key: QuorumKey, lost: str) -> None:
+        self._cluster.losses.decided(self, key, lost)
+
+    def _left(self, key: QuorumKey, who: str, surely: bool) -> None:
+        self._cluster.losses.left(self, key, who, surely=surely)
+
+    def accepted(self, stream: Stream) -> None:
+        """A manager server has dialed."""
+        self._streams[stream.number] = stream
+        stream.listen(self, self._heard, lambda: self._closed(stream.number))
+
+    def _tick(self) -> None:
+        self._story.ticked(self.clock.now_ms)
+        waits = self.core.waiting_for(JOB)
+        for words in WAITS:
+            if words in waits:
+                self._cluster.marks.hit(f"waited: {words}")
+        self._perform(self.core.tick(self.clock.now_ms, self._cluster.wall_ms))
+        timeouts, waits = self._cluster.timeouts, self.core.waiting_for(JOB)
+        starts = self.clock.now_ms - self._born_ms < timeouts.reconnect_grace_ms
+        if not starts and not waits.startswith("the members of quorum"):
+            self.attendance.nobody_else_is_waited_for(waits)
+        self.after(self._cluster.timeouts.quorum_tick_ms, self._tick)
+
+    def _heard(self, event: events.LighthouseEvent) -> None:
+        self._cluster.trace("lighthouse", event)
+        self._story.heard(event, self.clock.now_ms)
+        match event:
+            case events.HelloReceived():
+                self._hellos[event.stream] = event.hello
+            case events.QuorumRequested():
+                self.attendance.asked(event.member, event.stream, event.held)
+            case events.RequestWithdrawn():
+                self.attendance.asks_no_more(event.stream)
+            case events.StreamClosed():
+                self.attendance.asks_no_more(event.stream)
+                self.attendance.closed(event.stream)
+            case events.QuorumReported():
+                asked, quorum = self._asked, event.quorum
+                named = (asked.stream, asked.key) if asked is not None else None
+                if quorum is not None and named == (event.stream, quorum.key):
+                    self.attendance.reported(quorum)
+        self._perform(self.core.handle(event, self.clock.now_ms, self._cluster.wall_ms))
+
+    def _closed(self, number: int) -> None:
+        self._streams.pop(number, None)
+        self._heard(events.StreamClosed(number))
+
+    def _perform(self, orders: list[effects.LighthouseEffect]) -> None:
+        for order in orders:
+            self._cluster.trace("lighthouse", order)
+            self._cluster.watch(order)
+            self._story.decided(order, self.clock.now_ms)
+            match order:
+                case effects.QuorumFormed():
+                    self.attendance.formed(order.quorum, order.previous)
+                case effects.ReplicaLost():
+                    dead = order.reason.startswith(("its manager server reports", "replaced by"))
+                    broke = order.reason.startswith("its stream broke")
+                    self.attendance.lost(order.replica_id, order.session, dead=dead, broke=broke)
+                case effects.AnswerQuorum() | effects.AnswerUnchanged() | effects.RefuseRequest():
+                    self.attendance.asks_no_more(order.stream)
+                    self._say(order.stream, order)
+                case effects.AskForQuorum():
+                    self._asked = order
+                    self._say(order.stream, order)
+                case effects.NotifyLoss():
+                    if order.notice.lives:
+                        self._cluster.marks.hit("one that lives broke its quorum")
+                    self._say(order.stream, order)
+                case effects.Welcome():
+                    self.attendance.welcomed(self._hellos[order.stream], order.stream)
+                    self._say(order.stream, order)
+                case effects.RefuseSession() | effects.CloseStream():
+                    stream = self._streams.get(order.stream)
+                    if stream is not None:
+                        if isinstance(order, effects.RefuseSession):
+                            stream.send(self, order)
+                        stream.close(self)
+                        self._closed(order.stream)
+                case _:
+                    self._say(order.stream, order)
+
+    def _say(self, number: int, order: effects.LighthouseEffect) -> None:
+        stream = self._streams.get(number)
+        if stream is not None:
+            stream.send(self, order)
+
+
+class LighthouseStory:
+    """Marks of what one life of a lighthouse comes by, as seen in what it hears and says.
+
+    Args:
+        marks: to hit.
+        timeouts: of the job.
+    """
+
+    def __init__(self, marks: Marks, timeouts: Timeouts) -> None:
+        self._marks = marks
+        self._timeouts = timeouts
+        self._ticked_ms: int | None = None
+        self._names: dict[int, str] = {}  # of streams
+        self._addresses: dict[str, str] = {}
+        self._hellos: dict[int, Hello] = {}
+        self._greets: int | None = None  # the stream whose hello is being answered
+        self._closed_ms: dict[str, int] = {}
+        self._losses: dict[str, list[str]] = {}  # reasons, by replica id
+        self._lost: set[str] = set()
+        self._asking: set[str] = set()
+        self._newest: frozenset[str] = frozenset()
+        self._newest_key: QuorumKey | None = None
+
+    def ticked(self, now_ms: int) -> None:
+        """It looks at the clock."""
+        self._greets = None
+        away_ms = now_ms - self._ticked_ms if self._ticked_ms is not None else 0
+        if away_ms >= self._timeouts.heartbeat_timeout_ms:
+            self._marks.hit("the lighthouse was away for longer than heartbeat_timeout")
+        self._ticked_ms = now_ms
+
+    def heard(self, event: events.LighthouseEvent, now_ms: int) -> None:
+        """It hears something."""
+        name = self._names.get(event.stream, "")
+        if not isinstance(event, events.StreamClosed):  # an older stream is closed on the way
+            self._greets = None
+        match event:
+            case events.HelloReceived():
+                self._hellos[event.stream] = event.hello
+                self._greets = event.stream
+            case events.QuorumRequested():
+                self._asking.add(name)
+            case events.RequestWithdrawn():
+                self._asking.discard(name)
+            case events.StreamClosed():
+                self._asking.discard(name)
+                newest = self._names.pop(event.stream, "") and name not in self._names.values()
+                if newest and name not in self._lost:
+                    self._closed_ms.setdefault(name, now_ms)
+            case events.BeatReceived():
+                if name in self._lost and self._losses[name][-1].startswith("its manager server reports"):
+                    self._marks.hit("a beat came after a reported death")
+
+    def decided(self, order: effects.LighthouseEffect, now_ms: int) -> None:
+        """It decides something."""
+        match order:
+            case effects.QuorumFormed():
+                self._newest, self._newest_key = frozenset(order.quorum.replica_ids), order.quorum.key
+            case effects.AnswerQuorum() | effects.AnswerUnchanged() | effects.RefuseRequest():
+                self._asking.discard(self._names.get(order.stream, ""))
+            case effects.ReplicaLost():
+                self._lose(order.replica_id, order.reason)
+            case effects.NotifyLoss():
+                if order.stream == self._greets:
+                    self._marks.hit("a hello was answered with a loss")
+                    if self._newest_key is not None and order.notice.key < self._newest_key:
+                        self._marks.hit("a hello was answered with a loss in a quorum that others have left")
+            case effects.Welcome():
+                hello = self._hellos[order.stream]
+                self._names[order.stream] = hello.replica_id
+                self._welcome(hello, now_ms)
+            case _:
+                return
+
+    def _lose(self, replica_id: str, reason: str) -> None:
+        if replica_id in self._asking:
+            joins = self._newest_key is not None and replica_id not in self._newest
+            self._marks.hit("one that only waited to join was lost" if joins else "a waiting member was lost")
+        self._asking.discard(replica_id)
+        self._lost.add(replica_id)
+        self._closed_ms.pop(replica_id, None)
+        self._losses.setdefault(replica_id, []).append(reason)
+
+    def _welcome(self, hello: Hello, now_ms: int) -> None:
+        name = hello.replica_id
+        reasons = self._losses.get(name, [])
+        if name in self._lost:
+            self._lost.discard(name)
+            kind = kind_of_loss(reasons[-1])
+            self._marks.hit(f"came back after its loss: {kind}")
+            if self._addresses.get(name, hello.address) != hello.address:
+                self._marks.hit("a group that was lost came back elsewhere")
+        elif name in self._closed_ms:
+            away_ms = now_ms - self._closed_ms.pop(name)
+            if away_ms <= self._timeouts.reconnect_grace_ms:
+                self._marks.hit("a stream was back within the grace")
+            elif away_ms > self._timeouts.reconnect_grace_ms + self._timeouts.quorum_tick_ms:
+                by_stream = [reason for reason in reasons if reason.startswith("its stream broke")]
+                flaps = len(by_stream) >= 3
+                self._marks.hit("a flapping link was judged by silence" if flaps else "all were excused together")
+        self._addresses[name] = hello.address
+
+
+def kind_of_loss(reason: str) -> str:
+    """In which of the ways a replica was lost."""
+    for kind in ("silent", "its stream broke", "its manager server reports", "replaced by"):
+        if reason.startswith(kind):
+            return kind
+    return reason

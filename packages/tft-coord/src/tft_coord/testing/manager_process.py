@@ -1,0 +1,274 @@
+"""A manager server of a simulated cluster: the session core and the group core behind the simulated network.
+
+Law of this file: what the gRPC shell of a manager server does; nothing is decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from tft_coord.core import effects, events
+from tft_coord.core.group import GroupCore
+from tft_coord.core.session import Dial, GiveUp, HangUp, SendBeat, SendHello, SendRequest, SendWithdraw, SessionCore
+from tft_coord.core.session import SessionEffect as _SessionEffect
+from tft_coord.core.types import Refusal
+from tft_coord.testing.clock import Timer
+from tft_coord.testing.lighthouse_process import JOB
+from tft_coord.testing.network import Stream
+from tft_coord.testing.process import Process
+from tft_coord.testing.trainer import Refused
+
+if TYPE_CHECKING:
+    from tft_coord.testing.cluster import Cluster, Replica
+
+FATAL = frozenset(
+    {
+        "group_lost",
+        Refusal.DEAD.value,
+        Refusal.AHEAD.value,
+        Refusal.DUPLICATE.value,
+        Refusal.MALFORMED.value,
+        Refusal.OTHER_KIND.value,
+    }
+)
+
+
+class ManagerProcess(Process):
+    """The shell of a manager server: a session core and a group core."""
+
+    def __init__(self, cluster: Cluster, replica: Replica, number: int, session: int) -> None:
+        super().__init__(f"{replica.host}/manager{number or ''}", cluster.clock)
+        self.replica = replica
+        self.address = f"{self.name}:1"
+        self.group = GroupCore(
+            replica_id=replica.replica_id,
+            address=self.address,
+            store_address=f"{replica.replica_id}/store:1",
+            world_size=cluster.config.world_size,
+            timeouts=cluster.timeouts,
+        )
+        self.session = SessionCore(
+            job=JOB,
+            replica_id=replica.replica_id,
+            address=self.address,
+            session=session,
+            timeouts=cluster.timeouts,
+            jitter=cluster.chance.jitter,
+            replaces=replica.replaces,
+        )
+        self._cluster = cluster
+        self._stream: Stream | None = None
+        self._ranks: dict[int, Stream] = {}
+        self._answers: dict[int, Callable[[Any], None]] = {}
+        self._deadline: Timer | None = None
+        self._beat: Timer | None = None
+        self._leaving = False
+        self._open_request: int | None = None
+        self.on_end: list[Callable[[], object]] = []  # the calls that wait here fail with it
+
+    @property
+    def stream_number(self) -> int | None:
+        """Of its stream to the lighthouse."""
+        return self._stream.number if self._stream is not None else None
+
+    def rank_since_ms(self, rank: int) -> int | None:
+        """Since when that rank's stream stands, if it does; this end may not know yet that it has broken."""
+        stream = self._ranks.get(rank)
+        return stream.stands_since_ms if stream is not None and stream.open else None
+
+    def lighthouse_since_ms(self) -> int | None:
+        """Since when its stream to the lighthouse stands, if it does."""
+        return self._stream.stands_since_ms if self._stream is not None and self._stream.open else None
+
+    def start(self) -> None:
+        """Dial the lighthouse."""
+        self._perform_session(self.session.start(self.clock.now_ms))
+
+    # --- from the ranks ---------------------------------------------------------------------------------------------
+
+    def rank_connected(self, rank: int, stream: Stream) -> None:
+        """A rank's stream stands."""
+
+        def closed() -> None:
+            if self._ranks.get(rank) is stream:
+                del self._ranks[rank]
+            self.handle(events.RankDisconnected(rank=rank, stream=stream.number))
+
+        self._ranks[rank] = stream
+        stream.listen(self, lambda _: None, closed)
+        self.handle(events.RankConnected(rank=rank, stream=stream.number))
+
+    def called(self, event: events.RankAsked | events.RankVoted, answer: Callable[[Any], None]) -> None:
+        """A rank's call; `answer` is given what the core decides."""
+        self._answers[event.call] = answer
+        self.handle(event)
+
+    def handle(self, event: events.GroupEvent) -> None:
+        """Give the group core an event."""
+        self._cluster.trace(self.name, event)
+        self._perform_group(self.group.handle(event, self.clock.now_ms))
+        self._set_deadline()
+
+    def _set_deadline(self) -> None:
+        due_ms = self.group.next_deadline_ms()
+        if self._deadline is not None:
+            if self._deadline.action is not None and self._deadline.at_ms == due_ms:
+                return
+            self._deadline.cancel()
+            self._deadline = None
+        if due_ms is not None:
+            self._deadline = self.clock.at(due_ms, lambda: self.run(self._due))
+
+    def _due(self) -> None:
+        self._deadline = None
+        orders = self.group.tick(self.clock.now_ms)
+        if any(isinstance(order, effects.AnswerVote) for order in orders):
+            self._cluster.marks.hit("a deadline sealed a vote")
+        self._perform_group(orders)
+        self._set_deadline()
+
+    def _perform_group(self, orders: list[effects.GroupEffect]) -> None:
+        now_ms = self.clock.now_ms
+        for order in orders:
+            self._cluster.trace(self.name, order)
+            match order:
+                case effects.AskLighthouse():
+                    self._open_request = order.request
+                    self._perform_session(self.session.ask(order.request, order.member, order.held, now_ms))
+                    if self.session.refused is not None:
+                        self._refuse_open(self.session.refused)
+                case effects.WithdrawFromLighthouse():
+                    self._perform_session(self.session.withdraw(order.request, now_ms))
+                case effects.ReportDeath():
+                    self._cluster.marks.hit("a manager server reported a death")
+                    if self._stream is not None:
+                        self._stream.send(self, events.DeathReported(self._stream.number, order.reason))
+                    if not self._leaving:
+                        self._leaving = True
+                        self.after(20, lambda: self._cluster.manager_exits(self))
+                case effects.AnswerPlan():
+                    self._cluster.invariants.planned_from(order.plan, order.quorum)
+                    self._answer(order.call, order.plan)
+                case effects.AnswerRankUnchanged():
+                    self._answer(order.call, order.key)
+                case effects.AnswerVote():
+                    self._answer(order.call, order.verdict)
+                case effects.FailRank():
+                    self._answer(order.call, Refused(order.code, order.message, order.code in FATAL))
+                case effects.NotifyRank():
+                    if order.rank in self._ranks:
+                        self._ranks[order.rank].send(self, order.notice)
+                case effects.TellGroupLost():
+                    pass  # whoever is left of the group ends with it
+
+    def _answer(self, call: int, value: Any) -> None:
+        answer = self._answers.pop(call, None)
+        if answer is not None:
+            answer(value)
+
+    # --- to the lighthouse --------------------------------------------------------------------------------------------
+
+    def _perform_session(self, orders: list[_SessionEffect]) -> None:
+        for order in orders:
+            self._cluster.trace(self.name, order)
+            match order:
+                case Dial():
+                    self.clock.at(order.at_ms, lambda: self.run(self._dial))
+                case SendHello():
+                    self._send(partial(events.HelloReceived, hello=order.hello))
+                case SendRequest():
+                    self._send(
+                        partial(events.QuorumRequested, request=order.request, member=order.member, held=order.held)
+                    )
+                case SendWithdraw():
+                    self._cluster.marks.hit("a request was withdrawn")
+                    self._send(partial(events.RequestWithdrawn, request=order.request))
+                case SendBeat():
+                    self._send(partial(events.BeatReceived, healed_bytes=order.healed_bytes))
+                case HangUp():
+                    stream, self._stream = self._stream, None
+                    if stream is not None:
+                        stream.close(self)
+                        self._perform_session(self.session.stream_broke(self.clock.now_ms))
+                case GiveUp():
+                    self._cluster.marks.hit(f"a session was refused: {order.code}")
+                    self._refuse_open(order)
+
+    def _refuse_open(self, refused: GiveUp) -> None:
+        request = self._open_request
+        if request is not None:
+            # After what runs now: the core must not be entered twice.
+            self.after(0, lambda: self.handle(events.RequestRefused(request, refused.code, refused.message)))
+
+    def _send(self, make: Callable[[int], events.LighthouseEvent]) -> None:
+        if self._stream is not None:
+            self._stream.send(self, make(self._stream.number))
+
+    def _dial(self) -> None:
+        lighthouse = self._cluster.lighthouse
+        self._cluster.network.dial(
+            self, lighthouse, accepted=lighthouse.accepted, opened=self._opened, failed=self._dial_failed
+        )
+
+    def _opened(self, stream: Stream) -> None:
+        self._stream = stream
+        stream.listen(self, self._heard, lambda: self._stream_closed(stream))
+        self._perform_session(self.session.stream_opened(self.clock.now_ms))
+        self._tick_session()
+
+    def _dial_failed(self) -> None:
+        self._perform_session(self.session.stream_broke(self.clock.now_ms))
+
+    def _stream_closed(self, stream: Stream) -> None:
+        if self._stream is stream:
+            self._stream = None
+            self._cluster.trace(self.name, "stream closed")
+            self._perform_session(self.session.stream_broke(self.clock.now_ms))
+
+    def beat(self) -> None:
+        """Give a sign of life, out of turn."""
+        self._send(partial(events.BeatReceived, healed_bytes=0))
+
+    def _tick_session(self) -> None:
+        if self._beat is not None:
+            self._beat.cancel()
+        self._perform_session(self.session.tick(self.clock.now_ms))
+        if self._stream is not None:
+            due_ms = max(self.session.next_beat_ms, self.clock.now_ms + 50)
+            self._beat = self.clock.at(due_ms, lambda: self.run(self._tick_session))
+
+    def _heard(self, order: Any) -> None:
+        now_ms = self.clock.now_ms
+        self._cluster.trace(self.name, order)
+        match order:
+            case effects.Welcome():
+                started_ms, cluster_id = order.lighthouse_started_ms, order.cluster_id
+                self._perform_session(self.session.welcomed(order.session, started_ms, now_ms, cluster_id))
+            case effects.TellLost():
+                self._cluster.marks.hit("the living were told that they are lost")
+                self._perform_session(self.session.told_lost(order.session, now_ms))
+                self.handle(events.SessionLost(order.session, order.message))
+            case effects.NotifyLoss():
+                self.handle(events.LossNoticed(order.notice))
+            case effects.RefuseSession():
+                self._perform_session(self.session.told_refused(order.refusal, order.message, now_ms))
+            case effects.AskForQuorum():
+                held = self.group.quorum
+                quorum = held if held is not None and held.key == order.key else None
+                self._send(lambda stream: events.QuorumReported(stream, quorum))
+            case effects.AnswerQuorum():
+                if self.session.answered(order.request, order.quorum.key):
+                    self._cluster.invariants.received(self.replica.host, order.quorum.key)
+                    self.handle(events.QuorumArrived(order.request, order.quorum))
+            case effects.AnswerUnchanged():
+                if self.session.answered(order.request, order.key):
+                    self._cluster.invariants.received(self.replica.host, order.key)
+                    self.handle(events.UnchangedArrived(order.request, order.key))
+            case effects.RefuseRequest():
+                if self.session.answered(order.request, None):
+                    code = order.refusal.value
+                    self.handle(events.RequestRefused(order.request, code, order.message))
+            case _:
+                raise AssertionError(f"a manager server can't read {order!r}")
