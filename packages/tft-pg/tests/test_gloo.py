@@ -307,6 +307,23 @@ def test_a_store_that_is_stopped(bench: Bench, stopped_store: Callable[[], int])
     assert reduce(group).tolist() == [1.0] * 3
 
 
+@pytest.mark.parametrize("end", ["abort", "shutdown"])
+def test_a_store_that_accepts_and_says_nothing(bench: Bench, end: str) -> None:
+    group = bench.make()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        peer = Endpoint.of(listener.getsockname())
+        address = f"{peer.address}:{peer.port}/a"
+        configuring = bench.start(partial(failure, partial(group.configure, address, 0, 2, timeout=HOUR)))
+        while not sockets.connected(remote={peer}):
+            pass
+        getattr(group, end)()
+        assert isinstance(configuring().get(), Aborted if end == "abort" else Closed)
+        group.shutdown()
+    assert "tft-pg-connect" not in [thread.name for thread in threading.enumerate()]
+
+
 def test_a_store_that_was_started_again_on_the_same_port(bench: Bench) -> None:
     group = bench.make()
     first = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -338,7 +355,9 @@ def _peer(address: str, size: int, parent: Connection) -> None:
     parent.send("configured")
     order = parent.recv()
     if order in STARTS:
-        STARTS[order](group, torch.ones(size), 0).wait()
+        work = STARTS[order](group, torch.ones(size), 0)
+        parent.send("started")
+        work.wait()
         parent.send("ended")
         parent.poll(None)
 
@@ -392,19 +411,26 @@ def test_a_peer_that_is_killed_in_the_middle_of_a_message(
     start_peer: Callable[..., tuple[ProcessGroup, multiprocessing.Process, Connection]],
 ) -> None:
     """Gloo forgets who waits for half a message when its connection ends, and would wait until the time-out."""
-    size = 1 << 24
+    size = 1 << 25
     group, child, ours = start_peer(size)
     group.set_timeout(timedelta(seconds=20))
     tensor = torch.ones(size)
     ours.send(OPPOSITES[what])
-    work = STARTS[what](group, tensor, 1)
+    assert ours.poll(20)
+    assert ours.recv() == "started"
+    # Stopped, the peer takes what the kernel's buffers hold and no more; what it shall send it sends in small portions.
+    os.kill(child.pid, signal.SIGSTOP)
     known = sockets.traffic(group._live._sever.__self__._inodes)  # type: ignore[attr-defined]
+    work = STARTS[what](group, tensor, 1)
     deadline_s = time.monotonic() + 20
     while not any(
-        passed.acknowledged + passed.received > sum(known[inode]) + (1 << 20)
+        passed.acknowledged + passed.received > sum(known[inode]) + (1 << 14)
         for inode, passed in sockets.traffic(known).items()
     ):
         assert time.monotonic() < deadline_s
+        if what == "recv":
+            os.kill(child.pid, signal.SIGCONT)
+            os.kill(child.pid, signal.SIGSTOP)
     child.kill()
     begun_s = time.perf_counter()
     # A future's error is the backend's own, if it has one.

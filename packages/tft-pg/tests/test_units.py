@@ -266,6 +266,30 @@ def test_a_guarded_work_is_left_when_its_group_says_that_it_never_ends() -> None
     assert work.is_completed()
 
 
+class EndsLate(dist.Work):
+    """Ends well in the very moment in which a wait for it runs out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self.ended:
+            self.ended = True
+            raise RuntimeError("Operation timed out!")
+        return True
+
+    def is_completed(self) -> bool:
+        return self.ended
+
+
+def test_a_guarded_work_that_ended_well_is_never_taken_for_late() -> None:
+    converter = Converter()
+    assert GuardedWork(EndsLate(), converter, "allreduce").wait()
+    assert GuardedWork(EndsLate(), converter, "allreduce").wait(timedelta(seconds=5))
+    assert converter.told == []
+
+
 def test_a_guarded_work_waits_no_longer_than_it_is_told() -> None:
     converter, inner = Converter(), Forgotten()
     with pytest.raises(PeerFailed, match="in other words"):

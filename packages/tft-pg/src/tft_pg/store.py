@@ -23,18 +23,21 @@ from typing import Any, final
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from tft_pg import sockets
-from tft_pg.errors import StoreAddressError, StoreUnreachable
+from tft_pg.errors import ProcessGroupError, StoreAddressError, StoreUnreachable
 from tft_pg.sockets import Endpoint
 
 __all__ = ["StoreAddress", "StoreClient", "create_store_client", "format_store_addr", "parse_store_addr"]
 
 _RETRY_S = 0.05
 _TRY_S = 1.0
-# A key of some random length in this range is told apart from whatever others ask of their stores meanwhile.
-_MARK_BYTES = (4096, 16384)
+# A key of some random length in this range is told apart from whatever others ask of their stores meanwhile; torch's
+# store refuses keys of more than 8192 bytes.
+_MARK_BYTES = (2048, 8000)
 _MARK_SLACK_BYTES = 64
 # A store that lives has answered a new client by then.
 _SILENT_S = 0.1
+_GIVE_UP_S = 0.5
+_MOMENT_S = 0.01
 
 _Place = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
 
@@ -207,6 +210,9 @@ class StoreClient:
             self._opening = _Opening(self.host, self.port, timedelta(seconds=max(limit_s, 0.001)))
             try:
                 return self._opening.result(keep_trying)
+            except ProcessGroupError:
+                self._give_up()
+                raise
             except RuntimeError as error:
                 keep_trying()
                 if time.monotonic() >= deadline_s:
@@ -219,9 +225,22 @@ class StoreClient:
         return self._opening is not None and self._opening.runs
 
     def settle(self) -> None:
-        """Wait for what was given up while it connected; some seconds at most."""
+        """End what was given up while it connected, and wait for it; some seconds at most."""
+        while self.connecting:
+            self._sever_and_wait(_RETRY_S)
+
+    def _give_up(self) -> None:
+        """Nobody waits for torch any more: what it waits on is ended; between two tries it ends by itself."""
+        give_up_s = time.monotonic() + _GIVE_UP_S
+        while self.connecting and time.monotonic() < give_up_s:
+            if not sockets.connected(remote=self._remote) - self._before:
+                return
+            self._sever_and_wait(_MOMENT_S)
+
+    def _sever_and_wait(self, wait_s: float) -> None:
+        self.sever()
         if self._opening is not None:
-            self._opening.join()
+            self._opening.join(wait_s)
 
     def alive(self) -> bool:
         """Ask the store whether it is still there: a connection does not outlive its server."""
@@ -324,8 +343,8 @@ class _Opening:
     def runs(self) -> bool:
         return self._thread.is_alive()
 
-    def join(self) -> None:
-        self._thread.join()
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
 
 
 def _connect_in_steps(probe: socket.socket, sockaddr: Any, deadline_s: float, keep_trying: Callable[[], None]) -> str:

@@ -109,12 +109,25 @@ class GuardedWork(dist.Work):
             except ProcessGroupError:
                 raise
             except RuntimeError as error:
-                if self._work.is_completed() or (deadline_s is not None and time.monotonic() >= deadline_s):
-                    self._fail(error)
+                if not self._work.is_completed():
+                    if deadline_s is not None and time.monotonic() >= deadline_s:
+                        self._fail(error)
+                else:
+                    # The share of the wait may have run out in the moment in which the operation ended well.
+                    return self._ended()
             forgotten = self._converter.forgotten(self._operation)
             if forgotten is not None and not self._work.is_completed():
                 self._abandon(forgotten)
                 raise forgotten
+
+    def _ended(self) -> bool:
+        """How the operation ended, now that it has."""
+        try:
+            return self._work.wait()
+        except ProcessGroupError:
+            raise
+        except RuntimeError as error:
+            self._fail(error)
 
     def _fail(self, error: RuntimeError) -> NoReturn:
         converted = self._converter.convert(self._operation, error)

@@ -114,6 +114,7 @@ class LiveGroup:
         self._tells_its_end = tells_its_end
         self._is_over = is_over
         self._unfinished: weakref.WeakSet[GuardedWork] = weakref.WeakSet()
+        self._gave_up = False  # whoever failed the futures of what is forgotten has looked for the last time
         self._classify = classify
         self._lock = threading.Lock()
         self._running: deque[dist.Work] = deque()
@@ -172,16 +173,19 @@ class LiveGroup:
         """Have this work's future fail if the backend forgets it."""
         with self._lock:
             self._unfinished.add(work)
+            nobody_looks = self._gave_up
+        if nobody_looks:
+            threading.Thread(target=self.give_up, name="tft-pg-give-up", daemon=True).start()
 
     def give_up(self) -> None:
-        """Fail the futures of what the backend has forgotten; to be called once, when the connections have ended."""
+        """Fail the futures of what the backend has forgotten; to be called when the connections have ended."""
         while True:
+            over = self._is_over()
             with self._lock:
                 unfinished = [work for work in self._unfinished if not work.is_completed()]
-            if not unfinished:
-                return
-            if self._is_over():
-                break
+                if over or not unfinished:
+                    self._gave_up = True
+                    break
             time.sleep(_LOOK_S)
         for work in unfinished:
             work.give_up()
