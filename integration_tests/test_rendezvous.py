@@ -62,3 +62,15 @@ def test_one_that_fails_there_and_lives(job: Job) -> None:
     assert stall_s(job, [*others, struck]) < BOUND_S
     job.until(lambda: all(each.committed_with(3) for each in job.trainers), "all three commit together again")
     job.finish()
+
+
+def test_a_newcomer_that_fails_there(job: Job) -> None:
+    """Its source serves at the end of its step, and waits in that rendezvous: the newcomer must not wait for it."""
+    others = [job.start(name, timeout=timedelta(hours=1), batch_s=0.01) for name in ("m", "n")]
+    job.until(lambda: all(each.committed_with(2) for each in others), "both commit together")
+    fails = Fault(action=Action.FAIL, place=Place.CONFIGURE, replica="z")
+    struck = job.start("z", timeout=timedelta(hours=1), batch_s=0.01, faults=(fails,))
+    job.until(lambda: bool(struck.of_kind("struck")), "the newcomer fails")
+    assert stall_s(job, others) < BOUND_S
+    job.until(lambda: all(each.committed_with(3) for each in job.trainers), "it heals, and all three commit together")
+    job.finish()

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from tft_algos import QuorumBroken
-from tft_algos.testing import plan_of
+from tft_algos.manager.healing import state_key
+from tft_algos.testing import MemoryTransport, plan_of
 from tft_ckpt import CheckpointTransport, Closed, StateKey
-from tft_coord.core.types import LossNotice, QuorumKey
+from tft_coord.core.types import LossNotice, Purpose, QuorumKey
 from tft_coord.errors import GroupLost
 
 
@@ -213,3 +214,45 @@ def test_a_transfer_ends_when_its_last_source_is_lost_and_not_before(rigs: Any, 
     teller.join()
     assert still_receiving == [True]
     assert rig.manager.current_step() == 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_who_could_not_configure_does_not_wait_for_a_source_that_waits_for_it(
+    rigs: Any, use_async_quorum: bool, world_size: int
+) -> None:
+    """The source serves at the end of its step, and is in the rendezvous until this replica asks again."""
+    transport = EndlessTransport()
+    plans = [plan_of(key, step=3, rank=0, size=2, healing=[0]) for key in (7, 8)]
+    launched = {"rank": 1, "world_size": 2, "store_addr": "localhost", "store_port": 1} if world_size == 2 else {}
+    rig = rigs(*plans, checkpoint_transport=transport, use_async_quorum=use_async_quorum, **launched)
+    rig.group.failing_configure = RuntimeError("no such interface")
+    rig.manager.start_quorum()
+    assert not rig.manager.should_commit()
+    assert [str(error).partition(",")[0] for error in rig.manager.errors()] == [
+        "no such interface",
+        "replica replica_0 does not wait for the state of step 3",
+    ]
+    votes = [(yes, purpose) for _, _, yes, purpose in rig.coordinator.votes]
+    assert votes == [(False, Purpose.STAGED)] * (world_size - 1) + [(False, Purpose.COMMIT)]
+    rig.group.failing_configure = RuntimeError("still no such interface")
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    request = rig.coordinator.requests[1]
+    assert (request.held, request.needs_configure, request.failed_heals) == (QuorumKey(7, 7), True, 0)
+
+
+def test_who_could_not_configure_in_a_broken_quorum_heals_all_the_same(rigs: Any, use_async_quorum: bool) -> None:
+    """The source was told too, so it leaves the rendezvous and serves."""
+    served = plan_of(7, step=3, rank=0, size=3, healing=[0])
+    state = {
+        "user": {"default": {"tensor": torch.full((2,), 5.0)}},
+        "tft": {"step": 3, "batches_committed": 9, "lineage": f"{served.lineage:016x}"},
+    }
+    rig = rigs(
+        served, checkpoint_transport=MemoryTransport({state_key(served): state}), use_async_quorum=use_async_quorum
+    )
+    rig.coordinator.listener(loss(7, "replica_2"))
+    rig.manager.start_quorum()
+    assert not rig.manager.should_commit()
+    assert rig.manager.current_step() == 3
+    assert rig.group.configured == []

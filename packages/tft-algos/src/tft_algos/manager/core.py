@@ -353,10 +353,23 @@ class StepCore:
 
     # --- healing -------------------------------------------------------------------------------------------------
 
-    def heal_failed(self, error: Exception) -> None:
-        """The state could not be fetched by every rank of the group; nothing was loaded."""
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the others of this plan wait in the rendezvous for this rank, which has failed there by itself.
+
+        They are told once this rank asks again. Until then no source comes to the end of its step, where it serves.
+        """
+        return self.plan is not None and self.configured != self.plan.key and self.broken is None
+
+    def heal_failed(self, error: Exception, *, by_source: bool = True) -> None:
+        """The state could not be fetched by every rank of the group; nothing was loaded.
+
+        Args:
+            error: why.
+            by_source: it may be the sources' fault, so the next quorum names others first.
+        """
         self.healing = Healing.FAILED
-        self.failed_heals += 1
+        self.failed_heals += by_source
         self._note(error)
 
     def load_began(self) -> None:

@@ -619,7 +619,15 @@ class Manager:
         assert fetch is not None, "a plan that heals has no fetch"
         error: Exception | None = None
         state: Mapping[str, Any] = {}
+        in_vain = self._core.is_awaited
         try:
+            if in_vain:
+                fetch.cancel()
+                raise HealingFailed(
+                    f"replica {plan.replica_id} does not wait for the state of step {plan.step}, because its source "
+                    "waits for a process group that could not be configured here; the next quorum tries again",
+                    sources=tuple(source.replica_id for source in plan.sources),
+                )
             state = self._check_staged(fetch.result())
         except HealingFailed as failure:
             error = failure
@@ -644,7 +652,7 @@ class Manager:
             )
             return
         with self._lock:
-            self._core.heal_failed(error)
+            self._core.heal_failed(error, by_source=not in_vain)
         self._log(logging.WARNING, "%s", error)
         if not self._config.use_async_quorum:
             # The others count on this group's gradients: end the reduction for them, rather than let them wait.
