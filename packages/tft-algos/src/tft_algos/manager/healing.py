@@ -8,8 +8,10 @@ Law of this file: one fetch, its thread and its end. Loading, and what a failure
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final, final
 
@@ -23,6 +25,7 @@ MAX_SOURCES: Final = 4
 REPORT_INTERVAL_S: Final = 0.1
 SOURCE_PATIENCE: Final = timedelta(seconds=5)
 ATTEMPT: Final = timedelta(seconds=2)
+FURTHER_PATIENCE: Final = timedelta(seconds=0.5)
 
 
 @final
@@ -115,33 +118,45 @@ class Fetch:
 
     def _fetch(self) -> Any:
         plan = self.plan
-        metadata: list[str] = []
-        last_error: Exception | None = None
-        first = plan.sources[0]
-        for index, source in enumerate(plan.sources):
-            if len(metadata) == MAX_SOURCES or self._cancelled.is_set():
-                break
-            # A source that does not answer is not waited for while there is another.
-            patience = self._remaining() if index == len(plan.sources) - 1 and not metadata else SOURCE_PATIENCE
-            try:
-                metadata.append(self._metadata_of(source, min(patience, self._remaining())))
-            except Exception as error:
-                last_error = error
-                continue
-            if len(metadata) == 1:
-                first = source
-        if not metadata:
-            raise HealingFailed("no source's manager server says where its state is") from last_error
+        place, metadata = self._first_source()
         return self._transport.recv_checkpoint(
-            first.replica_rank,
-            metadata[0],
+            plan.sources[place].replica_rank,
+            metadata,
             plan.step,
             self._remaining(),
             key=state_key(plan),
-            sources=metadata[1:],
+            sources=self._further_sources(plan.sources[place + 1 :]),
             progress=self._progressed,
             cancelled=self._cancelled.is_set,
         )
+
+    def _first_source(self) -> tuple[int, str]:
+        """The first source that says where its state is: its place among the plan's, and where that is."""
+        last_error: Exception | None = None
+        for place, source in enumerate(self.plan.sources):
+            # A source that does not answer is not waited for while there is another.
+            is_last = place == len(self.plan.sources) - 1
+            patience = self._remaining() if is_last else min(SOURCE_PATIENCE, self._remaining())
+            try:
+                return place, self._metadata_of(source, patience)
+            except Exception as error:
+                last_error = error
+        raise HealingFailed("no source's manager server says where its state is") from last_error
+
+    def _further_sources(self, sources: Sequence[Source]) -> list[str]:
+        """Where some others have it. One source is enough; what more of them cost must not outweigh what they give."""
+        found: list[str] = []
+        give_up_at = time.monotonic() + min(FURTHER_PATIENCE, self._remaining()).total_seconds()
+        for source in sources:
+            left_s = give_up_at - time.monotonic()
+            if len(found) == MAX_SOURCES - 1 or left_s <= 0 or self._cancelled.is_set():
+                break
+            if source.replica_id in self._lost:
+                continue
+            # Whatever it raises, it is not needed.
+            with contextlib.suppress(Exception):
+                found.append(self._coordinator.source_metadata(source.address, timedelta(seconds=left_s)))
+        return found
 
     def _metadata_of(self, source: Source, patience: timedelta) -> str:
         """Where its state is, asked in short attempts, so that its loss is seen meanwhile."""

@@ -1,0 +1,147 @@
+"""Which sources a fetch asks, and for how long; the clock is the test's, and moves when somebody does not answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tft_algos.errors import HealingFailed
+from tft_algos.manager import healing
+from tft_algos.manager.healing import Fetch
+from tft_algos.testing import plan_of
+from tft_ckpt import CheckpointTransport, StateKey
+from tft_coord.errors import DeadlinePassed, Unreachable
+
+
+class Sources:
+    """Source managers, as a coordinator reaches them. `asked` holds whom, and how long an answer was waited for."""
+
+    def __init__(self, silent: Sequence[str] = (), on_ask: Callable[[str], object] = lambda _: None) -> None:
+        self.now = 100.0
+        self.asked: list[tuple[str, float]] = []
+        self._silent = silent
+        self._on_ask = on_ask
+
+    def source_metadata(self, address: str, timeout: timedelta) -> str:
+        self.asked.append((address, round(timeout.total_seconds(), 6)))
+        self._on_ask(address)
+        if address in self._silent:
+            self.now += timeout.total_seconds()
+            raise DeadlinePassed(f"{address} did not answer")
+        return f"at {address}"
+
+
+class Noting(CheckpointTransport[Any]):
+    """Receives at once, and notes from whom."""
+
+    def __init__(self) -> None:
+        self.got: tuple[int, str, list[str]] | None = None
+
+    def metadata(self) -> str:
+        return ""
+
+    def send_checkpoint(
+        self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta, *, key: StateKey | None = None
+    ) -> None: ...
+
+    def recv_checkpoint(
+        self,
+        src_rank: int,
+        metadata: str,
+        step: int,
+        timeout: timedelta,
+        *,
+        key: StateKey | None = None,
+        sources: Sequence[str] = (),
+        progress: Callable[[int, int], None] | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> Any:
+        self.got = (src_rank, metadata, list(sources))
+        return "state"
+
+    def disallow_checkpoint(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def shutdown(self, wait: bool = True) -> None: ...
+
+
+def fetch_from(sources: Any, monkeypatch: pytest.MonkeyPatch, *, size: int = 4) -> tuple[Fetch, Noting]:
+    """A fetch by the last of `size` replicas, from all others, that may take a minute."""
+    monkeypatch.setattr(healing, "time", SimpleNamespace(monotonic=lambda: sources.now))
+    transport = Noting()
+    plan = plan_of(7, step=3, rank=size - 1, size=size, healing=[size - 1])
+    return (
+        Fetch(plan, coordinator=sources, transport=transport, timeout=timedelta(seconds=60), received_before=0),
+        transport,
+    )
+
+
+def test_all_that_answer_are_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = Sources()
+    fetch, transport = fetch_from(sources, monkeypatch, size=7)
+    fetch.run()
+    assert fetch.result() == "state"
+    assert transport.got == (0, "at replica_0", ["at replica_1", "at replica_2", "at replica_3"])  # four in all
+
+
+def test_a_dead_second_source_costs_half_a_second_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = Sources(silent=["replica_1", "replica_2"])
+    fetch, transport = fetch_from(sources, monkeypatch)
+    fetch.run()
+    assert fetch.result() == "state"
+    assert transport.got == (0, "at replica_0", [])
+    assert sources.asked == [("replica_0", 2.0), ("replica_1", 0.5)]
+    assert fetch.seconds == 0.5
+
+
+def test_the_first_is_asked_again_until_another_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = Sources(silent=["replica_0"])
+    fetch, transport = fetch_from(sources, monkeypatch)
+    fetch.run()
+    assert fetch.result() == "state"
+    assert transport.got == (1, "at replica_1", ["at replica_2"])
+    assert sources.asked[:4] == [("replica_0", 2.0), ("replica_0", 2.0), ("replica_0", 1.0), ("replica_1", 2.0)]
+
+
+def test_who_was_lost_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = Sources()
+    fetch, transport = fetch_from(sources, monkeypatch)
+    for name in ("replica_0", "replica_2"):
+        fetch.source_lost(name)
+    fetch.run()
+    assert fetch.result() == "state"
+    assert transport.got == (1, "at replica_1", [])
+    assert [name for name, _ in sources.asked] == ["replica_1"]
+
+
+def test_a_loss_ends_the_attempts_with_that_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = Sources(silent=["replica_0"], on_ask=lambda name: name == "replica_0" and fetch.source_lost(name))
+    fetch, _ = fetch_from(sources, monkeypatch)
+    fetch.run()
+    assert fetch.result() == "state"
+    assert [name for name, _ in sources.asked] == ["replica_0", "replica_1", "replica_2"]
+
+
+def test_the_last_is_waited_for_as_long_as_the_healing_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = Sources(silent=["replica_0"])
+    fetch, _ = fetch_from(sources, monkeypatch, size=2)
+    fetch.run()
+    with pytest.raises(HealingFailed, match="says where its state is"):
+        fetch.result()
+    assert fetch.seconds == pytest.approx(60.0, abs=0.01)
+
+
+def test_who_refuses_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        if name == "replica_1":
+            raise Unreachable("no")
+
+    sources = Sources(on_ask=refuse)
+    fetch, transport = fetch_from(sources, monkeypatch)
+    fetch.run()
+    assert transport.got == (0, "at replica_0", ["at replica_2"])
