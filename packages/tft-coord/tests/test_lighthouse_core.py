@@ -215,8 +215,8 @@ class TestForming:
             assert formed(table.ask(name)) == []
         assert formed(table.pass_ms(3_000, "a", "x", "y")) == []
         assert "a survivor of the last quorum" in table.core.waiting_for("job")
-        # Once it is lost, they may.
-        assert formed(table.pass_ms(5_000, "x", "y")) == [(("x", "y"), "x joined, y joined, a is gone")]
+        # Once it is lost, and has not come back with its state for as long again, they may.
+        assert formed(table.pass_ms(10_000, "x", "y")) == [(("x", "y"), "x joined, y joined, a is gone")]
 
     def test_who_fails_to_heal_again_and_again_is_left_out_for_a_while(self) -> None:
         table = Table()
@@ -658,6 +658,70 @@ class TestLossNotices:
         table, _ = self.of_three()
         table.give(events.HelloReceived(9, Hello("other", "b", 1, "b:1", ready=True)))
         assert told(table.give(events.DeathReported(9, "rank 0 ended"))) == {}
+
+
+class TestLostState:
+    """A newcomer does not start the job over because the link of its only source broke."""
+
+    def healing(self) -> Table:
+        """a stands at step 35, c is new and heals from it; then a's stream breaks, and c asks alone."""
+        table = Table(heartbeat_timeout_ms=2_000)
+        table.first_quorum("a", step=35)
+        table.hello("c")
+        table.ask("c")
+        table.ask("a", 35, live=True)
+        quorum = table.core.quorum("job")
+        assert quorum is not None
+        assert quorum.replica_ids == ("a", "c")
+        table.close("a")
+        assert table.ask("c", needs_configure=True, failed_heals=1) == []
+        return table
+
+    def test_one_that_may_come_back_with_it_is_waited_for(self) -> None:
+        table = self.healing()
+        assert formed(table.pass_ms(500, "c")) == []
+        waits = "the state of step 35, which a held; it was lost 200 ms ago and may come back"
+        assert table.core.waiting_for("job") == waits
+        table.sessions["a"] = 2  # another manager server, of the same trainer
+        assert formed(table.hello("a")) == []
+        ((ids, _),) = formed(table.ask("a", 35, live=True))
+        assert ids == ("a", "c")
+
+    def test_for_heartbeat_timeout_at_most(self) -> None:
+        table = self.healing()
+        assert formed(table.pass_ms(2_200, "c")) == []
+        ((ids, _),) = formed(table.pass_ms(100, "c"))
+        assert ids == ("c",)
+
+    def test_a_death_that_is_reported_is_not_waited_for(self) -> None:
+        table = Table()
+        table.first_quorum("a", step=35)
+        table.hello("c")
+        table.ask("c")
+        table.ask("a", 35, live=True)
+        table.ask("c", failed_heals=1)
+        orders = table.give(events.DeathReported(table.streams["a"], "signal 9"))
+        assert [ids for ids, _ in formed(orders)] == [("c",)]
+
+    def test_nor_is_one_that_was_replaced(self) -> None:
+        table = self.healing()
+        table.pass_ms(500, "c")
+        table.hello("d", replaces="a", ready=True)
+        assert [ids for ids, _ in formed(table.ask("d"))] == [("c", "d")]
+
+    def test_one_other_that_holds_it_is_enough(self) -> None:
+        table = Table()
+        table.first_quorum("a", "b", step=35)
+        table.close("a")
+        table.ask("b", 35, live=True)
+        assert [ids for ids, _ in formed(table.pass_ms(400, "b"))] == [("b",)]
+
+    def test_at_step_0_there_is_nothing_to_wait_for(self) -> None:
+        table = Table()
+        table.first_quorum("a", "b", step=0)
+        table.close("a")
+        table.ask("b", 0)
+        assert [ids for ids, _ in formed(table.pass_ms(400, "b"))] == [("b",)]
 
 
 class TestHealing:

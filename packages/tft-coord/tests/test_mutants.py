@@ -100,6 +100,10 @@ def waits_for_the_lost(self: Job, waiting: Any, now_ms: int) -> Situation:
     return replace(situation, healthy={*situation.healthy, *(each for each in self._members if each in self._losses)})
 
 
+def waits_for_no_state(*_: object) -> None:
+    return None
+
+
 def lets_a_beat_revive(self: Liveness, stream: int, now_ms: int) -> Any:
     replica = self.of_stream(stream)
     if replica is not None:
@@ -147,6 +151,7 @@ MUTANTS = [
     Mutant(Job, "_situation", waits_for_the_lost, "I6", 0),
     Mutant(Job, "_unchanged", stands_though_somebody_heals, "I3", 0),
     Mutant(quorum, "_majority", needs_no_majority, "I2", 0),
+    Mutant(quorum, "_lost_state", waits_for_no_state, "I3", 0),
     # Commits.
     Mutant(Votes, "__init__", counts_the_first_vote_for_all, "I5", 0),
     Mutant(Votes, "cast", changes_its_mind, "I5", 200),

@@ -42,6 +42,8 @@ def oracle(situation: Situation) -> tuple[str, ...] | None:
     first_ms = min(situation.asked_ms[each] for each in waiting)
     if late and situation.now_ms < first_ms + situation.join_timeout_ms:
         return None
+    if situation.lost_sources and all(situation.waiting[each].step < situation.reference_step for each in waiting):
+        return None
     return tuple(sorted(waiting))
 
 
@@ -103,9 +105,10 @@ def situations(draw: st.DrawFn) -> Situation:
     healthy = draw(some)
     asking = draw(some) & healthy
     before = draw(st.sets(st.sampled_from([*ids, "gone"]), max_size=6))
+    steps = st.integers(0, 3)
     shrinking = draw(some) if draw(st.booleans()) else set()
     return Situation(
-        waiting={each: Member(each, shrink_only=each in shrinking) for each in sorted(asking)},
+        waiting={each: Member(each, step=draw(steps), shrink_only=each in shrinking) for each in sorted(asking)},
         healthy=healthy,
         healing=draw(some) & healthy,
         ineligible=draw(some) if draw(st.integers(0, 3)) == 0 else set(),
@@ -114,6 +117,8 @@ def situations(draw: st.DrawFn) -> Situation:
         join_timeout_ms=JOIN_MS,
         asked_ms={each: draw(st.integers(0, 1_500)) for each in sorted(asking)},
         fast_only=draw(st.integers(0, 5)) == 0,
+        reference_step=draw(steps),
+        lost_sources={"gone": 1_400} if "gone" in before else {},
         now_ms=1_500,
     )
 

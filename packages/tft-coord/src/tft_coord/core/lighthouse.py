@@ -586,6 +586,7 @@ class Job:
         replicas = self.liveness.replicas.values()
         asked_ms = {replica.replica_id: request.asked_ms for replica, request in waiting}
         first_asked_ms = min(asked_ms.values())
+        reference_step, lost_sources = self._lost_sources(now_ms)
         return Situation(
             waiting={replica.replica_id: request.member for replica, request in waiting},
             healthy={replica.replica_id for replica in replicas if replica.healthy and replica.ready},
@@ -596,8 +597,30 @@ class Job:
             join_timeout_ms=self._timeouts.join_timeout_ms,
             asked_ms=asked_ms,
             fast_only=now_ms - self._birth.now_ms < self._timeouts.reconnect_grace_ms,
+            reference_step=reference_step,
+            lost_sources=lost_sources,
             now_ms=now_ms,
         )
+
+    def _lost_sources(self, now_ms: int) -> tuple[int, dict[str, int]]:
+        """The step that the newest quorum started from, and who held it, is lost, and may live: its manager server or
+        its link has failed, not its trainer."""
+        lost_ms = {
+            replica.replica_id: replica.lost_ms
+            for replica in (self.liveness.replicas.get(replica_id) for replica_id in self._members)
+            if replica is not None and not replica.healthy and not replica.dead
+            if now_ms - replica.lost_ms < self._timeouts.heartbeat_timeout_ms
+        }
+        if self.previous is None or not lost_ms:
+            return 0, {}
+        try:
+            common = assign(self.previous)
+        except ProtocolError:
+            return 0, {}  # every member was torn: there is no state to wait for
+        if common.step == 0:
+            return 0, {}
+        held = (self.previous.replica_ids[rank] for rank in common.up_to_date)
+        return common.step, {replica_id: lost_ms[replica_id] for replica_id in held if replica_id in lost_ms}
 
     def _heals(self, replica: Replica, first_asked_ms: int, now_ms: int) -> bool:
         since = replica.healing_since_ms

@@ -168,6 +168,8 @@ class Liveness:
         predecessor = self.replicas.get(hello.replaces) if hello.replaces != hello.replica_id else None
         if predecessor is not None and predecessor.healthy:
             lost = self._lose(predecessor, f"replaced by {hello.replica_id}", now_ms, dead=True)
+        elif predecessor is not None:
+            predecessor.dead = True  # whatever it was lost by, it can't come back any more
         return Accepted(known, replaced, lost)
 
     def presume(self, members: Iterable[Member], started_ms: int) -> None:

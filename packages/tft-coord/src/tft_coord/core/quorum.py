@@ -1,8 +1,8 @@
 """The quorum rule: who trains together next, and when to stop waiting.
 
 It forms at once when everyone who trained together last time is back, newcomers included. Otherwise it wants a
-majority of the healthy, waits for the rest up to join_timeout, and never leaves out every survivor of the last quorum
-while one of them is healthy.
+majority of the healthy, waits for the rest up to join_timeout, never leaves out every survivor of the last quorum
+while one of them is healthy, and never starts over while one that held the state may only have a bad link.
 
 Law of this file: functions of what is known now; no state.
 """
@@ -10,7 +10,7 @@ Law of this file: functions of what is known now; no state.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tft_coord.core.types import Member, Quorum
 
@@ -29,6 +29,8 @@ class Situation:
         join_timeout_ms: how long the healthy that have not asked are waited for.
         asked_ms: replica id -> since when it waits, for each of the waiting.
         fast_only: the lighthouse has just started and does not know yet who trains.
+        reference_step: of the state that the previous quorum started from; 0: none that is worth waiting for.
+        lost_sources: replica id -> since when it is lost, for each that held that state and may come back with it.
         now_ms: the time.
     """
 
@@ -42,6 +44,8 @@ class Situation:
     healing: Collection[str] = ()
     ineligible: Collection[str] = ()
     fast_only: bool = False
+    reference_step: int = 0
+    lost_sources: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,7 @@ def decide(situation: Situation) -> Form | Wait:
         return form
     if situation.fast_only:
         return Wait("the lighthouse has just started and waits to hear who trains")
-    return _majority(situation, candidates, eligible, previous_ids) or form
+    return _majority(situation, candidates, eligible, previous_ids) or _lost_state(situation, form.members) or form
 
 
 def _majority(
@@ -101,6 +105,16 @@ def _majority(
     if missing and remaining_ms > 0:
         return Wait(f"{_names(missing)} is healthy and has not asked; join_timeout ends in {remaining_ms} ms")
     return None
+
+
+def _lost_state(situation: Situation, members: Collection[Member]) -> Wait | None:
+    """Whether these would go on from before the last quorum's state while one that held it may come back."""
+    step = situation.reference_step
+    if not situation.lost_sources or any(member.step >= step and not member.torn for member in members):
+        return None
+    newest = max(sorted(situation.lost_sources), key=lambda replica_id: situation.lost_sources[replica_id])
+    ago_ms = situation.now_ms - situation.lost_sources[newest]
+    return Wait(f"the state of step {step}, which {newest} held; it was lost {ago_ms} ms ago and may come back")
 
 
 def reason_for_new_id(previous: Quorum | None, members: tuple[Member, ...], broken: str | None) -> str | None:

@@ -72,6 +72,7 @@ class Attendance:
         on_broken: told when a member of the newest quorum is lost, or has a successor: that quorum's key, and who.
         on_left: told when a member of the newest quorum asks for the next: the key, who, and whether that breaks it for
             sure, because it says that it can't go on in it. (Who has not got it may be given it again.)
+        come_back_ms: for so long a state is waited for that nobody holds but one that is lost and may live.
     """
 
     def __init__(
@@ -79,14 +80,17 @@ class Attendance:
         min_replicas: int,
         on_broken: Callable[[QuorumKey, str], None] = lambda _key, _who: None,
         on_left: Callable[[QuorumKey, str, bool], None] = lambda _key, _who, _surely: None,
+        come_back_ms: int = 0,
     ) -> None:
         self._min_replicas = min_replicas
+        self._come_back_ms = come_back_ms
         self._on_broken = on_broken
         self._on_left = on_left
         self._newest: Quorum | None = None
         self._sessions: dict[str, int] = {}  # of those who were welcomed, or are presumed to live
         self._ready: set[str] = set()
         self._lost: dict[str, int] = {}
+        self._lost_ms: dict[str, int] = {}
         self._dead: set[str] = set()
         self._special: set[str] = set()
         self._streams: dict[str, int] = {}
@@ -100,6 +104,8 @@ class Attendance:
         replica_id, session = hello.replica_id, hello.session
         self._presumed.discard(replica_id)
         self._replaced.add(hello.replaces)
+        if hello.replaces in self._lost and hello.replaces != replica_id:
+            self._dead.add(hello.replaces)
         if replica_id in self._dead:
             raise InvariantBroken("I2", f"{replica_id} was reported dead and is welcomed")
         if session <= self._lost.get(replica_id, session - 1):
@@ -159,16 +165,21 @@ class Attendance:
         """A stream has ended."""
         self._streams = {replica_id: each for replica_id, each in self._streams.items() if each != stream}
 
-    def lost(self, replica_id: str, session: int, *, dead: bool, broke: bool = False) -> None:
+    def lost(self, replica_id: str, session: int, *, dead: bool, broke: bool = False, now_ms: int = 0) -> None:
         """It was taken for lost, because its stream broke or for another reason."""
         if broke and replica_id in self._streams:
             raise InvariantBroken("I2", f"{replica_id} session {session} is lost by a stream that broke, and it stands")
         self._sessions.pop(replica_id, None)
         self._asking.pop(replica_id, None)
         self._lost[replica_id] = session
+        self._lost_ms[replica_id] = now_ms
         if dead:
             self._dead.add(replica_id)
         self._look_at(replica_id)
+
+    def death_reported(self, stream: int) -> None:
+        """The end of a trainer is reported; of one that lives the lighthouse says that it is lost by it."""
+        self._dead |= {each for each, newest in self._streams.items() if newest == stream and each in self._lost}
 
     def is_dead(self, replica_id: str) -> bool:
         """Whether its end was reported, or another has taken its place for good."""
@@ -185,16 +196,42 @@ class Attendance:
             if lost or followed or (replica_id in self._replaced and replica_id not in self._sessions):
                 self._on_broken(self._newest.key, replica_id)
 
-    def nobody_else_is_waited_for(self, waits: str) -> None:
+    def nobody_else_is_waited_for(self, waits: str, now_ms: int = 0) -> None:
         """No quorum was formed just now: then somebody who lives has not asked, or they are too few."""
         living = {each for each in self._sessions if each in self._ready}
         asking = living & self._asking.keys()
         if asking == living and len(asking) >= self._min_replicas and not self._special & living:
+            newest = max(self._said[each][0].step for each in asking) if asking else 0
+            for member in self._newest.members if self._newest is not None else ():
+                said = self._said[member.replica_id][0] if member.replica_id in self._said else member
+                if said.step > newest and self._may_come_back(member.replica_id, now_ms):
+                    return
             raise InvariantBroken("I6", f"all that live have asked, {sorted(asking)}, and no quorum forms: {waits}")
 
-    def formed(self, quorum: Quorum, previous: Quorum | None) -> None:
-        """A quorum with a new id: its members live, are enough, and don't leave all survivors out."""
+    def _may_come_back(self, replica_id: str, now_ms: int) -> bool:
+        """Whether it is lost, nobody has reported its death, and it has not been away for long."""
+        if replica_id not in self._lost or self.is_dead(replica_id):
+            return False
+        return now_ms - self._lost_ms[replica_id] < self._come_back_ms
+
+    def _look_who_starts_over(self, quorum: Quorum, previous: Quorum, now_ms: int) -> None:
+        """Nobody goes on from an older state while one that held the last quorum's may come back."""
+        whole = [member for member in previous.members if not member.torn]
+        step = max((member.step for member in whole), default=0)
+        held = [member for member in whole if member.step == step]
+        if step == 0 or len({member.lineage for member in held}) > 1:
+            return  # nothing to lose, or the core has to choose among several states
+        if any(member.step >= step and not member.torn for member in quorum.members):
+            return
+        away = [member.replica_id for member in held if self._may_come_back(member.replica_id, now_ms)]
+        if away:
+            raise InvariantBroken("I3", f"quorum {quorum.key} goes on from before step {step}, which {away} held")
+
+    def formed(self, quorum: Quorum, previous: Quorum | None, now_ms: int = 0) -> None:
+        """A quorum with a new id: its members live, are enough, and don't leave all survivors or their state out."""
         self._newest = quorum
+        if previous is not None:
+            self._look_who_starts_over(quorum, previous, now_ms)
         ids = set(quorum.replica_ids)
         if len(ids) < self._min_replicas:
             raise InvariantBroken(

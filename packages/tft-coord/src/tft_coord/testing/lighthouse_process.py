@@ -25,6 +25,7 @@ WAITS = (
     "a majority is needed",
     "a survivor of the last quorum",
     "heals and its bytes arrive",
+    "the state of step",
     "join_timeout ends",
     "has just started",
     "the members of quorum",
@@ -47,7 +48,9 @@ class LighthouseProcess(Process):
         self._cluster = cluster
         self._born_ms = self.clock.now_ms
         self._streams: dict[int, Stream] = {}
-        self.attendance = Attendance(cluster.config.min_replicas, self._broken, self._left)
+        self.attendance = Attendance(
+            cluster.config.min_replicas, self._broken, self._left, cluster.timeouts.heartbeat_timeout_ms
+        )
         self._hellos: dict[int, Hello] = {}
         self._asked: effects.AskForQuorum | None = None
         self._story = LighthouseStory(cluster.marks, cluster.timeouts)
@@ -77,7 +80,7 @@ class LighthouseProcess(Process):
         timeouts, waits = self._cluster.timeouts, self.core.waiting_for(JOB)
         starts = self.clock.now_ms - self._born_ms < timeouts.reconnect_grace_ms
         if not starts and not waits.startswith("the members of quorum"):
-            self.attendance.nobody_else_is_waited_for(waits)
+            self.attendance.nobody_else_is_waited_for(waits, self.clock.now_ms)
         self.after(self._cluster.timeouts.quorum_tick_ms, self._tick)
 
     def _heard(self, event: events.LighthouseEvent) -> None:
@@ -93,6 +96,8 @@ class LighthouseProcess(Process):
             case events.StreamClosed():
                 self.attendance.asks_no_more(event.stream)
                 self.attendance.closed(event.stream)
+            case events.DeathReported():
+                self.attendance.death_reported(event.stream)
             case events.QuorumReported():
                 asked, quorum = self._asked, event.quorum
                 named = (asked.stream, asked.key) if asked is not None else None
@@ -111,11 +116,12 @@ class LighthouseProcess(Process):
             self._story.decided(order, self.clock.now_ms)
             match order:
                 case effects.QuorumFormed():
-                    self.attendance.formed(order.quorum, order.previous)
+                    self.attendance.formed(order.quorum, order.previous, self.clock.now_ms)
                 case effects.ReplicaLost():
                     dead = order.reason.startswith(("its manager server reports", "replaced by"))
                     broke = order.reason.startswith("its stream broke")
-                    self.attendance.lost(order.replica_id, order.session, dead=dead, broke=broke)
+                    now_ms = self.clock.now_ms
+                    self.attendance.lost(order.replica_id, order.session, dead=dead, broke=broke, now_ms=now_ms)
                 case effects.AnswerQuorum() | effects.AnswerUnchanged() | effects.RefuseRequest():
                     self.attendance.asks_no_more(order.stream)
                     self._say(order.stream, order)

@@ -85,10 +85,11 @@ def commit_bound_ms(timeouts: Timeouts) -> int:
 
     A trainer may just have entered a rendezvous, a transfer or a reduction that can't end, and a vote after it: each
     ends by `timeout_ms`. Or it asks on behalf of a group whose other rank does not: by `quorum_timeout_ms`. Then the
-    quorum waits for the silent until they are lost, and for the late until `join_timeout_ms`.
+    quorum waits for the silent until they are lost, for the state that they held for as long again, and for the late
+    until `join_timeout_ms`.
     """
     stuck_ms = 2 * timeouts.timeout_ms + timeouts.quorum_timeout_ms
-    return stuck_ms + timeouts.heartbeat_timeout_ms + timeouts.join_timeout_ms
+    return stuck_ms + 2 * timeouts.heartbeat_timeout_ms + timeouts.join_timeout_ms
 
 
 def simulate(
