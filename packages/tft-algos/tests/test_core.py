@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tft_algos.errors import HealingFailed, StateUnavailable, UsageError
-from tft_algos.manager.core import CoreSettings, Healing, Phase, StepCore
+from tft_algos.manager.core import MAX_NOTICES_KEPT, CoreSettings, Healing, Phase, StepCore
 from tft_algos.testing import plan_of
 from tft_coord.core.lineage import fold_lineage, initial_lineage
-from tft_coord.core.types import QuorumKey, RankRequest
+from tft_coord.core.types import LossNotice, QuorumKey, RankRequest
 from tft_coord.errors import StaleQuorum
 
 FRESH = initial_lineage("default")
@@ -345,3 +346,45 @@ def test_what_fails_again_and_again_is_asked_for_ever_more_slowly() -> None:
     assert pauses == [0, 10, 20, 40, 80, 160, 320, 640, 1_000, 1_000, 1_000, 1_000]
     commit(step)
     assert step.pause_ms == 0
+
+
+# --- losses of others -------------------------------------------------------------------------------------------------
+
+
+def notice(quorum_id: int, replica_id: str = "replica_1", **facts: Any) -> LossNotice:
+    return LossNotice(QuorumKey(quorum_id, quorum_id), replica_id, **({"session": 1, "reason": "killed"} | facts))
+
+
+def holding(quorum_id: int) -> StepCore:
+    step = core()
+    ask(step)
+    step.plan_arrived(plan_of(quorum_id, size=2))
+    return step
+
+
+def test_the_same_loss_in_other_words_is_the_same_loss() -> None:
+    step = holding(7)
+    assert step.loss_noticed(notice(7))
+    assert not step.loss_noticed(notice(7, reason="its connection ended"))
+    assert step.losses == (notice(7),)
+
+
+@pytest.mark.parametrize("facts", [{"lives": True}, {"session": 2}, {"replica_id": "replica_2"}])
+def test_another_loss_in_the_same_words_is_another_loss(facts: dict[str, Any]) -> None:
+    step = holding(7)
+    assert step.loss_noticed(notice(7))
+    assert step.loss_noticed(notice(7, **facts))
+    assert len(step.losses) == 2
+
+
+def test_notices_of_later_quorums_never_push_out_those_of_the_held_one() -> None:
+    step = holding(7)
+    assert step.loss_noticed(notice(7))
+    for later in range(8, 18 + MAX_NOTICES_KEPT):
+        assert not step.loss_noticed(notice(later))
+    assert step.losses == (notice(7),)
+    assert step.loss_noticed(notice(7, "replica_2"))
+    assert len(step.losses) == 2
+    ask(step)
+    step.plan_arrived(plan_of(8, size=2))
+    assert step.losses == (notice(8),)

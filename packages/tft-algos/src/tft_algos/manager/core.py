@@ -266,13 +266,13 @@ class StepCore:
         """A member of a quorum was lost.
 
         A notice that comes before its quorum is kept for it; one of a quorum that is over, or one that was heard
-        already, changes nothing.
+        already, in whatever words, changes nothing. Where they are too many, those of the newest quorums are dropped.
 
         Returns: whether that breaks the quorum that is held: what runs in it must be aborted.
         """
-        if (self.held is not None and notice.key < self.held) or notice in self._notices:
+        if (self.held is not None and notice.key < self.held) or _identity(notice) in map(_identity, self._notices):
             return False
-        self._notices = [*self._notices, notice][-MAX_NOTICES_KEPT:]
+        self._notices = sorted([*self._notices, notice], key=lambda kept: kept.key)[:MAX_NOTICES_KEPT]
         return notice.key == self.held
 
     @property
@@ -494,3 +494,8 @@ class StepCore:
     def _needed_plan(self) -> Plan:
         assert self.plan is not None, "asked about a plan's reference without a plan"
         return self.plan
+
+
+def _identity(notice: LossNotice) -> tuple[QuorumKey, str, int, bool]:
+    """What it tells; the reason is a sentence for people."""
+    return notice.key, notice.replica_id, notice.session, notice.lives
