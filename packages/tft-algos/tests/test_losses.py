@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from tft_algos import QuorumBroken
+from tft_algos import QuorumBroken, UsageError
+from tft_algos.manager.core import MAX_ERRORS_KEPT
 from tft_algos.manager.healing import state_key
 from tft_algos.testing import MemoryTransport, plan_of
 from tft_ckpt import CheckpointTransport, Closed, StateKey
 from tft_coord.core.types import LossNotice, Purpose, QuorumKey
-from tft_coord.errors import GroupLost
+from tft_coord.errors import GroupLost, Refused
 
 
 def loss(quorum_id: int, replica_id: str = "replica_1") -> LossNotice:
@@ -148,6 +149,36 @@ def test_the_loss_of_this_group_ends_its_reduction_and_is_raised(rigs: Any) -> N
     rig.coordinator.listener(GroupLost("replica a lost a rank (rank 1 ended: killed); end this process"))
     assert not reduction.wait()
     with pytest.raises(GroupLost, match="rank 1 ended: killed"):
+        rig.manager.should_commit()
+
+
+def test_the_loss_of_this_group_is_raised_however_much_went_wrong_before(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2))
+    rig.manager.start_quorum()
+    for number in range(MAX_ERRORS_KEPT):
+        rig.manager.report_error(RuntimeError(f"error {number}"))
+    rig.coordinator.listener(GroupLost("replica a lost a rank (rank 1 ended: killed); end this process"))
+    with pytest.raises(GroupLost, match="rank 1 ended: killed"):
+        rig.manager.should_commit()
+    assert len(rig.manager.errors()) == MAX_ERRORS_KEPT
+
+
+def test_the_loss_of_this_group_between_two_steps_is_raised_by_the_next(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2), QuorumKey(7, 7))
+    assert rig.step()
+    rig.coordinator.listener(GroupLost("replica a lost a rank (rank 1 ended: killed); end this process"))
+    rig.manager.start_quorum()
+    with pytest.raises(GroupLost, match="rank 1 ended: killed"):
+        rig.manager.should_commit()
+
+
+@pytest.mark.parametrize("error", [Refused("who are you"), UsageError("call attach first")])
+def test_a_quorum_that_can_never_be_is_raised_however_much_went_wrong_before(rigs: Any, error: Exception) -> None:
+    rig = rigs(error)
+    rig.manager.start_quorum()
+    for number in range(MAX_ERRORS_KEPT):
+        rig.manager.report_error(RuntimeError(f"error {number}"))
+    with pytest.raises(type(error), match=str(error)):
         rig.manager.should_commit()
 
 

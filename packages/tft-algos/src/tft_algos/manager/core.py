@@ -18,8 +18,10 @@ from typing import Any, Final
 from tft_algos.errors import HealingFailed, QuorumBroken, StateUnavailable, UsageError
 from tft_coord.core.lineage import fold_lineage, initial_lineage
 from tft_coord.core.types import MAX_INT64, LossNotice, Plan, QuorumKey, RankRequest
-from tft_coord.errors import StaleQuorum
+from tft_coord.errors import Closed, GroupLost, ProtocolError, Refused, StaleQuorum
 
+# Nothing can be done about these inside this process: a lost group, a wrong peer, calls that can't work.
+FATAL: Final = (GroupLost, Refused, ProtocolError, Closed, UsageError)
 MAX_ERRORS_KEPT: Final = 16
 MAX_NOTICES_KEPT: Final = 1024
 FIRST_PAUSE_MS: Final = 10
@@ -148,6 +150,8 @@ class StepCore:
         self.healing = Healing.NONE
         self.name = StepName(attempt=0, step=0)
         self._errors: list[Exception] = []
+        self._fatal: Exception | None = None
+        self._group_lost: GroupLost | None = None
         self._notices: list[LossNotice] = []  # of the quorum that is held, and of those that are still to come
 
     # --- asking --------------------------------------------------------------------------------------------------
@@ -168,6 +172,7 @@ class StepCore:
         self.phase = Phase.ASKED
         self.healing = Healing.NONE
         self._errors.clear()
+        self._fatal = None
         return RankRequest(
             step=self.step,
             lineage=self.lineage,
@@ -320,7 +325,19 @@ class StepCore:
         self._note(error)
         return True
 
+    def group_lost(self, error: GroupLost) -> None:
+        """This replica group was lost, for this and every attempt to come."""
+        self._group_lost = self._group_lost or error
+        self.error_reported(error)
+
+    @property
+    def fatal(self) -> Exception | None:
+        """The first error with which this process can't go on, however many others came before it; or None."""
+        return self._fatal or self._group_lost
+
     def _note(self, error: Exception) -> None:
+        if self._fatal is None and isinstance(error, FATAL):
+            self._fatal = error
         if len(self._errors) < MAX_ERRORS_KEPT:
             self._errors.append(error)
 

@@ -22,7 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Final, TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -47,8 +47,7 @@ from tft_algos.manager.parts import Coordinator, Group, ServerRestarted
 from tft_algos.manager.reduction import Reduction
 from tft_ckpt import CheckpointTransport, HTTPTransport
 from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest
-from tft_coord.errors import Closed as CoordinationClosed
-from tft_coord.errors import DeadlinePassed, GroupLost, ProtocolError, Refused
+from tft_coord.errors import DeadlinePassed, GroupLost
 from tft_pg import DummyWork
 
 T = TypeVar("T")
@@ -56,9 +55,6 @@ LoadState = Callable[[Any], object]
 TakeState = Callable[[], Any]
 
 logger = logging.getLogger("tft_algos.manager")
-
-# Nothing can be done about these inside this process, so they are raised into the training loop.
-FATAL: Final = (GroupLost, Refused, ProtocolError, CoordinationClosed)
 
 
 @final
@@ -458,7 +454,9 @@ class Manager:
     def _told(self, news: LossNotice | GroupLost) -> None:
         """A member of a quorum was lost, or this group; a thread of the coordinator's calls, so nothing waits here."""
         if isinstance(news, GroupLost):
-            self._report(news, None)
+            with self._lock:
+                self._core.group_lost(news)
+            self._log(logging.ERROR, "%s", news)
             self._breaker.break_all()
             return
         with self._lock:
@@ -535,7 +533,7 @@ class Manager:
         return self._conclude(verdict)
 
     def _raise_fatal(self) -> None:
-        fatal = next((error for error in self._core.errors if isinstance(error, FATAL)), None)
+        fatal = self._core.fatal
         if fatal is not None:
             raise fatal
 
