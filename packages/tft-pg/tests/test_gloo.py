@@ -418,7 +418,7 @@ def test_a_peer_that_is_killed_in_the_middle_of_a_message(
     ours.send(OPPOSITES[what])
     assert ours.poll(20)
     assert ours.recv() == "started"
-    # Stopped, the peer takes what the kernel's buffers hold and no more; what it shall send it sends in small portions.
+    # Stopped, the peer takes what the kernel's buffers hold and no more; what it has to do itself it does in portions.
     os.kill(child.pid, signal.SIGSTOP)
     known = sockets.traffic(group._live._sever.__self__._inodes)  # type: ignore[attr-defined]
     work = STARTS[what](group, tensor, 1)
@@ -428,9 +428,8 @@ def test_a_peer_that_is_killed_in_the_middle_of_a_message(
         for inode, passed in sockets.traffic(known).items()
     ):
         assert time.monotonic() < deadline_s
-        if what == "recv":
-            os.kill(child.pid, signal.SIGCONT)
-            os.kill(child.pid, signal.SIGSTOP)
+        os.kill(child.pid, signal.SIGCONT)
+        os.kill(child.pid, signal.SIGSTOP)
     child.kill()
     begun_s = time.perf_counter()
     # A future's error is the backend's own, if it has one.
