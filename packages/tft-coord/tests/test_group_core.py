@@ -9,17 +9,18 @@ import pytest
 from tft_coord.core import effects, events
 from tft_coord.core.effects import GroupEffect
 from tft_coord.core.group import MAX_NOTICES_KEPT, GroupCore
-from tft_coord.core.types import LossNotice, Member, Purpose, Quorum, QuorumKey, RankRequest
+from tft_coord.core.types import LossNotice, Member, Purpose, Quorum, QuorumKey, RankRequest, Refusal
 from tft_coord.errors import ProtocolError
 from tft_coord.timeouts import Timeouts
 
 KEY = QuorumKey(7, 9)
+SESSION = 100
 
 
 def group(world_size: int = 2) -> GroupCore:
     core = GroupCore(replica_id="a", address="a:1", store_address="a:2", world_size=world_size, timeouts=Timeouts())
     for rank in range(world_size):
-        core.handle(events.RankConnected(rank, rank + 1), 0)
+        core.handle(events.RankConnected(rank, rank + 1, SESSION), 0)
     return core
 
 
@@ -299,10 +300,32 @@ class TestLoss:
     def test_one_that_is_back_in_time_was_never_away(self) -> None:
         core = group()
         core.handle(events.RankDisconnected(1, 2), 1_000)
-        core.handle(events.RankConnected(1, 5), 1_299)
+        core.handle(events.RankConnected(1, 5, SESSION), 1_299)
         assert core.tick(2_000) == []
         core.handle(events.RankDisconnected(1, 2), 2_000)  # the older stream, late
         assert core.tick(9_000) == []
+
+    @pytest.mark.parametrize("session", [SESSION - 1, SESSION + 1])
+    @pytest.mark.parametrize("broken", [False, True])
+    def test_another_process_does_not_take_its_place_while_it_lives(self, session: int, broken: bool) -> None:
+        core = group()
+        if broken:
+            core.handle(events.RankDisconnected(1, 2), 1_000)
+        says = "rank 1 of replica a already lives (session 100); give each process of the group its own RANK"
+        refusal = effects.RefuseSession(9, Refusal.DUPLICATE, says)
+        assert core.handle(events.RankConnected(1, 9, session), 1_100) == [refusal]
+        core.handle(events.RankDisconnected(1, 9), 1_100)  # the end of the refused stream changes nothing
+        assert core.handle(events.RankConnected(1, 5, SESSION), 1_200) == []
+        assert core.tick(9_000) == []
+
+    def test_after_its_end_an_older_process_is_refused_and_a_newer_one_told_that_the_group_is_lost(self) -> None:
+        core = group()
+        core.handle(events.RankDied(1, "signal 9"), 0)
+        (refusal,) = core.handle(events.RankConnected(1, 9, SESSION - 1), 0)
+        says = "rank 1 of replica a has session 100, and 99 is older; end this process"
+        assert refusal == effects.RefuseSession(9, Refusal.STALE, says)
+        (told,) = core.handle(events.RankConnected(1, 10, SESSION + 1), 0)
+        assert isinstance(told, effects.TellGroupLost)
 
     def test_a_death_needs_no_grace_and_seals_the_vote(self) -> None:
         core = group()
@@ -353,7 +376,7 @@ class TestNotices:
         core, notice = self.holds(), self.notice()
         core.handle(events.RankDisconnected(1, 2), 0)
         self.noticed(core, notice)
-        assert core.handle(events.RankConnected(1, 7), 100) == [effects.NotifyRank(1, notice)]
+        assert core.handle(events.RankConnected(1, 7, SESSION), 100) == [effects.NotifyRank(1, notice)]
 
     def test_what_comes_twice_is_told_once(self) -> None:
         core = self.holds()
@@ -364,12 +387,12 @@ class TestNotices:
     def test_of_an_older_quorum_it_is_ignored(self) -> None:
         core = self.holds(self.NEXT)
         assert self.noticed(core, self.notice()) == []
-        assert core.handle(events.RankConnected(1, 7), 100) == []
+        assert core.handle(events.RankConnected(1, 7, SESSION), 100) == []
 
     def test_one_of_the_same_id_and_another_nonce_is_another_quorums(self) -> None:
         core = self.holds(QuorumKey(7, 5))
         assert self.noticed(core, self.notice(QuorumKey(7, 9))) == []
-        assert core.handle(events.RankConnected(1, 7), 100) == []
+        assert core.handle(events.RankConnected(1, 7, SESSION), 100) == []
 
     def test_one_that_overtakes_its_quorum_is_kept_and_told_after_the_plan(self) -> None:
         core, notice = self.holds(), self.notice(self.NEXT)
@@ -387,7 +410,7 @@ class TestNotices:
         core = self.holds()
         self.noticed(core, self.notice())
         assert [type(order) for order in self.gets(core, self.NEXT)] == [effects.AnswerPlan] * 2
-        assert core.handle(events.RankConnected(1, 7), 100) == []
+        assert core.handle(events.RankConnected(1, 7, SESSION), 100) == []
 
     def test_its_own_session_that_was_taken_for_lost_breaks_its_quorum(self) -> None:
         core = self.holds()
@@ -414,7 +437,7 @@ class TestNotices:
         (told,) = [order for order in orders if isinstance(order, effects.TellGroupLost)]
         assert told.rank == 1
         assert "lost a rank (rank 0 ended: signal 9); end this process" in told.message
-        assert core.handle(events.RankConnected(2, 9), 100) == [effects.TellGroupLost(2, told.message)]
+        assert core.handle(events.RankConnected(2, 9, SESSION), 100) == [effects.TellGroupLost(2, told.message)]
 
     @pytest.mark.parametrize(
         "goodbye", [events.RankDisconnected(1, 2, left=True), events.RankDied(1, "it was shut down", left=True)]
@@ -422,7 +445,7 @@ class TestNotices:
     def test_a_clean_goodbye_alarms_nobody(self, goodbye: events.GroupEvent) -> None:
         core = self.holds()
         assert not any(isinstance(order, effects.TellGroupLost) for order in core.handle(goodbye, 0))
-        assert core.handle(events.RankConnected(0, 9), 100) == []
+        assert core.handle(events.RankConnected(0, 9, SESSION), 100) == []
         (refusal,) = asked(core, 0, 12, request())  # who asks is told
         assert isinstance(refusal, effects.FailRank)
         assert refusal.code == "group_lost"

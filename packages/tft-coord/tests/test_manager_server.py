@@ -34,6 +34,7 @@ from tft_coord import (
     Timeouts,
     Unreachable,
 )
+from tft_coord.core.effects import RefuseSession, Welcome
 from tft_coord.wire import codec, services
 
 NOBODY = "127.0.0.1:9"  # the discard port: no lighthouse answers there
@@ -168,7 +169,7 @@ def test_a_lighthouse_that_is_not_there_is_said_within_seconds(caplog: pytest.Lo
 
 def test_a_rank_that_asks_again_makes_its_older_request_void() -> None:
     asked = threading.Event()
-    with serve(world_size=2) as server, client_of(server, 0) as first, client_of(server, 0) as second:
+    with serve(world_size=2) as server, client_of(server, 0) as first, client_of(server) as second:
 
         def older() -> object:
             asked.set()
@@ -228,6 +229,27 @@ def test_a_rank_that_the_group_does_not_have_is_told_so(server: ManagerServer) -
             client.quorum(2, RankRequest(step=1), LATE)
         with pytest.raises(ProtocolError, match="which has world size 2"):
             client.should_commit(2, 1, True, LATE, key=KEY)
+
+
+def test_two_processes_with_one_rank_are_refused_by_name(server: ManagerServer) -> None:
+    with client_of(server, 1) as one:
+        with pytest.raises(Refused, match=r"rank 1 of replica group:1 already lives \(session \d+\); .* its own RANK"):
+            client_of(server, 1)
+        # The one that was there first goes on.
+        assert one.should_commit(1, 1, False, LATE, key=KEY) is False
+
+
+def test_a_second_hello_on_one_stream_ends_it() -> None:
+    with serve() as server, grpc.insecure_channel(server.address().removeprefix("http://")) as channel:
+        hello = codec.encode_from_rank(codec.RankHello(0, 1))
+        answers = [
+            codec.decode_to_rank(each)
+            for each in services.stream_stub(channel, services.MANAGER_SESSION)(iter([hello, hello]))
+        ]
+        assert answers[0] == Welcome(0, 1, 0, "")
+        refusal = answers[1]
+        assert isinstance(refusal, RefuseSession)
+        assert "a rank's stream has one hello" in refusal.message
 
 
 def test_calls_under_way_end_when_their_client_is_closed() -> None:

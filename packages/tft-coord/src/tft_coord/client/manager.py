@@ -45,6 +45,7 @@ class ManagerClient:
         listener: told on the session of losses: of a member of a quorum, or of this group. It is called by a thread of
             this client's and must return at once.
     Raises: SettingError: the address is none. Unreachable: nobody answered in time. ProtocolError: no such rank.
+        Refused: another process is this rank.
     """
 
     def __init__(
@@ -164,7 +165,8 @@ class ManagerClient:
         """Keep this rank's stream up until `close`: when it breaks for longer than reconnect_grace, the rank is lost.
 
         Returns when the manager server knows the rank.
-        Raises: ProtocolError: the group has no such rank. Unreachable: the manager server did not answer.
+        Raises: ProtocolError: the group has no such rank. Refused: another process has it. Unreachable: the manager
+            server did not answer.
         """
         if self._closed:
             raise Closed("this manager client was closed; make a new one")

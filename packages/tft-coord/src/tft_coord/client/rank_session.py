@@ -51,7 +51,8 @@ class RankSession:
         timeouts: of the job.
         connect_within_s: how long the constructor waits until the manager server knows this rank.
         listener: told of losses, on the process's loop; it must return at once.
-    Raises: ProtocolError: the group has no such rank. Unreachable: the manager server did not answer.
+    Raises: ProtocolError: the group has no such rank. Refused: another process has it. Unreachable: the manager server
+        did not answer.
     """
 
     def __init__(

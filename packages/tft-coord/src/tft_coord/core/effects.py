@@ -244,4 +244,5 @@ GroupEffect = (
     | ReportDeath
     | NotifyRank
     | TellGroupLost
+    | RefuseSession
 )

@@ -108,10 +108,11 @@ UnaryEvent = HeartbeatReceived | UnaryQuorumRequested | UnaryRequestWithdrawn
 
 @dataclass(frozen=True, slots=True)
 class RankConnected:
-    """A group rank opened its stream."""
+    """A group rank opened its stream. `session` tells one process of that rank from the next; a redial keeps it."""
 
     rank: int
     stream: int
+    session: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from tft_coord.core import effects, events
 from tft_coord.core.assignment import assign, plan_for
 from tft_coord.core.commit import RoundName, Votes
-from tft_coord.core.types import LossNotice, Member, Quorum, QuorumKey, RankRequest
+from tft_coord.core.types import LossNotice, Member, Quorum, QuorumKey, RankRequest, Refusal
 from tft_coord.errors import ProtocolError
 from tft_coord.timeouts import Timeouts
 
@@ -59,6 +59,7 @@ class GroupCore:
         self._votes = Votes(world_size)
         self._metadata: dict[int, str] = {}
         self._streams: dict[int, int] = {}
+        self._sessions: dict[int, int] = {}  # of each rank's newest process that has said hello
         self._broken_ms: dict[int, int] = {}
         self._lost: str | None = None
         self._told_ranks = False  # that the group is lost
@@ -77,10 +78,7 @@ class GroupCore:
         """Take one event; returns what to do about it, in order."""
         match event:
             case events.RankConnected():
-                if 0 <= event.rank < self._world_size:
-                    self._streams[event.rank] = event.stream
-                    self._broken_ms.pop(event.rank, None)
-                return self._tell_again(event.rank)
+                return self._connected(event)
             case events.RankDisconnected():
                 return self._disconnected(event, now_ms)
             case events.RankDied():
@@ -132,6 +130,23 @@ class GroupCore:
         return min(deadlines, default=None)
 
     # --- the ranks' streams --------------------------------------------------------------------------------------
+
+    def _connected(self, event: events.RankConnected) -> list[effects.GroupEffect]:
+        rank = event.rank
+        if not 0 <= rank < self._world_size:
+            return []
+        session = self._sessions.get(rank, event.session)
+        whose = f"rank {rank} of replica {self._replica_id}"
+        if event.session != session and (rank in self._streams or rank in self._broken_ms):
+            message = f"{whose} already lives (session {session}); give each process of the group its own RANK"
+            return [effects.RefuseSession(event.stream, Refusal.DUPLICATE, message)]
+        if event.session < session:
+            message = f"{whose} has session {session}, and {event.session} is older; end this process"
+            return [effects.RefuseSession(event.stream, Refusal.STALE, message)]
+        self._sessions[rank] = event.session
+        self._streams[rank] = event.stream
+        self._broken_ms.pop(rank, None)
+        return self._tell_again(rank)
 
     def _disconnected(self, event: events.RankDisconnected, now_ms: int) -> list[effects.GroupEffect]:
         if self._streams.get(event.rank) != event.stream:

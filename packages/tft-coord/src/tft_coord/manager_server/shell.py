@@ -162,6 +162,8 @@ class ManagerServerShell:
                     self._tell(rank, notice)
                 case effects.TellGroupLost(rank, message):
                     self._tell(rank, codec.RanksLost(message))
+                case effects.RefuseSession():
+                    self._refuse(decision)
                 case effects.ReportDeath(reason):
                     logger.info("replica %s ends: %s", self._config.replica_id, reason)
                     self._link.report_death(reason)
@@ -170,6 +172,14 @@ class ManagerServerShell:
         for stream in self._ranks:
             if stream.rank == rank:
                 stream.say(message)
+
+    def _refuse(self, refusal: effects.RefuseSession) -> None:
+        for stream in self._ranks:
+            if stream.stream == refusal.stream:
+                logger.warning("the stream of a process is ended: %s", refusal.message)
+                stream.rank = -1
+                stream.say(refusal)
+                stream.outbox.close()
 
     def _answer(self, call: int, answer: Answer) -> None:
         reply = self._waiting.pop(call, None)
@@ -300,6 +310,8 @@ class ManagerServerShell:
         try:
             while isinstance(message := cast("object", await context.read()), bytes):
                 self._heard(rank, codec.decode_from_rank(message))
+                if rank.outbox.closed:
+                    break  # it was refused
         except ProtocolError as error:
             whose = f"rank {rank.rank}" if rank.rank >= 0 else "a rank that has not said which"
             logger.warning("the stream of %s from %s is ended: %s", whose, context.peer(), error)
@@ -310,6 +322,8 @@ class ManagerServerShell:
     def _heard(self, rank: _RankStream, message: codec.FromRank) -> None:
         """Raises: ProtocolError: it makes no sense here; the stream ends."""
         match message:
+            case codec.RankHello() if rank.rank >= 0:
+                raise ProtocolError("a rank's stream has one hello; open another stream")
             case codec.RankHello(group_rank, session):
                 if group_rank >= self._config.world_size:
                     raise ProtocolError(
@@ -317,8 +331,8 @@ class ManagerServerShell:
                         f"{group_rank}; give every process of the group the same WORLD_SIZE and its own RANK below it"
                     )
                 rank.rank = group_rank
-                self._handle(events.RankConnected(group_rank, rank.stream))
-                rank.say(effects.Welcome(0, session, 0, ""))
+                self._handle(events.RankConnected(group_rank, rank.stream, session))
+                rank.say(effects.Welcome(0, session, 0, ""))  # not after a refusal, which closes the outbox
             case _ if rank.rank < 0:
                 raise ProtocolError("a rank's stream must begin with a hello")
             case codec.RankCall(number, timeout_ms, asked):

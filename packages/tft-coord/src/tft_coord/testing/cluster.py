@@ -106,11 +106,12 @@ class Chance:
 
 @dataclass(slots=True)
 class Replica:
-    """One life of a replica group: its manager server and its trainers."""
+    """One life of a replica group, the `life`th: its manager server and its trainers."""
 
     name: str
     replica_id: str
     replaces: str
+    life: int
     manager: ManagerProcess | None = None
     trainers: list[Trainer] = field(default_factory=list)
     num_managers: int = 0
@@ -270,9 +271,9 @@ class Cluster:
             twin_of: by mistake, it has the replica id of that group's life.
         """
         life = self._lives[name] = self._lives.get(name, 0) + 1
-        replica = Replica(name, f"{name}:{life}", replaces)
+        replica = Replica(name, f"{name}:{life}", replaces, life)
         if twin_of:
-            replica = Replica(name, self.replicas[twin_of].replica_id, replaces, elsewhere=name)
+            replica = Replica(name, self.replicas[twin_of].replica_id, replaces, life, elsewhere=name)
         self.replicas[name] = replica
         self.start_manager(replica)
         chosen = settings if settings is not None else self.config.trainers
@@ -320,7 +321,7 @@ class Cluster:
         self.network.dial(
             trainer,
             manager,
-            accepted=lambda stream: manager.rank_connected(trainer.rank, stream),
+            accepted=lambda stream: manager.rank_connected(trainer.rank, stream, replica.life),
             opened=opened,
             failed=again,
         )

@@ -88,8 +88,8 @@ class ManagerProcess(Process):
 
     # --- from the ranks ---------------------------------------------------------------------------------------------
 
-    def rank_connected(self, rank: int, stream: Stream) -> None:
-        """A rank's stream stands."""
+    def rank_connected(self, rank: int, stream: Stream, session: int) -> None:
+        """A rank's stream stands; its process has that session."""
 
         def closed() -> None:
             if self._ranks.get(rank) is stream:
@@ -98,7 +98,7 @@ class ManagerProcess(Process):
 
         self._ranks[rank] = stream
         stream.listen(self, lambda _: None, closed)
-        self.handle(events.RankConnected(rank=rank, stream=stream.number))
+        self.handle(events.RankConnected(rank=rank, stream=stream.number, session=session))
 
     def called(self, event: events.RankAsked | events.RankVoted, answer: Callable[[Any], None]) -> None:
         """A rank's call; `answer` is given what the core decides."""
@@ -162,6 +162,8 @@ class ManagerProcess(Process):
                         self._ranks[order.rank].send(self, order.notice)
                 case effects.TellGroupLost():
                     pass  # whoever is left of the group ends with it
+                case effects.RefuseSession():
+                    raise AssertionError(order.message)  # here no two processes have one rank
 
     def _answer(self, call: int, value: Any) -> None:
         answer = self._answers.pop(call, None)
