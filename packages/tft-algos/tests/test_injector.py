@@ -22,10 +22,12 @@ from tft_algos.testing import (
     Fault,
     InjectedError,
     MemoryTransport,
+    NotStruck,
     Place,
     ScriptedCoordinator,
     plan_of,
 )
+from tft_algos.testing.injector.injector import WRAPPED_BY
 from tft_ckpt import HTTPTransport, StateUnavailable, StateUnsupported
 from tft_coord.core.types import QuorumKey
 from tft_coord.errors import DeadlinePassed
@@ -62,9 +64,9 @@ class Rig:
             replica_id=name,
             **settings,
         )
-        self.injector.attach(self.manager)
         self.ddp = DistributedDataParallel(self.manager, self.injector.module(self.module))
         self.optimizer = Optimizer(self.manager, self.injector.optimizer(self.sgd))
+        self.injector.attach(self.manager)
 
     def step(self) -> tuple[bool, str]:
         """One step as users write it. Returns: whether it was committed, and its error as text."""
@@ -90,6 +92,46 @@ def rigs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rig]]:
     for rig in made:
         rig.manager.shutdown()
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("tft-")]
+
+
+@pytest.fixture
+def managers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Manager]]:
+    """Makes Managers of which one part is wrapped."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHFT_TIMEOUT_SEC"):
+        monkeypatch.delenv(name, raising=False)
+    made: list[Manager] = []
+
+    def make(injector: EventInjector, wrapped: str, **settings: Any) -> Manager:
+        plan = plan_of(1, size=2, rank=1, healing=[1])
+        parts: dict[str, Any] = {
+            "group": FakeGroup(),
+            "coordinator": ScriptedCoordinator([plan]),
+            "transport": MemoryTransport(),
+        }
+        parts[wrapped] = getattr(injector, wrapped)(parts[wrapped])
+        module = torch.nn.Linear(2, 1)
+        manager = Manager(
+            parts["group"],
+            module.load_state_dict,
+            module.state_dict,
+            coordinator=parts["coordinator"],
+            checkpoint_transport=parts["transport"],
+            lighthouse_addr="nowhere:1",
+            hostname="localhost",
+            **settings,
+        )
+        made.append(manager)
+        return manager
+
+    yield make
+    for manager in made:
+        manager.shutdown()
+
+
+def whole_step(manager: Manager) -> bool:
+    manager.start_quorum()
+    manager.allreduce(torch.ones(2)).wait()
+    return manager.should_commit()
 
 
 @pytest.fixture
@@ -146,8 +188,73 @@ def test_a_fault_says_what_it_is() -> None:
 
 def test_an_injector_without_a_manager_says_so() -> None:
     injector = EventInjector(fault(place=Place.FORWARD))
-    with pytest.raises(UsageError, match=r"call attach\(manager\)"):
+    with pytest.raises(UsageError, match=r"call injector\.attach\(manager\)"):
         injector.module(torch.nn.Linear(1, 1))(torch.ones(1))
+
+
+@pytest.mark.parametrize("place", OURS + USERS)
+def test_a_fault_for_a_part_that_was_not_wrapped_is_refused(place: Place) -> None:
+    method = WRAPPED_BY[place]
+    injector = EventInjector(fault(place=place), fault(place=place, replica="b"), fault(place=place, rank=1))
+    parts: dict[str, Any] = {
+        "group": FakeGroup(),
+        "coordinator": ScriptedCoordinator([]),
+        "transport": MemoryTransport(),
+        "module": torch.nn.Linear(1, 1),
+        "optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]),
+    }
+    for name, part in parts.items():
+        if name != method:
+            getattr(injector, name)(part)
+    with pytest.raises(
+        UsageError, match=rf"at {place.name} of replica a.* not wrapped.* injector\.{method} "
+    ) as raised:
+        injector.attach(Somebody())
+    assert "\n" not in str(raised.value)
+    getattr(injector, method)(parts[method])
+    injector.attach(Somebody())
+
+
+def test_a_fault_that_comes_later_is_refused_too() -> None:
+    injector = EventInjector()
+    injector.attach(Somebody())
+    injector.inject(fault(replica="b"))
+    with pytest.raises(UsageError, match=r"at VOTE of replica a.* not wrapped"):
+        injector.inject(fault())
+    injector.coordinator(ScriptedCoordinator([]))
+    injector.inject(fault())
+
+
+@pytest.mark.parametrize("wrapped", ["group", "coordinator", "transport"])
+@pytest.mark.parametrize("faults", [(), (fault(replica="b"),)], ids=["no fault", "a fault of another"])
+def test_an_attach_that_was_forgotten_is_raised_in_the_first_step(
+    managers: Any, use_async_quorum: bool, wrapped: str, faults: tuple[Fault, ...]
+) -> None:
+    manager = managers(EventInjector(*faults), wrapped, use_async_quorum=use_async_quorum)
+    with pytest.raises(UsageError, match=r"call injector\.attach\(manager\)"):
+        whole_step(manager)
+
+
+def test_who_demands_that_all_have_struck_learns_which_have_not(rigs: Any) -> None:
+    struck, mistyped, never = fault(Action.FAIL, Place.QUORUM), fault(replica="A"), fault(step=99)
+    rig = rigs(plan_of(1, size=2), faults=(struck, mistyped, never))
+    rig.step()
+    with pytest.raises(NotStruck) as raised:
+        rig.injector.check_all_struck()
+    assert raised.value.faults == (mistyped, never)
+    assert str(raised.value) == (
+        "not struck: injected: raise at vote, replica A, rank 0, the first time, and injected: raise at vote, "
+        "replica a, rank 0, step 99; look whether that replica and rank came to that place and step"
+    )
+
+
+def test_what_has_struck_elsewhere_counts(rigs: Any) -> None:
+    ours, other = fault(Action.FAIL, Place.QUORUM), fault(replica="b")
+    rig = rigs(plan_of(1, size=2), faults=(ours, other, other))
+    rig.step()
+    with pytest.raises(NotStruck):
+        rig.injector.check_all_struck(other)
+    rig.injector.check_all_struck(other, other)
 
 
 # --- whom it strikes --------------------------------------------------------------------------------------------------
@@ -266,10 +373,11 @@ def test_those_who_wait_for_a_source_that_fails_are_told() -> None:
     """The transport inside refuses a state by itself, which ends the wait for it."""
     source = HTTPTransport(timedelta(seconds=10), num_chunks=0, advertise_addr="localhost")
     injector = EventInjector(fault(Action.FAIL, Place.SERVING))
+    struck = injector.transport(source)
     injector.attach(Somebody())
     try:
         with pytest.raises(StateUnsupported, match="fail at serving"):
-            injector.transport(source).send_checkpoint([1], 3, {}, timedelta(seconds=10))
+            struck.send_checkpoint([1], 3, {}, timedelta(seconds=10))
         with pytest.raises(StateUnavailable, match="fail at serving"):
             source.recv_checkpoint(0, source.metadata(), 3, timedelta(seconds=10))
     finally:
@@ -347,6 +455,7 @@ class Somebody:
 
 hanging = threading.Event()
 injector = EventInjector(Fault(action=Action.HANG, place=Place.VOTE, replica="a"), on_strike=lambda _: hanging.set())
+injector.coordinator(None)
 injector.attach(Somebody())
 ThreadPoolExecutor().submit(injector.reached, Place.VOTE)  # such threads are joined when a process ends
 hanging.wait()

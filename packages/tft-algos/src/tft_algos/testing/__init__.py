@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from tft_algos.testing.digest import digest
 from tft_algos.testing.fakes import FakeGroup, MemoryTransport, ScriptedCoordinator, plan_of
-from tft_algos.testing.injector import Action, EventInjector, Fault, InjectedError, Place
+from tft_algos.testing.injector import Action, EventInjector, Fault, InjectedError, NotStruck, Place
 
 __all__ = [
     "Action",
@@ -16,6 +16,7 @@ __all__ = [
     "Fault",
     "InjectedError",
     "MemoryTransport",
+    "NotStruck",
     "Place",
     "ScriptedCoordinator",
     "digest",

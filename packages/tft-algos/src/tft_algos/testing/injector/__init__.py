@@ -5,7 +5,7 @@ Law of this folder: nothing here is known to the code that it strikes.
 
 from __future__ import annotations
 
-from tft_algos.testing.injector.fault import Action, Fault, InjectedError, Place
+from tft_algos.testing.injector.fault import Action, Fault, InjectedError, NotStruck, Place
 from tft_algos.testing.injector.injector import EventInjector
 
-__all__ = ["Action", "EventInjector", "Fault", "InjectedError", "Place"]
+__all__ = ["Action", "EventInjector", "Fault", "InjectedError", "NotStruck", "Place"]

@@ -9,7 +9,7 @@ import enum
 from dataclasses import dataclass
 from datetime import timedelta
 
-from tft_algos.errors import SettingError
+from tft_algos.errors import SettingError, TrainingError
 
 
 class Action(enum.Enum):
@@ -57,6 +57,19 @@ class InjectedError(RuntimeError):
     def __init__(self, fault: Fault) -> None:
         super().__init__(fault.describe())
         self.fault = fault
+
+
+class NotStruck(TrainingError, AssertionError):
+    """Faults that a test asked for have not happened, so what it saw proves nothing: look where they were meant for.
+
+    Args:
+        faults: those, in the order in which they were asked for.
+    """
+
+    def __init__(self, faults: tuple[Fault, ...]) -> None:
+        sentences = ", and ".join(fault.describe().rpartition(";")[0] for fault in faults)
+        super().__init__(f"not struck: {sentences}; look whether that replica and rank came to that place and step")
+        self.faults = faults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,12 @@ code under test is the code of production:
         injector.group(ProcessGroupGloo()), load, take,
         replica_id="a", coordinator=injector.coordinator, checkpoint_transport=transport,
     )
-    injector.attach(manager)
     ddp = DistributedDataParallel(manager, injector.module(module))
     optimizer = Optimizer(manager, injector.optimizer(torch.optim.AdamW(module.parameters())))
+    injector.attach(manager)
+
+A fault that can't strike would let a test pass that proves nothing, so `attach` and `inject` refuse one whose part was
+not wrapped, and `check_all_struck` at the end of a test finds the others.
 
 Law of this file: which fault strikes, and what striking is. How a part fails in its own words stands in `wrappers`.
 """
@@ -23,7 +26,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, final
+from typing import Any, Final, Protocol, TypeVar, final
 
 import torch
 
@@ -31,12 +34,27 @@ from tft_algos.errors import SettingError, UsageError
 from tft_algos.manager.config import ResolvedConfig
 from tft_algos.manager.coordinator import GroupCoordinator
 from tft_algos.manager.parts import Coordinator, Group
-from tft_algos.testing.injector.fault import Action, Fault, InjectedError, Place
+from tft_algos.testing.injector.fault import Action, Fault, InjectedError, NotStruck, Place
 from tft_algos.testing.injector.wrappers import StruckCoordinator, StruckGroup, StruckTransport
 from tft_ckpt import CheckpointTransport
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 TorchOptimizer = TypeVar("TorchOptimizer", bound=torch.optim.Optimizer)
+
+
+# What has to be wrapped for each place, and by which method of the injector.
+WRAPPED_BY: Final = {
+    Place.QUORUM: "coordinator",
+    Place.CONFIGURE: "group",
+    Place.FORWARD: "module",
+    Place.BACKWARD: "module",
+    Place.REDUCTION: "group",
+    Place.VOTE: "coordinator",
+    Place.OPTIMIZER: "optimizer",
+    Place.SERVING: "transport",
+    Place.HEALING: "transport",
+}
+IN_USER_CODE: Final = (Place.FORWARD, Place.BACKWARD, Place.OPTIMIZER)
 
 
 class Attached(Protocol):
@@ -68,6 +86,7 @@ class EventInjector:
         self._struck: list[Fault] = []
         self._on_strike = on_strike
         self._manager: Attached | None = None
+        self._wrapped: set[str] = set()
         self._released = threading.Event()
         for fault in faults:
             self.inject(fault)
@@ -77,11 +96,13 @@ class EventInjector:
     def inject(self, fault: Fault) -> EventInjector:
         """Ask for one more, from any thread. Returns: this injector.
 
-        Raises: SettingError: it is no Fault.
+        Raises: SettingError: it is no Fault. UsageError: as `attach`.
         """
         if not isinstance(fault, Fault):
             raise SettingError(f"a fault is a {type(fault).__name__}; give a Fault")
         with self._lock:
+            if self._manager is not None:
+                self._check_can_strike(fault, self._manager)
             self._pending.append(fault)
         return self
 
@@ -99,13 +120,41 @@ class EventInjector:
         with self._lock:
             return tuple(self._struck)
 
+    def check_all_struck(self, *elsewhere: Fault) -> None:
+        """Demand, at the end of a test, that everything has happened that was asked for, of whatever replica.
+
+        Args:
+            elsewhere: what has happened in other processes, as `struck` or `on_strike` told there.
+        Raises: NotStruck: some did not; the message describes them.
+        """
+        with self._lock:
+            left = list(self._pending)
+        for fault in elsewhere:
+            if fault in left:
+                left.remove(fault)
+        if left:
+            raise NotStruck(tuple(left))
+
     def attach(self, manager: Attached) -> None:
-        """Say whose steps these are; before the first of them.
+        """Say whose steps these are; when all parts are wrapped, and before the first step.
 
         Args:
             manager: a Manager.
+        Raises: UsageError: a fault for its replica and rank names a place whose part was not wrapped. Nothing is
+            attached then.
         """
-        self._manager = manager
+        with self._lock:
+            for fault in self._pending:
+                self._check_can_strike(fault, manager)
+            self._manager = manager
+
+    def _check_can_strike(self, fault: Fault, manager: Attached) -> None:
+        me, method = manager.config, WRAPPED_BY[fault.place]
+        if (fault.replica, fault.rank) == (me.replica_id or "", me.rank) and method not in self._wrapped:
+            raise UsageError(
+                f"a fault at {fault.place.name} of replica {fault.replica}, rank {fault.rank}, can't strike, because "
+                f"that part was not wrapped; wrap it with injector.{method} before attach(manager)"
+            )
 
     def release(self) -> None:
         """End what hangs, and let nothing hang any more. The Manager's shutdown does it, and the process's end."""
@@ -115,6 +164,7 @@ class EventInjector:
 
     def group(self, pg: Group) -> Group:
         """The process group for the Manager. Places: CONFIGURE and REDUCTION."""
+        self._wrapped.add("group")
         return StruckGroup(pg, self)
 
     def coordinator(self, of: ResolvedConfig | Coordinator) -> Coordinator:
@@ -123,10 +173,12 @@ class EventInjector:
         Args:
             of: a coordinator, or the config of a GroupCoordinator.
         """
+        self._wrapped.add("coordinator")
         return StruckCoordinator(GroupCoordinator(of) if isinstance(of, ResolvedConfig) else of, self)
 
     def transport(self, transport: CheckpointTransport[Any]) -> CheckpointTransport[Any]:
         """The transport for the Manager. Places: SERVING and HEALING."""
+        self._wrapped.add("transport")
         return StruckTransport(transport, self)
 
     def module(self, module: Module) -> Module:
@@ -134,6 +186,7 @@ class EventInjector:
 
         Returns: the module itself.
         """
+        self._wrapped.add("module")
         module.register_forward_pre_hook(lambda _module, _inputs: self._in_user_code(Place.FORWARD))
         for parameter in module.parameters():
             if parameter.requires_grad:
@@ -145,6 +198,7 @@ class EventInjector:
 
         Returns: the optimizer itself.
         """
+        self._wrapped.add("optimizer")
         optimizer.register_step_pre_hook(lambda _optimizer, _args, _kwargs: self._in_user_code(Place.OPTIMIZER))
         return optimizer
 
@@ -177,7 +231,8 @@ class EventInjector:
 
     def _due(self, place: Place) -> Fault | None:
         with self._lock:
-            if not self._pending:
+            # Before there is a Manager the user's module may run as it likes; the parts of a Manager have steps only.
+            if not self._pending and place in IN_USER_CODE:
                 return None
             manager = self._manager_attached()
             me, step = manager.config, manager.current_step()
@@ -188,9 +243,13 @@ class EventInjector:
                 self._struck.append(due)
             return due
 
+    def check_attached(self) -> None:
+        """Raises: UsageError: nothing was attached."""
+        self._manager_attached()
+
     def _manager_attached(self) -> Attached:
         if self._manager is None:
-            raise UsageError("the injector knows no Manager; call attach(manager) before the first step")
+            raise UsageError("the injector knows no Manager; call injector.attach(manager) before the first step")
         return self._manager
 
     def _in_user_code(self, place: Place) -> None:

@@ -27,6 +27,8 @@ class Injector(Protocol):
 
     def reached(self, place: Place) -> Fault | None: ...
 
+    def check_attached(self) -> None: ...
+
     def release(self) -> None: ...
 
 
@@ -143,6 +145,7 @@ class StruckTransport(CheckpointTransport[Any]):
         return getattr(self._inside, name)
 
     def metadata(self) -> str:
+        self._injector.check_attached()  # a step begins by asking this, on the thread of the user
         return self._inside.metadata()
 
     def send_checkpoint(
