@@ -586,3 +586,16 @@ def test_a_vote_that_nobody_answers_because_the_group_is_lost_says_so(rigs: Any)
     rig.coordinator.vote = vote
     with pytest.raises(GroupLost, match="lost a rank"):
         rig.step()
+
+
+@pytest.mark.parametrize("timeout", [5, 0.5, timedelta(), timedelta(seconds=-1)])
+def test_a_time_out_that_is_no_timedelta_is_refused_in_one_sentence(rigs: Any, timeout: Any) -> None:
+    rig = rigs(plan_of())
+    with pytest.raises(SettingError, match=r"timeout is .*; give a timedelta above zero"):
+        rig.manager.start_quorum(timeout=timeout)
+    rig.manager.start_quorum()
+    with pytest.raises(SettingError, match=r"timeout is .*; give a timedelta above zero"):
+        rig.manager.wrap_future(torch.futures.Future(), None, timeout=timeout)
+    with pytest.raises(SettingError, match=r"timeout is .*; give a timedelta above zero"):
+        rig.manager.should_commit(timeout=timeout)
+    assert rig.manager.should_commit()

@@ -197,10 +197,12 @@ class Manager:
             allow_heal: members may heal in this step; it counts only if all say so.
             shrink_only: no newcomers.
             timeout: for the quorum; None: quorum_timeout.
-        Raises: Closed. Synchronous: what the quorum raised; the Manager stays usable. Asynchronous: nothing else, it
-            is recorded, and should_commit raises it if this process can't go on.
+        Raises: Closed. SettingError: timeout is no timedelta; nothing has begun then. Synchronous: what the quorum
+            raised; the Manager stays usable. Asynchronous: nothing else, it is recorded, and should_commit raises it if
+            this process can't go on.
         """
         self._check_open()
+        limit = self._limit(timeout, self._config.quorum_timeout)
         self._settle()
         pause_ms = self._core.pause_ms
         if pause_ms:
@@ -212,7 +214,7 @@ class Manager:
             allow_heal=allow_heal,
             shrink_only=shrink_only,
         )
-        self._quorum = self._executor.submit(self._negotiate, request, timeout or self._config.quorum_timeout)
+        self._quorum = self._executor.submit(self._negotiate, request, limit)
         if not self._config.use_async_quorum:
             self.wait_quorum()
             self._give_or_take_state()
@@ -392,8 +394,9 @@ class Manager:
             fut: any future.
             default: the result in place of an error.
             timeout: None: the Manager's.
+        Raises: SettingError: it is no timedelta.
         """
-        limit = timeout or self._config.timeout
+        limit = self._limit(timeout, self._config.timeout)
         wrapped: torch.futures.Future[T] = torch.futures.Future()
         name = self._core.name
         once = threading.Lock()
@@ -484,9 +487,11 @@ class Manager:
             tft_coord.errors.DeadlinePassed: no verdict came; neither step nor go on.
             TooManyFailures: more steps in a row failed than max_retries allows.
             StateUnavailable: a member wants this process's state, which can't be taken.
-            UsageError: no quorum was started since the last verdict.
+            SettingError: timeout is no timedelta. Nothing has happened then.
+            UsageError: no quorum was started since the last verdict, or a part of the Manager was not set up.
         """
         self._check_open()
+        limit = self._limit(timeout, self._config.timeout)
         core = self._core
         if core.phase is Phase.IDLE or self._quorum is None:
             raise UsageError("should_commit was called without a start_quorum before it; call start_quorum first")
@@ -519,7 +524,7 @@ class Manager:
             verdict = self._coordinator.vote(
                 vote.name.step,
                 vote.yes,
-                timeout or self._config.timeout,
+                limit,
                 key=plan.key,
                 purpose=Purpose.COMMIT,
             )
@@ -769,6 +774,14 @@ class Manager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
+
+    @staticmethod
+    def _limit(said: timedelta | None, otherwise: timedelta) -> timedelta:
+        if said is None:
+            return otherwise
+        if not isinstance(said, timedelta) or said <= timedelta():
+            raise SettingError(f"timeout is {said!r}; give a timedelta above zero")
+        return said
 
     def _check_open(self) -> None:
         if self._closing.is_set():
