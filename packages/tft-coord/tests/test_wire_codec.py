@@ -154,7 +154,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 told_to_lighthouse = st.one_of(
     st.builds(HelloReceived, st.just(7), hellos),
-    st.builds(BeatReceived, st.just(7), numbers),
+    st.builds(BeatReceived, st.just(7), st.integers(0, MAX_INT64)),
     st.builds(QuorumRequested, st.just(7), numbers, members, st.none() | keys),
     st.builds(RequestWithdrawn, st.just(7), numbers),
     st.builds(QuorumReported, st.just(7), st.none() | quorums),
@@ -174,7 +174,7 @@ told_by_lighthouse = st.one_of(
 )
 told_by_rank = st.one_of(
     st.builds(codec.RankHello, st.integers(0, 1000), numbers),
-    st.builds(codec.RankBeat, numbers),
+    st.builds(codec.RankBeat, st.integers(0, codec.MAX_HEALED_BYTES)),
     st.just(codec.RankGoodbye()),
     st.builds(codec.RankCall, numbers, counts, asks | votes),
     st.builds(codec.RankWithdraw, numbers),
@@ -338,6 +338,14 @@ def member_with(**fields: Any) -> bytes:
 def test_what_is_out_of_bounds_is_refused_by_name(data: bytes, says: str) -> None:
     with pytest.raises(ProtocolError, match=says):
         codec.decode_to_lighthouse(1, data)
+
+
+def test_healed_bytes_whose_sum_over_a_group_would_not_fit_are_refused_by_name() -> None:
+    assert codec.MAX_WORLD_SIZE * codec.MAX_HEALED_BYTES <= MAX_INT64
+    with pytest.raises(ProtocolError, match=rf"healed_bytes is .*; it must be 0\.\.{codec.MAX_HEALED_BYTES}"):
+        codec.decode_from_rank(codec.encode_from_rank(codec.RankBeat(codec.MAX_HEALED_BYTES + 1)))
+    with pytest.raises(ProtocolError, match=rf"healed_bytes is .*; it must be 0\.\.{MAX_INT64}"):
+        codec.decode_to_lighthouse(7, codec.encode_to_lighthouse(BeatReceived(7, MAX_INT64 + 1)))
 
 
 def test_a_quorum_of_too_many_members_is_refused_before_they_are_looked_at() -> None:

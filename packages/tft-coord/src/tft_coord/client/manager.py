@@ -187,7 +187,9 @@ class ManagerClient:
         While they rise, a quorum waits for this group longer than join_timeout. Costs nothing; call it for every chunk.
         """
         if self._session is not None:
-            self._session.healed_bytes = max(self._session.healed_bytes, healed_bytes)
+            # More than a beat can carry is not progress that anybody could see.
+            most = min(healed_bytes, codec.MAX_HEALED_BYTES)
+            self._session.healed_bytes = max(self._session.healed_bytes, most)
 
     def close(self) -> None:
         """Say goodbye for this rank, if it has a session, and end; calls under way end with Closed. Idempotent."""

@@ -64,6 +64,7 @@ MAX_SENTENCE_BYTES = 4096
 MAX_MEMBERS = 100_000
 MAX_WORLD_SIZE = 1_000_000
 MAX_COUNT = 2**31 - 1
+MAX_HEALED_BYTES = MAX_INT64 // MAX_WORLD_SIZE  # of one rank, so that the sum over a group's ranks always fits
 
 _M = TypeVar("_M", bound=Message)
 _T = TypeVar("_T")
@@ -194,7 +195,7 @@ def decode_to_lighthouse(stream: int, data: bytes) -> LighthouseEvent:
     message = _parse(pb.ToLighthouse, data)
     match message.WhichOneof("message"):
         case "beat":
-            return BeatReceived(stream, message.beat.healed_bytes)
+            return BeatReceived(stream, _count("healed_bytes", message.beat.healed_bytes, MAX_INT64))
         case "quorum_request":
             asked = message.quorum_request
             held = _key_from_wire(asked.held) if asked.HasField("held") else None
@@ -578,7 +579,7 @@ def decode_from_rank(data: bytes) -> FromRank:
         case "hello":
             return RankHello(_count("group_rank", message.hello.group_rank, MAX_WORLD_SIZE), message.hello.session)
         case "beat":
-            return RankBeat(message.beat.healed_bytes)
+            return RankBeat(_count("healed_bytes", message.beat.healed_bytes, MAX_HEALED_BYTES))
         case "withdraw":
             return RankWithdraw(message.withdraw.call)
         case "goodbye":
