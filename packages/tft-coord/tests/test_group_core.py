@@ -382,6 +382,9 @@ class TestNotices:
         core = self.holds()
         self.noticed(core, self.notice())
         assert self.noticed(core, self.notice()) == []
+        assert self.noticed(core, replace(self.notice(), reason="silent for 5000 ms")) == []
+        assert len(self.noticed(core, replace(self.notice(), session=2))) == 2
+        assert len(self.noticed(core, replace(self.notice(), lives=True))) == 2
         assert len(self.noticed(core, self.notice(name="c"))) == 2
 
     def test_of_an_older_quorum_it_is_ignored(self) -> None:
@@ -426,9 +429,12 @@ class TestNotices:
 
     def test_what_is_kept_for_quorums_to_come_is_bounded(self) -> None:
         core = self.holds()
+        self.noticed(core, self.notice())
         for number in range(2 * MAX_NOTICES_KEPT):
             assert self.noticed(core, self.notice(QuorumKey(8 + number, 1))) == []
         assert len(core._notices) == MAX_NOTICES_KEPT
+        # What is said of quorums to come does not push out what the held one's ranks must hear.
+        assert core.handle(events.RankConnected(1, 7, SESSION), 100) == [effects.NotifyRank(1, self.notice())]
 
     def test_ranks_hear_that_their_group_is_lost_whenever_they_come(self) -> None:
         core = self.holds(world_size=3)

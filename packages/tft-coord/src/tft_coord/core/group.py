@@ -28,6 +28,11 @@ class _Asked:
     deadline_ms: int
 
 
+def _about(notice: LossNotice) -> tuple[QuorumKey, str, int, bool]:
+    """What it says; two that differ in their reasons alone are one."""
+    return notice.key, notice.replica_id, notice.session, notice.lives
+
+
 class GroupCore:
     """One replica group's manager server.
 
@@ -176,9 +181,10 @@ class GroupCore:
     def _noticed(self, notice: LossNotice) -> list[effects.GroupEffect]:
         """A member of a quorum was lost: for the one that is held it is told on, for one to come it is kept."""
         held = self.quorum.key if self.quorum is not None else None
-        if (held is not None and notice.key < held) or notice in self._notices:
+        if (held is not None and notice.key < held) or _about(notice) in map(_about, self._notices):
             return []
-        self._notices = [*self._notices, notice][-MAX_NOTICES_KEPT:]
+        # Those of the lowest keys are kept: nothing that is said of quorums to come pushes those of the held one out.
+        self._notices = sorted([*self._notices, notice], key=lambda each: each.key)[:MAX_NOTICES_KEPT]
         return [effects.NotifyRank(rank, notice) for rank in sorted(self._streams)] if notice.key == held else []
 
     def _session_lost(self, event: events.SessionLost) -> list[effects.GroupEffect]:
