@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import logging
 import os
 import select
@@ -9,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -34,6 +37,7 @@ from tft_coord import (
     Timeouts,
     Unreachable,
 )
+from tft_coord.client import rank_session
 from tft_coord.core.effects import RefuseSession, Welcome
 from tft_coord.wire import codec, services
 
@@ -229,6 +233,53 @@ def test_a_rank_that_the_group_does_not_have_is_told_so(server: ManagerServer) -
             client.quorum(2, RankRequest(step=1), LATE)
         with pytest.raises(ProtocolError, match="which has world size 2"):
             client.should_commit(2, 1, True, LATE, key=KEY)
+
+
+def test_a_listener_that_raises_does_not_end_its_ranks_stream(caplog: pytest.LogCaptureFixture) -> None:
+    told = threading.Event()
+
+    def listener(_: object) -> None:
+        told.set()
+        raise RuntimeError("the listener's own fault")
+
+    with (
+        serve(world_size=2) as server,
+        ManagerClient(server.address(), LATE, group_rank=0, timeouts=QUICK, listener=listener) as zero,
+    ):
+        with grpc.insecure_channel(server.address().removeprefix("http://")) as channel:
+            # Rank 1 comes, and goes without a goodbye.
+            hello = codec.encode_from_rank(codec.RankHello(1, 1))
+            assert len(list(services.stream_stub(channel, services.MANAGER_SESSION)(iter([hello])))) == 1
+        assert told.wait(10)
+        with pytest.raises(GroupLost, match="lost a rank"):
+            zero.quorum(0, RankRequest(step=1), LATE)
+    assert "its listener raised at: replica group:1 lost a rank" in caplog.text
+
+
+def test_a_stream_that_broke_leaves_nothing_to_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """grpc's thread and its descriptors live for as long as a channel does."""
+    channels: list[weakref.ref[grpc.aio.Channel]] = []
+    dials, again = itertools.count(), threading.Event()
+
+    async def dial(address: str, timeouts: Timeouts) -> grpc.aio.Channel:
+        if next(dials) > 0:
+            again.set()
+        channel = await right_dial(address, timeouts)
+        channels.append(weakref.ref(channel))
+        return channel
+
+    right_dial = rank_session.dial
+    monkeypatch.setattr(rank_session, "dial", dial)
+    server = serve()
+    with client_of(server, 0):
+        gc.collect()
+        gc.disable()
+        try:
+            server.shutdown()
+            assert again.wait(10)
+            assert [channel() for channel in channels] == [None]
+        finally:
+            gc.enable()
 
 
 def test_two_processes_with_one_rank_are_refused_by_name(server: ManagerServer) -> None:

@@ -180,11 +180,7 @@ class RankSession:
         broken_at = time.monotonic()
         while True:
             try:
-                channel = await dial(self._address, self._timeouts)
-                try:
-                    await self._converse(channel, known)
-                finally:
-                    await channel.close()
+                await self._one_stream(known)
                 return
             except (grpc.aio.AioRpcError, Unreachable) as failure:
                 error = error_of(failure, self._what) if isinstance(failure, grpc.aio.AioRpcError) else failure
@@ -195,10 +191,20 @@ class RankSession:
                     broken_at = time.monotonic()
                 elif time.monotonic() - broken_at >= self._timeouts.heartbeat_timeout_ms / 1000:
                     self._release_all(Unreachable(f"{self._what} is broken: {error}; the manager server has ended"))
+                # Its traceback holds this frame: kept here it would keep itself, and the channel with grpc's thread.
+                del error
             finally:
                 self._outbox = None
             fast = time.monotonic() - broken_at < self._timeouts.redial_fast_for_ms / 1000
             await asyncio.sleep(random.uniform(0.05, 0.1) if fast else random.uniform(0.1, 0.25))
+
+    async def _one_stream(self, known: asyncio.Future[None]) -> None:
+        """One dial and, if it succeeds, the life of one stream."""
+        channel = await dial(self._address, self._timeouts)
+        try:
+            await self._converse(channel, known)
+        finally:
+            await channel.close()
 
     async def _converse(self, channel: grpc.aio.Channel, known: asyncio.Future[None]) -> None:
         """The life of one stream. Returns when it was ended by goodbye; a break raises."""
@@ -216,9 +222,9 @@ class RankSession:
                         if caller is not None:
                             caller.release(answer)
                     case LossNotice() as notice:
-                        self._listener(notice)
+                        self._tell(notice)
                     case codec.RanksLost(sentence):
-                        self._listener(GroupLost(sentence))
+                        self._tell(GroupLost(sentence))
                     case Welcome():
                         if not known.done():
                             known.set_result(None)
@@ -231,6 +237,13 @@ class RankSession:
                 helper.cancel()
             call.cancel()
             await asyncio.wait(helpers)
+
+    def _tell(self, what: LossNotice | GroupLost) -> None:
+        try:
+            self._listener(what)
+        except Exception:
+            # The stream shows that this rank lives; a fault of who listens must not end it.
+            logger.exception("%s: its listener raised at: %s", self._what, what)
 
     async def _write(self, call: grpc.aio.StreamStreamCall[bytes, bytes], outbox: Outbox) -> None:
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader learns of the same end
