@@ -11,11 +11,16 @@ from pathlib import Path
 import pytest
 
 import tft_coord
+from tft_coord.core.effects import RefuseSession
+from tft_coord.core.types import Refusal
 from tft_coord.errors import Closed, SettingError
+from tft_coord.manager_server.link import LighthouseLink
 from tft_coord.security import admits, call_metadata, read_token
+from tft_coord.timeouts import Timeouts
 from tft_coord.transport.loop import THREAD_NAME, LoopShare
 from tft_coord.transport.outbox import Outbox
 from tft_coord.transport.settings import join_host_port, target
+from tft_coord.wire import codec
 
 
 @pytest.mark.parametrize(
@@ -163,6 +168,32 @@ def test_an_outbox_writes_in_order_and_ends_when_it_is_closed_and_empty() -> Non
 
     asyncio.run(scenario())
     assert written == [b"1", b"2", b"3"]
+
+
+@pytest.mark.parametrize("said_goodbye", [True, False])
+def test_after_our_own_goodbye_it_is_no_news_that_we_are_dead(
+    said_goodbye: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        link = LighthouseLink(
+            "127.0.0.1:9",
+            token=None,
+            timeouts=Timeouts(),
+            job="job",
+            replica_id="a",
+            address="a:1",
+            replaces="",
+            arrived=lambda _: None,
+            quorum=lambda: None,
+        )
+        if said_goodbye:
+            link.report_death("rank 0 shut down")
+        link._received(codec.encode_from_lighthouse(RefuseSession(0, Refusal.DEAD, "replica a was reported dead")))
+        await link.close()
+
+    asyncio.run(scenario())
+    news = "replica a: the lighthouse refuses it (dead): replica a was reported dead"
+    assert [record.getMessage() for record in caplog.records] == ([] if said_goodbye else [news])
 
 
 def test_every_public_name_is_there() -> None:

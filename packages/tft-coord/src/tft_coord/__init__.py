@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tft_coord.client import LighthouseClient, ManagerClient, Unchanged
-    from tft_coord.core.types import Member, Plan, Purpose, QuorumKey, RankRequest
+    from tft_coord.core.types import LossNotice, Member, Plan, Purpose, QuorumKey, RankRequest
     from tft_coord.errors import (
         Closed,
         CoordinationError,
@@ -34,6 +34,7 @@ __all__ = [
     "DeadlinePassed",
     "GroupLost",
     "LighthouseClient",
+    "LossNotice",
     "ManagerClient",
     "ManagerServer",
     "Member",
@@ -56,7 +57,7 @@ __all__ = [
 
 _HOMES = {
     "tft_coord.client": ("LighthouseClient", "ManagerClient", "Unchanged"),
-    "tft_coord.core.types": ("Member", "Plan", "Purpose", "QuorumKey", "RankRequest"),
+    "tft_coord.core.types": ("LossNotice", "Member", "Plan", "Purpose", "QuorumKey", "RankRequest"),
     "tft_coord.errors": (
         "Closed",
         "CoordinationError",

@@ -104,6 +104,7 @@ class LighthouseLink:
         self._next_beat: asyncio.TimerHandle | None = None
         self._open_request: int | None = None
         self._ended = False
+        self._reported_death = False
         self._away_since_ms: int | None = None
         self._said_away = False
         self._turned_away = ""  # why the lighthouse refuses for now
@@ -132,6 +133,7 @@ class LighthouseLink:
 
     def report_death(self, reason: str) -> None:
         """Say that a trainer of this group ended."""
+        self._reported_death = True
         self._say(events.DeathReported(0, reason))
 
     async def close(self) -> None:
@@ -170,7 +172,9 @@ class LighthouseLink:
                     if self._call is not None:
                         self._call.cancel()
                 case GiveUp(code, message):
-                    logger.error("replica %s: the lighthouse refuses it (%s): %s", self._replica_id, code, message)
+                    # Who has reported its own end is refused as dead; that is no news.
+                    if not (self._reported_death and code == Refusal.DEAD.value):
+                        logger.error("replica %s: the lighthouse refuses it (%s): %s", self._replica_id, code, message)
                     self.trouble = f"the lighthouse at {self._target} refuses this replica: {message}"
                     if self._open_request is not None:
                         self._arrived(events.RequestRefused(self._open_request, code, message))
