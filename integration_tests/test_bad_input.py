@@ -401,9 +401,8 @@ def manager_server_under_attack(folder: Path) -> Iterator[tuple[Watched, Callabl
                 asked.join()
 
                 def honest() -> None:
-                    # Without a secret whoever reaches the port may ask as rank 0; what counts is that it answers.
                     with ManagerClient(address, LATE) as peer:
-                        assert isinstance(peer.checkpoint_metadata(0, LATE), str)
+                        assert peer.checkpoint_metadata(0, LATE) == "http://here:1"
 
                 honest()
                 server.check(honest, "nothing")

@@ -183,7 +183,7 @@ def test_a_rank_that_asks_again_makes_its_older_request_void() -> None:
             asked.wait(10)
             while second_sees() != "older":
                 pass
-            return second.quorum(0, RankRequest(step=2), SOON)
+            return first.quorum(0, RankRequest(step=2), SOON)
 
         def second_sees() -> str:
             try:
@@ -194,6 +194,14 @@ def test_a_rank_that_asks_again_makes_its_older_request_void() -> None:
         results = together(older, newer)
     assert isinstance(results[0], StaleQuorum)
     assert isinstance(results[1], DeadlinePassed)
+
+
+def test_a_rank_with_a_session_is_asked_for_by_nobody_else() -> None:
+    with serve(world_size=1) as server, client_of(server, 0), client_of(server) as other:
+        with pytest.raises(Refused, match=r"rank 0 of replica \S+ has a session, and asks and votes on it"):
+            other.quorum(0, RankRequest(step=0, checkpoint_metadata="http://elsewhere:1"), LATE)
+        with pytest.raises(Refused, match=r"rank 0 of replica \S+ has a session"):
+            other.should_commit(0, 0, True, LATE)
 
 
 def test_checkpoint_metadata_is_what_the_rank_said_last(server: ManagerServer) -> None:

@@ -254,6 +254,13 @@ class ManagerServerShell:
             await fail(
                 context, Refusal.MALFORMED.value, "missing timeout: give the call a deadline, the grpc-timeout header"
             )
+        if any(stream.rank == asked.group_rank for stream in self._ranks):
+            # Without a secret anybody could ask in its name, and say where its state is to be fetched.
+            sentence = (
+                f"rank {asked.group_rank} of replica {self._config.replica_id} has a session, and asks and votes on it "
+                "alone; give each process of the group its own RANK"
+            )
+            await fail(context, Refusal.DUPLICATE.value, sentence)
         waiting: asyncio.Future[Answer] = self._loop.create_future()
 
         def reply(answer: Answer) -> None:
