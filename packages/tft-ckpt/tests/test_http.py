@@ -462,6 +462,7 @@ def test_a_transfer_under_way_can_be_ended(num_chunks: int, ending: str) -> None
     ("settings", "word"),
     [
         ({"timeout": timedelta(0)}, "timeout"),
+        ({"timeout": 60}, "timeout is 60; give a timedelta"),
         ({"num_chunks": -1}, "num_chunks"),
         ({"num_chunks": 65}, "num_chunks"),
         ({"port": 70000}, "port"),

@@ -94,7 +94,7 @@ class HTTPTransport(CheckpointTransport[T]):
         limits: Limits | None = None,
     ) -> None:
         self._settings = _Settings(
-            timeout_s=timeout.total_seconds(),
+            timeout_s=_seconds(timeout),
             num_chunks=num_chunks,
             port=port,
             token=token,
@@ -266,8 +266,14 @@ def _key(key: StateKey | None, step: int) -> StateKey:
     return key
 
 
+def _seconds(timeout: timedelta) -> float:
+    if not isinstance(timeout, timedelta):
+        raise WrongSetting(f"timeout is {timeout!r}; give a timedelta, such as timedelta(seconds=60)")
+    return timeout.total_seconds()
+
+
 def _positive(timeout: timedelta) -> float:
-    seconds = timeout.total_seconds()
+    seconds = _seconds(timeout)
     if seconds <= 0:
         raise WrongSetting(f"timeout is {seconds:g} s; give more than 0")
     return seconds
