@@ -17,6 +17,7 @@ from tft_coord.errors import Closed, SettingError
 from tft_coord.manager_server.link import LighthouseLink
 from tft_coord.security import admits, call_metadata, read_token
 from tft_coord.timeouts import Timeouts
+from tft_coord.transport.dial import cancelled
 from tft_coord.transport.loop import THREAD_NAME, LoopShare
 from tft_coord.transport.outbox import Outbox
 from tft_coord.transport.settings import join_host_port, target
@@ -125,6 +126,29 @@ def test_shares_of_the_loop_have_one_thread_and_the_last_one_ends_it() -> None:
     third = LoopShare("the third", nothing)
     assert third.run(where()) == THREAD_NAME
     third.give_back()
+
+
+def test_a_task_that_loses_a_cancellation_is_cancelled_again() -> None:
+    lost = 0
+
+    async def dials_for_ever() -> None:
+        nonlocal lost
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                lost += 1
+                if lost == 3:
+                    raise
+
+    async def main() -> bool:
+        task = asyncio.create_task(dials_for_ever())
+        await asyncio.sleep(0)
+        await cancelled(task)
+        return task.done()
+
+    assert asyncio.run(main())
+    assert lost == 3
 
 
 def test_what_is_left_on_the_loop_is_cancelled_at_its_end() -> None:

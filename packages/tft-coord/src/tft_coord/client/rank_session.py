@@ -26,7 +26,7 @@ from tft_coord.core.types import LossNotice, Plan, QuorumKey
 from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, GroupLost, Unreachable
 from tft_coord.security import call_metadata
 from tft_coord.timeouts import Timeouts
-from tft_coord.transport.dial import dial
+from tft_coord.transport.dial import cancelled, dial
 from tft_coord.transport.loop import LoopShare
 from tft_coord.transport.outbox import Outbox
 from tft_coord.transport.settings import error_of, error_of_code
@@ -163,7 +163,7 @@ class RankSession:
             self._outbox.close()
             # The manager server ends its side when ours is closed: then it has heard the goodbye.
             await asyncio.wait([self._task], timeout=GOODBYE_WITHIN_S)
-        self._task.cancel()
+        await cancelled(self._task)
         with suppress(asyncio.CancelledError, CoordinationError):
             await self._task
 

@@ -44,7 +44,7 @@ from tft_coord.core.types import Member, Quorum, QuorumKey, Refusal
 from tft_coord.errors import ProtocolError, Unreachable
 from tft_coord.security import call_metadata
 from tft_coord.timeouts import Timeouts
-from tft_coord.transport.dial import dial
+from tft_coord.transport.dial import cancelled, dial
 from tft_coord.transport.outbox import Outbox
 from tft_coord.transport.settings import target
 from tft_coord.wire import codec, services
@@ -149,8 +149,7 @@ class LighthouseLink:
             # The lighthouse ends its side when ours is closed, so the end of the stream shows that it has heard all.
             outbox.close()
             await asyncio.wait([stream], timeout=LAST_WORDS_S)
-        stream.cancel()
-        await asyncio.wait([stream])
+        await cancelled(stream)
 
     # --- performing ----------------------------------------------------------------------------------------------
 

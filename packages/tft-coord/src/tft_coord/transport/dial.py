@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import Final
 
 import grpc
 import grpc.aio
@@ -14,6 +15,8 @@ import grpc.aio
 from tft_coord.errors import Unreachable
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.settings import channel_options
+
+CANCEL_AGAIN_S: Final = 0.1
 
 
 async def dial(address: str, timeouts: Timeouts) -> grpc.aio.Channel:
@@ -43,3 +46,14 @@ async def _connected(channel: grpc.aio.Channel) -> None:
             raise Unreachable("nobody listens there, or the name is unknown")
         await channel.wait_for_state_change(state)
         state = channel.get_state(try_to_connect=True)
+
+
+async def cancelled(task: asyncio.Task[None]) -> None:
+    """Cancel a task that dials, and wait until it has ended.
+
+    A cancellation that comes while a channel of a failed dial is being closed gets lost, in `dial` above as in what it
+    calls, and the task would dial on for ever: it is cancelled again until it has ended.
+    """
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=CANCEL_AGAIN_S)
