@@ -68,12 +68,13 @@ def listening_ports() -> list[int]:
 def nothing_left() -> Iterator[None]:
     """After each module: no process, no thread of ours, no listening port that was not there before."""
     ports_before = set(listening_ports())
+    threads_before = set(threading.enumerate())
     yield
     _, processes = psutil.wait_procs(started_by_us(), timeout=SETTLE_S)
-    for thread in threading.enumerate():
-        if thread.name.startswith("tft-"):
-            thread.join(SETTLE_S)
-    left = [f"thread {name}" for name in threads_of_ours()]
+    ours = [each for each in threading.enumerate() if each.name.startswith("tft-") and each not in threads_before]
+    for thread in ours:
+        thread.join(SETTLE_S)
+    left = [f"thread {thread.name}" for thread in ours if thread.is_alive()]
     left += [f"port {port}" for port in listening_ports() if port not in ports_before]
     for process in processes:
         with suppress(psutil.NoSuchProcess):
