@@ -55,10 +55,6 @@ def is_kept(process: psutil.Process) -> bool:
     )
 
 
-def threads_of_ours() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("tft-")]
-
-
 def listening_ports() -> list[int]:
     connections = psutil.Process().net_connections(kind="tcp")
     return [connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN]
