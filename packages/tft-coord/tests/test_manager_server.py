@@ -94,6 +94,12 @@ def client_of(server: ManagerServer, rank: int | None = None, token: str | None 
     return ManagerClient(server.address(), LATE, group_rank=rank, token=token, timeouts=QUICK)
 
 
+def kill_child_of(server: ManagerServer) -> None:
+    process = server._server._process  # type: ignore[union-attr]
+    process.kill()
+    process.wait(10)
+
+
 @pytest.mark.parametrize("with_session", [True, False], ids=["on the stream", "unary"])
 def test_a_vote_is_yes_when_both_ranks_say_so_and_its_verdict_is_final(
     server: ManagerServer, with_session: bool
@@ -278,12 +284,11 @@ def test_a_stream_that_broke_leaves_nothing_to_the_collector(monkeypatch: pytest
 
     right_dial = rank_session.dial
     monkeypatch.setattr(rank_session, "dial", dial)
-    server = serve()
-    with client_of(server, 0):
+    with serve(in_process=False) as server, client_of(server, 0):
         gc.collect()
         gc.disable()
         try:
-            server.shutdown()
+            kill_child_of(server)
             assert again.wait(10)
             assert [channel() for channel in channels] == [None]
         finally:
@@ -360,8 +365,20 @@ def test_a_call_without_a_deadline_and_nonsense_are_refused_with_a_sentence() ->
         channel.close()
 
 
-def test_a_manager_server_that_ended_is_unreachable_within_the_heartbeat_timeout(server: ManagerServer) -> None:
-    with client_of(server, 0) as zero, client_of(server) as unary:
+def test_a_manager_server_that_died_is_unreachable_within_the_heartbeat_timeout() -> None:
+    with serve(in_process=False) as server, client_of(server, 0) as zero:
+        kill_child_of(server)
+        with pytest.raises(Unreachable, match="the manager server has ended"):
+            zero.quorum(0, RankRequest(step=1), LATE)
+
+
+def test_a_manager_server_that_ended_is_known_to_have_ended(server: ManagerServer) -> None:
+    alarms: list[object] = []
+    with (
+        client_of(server, 0) as zero,
+        client_of(server) as unary,
+        ManagerClient(server.address(), LATE, group_rank=1, timeouts=QUICK, listener=alarms.append) as one,
+    ):
         waits = threading.Event()
 
         def ask(client: ManagerClient) -> object:
@@ -378,8 +395,10 @@ def test_a_manager_server_that_ended_is_unreachable_within_the_heartbeat_timeout
         assert isinstance(results[0], (GroupLost, Unreachable))
         with pytest.raises(Unreachable, match=r"127\.0\.0\.1"):
             unary.quorum(0, RankRequest(step=1), LATE)
-        with pytest.raises(Unreachable, match="the manager server has ended"):
-            zero.quorum(0, RankRequest(step=1), LATE)
+        # Another rank that asks after that learns it at once: there is nobody left to wait for.
+        with pytest.raises(GroupLost, match=r"lost a rank \(.*shut down\); end this process"):
+            one.should_commit(1, 1, True, LATE, key=KEY)
+    assert alarms == []
 
 
 def test_nobody_answers_within_connect_timeout() -> None:
@@ -489,7 +508,5 @@ def test_the_child_imports_no_torch_and_no_main_module() -> None:
 
 def test_a_child_that_is_killed_is_not_alive() -> None:
     with serve(in_process=False) as server:
-        process = server._server._process  # type: ignore[union-attr]
-        process.kill()
-        process.wait(10)
+        kill_child_of(server)
         assert not server.alive()

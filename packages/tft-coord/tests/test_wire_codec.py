@@ -183,7 +183,7 @@ told_to_rank = st.one_of(
     st.builds(Welcome, st.just(0), numbers, st.just(0), st.just("")),
     st.builds(RefuseSession, st.just(0), refusals, lines),
     notices,
-    st.builds(codec.RanksLost, lines),
+    st.builds(codec.RanksLost, lines, st.booleans()),
     st.builds(
         codec.RankAnswer, numbers, st.one_of(plans(), keys, st.booleans(), st.builds(codec.Failure, names, lines))
     ),

@@ -77,6 +77,7 @@ class RankSession:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, _Waiting] = {}  # touched on the loop only
         self._over: CoordinationError | None = None  # why no call will be answered any more
+        self._group_lost: GroupLost | None = None
         self._share = LoopShare(self._what, at_exit=self.close)
         try:
             self._task = self._share.run(self._start(connect_within_s))
@@ -183,6 +184,11 @@ class RankSession:
                 await self._one_stream(known)
                 return
             except (grpc.aio.AioRpcError, Unreachable) as failure:
+                if self._group_lost is not None:
+                    # The manager server has ended, as it said that it would; who asks now need not wait to learn it.
+                    self._over = self._group_lost
+                    self._release_all(self._over)
+                    return
                 error = error_of(failure, self._what) if isinstance(failure, grpc.aio.AioRpcError) else failure
                 if not isinstance(error, Unreachable):
                     raise error from failure
@@ -223,8 +229,10 @@ class RankSession:
                             caller.release(answer)
                     case LossNotice() as notice:
                         self._tell(notice)
-                    case codec.RanksLost(sentence):
-                        self._tell(GroupLost(sentence))
+                    case codec.RanksLost(sentence, left):
+                        self._group_lost = GroupLost(sentence)
+                        if not left:  # after a goodbye this rank may be about its own end; it learns of it if it asks
+                            self._tell(self._group_lost)
                     case Welcome():
                         if not known.done():
                             known.set_result(None)

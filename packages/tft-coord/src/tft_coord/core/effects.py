@@ -228,10 +228,11 @@ class NotifyRank:
 
 @dataclass(frozen=True, slots=True)
 class TellGroupLost:
-    """Tell a rank that its own group is lost, one sentence."""
+    """Tell a rank that its own group is lost, one sentence; `left`: another rank said goodbye, and nobody died."""
 
     rank: int
     message: str
+    left: bool = False
 
 
 GroupEffect = (

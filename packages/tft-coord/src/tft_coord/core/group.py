@@ -67,7 +67,7 @@ class GroupCore:
         self._sessions: dict[int, int] = {}  # of each rank's newest process that has said hello
         self._broken_ms: dict[int, int] = {}
         self._lost: str | None = None
-        self._told_ranks = False  # that the group is lost
+        self._left = False  # it was lost by a goodbye
         self._notices: list[LossNotice] = []  # of the quorum that is held, and of those that are still to come
 
     @property
@@ -166,15 +166,14 @@ class GroupCore:
     def _lose(self, reason: str, *, left: bool = False) -> list[effects.GroupEffect]:
         if self._lost is not None:
             return []
-        self._lost = reason
+        self._lost, self._left = reason, left
         out: list[effects.GroupEffect] = [effects.ReportDeath(reason)]
         out += [effects.AnswerVote(call, rank, verdict) for call, rank, verdict in self._votes.lose_rank(reason)]
         out += self._fail_all("group_lost", self._lost_message())
-        if not left:
-            # After a goodbye the other ranks may still be about their own ends; they learn of it if they ask.
-            self._told_ranks = True
-            out += [effects.TellGroupLost(rank, self._lost_message()) for rank in sorted(self._streams)]
-        return out
+        return out + [self._tell_lost(rank) for rank in sorted(self._streams)]
+
+    def _tell_lost(self, rank: int) -> effects.TellGroupLost:
+        return effects.TellGroupLost(rank, self._lost_message(), self._left)
 
     # --- losses of others ---------------------------------------------------------------------------------------
 
@@ -196,8 +195,8 @@ class GroupCore:
 
     def _tell_again(self, rank: int) -> list[effects.GroupEffect]:
         """What a rank's stream that was broken has missed."""
-        if self._told_ranks:
-            return [effects.TellGroupLost(rank, self._lost_message())]
+        if self._lost is not None:
+            return [self._tell_lost(rank)]
         return [effects.NotifyRank(rank, notice) for notice in self._of_held()]
 
     def _of_held(self) -> list[LossNotice]:

@@ -160,8 +160,8 @@ class ManagerServerShell:
                     self._answer(call, codec.Failure(code, message + why))
                 case effects.NotifyRank(rank, notice):
                     self._tell(rank, notice)
-                case effects.TellGroupLost(rank, message):
-                    self._tell(rank, codec.RanksLost(message))
+                case effects.TellGroupLost(rank, message, left):
+                    self._tell(rank, codec.RanksLost(message, left))
                 case effects.RefuseSession():
                     self._refuse(decision)
                 case effects.ReportDeath(reason):

@@ -143,9 +143,10 @@ class RankAnswer:
 
 @dataclass(frozen=True, slots=True)
 class RanksLost:
-    """The rank's own group is lost, one sentence."""
+    """The rank's own group is lost, one sentence; `left`: another rank said goodbye, and nobody died."""
 
     message: str
+    left: bool = False
 
 
 FromRank = RankHello | RankBeat | RankGoodbye | RankCall | RankWithdraw
@@ -612,7 +613,7 @@ def encode_to_rank(message: ToRank) -> bytes:
         case LossNotice():
             return pb.FromManagerServer(loss_notice=_notice_to_wire(message)).SerializeToString()
         case RanksLost():
-            lost = pb.GroupLost(message=_clip(message.message))
+            lost = pb.GroupLost(message=_clip(message.message), left=message.left)
             return pb.FromManagerServer(group_lost=lost).SerializeToString()
     raise AssertionError(f"{message} is no message to a rank")
 
@@ -631,7 +632,7 @@ def decode_to_rank(data: bytes) -> ToRank:
         case "loss_notice":
             return _notice_from_wire(message.loss_notice)
         case "group_lost":
-            return RanksLost(_sentence("message", message.group_lost.message))
+            return RanksLost(_sentence("message", message.group_lost.message), message.group_lost.left)
         case _:
             raise ProtocolError("a message from the manager server says nothing that this version knows")
 

@@ -478,10 +478,12 @@ class RankAnswer(_message.Message):
     def __init__(self, call: _Optional[int] = ..., plan: _Optional[_Union[ManagerQuorumResponse, _Mapping]] = ..., verdict: _Optional[_Union[ShouldCommitResponse, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
 
 class GroupLost(_message.Message):
-    __slots__ = ("message",)
+    __slots__ = ("message", "left")
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
     message: str
-    def __init__(self, message: _Optional[str] = ...) -> None: ...
+    left: bool
+    def __init__(self, message: _Optional[str] = ..., left: bool = ...) -> None: ...
 
 class FromManagerServer(_message.Message):
     __slots__ = ("welcome", "refused", "answer", "loss_notice", "group_lost")
