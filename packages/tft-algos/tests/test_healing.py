@@ -11,9 +11,8 @@ import pytest
 
 from tft_algos.errors import HealingFailed
 from tft_algos.manager import healing
-from tft_algos.manager.healing import Fetch
-from tft_algos.testing import plan_of
-from tft_ckpt import CheckpointTransport, StateKey
+from tft_algos.manager.healing import Fetch, state_key
+from tft_algos.testing import MemoryTransport, plan_of
 from tft_coord.errors import DeadlinePassed, Unreachable
 
 
@@ -35,46 +34,11 @@ class Sources:
         return f"at {address}"
 
 
-class Noting(CheckpointTransport[Any]):
-    """Receives at once, and notes from whom."""
-
-    def __init__(self) -> None:
-        self.got: tuple[int, str, list[str]] | None = None
-
-    def metadata(self) -> str:
-        return ""
-
-    def send_checkpoint(
-        self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta, *, key: StateKey | None = None
-    ) -> None: ...
-
-    def recv_checkpoint(
-        self,
-        src_rank: int,
-        metadata: str,
-        step: int,
-        timeout: timedelta,
-        *,
-        key: StateKey | None = None,
-        sources: Sequence[str] = (),
-        progress: Callable[[int, int], None] | None = None,
-        cancelled: Callable[[], bool] | None = None,
-    ) -> Any:
-        self.got = (src_rank, metadata, list(sources))
-        return "state"
-
-    def disallow_checkpoint(self) -> None: ...
-
-    def abort(self) -> None: ...
-
-    def shutdown(self, wait: bool = True) -> None: ...
-
-
-def fetch_from(sources: Any, monkeypatch: pytest.MonkeyPatch, *, size: int = 4) -> tuple[Fetch, Noting]:
+def fetch_from(sources: Any, monkeypatch: pytest.MonkeyPatch, *, size: int = 4) -> tuple[Fetch, MemoryTransport]:
     """A fetch by the last of `size` replicas, from all others, that may take a minute."""
     monkeypatch.setattr(healing, "time", SimpleNamespace(monotonic=lambda: sources.now))
-    transport = Noting()
     plan = plan_of(7, step=3, rank=size - 1, size=size, healing=[size - 1])
+    transport = MemoryTransport({state_key(plan): "state"})
     return (
         Fetch(plan, coordinator=sources, transport=transport, timeout=timedelta(seconds=60), received_before=0),
         transport,
@@ -86,7 +50,9 @@ def test_all_that_answer_are_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     fetch, transport = fetch_from(sources, monkeypatch, size=7)
     fetch.run()
     assert fetch.result() == "state"
-    assert transport.got == (0, "at replica_0", ["at replica_1", "at replica_2", "at replica_3"])  # four in all
+    assert transport.received_from == [
+        (0, "at replica_0", ["at replica_1", "at replica_2", "at replica_3"])
+    ]
 
 
 def test_a_dead_second_source_costs_half_a_second_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +60,7 @@ def test_a_dead_second_source_costs_half_a_second_and_no_more(monkeypatch: pytes
     fetch, transport = fetch_from(sources, monkeypatch)
     fetch.run()
     assert fetch.result() == "state"
-    assert transport.got == (0, "at replica_0", [])
+    assert transport.received_from == [(0, "at replica_0", [])]
     assert sources.asked == [("replica_0", 2.0), ("replica_1", 0.5)]
     assert fetch.seconds == 0.5
 
@@ -104,7 +70,7 @@ def test_the_first_is_asked_again_until_another_is_tried(monkeypatch: pytest.Mon
     fetch, transport = fetch_from(sources, monkeypatch)
     fetch.run()
     assert fetch.result() == "state"
-    assert transport.got == (1, "at replica_1", ["at replica_2"])
+    assert transport.received_from == [(1, "at replica_1", ["at replica_2"])]
     assert sources.asked[:4] == [("replica_0", 2.0), ("replica_0", 2.0), ("replica_0", 1.0), ("replica_1", 2.0)]
 
 
@@ -115,7 +81,7 @@ def test_who_was_lost_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         fetch.source_lost(name)
     fetch.run()
     assert fetch.result() == "state"
-    assert transport.got == (1, "at replica_1", [])
+    assert transport.received_from == [(1, "at replica_1", [])]
     assert [name for name, _ in sources.asked] == ["replica_1"]
 
 
@@ -144,4 +110,4 @@ def test_who_refuses_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     sources = Sources(on_ask=refuse)
     fetch, transport = fetch_from(sources, monkeypatch)
     fetch.run()
-    assert transport.got == (0, "at replica_0", ["at replica_2"])
+    assert transport.received_from == [(0, "at replica_0", ["at replica_2"])]

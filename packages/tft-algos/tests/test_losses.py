@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from tft_algos import QuorumBroken, UsageError
 from tft_algos.manager.core import MAX_ERRORS_KEPT
 from tft_algos.manager.healing import state_key
 from tft_algos.testing import MemoryTransport, plan_of
-from tft_ckpt import CheckpointTransport, Closed, StateKey
 from tft_coord.core.types import LossNotice, Purpose, QuorumKey
 from tft_coord.errors import GroupLost, Refused
 
@@ -182,46 +179,8 @@ def test_a_quorum_that_can_never_be_is_raised_however_much_went_wrong_before(rig
         rig.manager.should_commit()
 
 
-class EndlessTransport(CheckpointTransport[Any]):
-    """Its source never sends anything, and never breaks."""
-
-    def __init__(self) -> None:
-        self.receiving = threading.Event()
-
-    def metadata(self) -> str:
-        return "endless"
-
-    def send_checkpoint(
-        self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta, *, key: StateKey | None = None
-    ) -> None: ...
-
-    def recv_checkpoint(
-        self,
-        src_rank: int,
-        metadata: str,
-        step: int,
-        timeout: timedelta,
-        *,
-        key: StateKey | None = None,
-        sources: Sequence[str] = (),
-        progress: Callable[[int, int], None] | None = None,
-        cancelled: Callable[[], bool] | None = None,
-    ) -> Any:
-        self.receiving.set()
-        assert cancelled is not None
-        while not cancelled():
-            threading.Event().wait(0.01)
-        raise Closed("cancelled")
-
-    def disallow_checkpoint(self) -> None: ...
-
-    def abort(self) -> None: ...
-
-    def shutdown(self, wait: bool = True) -> None: ...
-
-
 def test_a_transfer_ends_when_its_last_source_is_lost_and_not_before(rigs: Any, use_async_quorum: bool) -> None:
-    transport = EndlessTransport()
+    transport = MemoryTransport(endless=True)
     rig = rigs(
         plan_of(7, step=3, rank=0, size=3, healing=[0]),
         checkpoint_transport=transport,
@@ -252,7 +211,7 @@ def test_who_could_not_configure_does_not_wait_for_a_source_that_waits_for_it(
     rigs: Any, use_async_quorum: bool, world_size: int
 ) -> None:
     """The source serves at the end of its step, and is in the rendezvous until this replica asks again."""
-    transport = EndlessTransport()
+    transport = MemoryTransport(endless=True)
     plans = [plan_of(key, step=3, rank=0, size=2, healing=[0]) for key in (7, 8)]
     launched = {"rank": 1, "world_size": 2, "store_addr": "localhost", "store_port": 1} if world_size == 2 else {}
     rig = rigs(*plans, checkpoint_transport=transport, use_async_quorum=use_async_quorum, **launched)

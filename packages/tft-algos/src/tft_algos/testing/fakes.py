@@ -2,12 +2,13 @@
 
 With them a Manager runs in one process without a socket: the test is the lighthouse, the other replicas and the wire.
 
-Law of this file: no threads, no waiting; a stand-in that has no answer left says so.
+Law of this file: no threads, and no waiting unless the test asked for it; a stand-in that has no answer left says so.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -16,11 +17,13 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from tft_ckpt import CheckpointTransport, StateKey, StateUnavailable
+from tft_ckpt import CheckpointTransport, Closed, StateKey, StateUnavailable
 from tft_coord.core.lineage import initial_lineage
 from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest, Source
 from tft_coord.errors import GroupLost
 from tft_pg.work import PendingWork
+
+_LOOK_S = 0.01
 
 
 def plan_of(
@@ -213,13 +216,20 @@ class FakeGroup:
 class MemoryTransport(CheckpointTransport[Any]):
     """Keeps what is sent in a dictionary, and receives from it.
 
+    `sent_to` holds the receivers of each sending, `received_from` of each receiving the source's rank and metadata and
+    the other sources. `receiving` is set when the first receiving begins.
+
     Args:
         shelf: by state key; the same one for sender and receiver.
+        endless: a receiving never ends, unless it is cancelled.
     """
 
-    def __init__(self, shelf: dict[StateKey | None, Any] | None = None) -> None:
+    def __init__(self, shelf: dict[StateKey | None, Any] | None = None, *, endless: bool = False) -> None:
         self.shelf: dict[StateKey | None, Any] = {} if shelf is None else shelf
         self.sent_to: list[list[int]] = []
+        self.received_from: list[tuple[int, str, list[str]]] = []
+        self.receiving = threading.Event()
+        self._endless = endless
         self.closed = False
 
     def metadata(self) -> str:
@@ -246,6 +256,12 @@ class MemoryTransport(CheckpointTransport[Any]):
         progress: Callable[[int, int], None] | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> Any:
+        self.received_from.append((src_rank, metadata, list(sources)))
+        self.receiving.set()
+        while self._endless:
+            if cancelled is not None and cancelled():
+                raise Closed(f"the receiving of the state {key} was cancelled")
+            time.sleep(_LOOK_S)
         if key not in self.shelf:
             raise StateUnavailable(f"nobody offers the state {key}", source=metadata, key=key)
         found = self.shelf[key]
