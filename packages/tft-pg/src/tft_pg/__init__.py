@@ -16,6 +16,7 @@ from tft_pg.errors import (
     StoreUnreachable,
     Unsupported,
 )
+from tft_pg.futures import context_timeout, future_timeout, future_wait, stream_timeout
 from tft_pg.ops import COLLECTIVES, Collective
 from tft_pg.store import StoreAddress, create_store_client, format_store_addr, parse_store_addr
 from tft_pg.work import DummyWork
@@ -54,7 +55,11 @@ __all__ = [
     "Unsupported",
     "WrappingProcessGroup",
     "__version__",
+    "context_timeout",
     "create_store_client",
     "format_store_addr",
+    "future_timeout",
+    "future_wait",
     "parse_store_addr",
+    "stream_timeout",
 ]

@@ -116,7 +116,7 @@ class PeerFailed(ProcessGroupError):
     """A connection to another rank ended during an operation (its cause is attached). Next: configure without it."""
 
 
-class DeadlinePassed(ProcessGroupError):
+class DeadlinePassed(ProcessGroupError, TimeoutError):
     """An operation took longer than its time-out (its cause is attached). Next: abort, then configure."""
 
 

@@ -1,0 +1,304 @@
+"""Time-outs: what fires, what is taken back, and that neither a thread nor an entry outlives its reason."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.futures import Future
+
+from tft_pg import (
+    DeadlinePassed,
+    InvalidSetting,
+    ProcessGroupError,
+    context_timeout,
+    future_timeout,
+    future_wait,
+    futures,
+    stream_timeout,
+)
+from tft_pg.futures import Deadlines, Pending, timer, watchdog_timeout
+
+MOMENT = timedelta(milliseconds=20)
+HOUR = timedelta(hours=1)
+GUARD_S = 20.0
+
+
+def timer_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name in ("tft-pg-timer", "tft-pg-watchdog")]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    for _ in range(2000):
+        if condition():
+            return
+        pause.wait(0.005)
+    raise AssertionError("it never came true")
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing() -> object:
+    yield
+    until(lambda: len(timer()) == 0 and not timer_threads())
+
+
+# --- the clock's order ---------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "cancel", "due"]), st.integers(0, 12))))
+def test_deadlines_agree_with_a_sorted_list(steps: list[tuple[str, int]]) -> None:
+    deadlines, dumb, made = Deadlines(), [], list[Pending]()
+    for step, number in steps:
+        if step == "add":
+            made.append(deadlines.add(float(number), lambda: None))
+            dumb.append(made[-1])
+        elif step == "cancel" and made:
+            pending = made[number % len(made)]
+            assert deadlines.cancel(pending) == (pending in dumb)
+            dumb = [other for other in dumb if other is not pending]
+        elif step == "due":
+            dumb.sort(key=lambda pending: (pending.at_s, pending.order))
+            expected = dumb.pop(0) if dumb and dumb[0].at_s <= number else None
+            assert deadlines.due(float(number)) is expected
+        assert len(deadlines) == len(dumb)
+        assert deadlines.next_s() == min((pending.at_s for pending in dumb), default=None)
+
+
+def test_what_is_cancelled_is_gone_at_once_and_cancelling_is_not_a_search() -> None:
+    deadlines = Deadlines()
+    pendings = [deadlines.add(float(number), lambda: None) for number in range(50_000)]
+    begun_s = time.perf_counter()
+    for pending in pendings[::2]:
+        assert deadlines.cancel(pending)
+    assert time.perf_counter() - begun_s < 5.0  # a search through the list takes minutes
+    assert len(deadlines) == 25_000
+    assert not deadlines.cancel(pendings[0])
+
+
+# --- the timer -----------------------------------------------------------------------------------------------------
+
+
+def test_the_thread_is_there_only_while_something_is_pending() -> None:
+    assert not timer_threads()
+    pending = timer().after(HOUR, lambda: None)
+    assert timer_threads() == ["tft-pg-timer"]
+    assert timer().cancel(pending)
+    until(lambda: not timer_threads())
+    fired = threading.Event()
+    timer().after(MOMENT, fired.set)
+    assert fired.wait(GUARD_S)
+    until(lambda: not timer_threads())
+
+
+def test_an_earlier_callback_comes_before_a_later_one_that_was_there_first() -> None:
+    came: list[str] = []
+    both = threading.Event()
+    later = timer().after(3 * MOMENT, lambda: (came.append("later"), both.set()))  # type: ignore[func-returns-value]
+    timer().after(MOMENT, lambda: came.append("earlier"))
+    assert both.wait(GUARD_S)
+    assert came == ["earlier", "later"]
+    assert not timer().cancel(later)
+
+
+def test_a_callback_that_raises_is_reported_and_the_others_still_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", reported.append)
+    fired = threading.Event()
+
+    def broken() -> None:
+        raise ValueError("broken")
+
+    timer().after(timedelta(0), broken)
+    timer().after(MOMENT, fired.set)
+    assert fired.wait(GUARD_S)
+    assert [report.exc_type for report in reported] == [ValueError]
+
+
+def test_a_callback_may_add_and_cancel() -> None:
+    fired = threading.Event()
+    never = timer().after(HOUR, lambda: None)
+    timer().after(timedelta(0), lambda: (timer().cancel(never), timer().after(MOMENT, fired.set)))  # type: ignore[arg-type,return-value]
+    assert fired.wait(GUARD_S)
+
+
+# --- futures -------------------------------------------------------------------------------------------------------
+
+
+def test_a_future_in_time_gives_its_value_and_one_too_late_a_timeout_error() -> None:
+    done: Future[int] = Future()
+    limited = future_timeout(done, HOUR)
+    done.set_result(3)
+    assert limited.wait() == 3
+    assert future_wait(done, HOUR) == 3
+
+    never: Future[int] = Future()
+    with pytest.raises(TimeoutError, match=r"not done within 0\.02 s") as caught:
+        future_timeout(never, MOMENT).wait()
+    with pytest.raises(TimeoutError) as waited:
+        future_wait(never, MOMENT)
+    for error in (caught.value, waited.value):
+        assert isinstance(error, DeadlinePassed)
+        assert isinstance(error, ProcessGroupError)
+    never.set_result(4)  # what comes too late harms nobody
+    assert len(timer()) == 0
+
+
+def test_an_error_of_a_future_is_passed_on_at_once() -> None:
+    failing: Future[int] = Future()
+    limited = future_timeout(failing, HOUR)
+    failing.set_exception(ValueError("no"))
+    with pytest.raises(ValueError, match="no"):
+        limited.wait()
+    with pytest.raises(ValueError, match="no"):
+        future_wait(failing, HOUR)
+
+
+def test_a_future_that_is_done_already_needs_no_timer() -> None:
+    done: Future[int] = Future()
+    done.set_result(3)
+    assert future_timeout(done, HOUR).done()
+
+
+def test_a_future_of_device_tensors_is_done_only_when_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = threading.Event()
+    monkeypatch.setattr(futures, "_end_of_current_stream", lambda device: written.is_set)
+    future: Future[list[torch.Tensor]] = Future()
+    limited = future_timeout(future, HOUR)
+    future.set_result([torch.ones(2, device="meta")])
+    assert not limited.done()
+    written.set()
+    assert limited.wait()[0].device.type == "meta"
+
+    written.clear()
+    with pytest.raises(TimeoutError):
+        future_timeout(future, MOMENT).wait()
+    written.set()
+
+
+# --- blocks of code ------------------------------------------------------------------------------------------------
+
+
+def test_a_block_that_takes_too_long_is_called_for() -> None:
+    called = threading.Event()
+    with context_timeout(called.set, MOMENT):
+        assert called.wait(GUARD_S)
+
+
+def test_fault_8_a_callback_is_taken_back_when_its_block_is_left_by_an_error() -> None:
+    """needs.md, fault 8: an abort after the block had raised ended the next quorum's group."""
+    called = threading.Event()
+    with pytest.raises(ValueError, match="left"), context_timeout(called.set, MOMENT):
+        raise ValueError("left")
+    assert len(timer()) == 0
+    fence = threading.Event()
+    timer().after(2 * MOMENT, fence.set)  # comes after the callback would have
+    assert fence.wait(GUARD_S)
+    assert not called.is_set()
+
+
+# --- streams -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator here, whose stream may be busy")
+def test_without_an_accelerator_no_stream_is_ever_late() -> None:
+    stream_timeout(lambda: pytest.fail("nothing was pending"), timedelta(0))
+    assert len(timer()) == 0
+
+
+def test_a_stream_that_is_late_is_called_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(futures, "_end_of_current_stream", lambda device: lambda: False)
+    called = threading.Event()
+    stream_timeout(called.set, MOMENT)
+    assert called.wait(GUARD_S)
+
+
+def test_a_stream_that_is_done_leaves_no_entry_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    finished = threading.Event()
+    monkeypatch.setattr(futures, "_end_of_current_stream", lambda device: finished.is_set)
+    stream_timeout(lambda: pytest.fail("it was in time"), HOUR)
+    assert len(timer()) == 1
+    finished.set()
+    until(lambda: len(timer()) == 0)
+
+
+# --- the watchdog --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", futures.WATCHDOG_ENVS)
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon", "1e300"])
+def test_a_watchdog_setting_that_cannot_work_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidSetting, match=name):
+        watchdog_timeout()
+    with pytest.raises(InvalidSetting, match=name):
+        timer().after(HOUR, lambda: None)
+    assert len(timer()) == 0
+
+
+def test_the_watchdog_is_off_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in futures.WATCHDOG_ENVS:
+        monkeypatch.delenv(name, raising=False)
+    assert watchdog_timeout() is None
+    monkeypatch.setenv("TORCHFT_WATCHDOG_TIMEOUT_SEC", "30")
+    assert watchdog_timeout() == timedelta(seconds=30)
+    monkeypatch.setenv("TFT_WATCHDOG_TIMEOUT_SEC", "0.5")
+    assert watchdog_timeout() == timedelta(seconds=0.5)
+
+
+def test_the_watchdog_lets_a_timer_that_works_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFT_WATCHDOG_TIMEOUT_SEC", "0.4")
+    fired = threading.Event()
+    pending = timer().after(HOUR, lambda: None)
+    timer().after(timedelta(seconds=1), fired.set)  # longer than the watchdog's limit
+    assert "tft-pg-watchdog" in timer_threads()
+    assert fired.wait(GUARD_S)
+    timer().cancel(pending)
+
+
+_STUCK = """
+import threading, time
+from datetime import timedelta
+from tft_pg.futures import timer
+
+def stuck_callback():
+    {stuck}
+
+timer().after(timedelta(0), stuck_callback)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("stuck", "sentence"),
+    [
+        ("threading.Event().wait()", "stuck for"),
+        # A C call that keeps the interpreter's lock: no Python thread can say anything any more.
+        ("import ctypes; ctypes.PyDLL(None).sleep(60)", "Timeout"),
+    ],
+    ids=["waits", "holds the lock"],
+)
+def test_fault_7_a_stuck_timer_ends_the_process(stuck: str, sentence: str) -> None:
+    """needs.md, fault 7: `sys.exit` in a thread ended that thread, and the process went on without time-outs."""
+    child = subprocess.run(
+        [sys.executable, "-c", _STUCK.format(stuck=stuck)],
+        env={**os.environ, "TFT_WATCHDOG_TIMEOUT_SEC": "0.5"},
+        capture_output=True,
+        text=True,
+        timeout=GUARD_S * 2,
+        check=False,
+    )
+    assert child.returncode == 1, child
+    assert sentence in child.stderr
+    assert "stuck_callback" in child.stderr
