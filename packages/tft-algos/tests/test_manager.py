@@ -147,6 +147,27 @@ def test_a_spare_gives_zeros_and_takes_the_mean(rigs: Any) -> None:
     assert (rig.manager.is_participating(), rig.manager.participating_rank()) == (False, None)
 
 
+@pytest.mark.parametrize(
+    ("reduce_op", "dtype", "nothing"),
+    [
+        (dist.ReduceOp.SUM, torch.int64, 0),
+        (dist.ReduceOp.MAX, torch.float32, -float("inf")),
+        (dist.ReduceOp.MAX, torch.int64, -(2**63)),
+        (dist.ReduceOp.MAX, torch.bool, False),
+        (dist.ReduceOp.MIN, torch.bfloat16, float("inf")),
+        (dist.ReduceOp.MIN, torch.uint8, 255),
+        (dist.ReduceOp.PRODUCT, torch.float64, 1),
+        (dist.ReduceOp.BAND, torch.int32, -1),
+        (dist.ReduceOp.BOR, torch.int32, 0),
+    ],
+)
+def test_a_spare_changes_no_reduction(rigs: Any, reduce_op: Any, dtype: torch.dtype, nothing: float) -> None:
+    rig = rigs(plan_of(7, size=3, rank=2, participants=[0, 1]))
+    rig.manager.start_quorum()
+    rig.manager.allreduce(torch.full((2,), 1, dtype=dtype), reduce_op=reduce_op).wait()
+    assert rig.group.calls[0].tolist() == [nothing, nothing]
+
+
 @pytest.mark.parametrize("moment", ["failing_call", "failing_wait"])
 def test_a_failed_reduction_is_reported_and_never_raised(rigs: Any, moment: str) -> None:
     rig = rigs(plan_of(7, size=2), plan_of(8, size=2))

@@ -44,7 +44,7 @@ from tft_algos.manager.core import Arrival, CoreSettings, Healing, Phase, StepCo
 from tft_algos.manager.group_store import own_host
 from tft_algos.manager.healing import Fetch, state_key
 from tft_algos.manager.parts import Coordinator, Group, ServerRestarted
-from tft_algos.manager.reduction import Reduction
+from tft_algos.manager.reduction import Reduction, fill_with_nothing
 from tft_ckpt import CheckpointTransport, HTTPTransport
 from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest
 from tft_coord.errors import DeadlinePassed, GroupLost
@@ -328,12 +328,14 @@ class Manager:
         """Reduce a tensor over the participants, in place.
 
         Failures are reported to this Manager, never raised: the step will not commit, and what the tensor holds then
-        means nothing. A member that does not participate gives zeros.
+        means nothing. A member that does not participate gives what changes nothing: zeros to a sum or a mean, ones to
+        a product, the least value to a maximum.
 
         Args:
             tensor: dense; every replica gives the same shape and dtype, in the same order of calls.
             should_quantize: refused; there is no quantized reduction here.
-            reduce_op: AVG is the sum divided by the number of participants; SUM, MAX, MIN, PRODUCT as they are.
+            reduce_op: AVG is the sum divided by the number of participants; SUM, MAX, MIN, PRODUCT and the bitwise ones
+                as they are.
         Returns: a Work whose wait() is True if the reduction succeeded and False if not.
         Raises: Unsupported: should_quantize. ValueError: AVG of whole numbers. UsageError: no quorum was started.
         """
@@ -358,7 +360,7 @@ class Manager:
             return DummyWork([tensor])
         name = core.name
         if not core.is_participating:
-            tensor.zero_()
+            fill_with_nothing(tensor, reduce_op)
         elif plan.replica_world_size == 1:
             return DummyWork([tensor])
         broken = core.broken

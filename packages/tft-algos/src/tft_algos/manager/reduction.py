@@ -9,6 +9,7 @@ Manager's.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,6 +17,30 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
+
+
+def fill_with_nothing(tensor: torch.Tensor, reduce_op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> None:
+    """Make a tensor, in place, what changes nothing in a reduction: what a member gives that does not participate."""
+    if reduce_op == dist.ReduceOp.PRODUCT:
+        tensor.fill_(1)
+    elif reduce_op == dist.ReduceOp.MAX:
+        tensor.fill_(_bounds(tensor.dtype)[0])
+    elif reduce_op == dist.ReduceOp.MIN:
+        tensor.fill_(_bounds(tensor.dtype)[1])
+    elif reduce_op == dist.ReduceOp.BAND:
+        tensor.zero_().bitwise_not_()
+    else:
+        tensor.zero_()
+
+
+def _bounds(dtype: torch.dtype) -> tuple[float, float]:
+    """The least and the greatest value of a dtype."""
+    if dtype.is_floating_point:
+        return -math.inf, math.inf
+    if dtype == torch.bool:
+        return False, True
+    limits = torch.iinfo(dtype)
+    return limits.min, limits.max
 
 
 @final
