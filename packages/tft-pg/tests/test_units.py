@@ -388,8 +388,8 @@ def test_a_managed_group_reduces_through_its_manager() -> None:
 
 def test_a_managed_group_does_nothing_else() -> None:
     group = ManagedProcessGroup(Manager())
-    with pytest.raises(Unsupported, match="no barrier"):
-        group.barrier()
+    with pytest.raises(Unsupported, match="no send"):
+        group.send([torch.ones(1)], 0, 0)
     with pytest.raises(InvalidSetting, match="one tensor, but got 2"):
         group.allreduce([torch.ones(1), torch.ones(1)])
     for act in (group.abort, lambda: group.set_timeout(timedelta(1)), lambda: group.configure("h:1", 0, 1)):

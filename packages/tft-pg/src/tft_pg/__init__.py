@@ -17,6 +17,7 @@ from tft_pg.errors import (
     Unsupported,
 )
 from tft_pg.futures import context_timeout, future_timeout, future_wait, stream_timeout
+from tft_pg.mesh import extend_device_mesh
 from tft_pg.ops import COLLECTIVES, Collective
 from tft_pg.store import StoreAddress, create_store_client, format_store_addr, parse_store_addr
 from tft_pg.work import DummyWork
@@ -57,6 +58,7 @@ __all__ = [
     "__version__",
     "context_timeout",
     "create_store_client",
+    "extend_device_mesh",
     "format_store_addr",
     "future_timeout",
     "future_wait",

@@ -14,18 +14,23 @@ The contract, which `tft_pg.testing.check_process_group` checks:
 - Once a Work has failed (its `wait` has raised, its future holds an error), or the next `configure` or `shutdown`
   has returned, nothing of the operation is written into a tensor any more.
 - `shutdown` is for ever, may be repeated, and leaves no thread and no descriptor.
+- `register` puts the group into torch's tables under a name, `unregister` takes it out; neither touches its life.
 """
 
 from __future__ import annotations
 
 import abc
+import re
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import GroupName
 
+from tft_pg import registry
+from tft_pg.errors import InvalidSetting
 from tft_pg.forwarding import forward_collectives
 from tft_pg.ops import Collective
 
@@ -50,6 +55,8 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_Abstract):
         if missing:  # torch's metaclass makes objects by itself and does not look
             raise TypeError(f"{type(self).__name__} is abstract; it lacks {', '.join(missing)}")
         super().__init__(0, 1)  # type: ignore[call-arg]  # torch names only another form
+        self._registered_as: str | None = None
+        self._group_name: GroupName | None = None
 
     @abc.abstractmethod
     def _run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
@@ -130,6 +137,71 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_Abstract):
 
     @abc.abstractmethod
     def __repr__(self) -> str: ...
+
+    @property
+    def parent(self) -> ProcessGroup | None:
+        """The group inside; None where there is none."""
+        return None
+
+    # --- torch's tables ----------------------------------------------------------------------------------------------
+
+    def register(self, name: str) -> ProcessGroup:
+        """Have torch know this group by a name, as a DeviceMesh and functional collectives need it.
+
+        To torch it is a group of this process alone, whatever its size; it may be configured before or after. All
+        processes of a replica group do this, in the same order, as they make torch's own groups.
+
+        Args:
+            name: what it is for, for messages and torch's logs: letters, digits, `_`, `-` and `.`.
+        Returns: this group.
+        Raises: InvalidSetting: torch's default group is not initialized, the name can't be one, or this group is
+            registered already.
+        """
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+            raise InvalidSetting(f"{name!r} can't be a group's name; use letters, digits, '_', '-' and '.'")
+        if not dist.is_initialized():
+            raise InvalidSetting(
+                f"group {name!r} can't be registered without torch's default group; call init_process_group first"
+            )
+        if self._registered_as is not None and registry.is_entered(self):
+            raise InvalidSetting(
+                f"group {name!r} is registered already, as {self._registered_as!r}; unregister it first, or use it so"
+            )
+        registry.enter(self, kind=self.getBackendName(), description=name)
+        self._registered_as = name
+        return self
+
+    def unregister(self) -> None:
+        """Have torch forget this group. It works on: only its name is gone, and so is what was found by it.
+
+        Raises: InvalidSetting: it is not registered.
+        """
+        if self._registered_as is None:
+            raise InvalidSetting(f"{self!r} is not registered; call register first")
+        self._registered_as = None
+        if not registry.is_entered(self):
+            return  # torch has forgotten all groups together with its default group
+        # Torch shuts down what it forgets, but when this group ends is for its owner to say.
+        shutdowns: list[None] = []
+        vars(self)["shutdown"] = lambda: shutdowns.append(None)
+        try:
+            registry.leave(self)
+        finally:
+            del vars(self)["shutdown"]
+        self._group_name = None
+        if len(shutdowns) > 1:  # another thread's came in between
+            self.shutdown()
+
+    @property
+    def group_name(self) -> GroupName:
+        """By which torch knows this group. Raises: InvalidSetting: it was never registered."""
+        if self._group_name is None:
+            raise InvalidSetting(f"{self!r} has no name, because it is not registered; call register first")
+        return self._group_name
+
+    def _set_group_name(self, name: GroupName) -> None:
+        """Called by torch when the group is registered."""
+        self._group_name = name
 
     # C++ asks for the size and the rank by these names.
     def getSize(self) -> int:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         ProcessGroupDummy,
         ProcessGroupGloo,
         ProcessGroupWrapper,
+        extend_device_mesh,
     )
 
 __version__ = "0.1.0"
@@ -50,6 +51,7 @@ __all__ = [
     "ProcessGroupWrapper",
     "Timeouts",
     "WorldSizeMode",
+    "extend_device_mesh",
 ]
 
 _HOMES = {
@@ -65,6 +67,7 @@ _HOMES = {
         "ProcessGroupDummy",
         "ProcessGroupGloo",
         "ProcessGroupWrapper",
+        "extend_device_mesh",
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from tft_pg.base import ProcessGroup
 from tft_pg.errors import InvalidSetting, Unsupported
 from tft_pg.ops import Collective
+from tft_pg.work import DummyWork
 
 __all__ = ["ManagedProcessGroup", "ReducesOverParticipants"]
 
@@ -32,12 +33,33 @@ class ReducesOverParticipants(Protocol):
         ...
 
 
+_PREMUL_SUM: Any = dist.ReduceOp.RedOpType.PREMUL_SUM  # type: ignore[attr-defined]  # it is there
+
+# What is asked of a dimension of a mesh in which every replica group is alone: each has all the weights already.
+_ALONE = frozenset(
+    {
+        "allgather",
+        "allgather_coalesced",
+        "_allgather_base",
+        "allgather_into_tensor_coalesced",
+        "broadcast",
+        "gather",
+        "scatter",
+        "barrier",
+    }
+)
+_ROOTED = frozenset({"broadcast", "gather", "scatter"})
+
+
 @final
 class ManagedProcessGroup(ProcessGroup):
-    """Reduces over the participants of a Manager.
+    """Reduces over the participants of a Manager; in all else each replica group is alone.
 
-    `size()` is the number of participants. Only allreduce of one tensor is there. The Manager configures and aborts
-    its own group, so `configure`, `abort` and `set_timeout` are refused here, and `shutdown` leaves it alone.
+    `size()` is the number of participants, and allreduce (also coalesced) is over them, with whatever reduction the
+    Manager has. Replica groups hold the same weights, and ranks among them change from step to step, so what moves
+    weights about (broadcast, the allgathers, gather, scatter) and barrier are those of a group of one. All else is
+    refused. The Manager configures and aborts its own group, so `configure`, `abort` and `set_timeout` are refused
+    here, and `shutdown` leaves it alone.
 
     Args:
         manager: reduces, and knows how many take part.
@@ -48,12 +70,41 @@ class ManagedProcessGroup(ProcessGroup):
         self._manager = manager
 
     def _run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
-        if collective.name != "allreduce":
-            raise Unsupported(f"a managed group has no {collective.name}; it reduces over the participants only")
+        if collective.name in _ALONE:
+            return self._run_alone(collective, args, kwargs)
         tensors = collective.results(args, kwargs)
-        if len(tensors) != 1:
-            raise InvalidSetting(f"a managed allreduce takes one tensor, but got {len(tensors)}; reduce each by itself")
-        return self._manager.allreduce(tensors[0], reduce_op=_reduce_op(collective.argument(1, args, kwargs)))
+        if collective.name == "allreduce":
+            if len(tensors) != 1:
+                raise InvalidSetting(
+                    f"a managed allreduce takes one tensor, but got {len(tensors)}; reduce each by itself"
+                )
+        elif collective.name != "allreduce_coalesced":
+            raise Unsupported(
+                f"a managed group has no {collective.name}: it reduces over the participants, and has no other ranks "
+                "to exchange with; use allreduce, or a group inside the replica group"
+            )
+        reduce_op = _reduce_op(collective.argument(1, args, kwargs))
+        works = [self._manager.allreduce(tensor, reduce_op=reduce_op) for tensor in tensors]
+        return works[0] if len(works) == 1 else _AllOf(works, tensors)
+
+    def _run_alone(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
+        if collective.name in _ROOTED:
+            place = next(place for place, names in enumerate(collective.parameters) if "root" in names)
+            value = collective.argument(place, args, kwargs)
+            root = getattr(value, "rootRank", value)
+            if root not in (None, 0):
+                raise InvalidSetting(
+                    f"{collective.name} of a managed group has the root {root}, but each replica group is alone there; "
+                    "the root is 0"
+                )
+        try:
+            collective.copy_to_self(args, kwargs)
+        except InvalidSetting as error:
+            raise Unsupported(
+                f"a managed group has no {collective.name} over the participants: each replica group is alone there "
+                f"and gets its own tensor alone ({error})"
+            ) from None
+        return DummyWork(collective.results(args, kwargs))
 
     def configure(
         self,
@@ -87,7 +138,8 @@ class ManagedProcessGroup(ProcessGroup):
         """Nothing: the group belongs to the Manager."""
 
     def size(self) -> int:
-        return self._manager.num_participants()
+        """Number of participants in this step; waits for the quorum. At least 1, because torch divides by it."""
+        return max(self._manager.num_participants(), 1)
 
     def rank(self) -> int:
         """0: who takes part changes from step to step, and a reduction does not ask."""
@@ -103,4 +155,38 @@ class ManagedProcessGroup(ProcessGroup):
 def _reduce_op(value: object) -> dist.ReduceOp.RedOpType:
     """The reduction of either call form; torch's default is a sum."""
     op: Any = getattr(value, "reduceOp", value)
-    return dist.ReduceOp.SUM if op is None else getattr(op, "op", op)
+    reduce_op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM if op is None else getattr(op, "op", op)
+    if reduce_op == _PREMUL_SUM:
+        raise Unsupported("a managed group has no PREMUL_SUM; multiply the tensor and use SUM")
+    return reduce_op
+
+
+@final
+class _AllOf(dist.Work):
+    """The reductions of several tensors as one."""
+
+    def __init__(self, works: list[dist.Work], tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._works = works
+        self._tensors = tensors
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        ended_well = [work.wait(timeout) if timeout else work.wait() for work in self._works]
+        return all(ended_well)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return torch.futures.collect_all([work.get_future() for work in self._works]).then(lambda _: self._tensors)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def synchronize(self) -> None:
+        for work in self._works:
+            work.synchronize()
+
+    def block_current_stream(self) -> None:
+        for work in self._works:
+            work.block_current_stream()

@@ -1,0 +1,417 @@
+"""Groups in torch's tables, and a mesh with a dimension across replica groups, in one process without a network."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import shutil
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch.distributed import ReduceOp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from tft_pg import (
+    Closed,
+    DummyWork,
+    ErrorSwallowingProcessGroupWrapper,
+    InvalidSetting,
+    ManagedProcessGroup,
+    ProcessGroup,
+    ProcessGroupDummy,
+    Unsupported,
+    extend_device_mesh,
+)
+
+TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "pg_coalesce_state")
+
+
+class Participants:
+    """A Manager whose participants all give the same tensor, and that notes what it is asked to reduce."""
+
+    def __init__(self, number: int = 3) -> None:
+        self.number = number
+        self.reduced: list[object] = []
+
+    def allreduce(self, tensor: torch.Tensor, *, reduce_op: object) -> dist.Work:
+        assert type(tensor) is torch.Tensor
+        self.reduced.append(reduce_op)
+        if reduce_op == ReduceOp.SUM:
+            tensor.mul_(self.number)
+        return DummyWork([tensor])
+
+    def num_participants(self) -> int:
+        return self.number
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    """Torch's default group, of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def manager() -> Participants:
+    return Participants()
+
+
+@pytest.fixture
+def pg(manager: Participants) -> ManagedProcessGroup:
+    return ManagedProcessGroup(manager)
+
+
+@pytest.fixture
+def inner(world: None) -> DeviceMesh:
+    return init_device_mesh("cpu", (1, 1), mesh_dim_names=("shard", "tp"))
+
+
+@pytest.fixture
+def mesh(inner: DeviceMesh, pg: ManagedProcessGroup) -> DeviceMesh:
+    return extend_device_mesh(inner, pg)
+
+
+def entries() -> list[int]:
+    """How much stands in torch's tables."""
+    world = dist.distributed_c10d._world
+    return [*(len(getattr(world, table)) for table in TABLES), *(len(groups) for groups in world.tags_to_pg.values())]
+
+
+# --- torch's tables ---
+
+
+def test_a_registered_group_is_known_by_its_name(world: None) -> None:
+    pg = ProcessGroupDummy()
+    assert pg.register("dp") is pg
+    assert dist.distributed_c10d._resolve_process_group(pg.group_name) is pg
+    assert (dist.get_process_group_ranks(pg), dist.get_rank(pg), dist.get_backend(pg)) == ([0], 0, "tft-dummy")
+    assert torch.equal(funcol.all_reduce(torch.ones(2), "sum", pg.group_name), torch.ones(2))
+    pg.unregister()
+    with pytest.raises(InvalidSetting, match=r"has no name, because it is not registered; call register first"):
+        _ = pg.group_name
+
+
+def test_a_group_that_comes_and_goes_leaves_nothing(world: None) -> None:
+    def once() -> weakref.ref[ProcessGroup]:
+        pg = ProcessGroupDummy()
+        pg.register("dp")
+        pg.unregister()
+        pg.register("dp-again")
+        pg.unregister()
+        pg.shutdown()
+        return weakref.ref(pg)
+
+    once()
+    before, kinds = sum(entries()), len(dist.Backend.backend_list)
+    groups = [once() for _ in range(100)]
+    gc.collect()
+    assert [group() for group in groups] == [None] * 100
+    assert (sum(entries()), len(dist.Backend.backend_list)) == (before, kinds)
+
+
+def test_unregister_does_not_end_a_group(world: None) -> None:
+    pg = ProcessGroupDummy()
+    pg.register("dp")
+    pg.unregister()
+    assert pg.errored() is None
+    pg.shutdown()
+    assert isinstance(pg.errored(), Closed)
+
+
+def test_groups_that_come_and_go_in_any_order_have_their_own_names(world: None) -> None:
+    one, two, three = ProcessGroupDummy(), ProcessGroupDummy(), ProcessGroupDummy()
+    one.register("one")
+    two.register("two")
+    one.unregister()
+    three.register("three")
+    one.register("one")
+    assert len({group.group_name for group in (one, two, three)}) == 3
+
+
+def test_what_register_refuses(world: None) -> None:
+    pg = ProcessGroupDummy()
+    for name in ("", "a b", "a:b", "a,b", "ä"):
+        with pytest.raises(InvalidSetting, match="can't be a group's name"):
+            pg.register(name)
+    with pytest.raises(InvalidSetting, match=r"ProcessGroupDummy\(.*\) is not registered; call register first"):
+        pg.unregister()
+    pg.register("dp")
+    with pytest.raises(InvalidSetting, match="'other' is registered already, as 'dp'; unregister it first"):
+        pg.register("other")
+    pg.unregister()
+    with pytest.raises(InvalidSetting, match="is not registered"):
+        pg.unregister()
+
+
+def test_register_needs_torchs_default_group() -> None:
+    with pytest.raises(InvalidSetting, match="call init_process_group first"):
+        ProcessGroupDummy().register("dp")
+
+
+def test_a_group_outlives_torchs_default_group(pg: ManagedProcessGroup) -> None:
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        pg.register("dp")
+        dist.destroy_process_group()
+    pg.unregister()
+
+
+def test_a_wrapper_has_a_parent_and_registers_itself(world: None) -> None:
+    inside = ProcessGroupDummy()
+    pg = ErrorSwallowingProcessGroupWrapper(inside)
+    pg.register("dp")
+    assert pg.parent is inside
+    assert inside.parent is None
+    with pytest.raises(InvalidSetting, match="has no name"):
+        _ = inside.group_name
+
+
+# --- the managed group ---
+
+
+def test_a_managed_group_is_as_large_as_its_participants(pg: ManagedProcessGroup, manager: Participants) -> None:
+    assert (pg.size(), pg.rank()) == (3, 0)
+    manager.number = 0  # before the first quorum
+    assert pg.size() == 1
+
+
+def test_a_managed_group_moves_weights_nowhere(mesh: DeviceMesh, pg: ManagedProcessGroup) -> None:
+    weights, out = torch.arange(3.0), torch.zeros(3)
+    dist.broadcast(weights, 0, group=pg)
+    dist.barrier(pg)
+    dist.all_gather([out], weights, group=pg)
+    assert torch.equal(out, weights)
+    dist.all_gather_single(out.zero_(), weights, group=pg)
+    assert torch.equal(out, weights)
+    dist.scatter(out.zero_(), [weights], 0, group=pg)
+    assert torch.equal(out, weights)
+    objects = ["state"]
+    dist.broadcast_object_list(objects, 0, group=pg)
+    assert objects == ["state"]
+
+
+@pytest.mark.parametrize(
+    ("words", "call"),
+    [
+        ("no _allgather_base over the part", lambda t, pg: dist.all_gather_single(torch.ones(9), t, group=pg)),
+        ("no allgather over the participants", lambda t, pg: dist.all_gather([t.clone() for _ in "abc"], t, group=pg)),
+        ("no allgather_into_tensor_coalesced over", lambda t, pg: funcol.all_gather_single(t, 0, pg)),
+        ("no _reduce_scatter_base: it reduces", lambda t, pg: dist.reduce_scatter_single(t[:1], t, group=pg)),
+        ("no alltoall_base: it reduces", lambda t, pg: dist.all_to_all_single(t.clone(), t, group=pg)),
+        ("no reduce: it reduces", lambda t, pg: dist.reduce(t, 0, group=pg)),
+        ("no recv: it reduces", lambda t, pg: pg.recv([t], 0, 0)),
+        ("no PREMUL_SUM; multiply", lambda t, pg: pg.allreduce([t], dist._make_nccl_premul_sum(2.0))),
+    ],
+)
+def test_what_a_managed_group_refuses(
+    mesh: DeviceMesh, pg: ManagedProcessGroup, words: str, call: Callable[[torch.Tensor, ProcessGroup], object]
+) -> None:
+    with pytest.raises(Unsupported, match=f"a managed group has {words}"):
+        call(torch.ones(3), pg)
+
+
+def test_a_managed_groups_root_is_0(pg: ManagedProcessGroup) -> None:
+    with pytest.raises(InvalidSetting, match="broadcast of a managed group has the root 1"):
+        pg.broadcast(torch.ones(1), 1)
+    pg.broadcast_one(torch.ones(1), 0).wait()
+
+
+def test_a_managed_group_reduces_several_tensors_as_one(mesh: DeviceMesh, pg: ManagedProcessGroup) -> None:
+    first, second = funcol.all_reduce_coalesced([torch.ones(2), torch.ones(1)], "sum", pg)
+    assert [first.tolist(), second.tolist()] == [[3.0, 3.0], [3.0]]
+    tensors = [torch.ones(1), torch.ones(2)]
+    work = pg.allreduce_coalesced(tensors, dist.AllreduceCoalescedOptions())
+    assert work.get_future().wait() == tensors
+    assert work.wait()
+    assert work.is_completed()
+    assert work.result() == tensors
+
+
+# --- the mesh ---
+
+
+def test_the_mesh_says_one_and_the_group_its_participants(mesh: DeviceMesh, pg: ManagedProcessGroup) -> None:
+    assert (mesh.mesh_dim_names, mesh.shape, mesh.size(), mesh.ndim) == (("dp", "shard", "tp"), (1, 1, 1), 1, 3)
+    for group in (mesh.get_group("dp"), mesh.get_group(0), mesh["dp"].get_group(), mesh["dp", "shard"].get_group("dp")):
+        assert group is pg
+    assert (mesh["dp"].size(), mesh["dp"].get_local_rank(), mesh.get_local_rank("dp"), pg.size()) == (1, 0, 0, 3)
+    assert mesh["dp", "shard"].mesh.tolist() == [[0]]
+    assert mesh.get_coordinate() == (0, 0, 0)
+    assert repr(mesh).startswith("DeviceMesh((dp=1, shard=1, tp=1), 'cpu'")
+    assert DeviceMesh._concatenate([mesh["dp"], mesh["tp"]]).get_group("dp") is pg
+
+
+def test_the_new_dimension_comes_where_it_is_wanted(inner: DeviceMesh, pg: ManagedProcessGroup) -> None:
+    registered = pg.register("groups")
+    for dim, names in enumerate([("r", "shard", "tp"), ("shard", "r", "tp"), ("shard", "tp", "r")]):
+        mesh = extend_device_mesh(inner, pg, "r", dim)
+        assert mesh.mesh_dim_names == names
+        assert mesh.get_group("r") is registered
+        assert mesh.get_group("tp") is inner.get_group("tp")
+
+
+def test_a_slice_and_a_flattened_mesh_can_be_extended(inner: DeviceMesh, pg: ManagedProcessGroup) -> None:
+    assert extend_device_mesh(inner["shard"], pg).mesh_dim_names == ("dp", "shard")
+    assert extend_device_mesh(inner._flatten("all"), pg).mesh_dim_names == ("dp", "all")
+    inner["shard", "tp"]._flatten("still")
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda mesh: mesh["dp", "shard"]._flatten(),
+        lambda mesh: mesh["dp", "shard"]._flatten("loss"),
+        lambda mesh: mesh._flatten("all"),
+        lambda mesh: mesh["dp"]._flatten("replicas"),
+        lambda mesh: DeviceMesh._concatenate([mesh["dp"], mesh["shard"]])._flatten(),
+        lambda mesh: copy.deepcopy(mesh)["dp", "shard"]._flatten(),
+        lambda mesh: mesh._unflatten("dp", (1,), ("other",)),
+        lambda mesh: mesh["dp", "shard"]._unflatten("dp", (1, 1), ("a", "b")),
+    ],
+)
+def test_what_would_leave_out_the_other_replicas_is_refused(mesh: DeviceMesh, act: Callable[[Any], object]) -> None:
+    with pytest.raises(Unsupported, match="across replica groups can't be flattened or unflattened"):
+        act(mesh)
+
+
+def test_what_extend_device_mesh_refuses(inner: DeviceMesh, pg: ManagedProcessGroup) -> None:
+    refused: list[tuple[str, tuple[Any, ...]]] = [
+        ("was given a str; give a DeviceMesh", ("mesh", pg)),
+        ("was given a ProcessGroup as group; give one of this package", (inner, dist.group.WORLD)),
+        ("has a dimension 'tp' already", (inner, pg, "tp")),
+        ("can't be number 3", (inner, pg, "dp", 3)),
+        ("can't be number -1", (inner, pg, "dp", -1)),
+        ("has no names for its dimensions", (init_device_mesh("cpu", (1,)), pg)),
+    ]
+    for words, arguments in refused:
+        with pytest.raises(InvalidSetting, match=words):
+            extend_device_mesh(*arguments)
+
+
+def test_a_mesh_is_copied_compared_and_pickled(mesh: DeviceMesh, inner: DeviceMesh, pg: ManagedProcessGroup) -> None:
+    for other in (copy.deepcopy(mesh), pickle.loads(pickle.dumps(mesh))):
+        assert (other, hash(other)) == (mesh, hash(mesh))
+        assert other["dp"].get_group() is pg
+    assert mesh != inner
+    assert b"tft" not in pickle.dumps(mesh)
+
+
+def test_dtensors_see_one_replica(mesh: DeviceMesh, manager: Participants) -> None:
+    tensor = torch.arange(4.0)
+    sharded = distribute_tensor(tensor, mesh, [Replicate(), Shard(0), Replicate()])
+    assert torch.equal(sharded.full_tensor(), tensor)
+    partial = DTensor.from_local(tensor, mesh, [Partial(), Replicate(), Replicate()])
+    assert torch.equal(partial.full_tensor(), tensor)
+    saved = io.BytesIO()
+    torch.save({"weight": sharded}, saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=True)["weight"]
+    assert (loaded.device_mesh, loaded.placements) == (mesh, sharded.placements)
+    assert copy.deepcopy(sharded).device_mesh.get_group("dp") is mesh.get_group("dp")
+    assert not manager.reduced
+
+
+REDUCTIONS: list[tuple[str, Callable[[torch.Tensor, DeviceMesh, Any], torch.Tensor]]] = [
+    ("the group", lambda x, mesh, pg: funcol.all_reduce(x, "sum", pg)),
+    ("mesh and dimension", lambda x, mesh, pg: funcol.all_reduce(x, "sum", (mesh, 0))),
+    ("a slice", lambda x, mesh, pg: funcol.all_reduce(x, "sum", mesh["dp"])),
+    ("the mesh's group", lambda x, mesh, pg: funcol.all_reduce(x, "sum", mesh.get_group("dp"))),
+    ("several", lambda x, mesh, pg: funcol.all_reduce_coalesced([x], "sum", pg)[0]),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch, when it first loads inductor
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+def test_functional_collectives(
+    mesh: DeviceMesh, pg: ManagedProcessGroup, manager: Participants, backend: str | None
+) -> None:
+    if backend == "inductor" and not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("inductor needs a C++ compiler, and there is none here")
+    for what, reduce in REDUCTIONS[:1] if backend == "inductor" else REDUCTIONS:
+
+        def step(x: torch.Tensor, reduce: Any = reduce) -> torch.Tensor:
+            total: torch.Tensor = reduce(x + 1, mesh, pg) * 2
+            return total
+
+        run = step if backend is None else torch.compile(step, backend=backend, fullgraph=True)
+        assert run(torch.ones(2)).tolist() == [12.0, 12.0], what
+        assert manager.reduced == [ReduceOp.SUM], what
+        manager.reduced.clear()
+
+
+# --- FSDP2 ---
+
+
+def backward_of(model: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    model(x).square().mean().backward()
+    return [parameter.grad.full_tensor() for parameter in model.parameters()]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("number", [1, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tensor_parallel", [False, True])
+def test_one_shards_gradient_is_the_mean_over_the_participants(
+    mesh: DeviceMesh, manager: Participants, number: int, dtype: torch.dtype, tensor_parallel: bool
+) -> None:
+    manager.number = number
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)).to(dtype)
+    alone = copy.deepcopy(model)
+    x = torch.randn(3, 4, dtype=dtype)
+    alone(x).square().mean().backward()
+    if tensor_parallel:
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(output_layouts=Replicate())})
+    fully_shard(model, mesh=mesh["dp", "shard"])
+    # All participants give the same, so that the mean is what each gives.
+    for gradient, expected in zip(backward_of(model, x), alone.parameters(), strict=True):
+        torch.testing.assert_close(gradient, expected.grad)
+    assert len(manager.reduced) == 1
+
+
+def test_reductions_in_another_dtype_are_the_mean_too(mesh: DeviceMesh, manager: Participants) -> None:
+    model = torch.nn.Linear(4, 4)
+    alone, x = copy.deepcopy(model), torch.randn(3, 4)
+    alone(x).square().mean().backward()
+    fully_shard(model, mesh=mesh["dp", "shard"], mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
+    for gradient, expected in zip(backward_of(model, x), alone.parameters(), strict=True):
+        torch.testing.assert_close(gradient, expected.grad, atol=1e-3, rtol=1e-2)
+    assert manager.reduced == [ReduceOp.SUM]  # 3 participants: FSDP2 divides by what the group says
+
+
+def test_a_custom_divide_factor_divides_the_sum_over_the_participants(mesh: DeviceMesh, manager: Participants) -> None:
+    model = torch.nn.Linear(4, 4)
+    alone, x = copy.deepcopy(model), torch.randn(3, 4)
+    alone(x).square().mean().backward()
+    fully_shard(model, mesh=mesh["dp", "shard"])
+    model.set_gradient_divide_factor(mesh["shard"].size() * mesh.get_group("dp").size())
+    for gradient, expected in zip(backward_of(model, x), alone.parameters(), strict=True):
+        torch.testing.assert_close(gradient, expected.grad)
+    model.zero_grad()
+    model.set_gradient_divide_factor(1.0)
+    for gradient, expected in zip(backward_of(model, x), alone.parameters(), strict=True):
+        assert expected.grad is not None
+        torch.testing.assert_close(gradient, 3 * expected.grad)
+
+
+def test_a_sharded_models_state_goes_out_and_in(mesh: DeviceMesh) -> None:
+    models = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
+    for model in models:
+        fully_shard(model, mesh=mesh["dp", "shard"])
+    state = get_model_state_dict(models[0])
+    assert state["weight"].placements == (Replicate(), Shard(0))
+    assert state["weight"].device_mesh == mesh["dp", "shard"]
+    set_model_state_dict(models[1], state)
+    assert torch.equal(models[0].weight.full_tensor(), models[1].weight.full_tensor())  # type: ignore[operator]
