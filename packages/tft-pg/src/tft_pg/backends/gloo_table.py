@@ -1,0 +1,126 @@
+"""Which dtypes, reductions and layouts torch's Gloo has, as a table.
+
+Most of what Gloo has not it refuses by itself, before anything is sent. Some of it goes wrong in silence: a tensor with
+gaps is reduced as if it had none, a sum of bools leaves bytes that are neither true nor false, and a mean of integers
+fails after the tensor has been overwritten. So everything is looked up first, and refused on each rank alike. The four
+float dtypes of training are looked at for gaps only, because torch names the reductions that it has not for them. The
+law of this file: pure functions from a call to a sentence part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp
+
+from tft_pg.ops import Collective
+
+__all__ = ["lacks"]
+
+_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+_WHOLE = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
+_COMPLEX = frozenset({torch.complex64, torch.complex128})
+_BITWISE = ("MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR")
+
+_ANY_BYTES = frozenset({"send", "recv", "recv_anysource"})
+_MOVES_COMPLEX = frozenset({"broadcast"})
+_REDUCES = frozenset(
+    {
+        *("allreduce", "allreduce_coalesced", "reduce"),
+        *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
+    }
+)
+# These read and write as many bytes from the first element on as the tensor has elements.
+_BLIND_TO_GAPS = frozenset({"allreduce", "reduce", "broadcast"})
+
+
+def lacks(collective: Collective, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
+    """Why Gloo can't do this call; empty if it can, or says so itself before anything is sent.
+
+    Args:
+        collective: which.
+        args, kwargs: as the caller gave them.
+    """
+    tensor = _first_tensor(collective.argument(0, args, kwargs))
+    if tensor is None and len(collective.parameters) > 1:
+        tensor = _first_tensor(collective.argument(1, args, kwargs))
+    if tensor is None:
+        return ""
+    name = collective.name
+    if name in _ANY_BYTES:
+        return "a receive from anybody needs at least one element" if _is_empty(name, tensor) else ""
+    dtype = tensor.dtype
+    if dtype not in _FLOATS:
+        fault = _dtype_fault(collective, dtype, args, kwargs)
+        if fault:
+            return fault
+    if name in _BLIND_TO_GAPS and not tensor.is_contiguous() and not _is_dense(tensor):
+        return f"a tensor of {_word(dtype)} with gaps between its elements; make it contiguous"
+    return ""
+
+
+def _first_tensor(value: object) -> torch.Tensor | None:
+    while isinstance(value, (list, tuple)):
+        if not value:
+            return None
+        value = value[0]
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _is_empty(name: str, tensor: torch.Tensor) -> bool:
+    return name == "recv_anysource" and tensor.numel() == 0
+
+
+def _dtype_fault(
+    collective: Collective, dtype: torch.dtype, args: Sequence[object], kwargs: Mapping[str, object]
+) -> str:
+    if dtype not in _WHOLE and dtype not in _COMPLEX and dtype is not torch.bool:
+        return f"Gloo has no {_word(dtype)}; use another dtype, or view it as one of its size"
+    if collective.name not in _REDUCES:
+        if dtype in _COMPLEX and collective.name not in _MOVES_COMPLEX:
+            return f"Gloo has no {_word(dtype)} here; view it as real"
+        return ""
+    op = _op_name(collective, args, kwargs)
+    if op in _reductions(dtype):
+        return ""
+    hint = "use MAX" if dtype is torch.bool and op == "SUM" else "use another dtype or reduction"
+    return f"Gloo has no {op} of {_word(dtype)}; {hint}"
+
+
+def _reductions(dtype: torch.dtype) -> tuple[str, ...]:
+    if dtype in _COMPLEX:
+        return ("SUM", "AVG")
+    return _BITWISE if dtype is torch.bool else ("SUM", *_BITWISE)
+
+
+def _op_name(collective: Collective, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
+    given: Any = None
+    for index, keywords in enumerate(collective.parameters):
+        if "op" in keywords or "opts" in keywords:
+            given = collective.argument(index, args, kwargs)
+            if given is not None and not isinstance(given, int):
+                break
+    op = getattr(given, "reduceOp", given)
+    for name in ("SUM", "AVG", *_BITWISE, "PREMUL_SUM"):
+        if op == getattr(ReduceOp, name):
+            return name
+    return "SUM" if op is None or isinstance(op, int) else str(op)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie side by side in some order, such as a transposed matrix's; what is sparse does."""
+    if tensor.layout is not torch.strided:
+        return True
+    expected = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1:
+            if stride != expected:
+                return False
+            expected *= length
+    return True
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
