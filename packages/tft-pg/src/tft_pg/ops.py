@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.distributed import ReduceOp
 
 from tft_pg.errors import InvalidSetting
 
@@ -41,6 +42,18 @@ class Collective:
         if index < len(args):
             return args[index]
         return next((kwargs[key] for key in self.parameters[index] if key in kwargs), None)
+
+    def reduction(self, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
+        """The name of the reduction that a call asks for, as `torch.distributed.ReduceOp` has it; a sum by default."""
+        given: object = None
+        for index, keywords in enumerate(self.parameters):
+            if "op" in keywords or "opts" in keywords:
+                given = self.argument(index, args, kwargs)
+                if given is not None and not isinstance(given, int):
+                    break
+        op = getattr(given, "reduceOp", given)
+        op = getattr(op, "op", op)  # a ReduceOp, which may carry a factor, has one of the kinds
+        return op.name if isinstance(op, ReduceOp.RedOpType) else "SUM"
 
     def results(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
         """The tensors that the operation fills in, as one flat list: what its Work's future holds."""
@@ -104,20 +117,20 @@ COLLECTIVES: tuple[Collective, ...] = (
     ),
     Collective(
         "reduce_scatter",
-        (("output_tensors",), ("input_tensors", "input_tensor"), _OPTS_OR_OP, ("timeout",)),
+        (("output_tensors", "output"), ("input_tensors", "input"), _OPTS_OR_OP, ("timeout",)),
         outputs=0,
         inputs=1,
     ),
     Collective(
         "_reduce_scatter_base",
-        (("outputTensor", "output_tensor"), ("inputTensor", "input_tensor"), _OPTS),
+        (("outputTensor",), ("inputTensor",), _OPTS),
         outputs=0,
         inputs=1,
         aliases=("reduce_scatter_single",),
     ),
     Collective(
         "reduce_scatter_tensor_coalesced",
-        (("outputTensors", "output_tensors"), ("inputTensors", "input_tensors"), _OPTS),
+        (("outputs",), ("inputs",), _OPTS),
         outputs=0,
         inputs=1,
         aliases=("reduce_scatter_single_coalesced",),

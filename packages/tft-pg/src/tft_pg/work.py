@@ -18,11 +18,13 @@ import torch.distributed as dist
 
 from tft_pg.errors import ProcessGroupError
 
-__all__ = ["ConvertsErrors", "DummyWork", "GuardedWork", "PendingWork"]
+__all__ = ["ConvertsErrors", "DummyWork", "FailedWork", "GuardedWork", "PendingWork"]
 
 _Future = torch.futures.Future[Any]
 
 _LOOK_S = 0.1
+_LOOK = timedelta(seconds=_LOOK_S)
+_promising = threading.Lock()
 
 
 @final
@@ -81,19 +83,17 @@ class GuardedWork(dist.Work):
         work: the Work that does the waiting.
         converter: the group that it belongs to.
         operation: name of the collective.
+        in_shares: whether to look in between whether the backend has forgotten the operation. Then a wait for `work`
+            that is left early costs nothing, and it tells when it has ended; else its one wait has another way out.
     """
 
-    def __init__(self, work: dist.Work, converter: ConvertsErrors, operation: str) -> None:
+    def __init__(self, work: dist.Work, converter: ConvertsErrors, operation: str, *, in_shares: bool = True) -> None:
         super().__init__()
         self._work = work
         self._converter = converter
         self._operation = operation
-        self._lock = threading.Lock()
-        self._settled = False
-        self._value: object = None
-        self._error: Exception | None = None
-        self._trigger: _Future = torch.futures.Future()
-        self._future: _Future | None = None
+        self._in_shares = in_shares
+        self._promise: _Promise | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the operation has ended.
@@ -102,10 +102,12 @@ class GuardedWork(dist.Work):
             timeout: how long at most; None or zero: as long as the operation's own time-out allows.
         Raises: ProcessGroupError: the operation failed; the backend's error is attached as its cause.
         """
+        if not self._in_shares:
+            return self._wait_at_once(timeout)
         deadline_s = time.monotonic() + timeout.total_seconds() if timeout else None
         while True:
             try:
-                return self._work.wait(_share(deadline_s))
+                return self._work.wait(_LOOK if deadline_s is None else _share(deadline_s))
             except ProcessGroupError:
                 raise
             except RuntimeError as error:
@@ -114,16 +116,15 @@ class GuardedWork(dist.Work):
                         self._fail(error)
                 else:
                     # The share of the wait may have run out in the moment in which the operation ended well.
-                    return self._ended()
+                    return self._wait_at_once(None)
             forgotten = self._converter.forgotten(self._operation)
             if forgotten is not None and not self._work.is_completed():
                 self._abandon(forgotten)
                 raise forgotten
 
-    def _ended(self) -> bool:
-        """How the operation ended, now that it has."""
+    def _wait_at_once(self, timeout: timedelta | None) -> bool:
         try:
-            return self._work.wait()
+            return self._work.wait(timeout) if timeout else self._work.wait()
         except ProcessGroupError:
             raise
         except RuntimeError as error:
@@ -133,25 +134,31 @@ class GuardedWork(dist.Work):
         converted = self._converter.convert(self._operation, error)
         if self._work.is_completed():
             # A backend's Work keeps connections and threads; an error that somebody keeps must not.
-            self._work = _FailedWork(converted)
+            self._work = FailedWork(converted)
         raise converted from error
 
     def get_future(self) -> _Future:
         """A future with the backend's result or error; the group is told of an error when it comes."""
-        if self._future is None:
-            self._future = self._trigger.then(self._outcome)
-            self._work.get_future().add_done_callback(self._settle)
+        with _promising:
+            promise, made = self._promise, self._promise is None
+            if promise is None:
+                future = self._work.get_future()  # raises where the backend has none
+                promise = self._promise = _Promise()
+        if made:
+            future.add_done_callback(self._settle)
             self._converter.handed_out_future(self)
-        return self._future
+        return promise.future
 
     def _settle(self, future: _Future) -> None:
+        assert self._promise is not None
         try:
-            self._value = future.value()
+            value = future.value()
         except Exception as error:
             if isinstance(error, RuntimeError) and not isinstance(error, ProcessGroupError):
                 self._converter.convert(self._operation, error)
-            self._error = error
-        self._set_off()
+            self._promise.fail(error)
+        else:
+            self._promise.keep(value)
 
     def give_up(self) -> None:
         """Fail its future, because the backend has forgotten the operation."""
@@ -160,21 +167,9 @@ class GuardedWork(dist.Work):
             self._abandon(forgotten)
 
     def _abandon(self, error: Exception) -> None:
-        self._work = _FailedWork(error)
-        self._error = error
-        self._set_off()
-
-    def _set_off(self) -> None:
-        with self._lock:
-            if self._settled:
-                return
-            self._settled = True
-        self._trigger.set_result(None)
-
-    def _outcome(self, _: _Future) -> object:
-        if self._error is not None:
-            raise self._error
-        return self._value
+        self._work = FailedWork(error)
+        if self._promise is not None:
+            self._promise.fail(error)
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
@@ -192,65 +187,47 @@ class GuardedWork(dist.Work):
         self._work.block_current_stream()
 
 
-def _share(deadline_s: float | None) -> timedelta:
-    """How long to wait before the next look at whether there is anything to wait for."""
-    share_s = _LOOK_S if deadline_s is None else min(_LOOK_S, deadline_s - time.monotonic())
-    return timedelta(seconds=max(share_s, 0.001))
-
-
 @final
-class WaitedElsewhere(dist.Work):
-    """A Work whose `wait` can't be left once begun, waited for by a thread of its own, which `wait` then waits for.
+class _Promise:
+    """A future that C++ sees the error of too, and that is settled once; what comes second is ignored.
 
-    Args:
-        work: torch's for a send or a receive: a time-out given to its `wait` ends the group.
+    One that is made by `then` carries an error as such; `set_exception` would look like a result to C++.
     """
 
-    def __init__(self, work: dist.Work) -> None:
-        super().__init__()
-        self._work = work
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._done = threading.Event()
+        self._settled = False
+        self._value: object = None
         self._error: Exception | None = None
+        self._trigger: _Future = torch.futures.Future()
+        self.future: _Future = self._trigger.then(self._outcome)
 
-    def _wait(self) -> None:
-        try:
-            self._work.wait()
-        except Exception as error:
-            self._error = error
-        self._done.set()
+    def keep(self, value: object) -> None:
+        self._settle(value, None)
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def fail(self, error: Exception) -> None:
+        self._settle(None, error)
+
+    def _settle(self, value: object, error: Exception | None) -> None:
         with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._wait, name="tft-pg-wait", daemon=True)
-                self._thread.start()
-        if not self._done.wait(timeout.total_seconds() if timeout else None):
-            assert timeout is not None
-            raise RuntimeError(f"Timed out waiting {timeout.total_seconds():g} s for a send or a receive to complete")
+            if self._settled:
+                return
+            self._settled, self._value, self._error = True, value, error
+        self._trigger.set_result(None)
+
+    def _outcome(self, _: _Future) -> object:
         if self._error is not None:
             raise self._error
-        return True
+        return self._value
 
-    def get_future(self) -> _Future:
-        return self._work.get_future()
 
-    def is_completed(self) -> bool:
-        return self._done.is_set()
-
-    def result(self) -> list[torch.Tensor]:
-        return self._work.result()
-
-    def source_rank(self) -> int:
-        return self._work.source_rank()
-
-    def synchronize(self) -> None:
-        self._work.synchronize()
+def _share(deadline_s: float) -> timedelta:
+    """How long to wait before the next look at whether there is anything to wait for."""
+    return timedelta(seconds=max(min(_LOOK_S, deadline_s - time.monotonic()), 0.001))
 
 
 @final
-class _FailedWork(dist.Work):
+class FailedWork(dist.Work):
     """What is left of an operation that has failed."""
 
     def __init__(self, error: Exception) -> None:
@@ -293,14 +270,7 @@ class PendingWork(dist.Work):
         self._done = threading.Event()
         self._error: Exception | None = None
         self._result: list[torch.Tensor] = []
-        self._trigger: _Future = torch.futures.Future()
-        # A future made by `then` carries an error that C++ sees too; `set_exception` would look like a result there.
-        self._future: _Future = self._trigger.then(self._outcome)
-
-    def _outcome(self, _: _Future) -> list[torch.Tensor]:
-        if self._error is not None:
-            raise self._error
-        return self._result
+        self._promise = _Promise()
 
     def finish(self, result: list[torch.Tensor]) -> None:
         with self._lock:
@@ -308,7 +278,7 @@ class PendingWork(dist.Work):
                 return
             self._result = result
             self._done.set()
-        self._trigger.set_result(None)
+        self._promise.keep(result)
 
     def fail(self, error: Exception) -> None:
         with self._lock:
@@ -316,7 +286,7 @@ class PendingWork(dist.Work):
                 return
             self._error = error
             self._done.set()
-        self._trigger.set_result(None)
+        self._promise.fail(error)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         limit = timeout or self._limit
@@ -327,7 +297,7 @@ class PendingWork(dist.Work):
         return True
 
     def get_future(self) -> _Future:
-        return self._future
+        return self._promise.future
 
     def is_completed(self) -> bool:
         return self._done.is_set()

@@ -9,7 +9,8 @@ the peer's place and hang up.
 One thing Gloo forgets when a connection ends: who waits for the rest of a message of which a part has passed (pair.cc
 signals operations that have not begun, and none that has). So an abort lets what is under way pass first, for some
 milliseconds; and where a peer died in the middle of a message, nobody waits for the operation any longer than it
-takes to be sure that it will not end, though its thread in torch stays until the operation's own time-out.
+takes to be sure that it will not end, though its thread in torch stays until the operation's own time-out. A send or
+a receive has no such thread, and the wait for it is ended (see `transfers`).
 
 The law of this file: how a Gloo group is built, severed, and what its errors mean. The life cycle is in `native`.
 """
@@ -25,6 +26,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -33,9 +35,13 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tft_pg import sockets
 from tft_pg.backends.attempt import Attempt
+from tft_pg.backends.gloo_table import lacks
 from tft_pg.backends.live import LiveGroup
 from tft_pg.backends.native import NativeProcessGroup
+from tft_pg.backends.reduce_scatter import start_reduce_scatter
+from tft_pg.backends.transfers import Transfers, check_supported
 from tft_pg.backends.watch import Watch
+from tft_pg.checks import fault_of
 from tft_pg.errors import (
     ConfigureFailed,
     DeadlinePassed,
@@ -43,10 +49,11 @@ from tft_pg.errors import (
     OperationRefused,
     PeerFailed,
     Unsupported,
+    Where,
 )
+from tft_pg.forwarding import forward
 from tft_pg.ops import Collective
 from tft_pg.sockets import Endpoint
-from tft_pg.work import WaitedElsewhere
 
 __all__ = ["ProcessGroupGloo"]
 
@@ -58,8 +65,8 @@ _NEVER_FIRST = timedelta(minutes=10)
 _POKE_S = 0.2
 # After this long without connections an operation has failed, if Gloo has not forgotten it.
 _STRAGGLE_S = 0.2
-# No thread of torch's runs these. Its reduce_scatter is an allreduce inside, whose end it does not tell before a wait.
 _POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
+_REDUCE_SCATTERS = frozenset({"reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"})
 _THREADS = "/proc/self/task"
 _REDUCER_THREAD = "(pt_gloo_runloop) "
 
@@ -77,7 +84,9 @@ class ProcessGroupGloo(NativeProcessGroup):
     every rank is on this machine); else torch's choice: the address of this machine's own name, or loopback if that
     name has none.
 
-    Raises: InvalidSetting: both are given, or the time-out is not above zero. Unsupported: not on this system.
+    Raises:
+        InvalidSetting: both are given, or the time-out is not above zero.
+        Unsupported: not on this system, or not with this torch.
     """
 
     def __init__(
@@ -92,6 +101,7 @@ class ProcessGroupGloo(NativeProcessGroup):
             raise InvalidSetting(f"name an interface ({interface}) or a hostname ({hostname}), not both")
         if not sockets.supported():
             raise Unsupported("ProcessGroupGloo needs Linux: it finds its connections through /proc")
+        check_supported()
         self._interface = interface
         self._hostname = hostname
         self._devices: tuple[object, ...] = ()
@@ -126,19 +136,25 @@ class ProcessGroupGloo(NativeProcessGroup):
         torch_group = dist.ProcessGroup(store, where.rank, where.world_size)
         torch_group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
         torch_group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        transfers = Transfers()
         live = LiveGroup(
             torch_group,
             set_timeout=backend.set_timeout,
             sever=mesh.end,
             settle=mesh.settle,
             is_over=mesh.is_over,
-            adapt=_adapt,
-            tells_its_end=_tells_its_end,
+            tells_its_end=lambda collective: collective.name not in _POINT_TO_POINT,
             classify=_classify,
             where=where,
+            start=partial(_start, where, transfers),
         )
         give_up = weakref.WeakMethod(live.give_up)  # a group that nobody holds any more has no thread that does
-        mesh.watch(lambda: (give_up() or _nothing)())
+
+        def on_severed() -> None:
+            transfers.end()
+            (give_up() or _nothing)()
+
+        mesh.watch(on_severed)
         return live
 
     def _discard(self) -> None:
@@ -161,16 +177,26 @@ class ProcessGroupGloo(NativeProcessGroup):
         return (_Gloo.create_default_device(lazy_init=False),)
 
 
-def _tells_its_end(collective: Collective) -> bool:
-    return collective.name not in _POINT_TO_POINT and "reduce_scatter" not in collective.name
-
-
 def _nothing() -> None:
     return None
 
 
-def _adapt(collective: Collective, work: dist.Work) -> dist.Work:
-    return WaitedElsewhere(work) if collective.name in _POINT_TO_POINT else work
+def _start(
+    where: Where,
+    transfers: Transfers,
+    torch_group: dist.ProcessGroup,
+    collective: Collective,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+) -> dist.Work:
+    fault = fault_of(collective, args, kwargs, rank=where.rank or 0, world_size=where.world_size or 1)
+    fault = fault or lacks(collective, args, kwargs)
+    if fault:
+        raise OperationRefused(f"{collective.name} was refused ({where}): {fault}; mend the call", where=where)
+    if collective.name in _REDUCE_SCATTERS:
+        return start_reduce_scatter(torch_group, collective, args, kwargs)
+    work = forward(torch_group, collective, args, kwargs)
+    return transfers.adopt(work) if collective.name in _POINT_TO_POINT else work
 
 
 def _reducing() -> bool:

@@ -10,10 +10,8 @@ law of this file: pure functions from a call to a sentence part.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
-from torch.distributed import ReduceOp
 
 from tft_pg.ops import Collective
 
@@ -82,7 +80,7 @@ def _dtype_fault(
         if dtype in _COMPLEX and collective.name not in _MOVES_COMPLEX:
             return f"Gloo has no {_word(dtype)} here; view it as real"
         return ""
-    op = _op_name(collective, args, kwargs)
+    op = collective.reduction(args, kwargs)
     if op in _reductions(dtype):
         return ""
     hint = "use MAX" if dtype is torch.bool and op == "SUM" else "use another dtype or reduction"
@@ -93,20 +91,6 @@ def _reductions(dtype: torch.dtype) -> tuple[str, ...]:
     if dtype in _COMPLEX:
         return ("SUM", "AVG")
     return _BITWISE if dtype is torch.bool else ("SUM", *_BITWISE)
-
-
-def _op_name(collective: Collective, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
-    given: Any = None
-    for index, keywords in enumerate(collective.parameters):
-        if "op" in keywords or "opts" in keywords:
-            given = collective.argument(index, args, kwargs)
-            if given is not None and not isinstance(given, int):
-                break
-    op = getattr(given, "reduceOp", given)
-    for name in ("SUM", "AVG", *_BITWISE, "PREMUL_SUM"):
-        if op == getattr(ReduceOp, name):
-            return name
-    return "SUM" if op is None or isinstance(op, int) else str(op)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

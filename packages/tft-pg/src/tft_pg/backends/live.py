@@ -39,6 +39,7 @@ _LOOK_S = 0.02
 _MOMENT_S = 0.001
 _RELEASE_S = 5.0
 
+_Start = Callable[[dist.ProcessGroup, Collective, tuple[object, ...], Mapping[str, object]], dist.Work]
 _Fault = type[PeerFailed] | type[DeadlinePassed] | type[OperationRefused]
 
 _SENTENCES: Mapping[_Fault, str] = {
@@ -86,10 +87,14 @@ class LiveGroup:
         sever: ends whatever waits in it; called once, from any thread, and returns at once.
         settle: called last of all, when the torch group is gone; may wait for what `sever` has ended.
         is_over: whether an operation that has not ended by now never will.
-        adapt: makes of the backend's Work one whose `wait` may be given a time-out at no cost.
         tells_its_end: whether a thread of the torch group runs this collective, and its Work tells when it has ended.
+            Such a Work is waited for in shares, and may be left; of any other, what `sever` does must end the wait.
         classify: which fault an error of its operations is.
         where: its place, for messages.
+        start: starts a collective of the torch group.
+        adapt: makes of the backend's Work the one that is waited for; None: it is that already.
+        guard: makes the Work that the caller gets, of the adapted one; by default one whose future is settled by the
+            host.
     """
 
     def __init__(
@@ -100,10 +105,12 @@ class LiveGroup:
         sever: Callable[[], None],
         settle: Callable[[], None],
         is_over: Callable[[], bool],
-        adapt: Callable[[Collective, dist.Work], dist.Work],
         tells_its_end: Callable[[Collective], bool],
         classify: Callable[[Exception], _Fault],
         where: Where,
+        start: _Start = forward,
+        adapt: Callable[[Collective, dist.Work], dist.Work] | None = None,
+        guard: Callable[[dist.Work, LiveGroup, str], dist.Work] | None = None,
     ) -> None:
         self.where = where
         self._torch_group: dist.ProcessGroup | None = torch_group
@@ -111,6 +118,8 @@ class LiveGroup:
         self._sever = sever
         self._settle = settle
         self._adapt = adapt
+        self._start = start
+        self._guard = guard
         self._tells_its_end = tells_its_end
         self._is_over = is_over
         self._unfinished: weakref.WeakSet[GuardedWork] = weakref.WeakSet()
@@ -132,13 +141,18 @@ class LiveGroup:
             raise self._because_ended(collective.name)
         # The group stays out of this frame's variables: an error that somebody keeps would keep its threads too.
         try:
-            work = forward(self._torch_group, collective, args, kwargs)  # type: ignore[arg-type]
-            adapted = self._adapt(collective, work)
-            if self._tells_its_end(collective):
-                self._has_running_works()
+            work = self._start(self._torch_group, collective, args, kwargs)  # type: ignore[arg-type]
+            adapted = work if self._adapt is None else self._adapt(collective, work)
+            runs = self._tells_its_end(collective)
+            if runs:
                 with self._lock:
+                    self._forget_ended()
                     self._running.append(work)
-            return GuardedWork(adapted, self, collective.name)
+            if self._guard is not None:
+                return self._guard(adapted, self, collective.name)
+            return GuardedWork(adapted, self, collective.name, in_shares=runs)
+        except ProcessGroupError:
+            raise
         except RuntimeError as error:
             raise self.convert(collective.name, error) from error
 
@@ -216,6 +230,7 @@ class LiveGroup:
         while self._has_running_works() and not self._is_over() and time.monotonic() < deadline_s:
             time.sleep(_MOMENT_S)
         with self._lock:
+            self._running = deque(work for work in self._running if not work.is_completed())
             if self._running and self._torch_group is not None:
                 _leave(self._torch_group, tuple(self._running))
             self._running.clear()
@@ -225,9 +240,13 @@ class LiveGroup:
 
     def _has_running_works(self) -> bool:
         with self._lock:
-            while self._running and self._running[0].is_completed():
-                self._running.popleft()
+            self._forget_ended()
             return bool(self._running)
+
+    def _forget_ended(self) -> None:
+        running = self._running
+        while running and running[0].is_completed():
+            running.popleft()
 
     def _because_ended(self, operation: str) -> ProcessGroupError:
         assert self._ended is not None

@@ -1,0 +1,180 @@
+"""Sends and receives of Gloo, with a wait that can be ended from another thread.
+
+No thread of torch's runs a send or a receive: Gloo's event loop does, and its Work only waits for a signal of it. That
+signal never comes when a connection ends in the middle of a message, and a time-out given to the wait would end the
+group. Torch's C++ classes have what is needed, an `abort` that wakes who waits; but Python can't see it. So it is
+called through the C interface of the library: by its name, on the object that torch's Python handle points to, and
+only after the object's table of virtual functions has been found to be that of the class whose function it is. It is
+called when the connections have been shut down and nothing more can arrive, so that a time-out is harmless as well.
+The law of this file: one group's transfers; nothing of connections, and no other call into C++.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+from tft_pg.errors import Unsupported
+from tft_pg.work import FailedWork
+
+__all__ = ["Transfers", "check_supported"]
+
+_MOMENT = timedelta(milliseconds=1)
+_CLASSES = ("SendWork", "RecvWork")
+# As the Itanium C++ ABI writes c10d::ProcessGroupGloo's member classes: the table of virtual functions, and `abort()`.
+# An object points behind the table's first two entries.
+_TABLE = "_ZTVN4c10d16ProcessGroupGloo8{}E"
+_ABORT = "_ZN4c10d16ProcessGroupGloo8{}5abortEv"
+_TABLE_START_BYTES = 2 * ctypes.sizeof(ctypes.c_void_p)
+
+_Abort = Callable[[int], None]
+
+
+@functools.cache
+def _aborts() -> Mapping[int, _Abort]:
+    """The function that ends a wait, by the address of the table of virtual functions.
+
+    Raises: Unsupported: this torch has no such functions.
+    """
+    try:
+        library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
+        found: dict[int, _Abort] = {}
+        for name in _CLASSES:
+            table = ctypes.addressof(ctypes.c_char.in_dll(library, _TABLE.format(name)))
+            abort = library[_ABORT.format(name)]
+            abort.argtypes, abort.restype = [ctypes.c_void_p], None
+            found[table + _TABLE_START_BYTES] = abort
+    except (OSError, ValueError, AttributeError) as error:
+        raise Unsupported(
+            f"this torch ({torch.__version__}) has no way to end a wait for a send or a receive; use a version that "
+            "tft-pg supports"
+        ) from error
+    return found
+
+
+def check_supported() -> None:
+    """Raises: Unsupported: a wait for a send or a receive could not be ended with this torch."""
+    _aborts()
+
+
+def _waker(work: dist.Work) -> Callable[[], None]:
+    """What ends a wait for a send or a receive of torch's, as long as somebody holds that.
+
+    Raises: Unsupported: it is none.
+    """
+    # What follows the head of a Python object of pybind11's is the address of the C++ object.
+    address = ctypes.c_void_p.from_address(id(work) + object.__basicsize__).value
+    table = ctypes.c_void_p.from_address(address).value if address else None
+    abort = _aborts().get(table) if table else None
+    if address is None or abort is None:
+        raise Unsupported(f"a wait for {work!r} could not be ended; use a version of torch that tft-pg supports")
+    return functools.partial(abort, address)
+
+
+@final
+class Transfers:
+    """The sends and receives of one group in which somebody waits."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waited_for: dict[dist.Work, Callable[[], None]] = {}
+        self._over = False
+
+    def adopt(self, work: dist.Work) -> dist.Work:
+        """The Work of a send or a receive, so that its wait can be ended. Raises: Unsupported: by another torch."""
+        return _Transfer(work, _waker(work), self)
+
+    def end(self) -> None:
+        """End every wait, now that the connections have been shut down and nothing can arrive any more."""
+        with self._lock:
+            self._over = True
+            for wake in self._waited_for.values():
+                wake()
+
+    def wait(self, work: dist.Work, wake: Callable[[], None], timeout: timedelta | None) -> bool:
+        """Wait for one of torch's Works; False if it will never end."""
+        with self._lock:
+            over = self._over
+            if not over:
+                self._waited_for[work] = wake
+        if over:
+            return _has_ended(work)
+        try:
+            ended = work.wait(timeout) if timeout else work.wait()
+        finally:
+            with self._lock:
+                del self._waited_for[work]
+        # It is woken also if it had ended in that very moment.
+        return ended or _has_ended(work)
+
+
+def _has_ended(work: dist.Work) -> bool:
+    """Whether a transfer of a group without connections came to its end before. Raises: RuntimeError: it failed."""
+    try:
+        return work.wait(_MOMENT)
+    except RuntimeError as error:
+        if "Timed out waiting" in str(error):
+            return False
+        raise
+
+
+@final
+class _Transfer(dist.Work):
+    """One send or receive: torch's Work is waited for once, and what came of that is kept.
+
+    Args:
+        work: torch's; a time-out given to its `wait` ends the group when it passes, as it does with torch alone.
+        wake: ends that wait.
+        transfers: of its group.
+    """
+
+    def __init__(self, work: dist.Work, wake: Callable[[], None], transfers: Transfers) -> None:
+        super().__init__()
+        self._work = work
+        self._wake = wake
+        self._transfers = transfers
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self._lock.acquire(timeout=timeout.total_seconds() if timeout else -1):
+            assert timeout is not None
+            raise RuntimeError(f"Timed out waiting {timeout.total_seconds():g} s for a send or a receive")
+        try:
+            if not self._ended:
+                self._end(timeout)
+        finally:
+            self._lock.release()
+        return not isinstance(self._work, FailedWork) or self._work.wait()
+
+    def _end(self, timeout: timedelta | None) -> None:
+        try:
+            if not self._transfers.wait(self._work, self._wake, timeout):
+                self._work = FailedWork(RuntimeError("Connection closed in the middle of a message"))
+        except RuntimeError as error:
+            # Without its frames: an error that somebody keeps must not keep torch's Work, and with it connections.
+            self._work = FailedWork(RuntimeError(*error.args))
+        self._ended = True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._work.get_future()
+
+    def is_completed(self) -> bool:
+        return self._ended
+
+    def result(self) -> list[torch.Tensor]:
+        return self._work.result()
+
+    def source_rank(self) -> int:
+        return self._work.source_rank()
+
+    def synchronize(self) -> None:
+        self._work.synchronize()

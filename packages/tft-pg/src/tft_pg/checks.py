@@ -1,0 +1,155 @@
+"""What one rank can see to be wrong with a call, before anything is sent.
+
+Torch's backends check most arguments on the calling thread, and some not: a tensor on another device is taken for
+nothing to do, a tensor with gaps is filled as if it had none, a rank that sends to itself ends the group, and splits
+that don't add up fail on a thread when the other ranks wait already. Here is what they leave out. What only two ranks
+together could see is not here: it would cost a message. The law of this file: pure functions from a call to a
+sentence part; one table; each operation pays for its own row only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tft_pg.ops import COLLECTIVES, Collective
+
+__all__ = ["fault_of"]
+
+_Check = Callable[[Sequence[Any], int, int], str]
+
+
+def fault_of(
+    collective: Collective, args: Sequence[object], kwargs: Mapping[str, object], *, rank: int, world_size: int
+) -> str:
+    """Why a call on a group of CPU tensors can't work whatever the other ranks do; empty if nothing shows.
+
+    Args:
+        collective: which.
+        args, kwargs: as the caller gave them; of kinds that torch knows, else torch's own error is the better one.
+        rank, world_size: of the caller, in the group.
+    """
+    if not kwargs and len(args) > 0 and collective.name in _TENSORS_FIRST:
+        return _elsewhere(args[0])
+    given = [collective.argument(index, args, kwargs) for index in range(len(collective.parameters))]
+    for value in given:
+        fault = _elsewhere(value)
+        if fault:
+            return fault
+    check = _CHECKS.get(collective.name)
+    return check(given, rank, world_size) if check is not None else ""
+
+
+def _elsewhere(value: object) -> str:
+    if type(value) is list or type(value) is tuple:
+        for item in value:
+            fault = _elsewhere(item)
+            if fault:
+                return fault
+    elif isinstance(value, torch.Tensor) and not value.is_cpu:
+        return f"a tensor is on {value.device}, and this group is for the CPU"
+    return ""
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _check_peer(given: Sequence[Any], rank: int, world_size: int) -> str:
+    peer = given[1]
+    if isinstance(peer, int) and not 0 <= peer < world_size:
+        return f"there is no rank {peer} in a group of {world_size}"
+    return f"rank {peer} is this rank itself" if peer == rank else ""
+
+
+def _check_anysource(given: Sequence[Any], rank: int, world_size: int) -> str:
+    return "" if world_size > 1 else "there is nobody to receive from in a group of one"
+
+
+def _check_scatter(given: Sequence[Any], rank: int, world_size: int) -> str:
+    return _gap(given[0]) or _gap(given[1])
+
+
+def _gap(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return "" if value.is_contiguous() else f"a tensor of {_described(value)} is not contiguous"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return next(filter(None, map(_gap, value)), "")
+    return ""
+
+
+def _check_alltoall_base(given: Sequence[Any], rank: int, world_size: int) -> str:
+    output, input_, output_splits, input_splits = given[:4]
+    if not isinstance(output, torch.Tensor) or not isinstance(input_, torch.Tensor):
+        return ""
+    if output.dtype != input_.dtype:
+        return f"the output is {_described(output)}, the input {_described(input_)}"
+    if not output.dim() or not input_.dim() or output.shape[1:].numel() != input_.shape[1:].numel():
+        return f"the rows of the output, {_described(output)}, are not as long as the input's, {_described(input_)}"
+    fault = _gap(output) or _gap(input_)
+    if fault:
+        return fault
+    lengths = []
+    for what, tensor, splits in (("output", output, output_splits), ("input", input_, input_splits)):
+        rows = tensor.shape[0]
+        if not splits:
+            if rows % world_size:
+                return f"the {rows} rows of the {what} can't be split among {world_size} ranks"
+            lengths.append(rows // world_size)
+        elif len(splits) != world_size or min(splits) < 0 or sum(splits) != rows:
+            return f"the {what} splits {list(splits)} are not {world_size} sizes that add up to its {rows} rows"
+        else:
+            lengths.append(splits[rank])
+    if lengths[0] != lengths[1]:
+        return f"rank {rank} takes {lengths[0]} rows from itself and gives itself {lengths[1]}"
+    return ""
+
+
+def _check_reduce_scatter(given: Sequence[Any], rank: int, world_size: int) -> str:
+    """Of all three forms: a tensor with a list or a tensor, or lists of these."""
+    outputs, inputs = given[0], given[1]
+    if isinstance(outputs, torch.Tensor):
+        outputs, inputs = [outputs], [inputs]
+    if not isinstance(outputs, Sequence) or not isinstance(inputs, Sequence):
+        return "it needs tensors, or lists of them"
+    if not outputs or len(outputs) != len(inputs):
+        return f"there are {len(outputs)} outputs and {len(inputs)} inputs"
+    return next(filter(None, (_part_fault(*pair, world_size) for pair in zip(outputs, inputs, strict=True))), "")
+
+
+def _part_fault(output: object, input_: object, world_size: int) -> str:
+    if not isinstance(output, torch.Tensor) or not isinstance(input_, (torch.Tensor, list, tuple)):
+        return "it needs tensors, or lists of them"
+    if isinstance(input_, torch.Tensor):
+        if input_.numel() != world_size * output.numel() or input_.dtype != output.dtype:
+            return (
+                f"an input of {_described(input_)} is not {world_size} times as large as its output of "
+                f"{_described(output)}"
+            )
+        return ""
+    if len(input_) != world_size:
+        return f"{len(input_)} tensors can't be scattered among {world_size} ranks"
+    for part in input_:
+        if not isinstance(part, torch.Tensor):
+            return "it needs tensors, or lists of them"
+        if part.numel() != output.numel() or part.dtype != output.dtype:
+            return f"an input of {_described(part)} is not as large as its output of {_described(output)}"
+    return ""
+
+
+# Who has no check of its own and all tensors in the first place.
+_TENSORS_FIRST = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce"})
+
+_CHECKS: Mapping[str, _Check] = {
+    "send": _check_peer,
+    "recv": _check_peer,
+    "recv_anysource": _check_anysource,
+    "scatter": _check_scatter,
+    "alltoall_base": _check_alltoall_base,
+    "reduce_scatter": _check_reduce_scatter,
+    "_reduce_scatter_base": _check_reduce_scatter,
+    "reduce_scatter_tensor_coalesced": _check_reduce_scatter,
+}
+assert _CHECKS.keys() | _TENSORS_FIRST <= {row.name for row in COLLECTIVES}
