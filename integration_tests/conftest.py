@@ -64,10 +64,9 @@ def listening_ports() -> list[int]:
 def nothing_left() -> Iterator[None]:
     """After each module: no process, no thread of ours, no listening port that was not there before."""
     ports_before = set(listening_ports())
-    threads_before = set(threading.enumerate())
     yield
     _, processes = psutil.wait_procs(started_by_us(), timeout=SETTLE_S)
-    ours = [each for each in threading.enumerate() if each.name.startswith("tft-") and each not in threads_before]
+    ours = [each for each in threading.enumerate() if each.name.startswith("tft-")]
     for thread in ours:
         thread.join(SETTLE_S)
     left = [f"thread {thread.name}" for thread in ours if thread.is_alive()]
