@@ -26,6 +26,7 @@ from torch.distributed import PrefixStore, ReduceOp, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 from tft_pg import (
+    COLLECTIVES,
     Aborted,
     Closed,
     ConfigureFailed,
@@ -709,6 +710,215 @@ def test_a_record_is_read_or_refused() -> None:
     for junk in (b"", b"x" * 20, record(Endpoint("10.1.2.3", 4000), (5, 6))[:-1], struct.pack("=QQ", 0, 1 << 60)):
         with pytest.raises(ConfigureFailed, match="can't read"):
             _Published.read(junk)
+
+
+# --- reduce_scatter, which torch's Gloo makes of an allreduce -------------------------------------------------------
+
+
+SCATTERS: dict[str, Callable[[ProcessGroup, list[torch.Tensor], list[torch.Tensor]], dist.Work]] = {
+    "tensor": lambda group, outs, ins: group._reduce_scatter_base(outs[0], ins[0]),
+    "by keyword": lambda group, outs, ins: group.reduce_scatter_single(outputTensor=outs[0], inputTensor=ins[0]),
+    "list": lambda group, outs, ins: group.reduce_scatter([outs[0]], [list(ins[0].chunk(3))]),
+    "list of one": lambda group, outs, ins: group.reduce_scatter(
+        output=outs[0], input=list(ins[0].chunk(3)), op=ReduceOp.SUM, timeout=GUARD
+    ),
+    "coalesced": lambda group, outs, ins: group.reduce_scatter_tensor_coalesced(outs, ins),
+}
+
+
+@pytest.mark.parametrize("form", SCATTERS)
+def test_a_reduce_scatter_in_every_form(bench: Bench, form: str) -> None:
+    groups = bench.configured(3)
+
+    def scatter(rank: int, group: ProcessGroup) -> list[torch.Tensor]:
+        gaps = torch.full((4, 4), -1.0).t()[:, :2]  # what it fills in may have gaps, and so may what it reads
+        outs = [gaps, torch.zeros(2, dtype=torch.int64)]
+        ins = [(torch.arange(48.0).reshape(12, 4) * (rank + 1))[:, ::2], torch.arange(6) + rank]
+        work = SCATTERS[form](group, outs, ins)
+        assert work.wait()
+        assert work.is_completed()
+        return outs if form == "coalesced" else outs[:1]
+
+    for rank, outs in enumerate(bench.all(groups, scatter)):
+        whole = torch.arange(48.0).reshape(12, 4)[:, ::2] * 6
+        assert torch.equal(outs[0], whole[4 * rank : 4 * rank + 4])
+        assert form != "coalesced" or outs[1].tolist() == [6 * rank + 3, 6 * rank + 6]
+
+
+def test_a_reduce_scatter_is_the_bits_of_torchs(bench: Bench) -> None:
+    groups = bench.configured(3)
+
+    def both(rank: int, group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = torch.randn(3 * 1001, generator=torch.Generator().manual_seed(rank)).to(torch.bfloat16)
+        ours, torchs = torch.empty(1001, dtype=torch.bfloat16), torch.empty(1001, dtype=torch.bfloat16)
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = ReduceOp.AVG
+        group._reduce_scatter_base(ours, whole, options).wait()
+        group._live._torch_group._reduce_scatter_base(torchs, whole, options).wait()  # type: ignore[attr-defined]
+        return ours, torchs
+
+    for ours, torchs in bench.all(groups, both):
+        assert torch.equal(ours, torchs)
+
+
+def test_a_reduce_scatter_ends_for_whoever_looks(bench: Bench) -> None:
+    """By its future, by a look at whether it has ended, and by a configure that nobody waited before."""
+    groups = bench.configured(2)
+
+    def scatter(rank: int, group: ProcessGroup) -> list[list[float]]:
+        outs = [torch.zeros(2) for _ in range(3)]
+        works = [group._reduce_scatter_base(out, torch.ones(4)) for out in outs]
+        assert works[0].get_future().wait()[0] is outs[0]
+        while not works[1].is_completed():
+            time.sleep(0.001)
+        assert outs[1].tolist() == [2.0, 2.0]
+        assert works[2].get_future().wait()
+        return [out.tolist() for out in outs]
+
+    assert bench.all(groups, scatter) == [[[2.0, 2.0]] * 3] * 2
+    unseen = [torch.zeros(2) for _ in groups]
+    inner: list[dist.Work] = []
+    for group, out in zip(groups, unseen, strict=True):
+        inner += group._reduce_scatter_base(out, torch.ones(4))._work._works  # type: ignore[attr-defined]
+    while not all(work.is_completed() for work in inner):
+        time.sleep(0.001)
+    bench.configure(groups)
+    assert [out.tolist() for out in unseen] == [[2.0, 2.0]] * 2
+
+
+# --- calls that can't work -----------------------------------------------------------------------------------------
+
+
+def _gaps() -> torch.Tensor:
+    return torch.ones(4, 4)[:, :2]
+
+
+def _meta(*shape: int) -> torch.Tensor:
+    return torch.ones(*shape, device="meta")
+
+
+def _root(kind: type, rank: int) -> object:
+    options = kind()
+    options.rootRank = rank
+    return options
+
+
+_one, _two, _six = torch.ones(1), torch.ones(2), torch.ones(6)
+_Call = Callable[[ProcessGroup, int], dist.Work]
+
+# Of each collective what one rank can see to be wrong; every call is the same on both ranks, but for `rank`.
+NONSENSE: dict[str, _Call] = {
+    "allreduce: nothing": lambda group, rank: group.allreduce([]),
+    "allreduce: elsewhere": lambda group, rank: group.allreduce([_meta(2)]),
+    "allreduce: gaps": lambda group, rank: group.allreduce([_gaps()]),
+    "allreduce: two sizes": lambda group, rank: group.allreduce([_two, _one]),
+    "allreduce: two dtypes": lambda group, rank: group.allreduce([_two, _two.double()]),
+    "allreduce: no such dtype": lambda group, rank: group.allreduce([_two.to(torch.int16)]),
+    "allreduce: one form elsewhere": lambda group, rank: group.allreduce(_meta(2), ReduceOp.SUM),
+    "allreduce_coalesced: nothing": lambda group, rank: group.allreduce_coalesced([]),
+    "allreduce_coalesced: two dtypes": lambda group, rank: group.allreduce_coalesced([_two, _two.double()]),
+    "allreduce_coalesced: elsewhere": lambda group, rank: group.allreduce_coalesced([_meta(2)]),
+    "allgather: nothing": lambda group, rank: group.allgather([], []),
+    "allgather: no outputs": lambda group, rank: group.allgather([[]], [_two]),
+    "allgather: too few": lambda group, rank: group.allgather([[_two]], [_two]),
+    "allgather: too many": lambda group, rank: group.allgather([[_two] * 3], [_two]),
+    "allgather: two sizes": lambda group, rank: group.allgather([[_two, _one]], [_two]),
+    "allgather: too small": lambda group, rank: group.allgather([[_one, _one]], [_two]),
+    "allgather: two dtypes": lambda group, rank: group.allgather([[_two.double()] * 2], [_two]),
+    "allgather: elsewhere": lambda group, rank: group.allgather([[_two, _two]], [_meta(2)]),
+    "allgather_coalesced: nothing": lambda group, rank: group.allgather_coalesced([], []),
+    "allgather_coalesced: too few": lambda group, rank: group.allgather_coalesced([[_two]], [_two]),
+    "allgather_coalesced: uneven": lambda group, rank: group.allgather_coalesced([[_two], [_two, _one]], [_two]),
+    "allgather_coalesced: two sizes": lambda group, rank: group.allgather_coalesced([[_two], [_one]], [_two]),
+    "_allgather_base: too small": lambda group, rank: group._allgather_base(torch.ones(3), _two),
+    "_allgather_base: too large": lambda group, rank: group._allgather_base(_six, _two),
+    "_allgather_base: two dtypes": lambda group, rank: group._allgather_base(torch.ones(4).double(), _two),
+    "_allgather_base: gaps": lambda group, rank: group._allgather_base(_gaps(), torch.ones(4)),
+    "_allgather_base: elsewhere": lambda group, rank: group._allgather_base(_meta(4), _two),
+    "allgather_into: nothing": lambda group, rank: group.allgather_into_tensor_coalesced([], []),
+    "allgather_into: uneven": lambda group, rank: group.allgather_into_tensor_coalesced([_two], [_one, _one]),
+    "allgather_into: too small": lambda group, rank: group.allgather_into_tensor_coalesced([_two], [_two]),
+    "reduce_scatter: nothing": lambda group, rank: group.reduce_scatter([], []),
+    "reduce_scatter: too few": lambda group, rank: group.reduce_scatter([_two], [[_two]]),
+    "reduce_scatter: too many": lambda group, rank: group.reduce_scatter([_two], [[_two] * 3]),
+    "reduce_scatter: too large": lambda group, rank: group.reduce_scatter([_two], [[_six] * 2]),
+    "reduce_scatter: two dtypes": lambda group, rank: group.reduce_scatter([_two.double()], [[_two] * 2]),
+    "reduce_scatter: uneven": lambda group, rank: group.reduce_scatter([_two, _two], [[_two] * 2]),
+    "reduce_scatter: elsewhere": lambda group, rank: group.reduce_scatter([_meta(2)], [[_two] * 2]),
+    "_reduce_scatter_base: too small": lambda group, rank: group._reduce_scatter_base(_two, _two),
+    "_reduce_scatter_base: too large": lambda group, rank: group._reduce_scatter_base(_two, _six),
+    "_reduce_scatter_base: two dtypes": lambda group, rank: group._reduce_scatter_base(_one.double(), _two),
+    "_reduce_scatter_base: elsewhere": lambda group, rank: group._reduce_scatter_base(_one, _meta(2)),
+    "_reduce_scatter_base: no tensors": lambda group, rank: group._reduce_scatter_base("a", "b"),
+    "reduce_scatter_coalesced: nothing": lambda group, rank: group.reduce_scatter_tensor_coalesced([], []),
+    "reduce_scatter_coalesced: uneven": lambda group, rank: group.reduce_scatter_tensor_coalesced([_one], [_two] * 2),
+    "alltoall_base: odd": lambda group, rank: group.alltoall_base(torch.ones(5), torch.ones(5), [], []),
+    "alltoall_base: two sizes": lambda group, rank: group.alltoall_base(_two, _six, [], []),
+    "alltoall_base: splits don't add up": lambda group, rank: group.alltoall_base(_two, _two, [1, 1], [1, 0]),
+    "alltoall_base: below zero": lambda group, rank: group.alltoall_base(_two, _two, [1, 1], [-1, 3]),
+    "alltoall_base: too few splits": lambda group, rank: group.alltoall_base(_two, _two, [1, 1], [2]),
+    "alltoall_base: own part": lambda group, rank: group.alltoall_base(_two, _two, [0, 2], [1, 1]),
+    "alltoall_base: two dtypes": lambda group, rank: group.alltoall_base(_two.double(), _two, [], []),
+    "alltoall_base: rows": lambda group, rank: group.alltoall_base(torch.ones(2, 2), torch.ones(2, 3), [], []),
+    "alltoall_base: gaps": lambda group, rank: group.alltoall_base(_gaps(), torch.ones(4, 2), [], []),
+    "alltoall_base: gaps in": lambda group, rank: group.alltoall_base(torch.ones(4, 2), _gaps(), [], []),
+    "alltoall_base: elsewhere": lambda group, rank: group.alltoall_base(_meta(2), _two, [], []),
+    "alltoall_base: no rows": lambda group, rank: group.alltoall_base(torch.tensor(1.0), torch.tensor(1.0), [], []),
+    "alltoall: too few": lambda group, rank: group.alltoall([_two], [_two]),
+    "alltoall: two sizes": lambda group, rank: group.alltoall([_two] * 2, [_one] * 2),
+    "broadcast: nothing": lambda group, rank: group.broadcast([], dist.BroadcastOptions()),
+    "broadcast: no such root": lambda group, rank: group.broadcast([_two], _root(dist.BroadcastOptions, 2)),
+    "broadcast: root below zero": lambda group, rank: group.broadcast([_two], _root(dist.BroadcastOptions, -1)),
+    "broadcast: elsewhere": lambda group, rank: group.broadcast([_meta(2)], dist.BroadcastOptions()),
+    "reduce: nothing": lambda group, rank: group.reduce([], dist.ReduceOptions()),
+    "reduce: no such root": lambda group, rank: group.reduce([_two], _root(dist.ReduceOptions, 2)),
+    "reduce: two": lambda group, rank: group.reduce([_two, _two], dist.ReduceOptions()),
+    "reduce: elsewhere": lambda group, rank: group.reduce([_meta(2)], dist.ReduceOptions()),
+    "gather: no such root": lambda group, rank: group.gather([], [_two], _root(dist.GatherOptions, 2)),
+    "gather: too few": lambda group, rank: group.gather([[_two]], [_two], _root(dist.GatherOptions, rank)),
+    "gather: too large": lambda group, rank: group.gather([[_six] * 2], [_two], _root(dist.GatherOptions, rank)),
+    "gather: outputs not at the root": lambda group, rank: group.gather(
+        [[_two] * 2], [_two], _root(dist.GatherOptions, 1 - rank)
+    ),
+    "scatter: no such root": lambda group, rank: group.scatter([_two], [], _root(dist.ScatterOptions, 2)),
+    "scatter: too few": lambda group, rank: group.scatter([_two], [[_two]], _root(dist.ScatterOptions, rank)),
+    "scatter: two dtypes": lambda group, rank: group.scatter(
+        [_two.double()], [[_two] * 2], _root(dist.ScatterOptions, rank)
+    ),
+    "scatter: gaps": lambda group, rank: group.scatter([_gaps()], [], _root(dist.ScatterOptions, 1 - rank)),
+    "scatter: elsewhere": lambda group, rank: group.scatter([_meta(2)], [], _root(dist.ScatterOptions, 1 - rank)),
+    "send: no such rank": lambda group, rank: group.send([_two], 2, 0),
+    "send: below zero": lambda group, rank: group.send([_two], -1, 0),
+    "send: itself": lambda group, rank: group.send([_two], rank, 0),
+    "send: tag below zero": lambda group, rank: group.send([_two], 1 - rank, -1),
+    "send: nothing": lambda group, rank: group.send([], 1 - rank, 0),
+    "send: two": lambda group, rank: group.send([_two, _two], 1 - rank, 0),
+    "send: gaps": lambda group, rank: group.send([_gaps()], 1 - rank, 0),
+    "send: elsewhere": lambda group, rank: group.send([_meta(2)], 1 - rank, 0),
+    "recv: no such rank": lambda group, rank: group.recv([_two], 2, 0),
+    "recv: itself": lambda group, rank: group.recv([_two], rank, 0),
+    "recv: nothing": lambda group, rank: group.recv([], 1 - rank, 0),
+    "recv: gaps": lambda group, rank: group.recv([_gaps()], 1 - rank, 0),
+    "recv: elsewhere": lambda group, rank: group.recv([_meta(2)], 1 - rank, 0),
+    "recv_anysource: elsewhere": lambda group, rank: group.recv_anysource([_meta(2)], 0),
+    "recv_anysource: gaps": lambda group, rank: group.recv_anysource([_gaps()], 0),
+}
+
+
+def test_what_one_rank_can_see_to_be_wrong_is_refused_before_anything_is_sent(bench: Bench) -> None:
+    """On the calling thread, by an error of the family, and the group goes on."""
+    groups = bench.configured(2)
+    for name, call in NONSENSE.items():
+        for rank, group in enumerate(groups):
+            error = failure(partial(call, group, rank))
+            assert isinstance(error, OperationRefused), f"{name}: {error!r}"
+            assert group.errored() is None, name
+    assert [tensor.tolist() for tensor in bench.all(groups, lambda rank, group: reduce(group))] == [[2.0] * 3] * 2
+    alone = bench.configured(1)[0]
+    assert isinstance(failure(lambda: alone.recv_anysource([_two], 0)), OperationRefused)
+    assert {name.partition(":")[0] for name in NONSENSE} >= {row.name for row in COLLECTIVES} - {
+        *("barrier", "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced")
+    }
 
 
 # --- settings and calls --------------------------------------------------------------------------------------------
