@@ -1,6 +1,9 @@
 """PyTorch process groups that are configured again and again, aborted from another thread and composed."""
 
+from tft_pg.backends.accelerator import AcceleratorBackend, AcceleratorProcessGroup, Communicator
 from tft_pg.backends.gloo import ProcessGroupGloo
+from tft_pg.backends.nccl import ProcessGroupNCCL
+from tft_pg.backends.xccl import ProcessGroupXCCL
 from tft_pg.base import ProcessGroup
 from tft_pg.errors import (
     Aborted,
@@ -32,8 +35,11 @@ __version__ = "0.1.0"
 __all__ = [
     "COLLECTIVES",
     "Aborted",
+    "AcceleratorBackend",
+    "AcceleratorProcessGroup",
     "Closed",
     "Collective",
+    "Communicator",
     "ConfigureFailed",
     "DeadlinePassed",
     "DummyWork",
@@ -48,7 +54,9 @@ __all__ = [
     "ProcessGroupDummy",
     "ProcessGroupError",
     "ProcessGroupGloo",
+    "ProcessGroupNCCL",
     "ProcessGroupWrapper",
+    "ProcessGroupXCCL",
     "ReducesOverParticipants",
     "StoreAddress",
     "StoreAddressError",

@@ -1,0 +1,282 @@
+"""A rope between each two ranks of a group, on which nothing is ever said: it is cut, and both ends know.
+
+A library that moves data between devices may not notice that a peer is gone, or has let go: over shared memory and
+NVLink there is nothing that could break, and a kernel waits for ever. So the ranks hold plain TCP connections to each
+other. Who aborts, dies, or configures anew cuts its own, and the others know within a moment, also those that wait for
+a third rank, also when a rank in between is stopped.
+
+A connection is taken from who can name the token that its listener put into the store, within the time of the
+`configure`; then the listener is closed. The law of this file: connections and their end; no library, no decision about
+what an end means.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from tft_pg.backends.attempt import Attempt
+from tft_pg.errors import ConfigureFailed
+
+__all__ = ["Lifeline", "address_towards"]
+
+_HELLO = struct.Struct("!16sI")
+_TOKEN_BYTES = 16
+_RECORD_BYTES_MAX = 256
+_LOOK_S = 0.02
+
+
+def address_towards(host: str, port: int) -> str:
+    """The numeric address by which this machine talks to another: what that one's neighbours can reach it by, too.
+
+    Raises: OSError: the host has no address, or no way leads there.
+    """
+    family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:  # a datagram socket that connects sends nothing
+        probe.connect(place)
+        return str(probe.getsockname()[0])
+
+
+@dataclass(frozen=True)
+class _Invitation:
+    """Where one rank listens, and what to say there."""
+
+    token: bytes
+    port: int
+    address: str
+
+    def record(self) -> bytes:
+        return f"{self.token.hex()} {self.port} {self.address}".encode()
+
+    @classmethod
+    def read(cls, record: bytes, rank: int) -> _Invitation:
+        """Raises: ConfigureFailed: it is none."""
+        try:
+            if len(record) > _RECORD_BYTES_MAX:
+                raise ValueError("too long")
+            token, port, address = record.decode("ascii").split(" ")
+            invitation = cls(bytes.fromhex(token), int(port), address)
+            if len(invitation.token) != _TOKEN_BYTES or not 0 <= invitation.port < 1 << 16:
+                raise ValueError("out of range")
+        except ValueError as error:
+            raise ConfigureFailed(
+                f"rank {rank} has put something else than its address into the store ({error}); give each kind of "
+                "group a prefix of its own"
+            ) from error
+        return invitation
+
+
+@final
+class Lifeline:
+    """One rank's connections to all others.
+
+    Args:
+        rank: of this process.
+        world_size: of the group.
+        address: numeric, of this machine, to listen on.
+    Raises: ConfigureFailed: nothing can listen there.
+    """
+
+    def __init__(self, rank: int, world_size: int, address: str) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._peers: dict[int, socket.socket] = {}
+        self._listener: socket.socket | None = None
+        self._lock = threading.Lock()
+        self._ended = False
+        self._wake_write = -1
+        self._thread: threading.Thread | None = None
+        port = 0
+        if world_size > 1:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            try:
+                self._listener = socket.create_server((address, 0), family=family, backlog=world_size)
+            except OSError as error:
+                raise ConfigureFailed(f"nothing can listen on {address} ({error}); name another hostname") from error
+            self._listener.setblocking(False)
+            port = self._listener.getsockname()[1]
+        self._invitation = _Invitation(self._token, port, address)
+
+    def record(self) -> bytes:
+        """What the other ranks must know; no two are the same."""
+        return self._invitation.record()
+
+    def connect(self, records: Sequence[bytes], attempt: Attempt) -> None:
+        """Connect to every other rank; blocks until all are there.
+
+        Args:
+            records: of all ranks, in order.
+            attempt: ends the wait.
+        Raises: ConfigureFailed: a rank can't be reached; the attempt's error. Nothing is left open then.
+        """
+        try:
+            # Each calls those below it. A call is complete without the other's help, so nobody waits for a waiter.
+            for rank, record in enumerate(records[: self._rank]):
+                self._peers[rank] = self._call(rank, _Invitation.read(record, rank), attempt)
+            self._take_calls(attempt)
+        except BaseException:
+            self.end()
+            raise
+        finally:
+            if self._listener is not None:
+                self._listener.close()
+
+    def _call(self, rank: int, invitation: _Invitation, attempt: Attempt) -> socket.socket:
+        family = socket.AF_INET6 if ":" in invitation.address else socket.AF_INET
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            connection.setblocking(False)
+            connection.connect_ex((invitation.address, invitation.port))
+            poll = select.poll()
+            poll.register(connection, select.POLLOUT)
+            while not poll.poll(_LOOK_S * 1000):
+                attempt.check()
+            error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if error:
+                raise OSError(error, os.strerror(error))
+            connection.sendall(_HELLO.pack(invitation.token, self._rank))  # fits into any buffer
+        except OSError as error:
+            connection.close()
+            attempt.check()
+            raise ConfigureFailed(
+                f"rank {rank} can't be reached at {invitation.address} port {invitation.port} ({error.strerror}); ask "
+                "for a new quorum, or have that rank listen on another hostname",
+                where=attempt.where,
+            ) from error
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _take_calls(self, attempt: Attempt) -> None:
+        if self._listener is None:
+            return
+        callers: dict[socket.socket, bytes] = {}
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._listener, selectors.EVENT_READ)
+                while len(self._peers) < self._world_size - 1:
+                    attempt.check()
+                    for key, _ in selector.select(_LOOK_S):
+                        if key.fileobj is self._listener:
+                            self._accept(selector, callers)
+                        else:
+                            self._hear(key.fileobj, selector, callers)  # type: ignore[arg-type]
+        finally:
+            for caller in callers:
+                caller.close()
+
+    def _accept(self, selector: selectors.BaseSelector, callers: dict[socket.socket, bytes]) -> None:
+        assert self._listener is not None
+        try:
+            caller, _ = self._listener.accept()
+        except OSError:  # it has hung up already
+            return
+        if len(callers) >= 2 * self._world_size:  # strangers, who say nothing
+            caller.close()
+            return
+        caller.setblocking(False)
+        callers[caller] = b""
+        selector.register(caller, selectors.EVENT_READ)
+
+    def _hear(
+        self, caller: socket.socket, selector: selectors.BaseSelector, callers: dict[socket.socket, bytes]
+    ) -> None:
+        try:
+            said = caller.recv(_HELLO.size - len(callers[caller]))
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        callers[caller] += said
+        if said and len(callers[caller]) < _HELLO.size:
+            return
+        selector.unregister(caller)
+        hello = callers.pop(caller)
+        if len(hello) == _HELLO.size:
+            token, rank = _HELLO.unpack(hello)
+            known = secrets.compare_digest(token, self._token)
+            if known and self._rank < rank < self._world_size and rank not in self._peers:
+                self._peers[rank] = caller
+                return
+        caller.close()
+
+    def cut_by(self) -> int | None:
+        """The rank whose connection has ended by now, before `watch`; None if all are there."""
+        poll = select.poll()
+        ranks = {peer.fileno(): rank for rank, peer in self._peers.items()}
+        for descriptor in ranks:
+            poll.register(descriptor, select.POLLIN | select.POLLRDHUP)
+        return next((ranks[descriptor] for descriptor, _ in poll.poll(0)), None)
+
+    def watch(self, on_cut: Callable[[int], None]) -> None:
+        """From now on be told of the first connection that ends.
+
+        Args:
+            on_cut: called at most once, in the watch's thread, with the rank at the other end; never after `settle`.
+        """
+        if not self._peers:
+            return
+        wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        # The thread holds the connections, not this object: one that nobody holds any more ends its thread too.
+        self._thread = threading.Thread(
+            target=_watch, args=(dict(self._peers), wake_read, on_cut), name="tft-pg-lifeline", daemon=True
+        )
+        self._thread.start()
+
+    def end(self) -> None:
+        """Cut every connection, here and at the peers; returns at once. Any thread, any number of times."""
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+            for peer in self._peers.values():
+                _cut(peer)
+            if self._thread is None:
+                for peer in self._peers.values():
+                    peer.close()
+            else:
+                os.close(self._wake_write)
+        if self._listener is not None:
+            self._listener.close()
+
+    def settle(self) -> None:
+        """Wait until nothing is left, after `end`."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def __del__(self) -> None:
+        self.end()
+
+
+def _cut(connection: socket.socket) -> None:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:  # the other end was faster
+        return
+
+
+def _watch(peers: dict[int, socket.socket], wake_read: int, on_cut: Callable[[int], None]) -> None:
+    poll = select.poll()
+    poll.register(wake_read, select.POLLIN)
+    ranks = {peer.fileno(): rank for rank, peer in peers.items()}
+    for descriptor in ranks:
+        poll.register(descriptor, select.POLLIN | select.POLLRDHUP)
+    ended = [descriptor for descriptor, _ in poll.poll()]
+    if wake_read not in ended:
+        on_cut(ranks[ended[0]])
+        wake = select.poll()
+        wake.register(wake_read, select.POLLIN)
+        wake.poll()
+    for peer in peers.values():
+        peer.close()
+    os.close(wake_read)

@@ -1,0 +1,62 @@
+"""Process groups over NCCL, torch's backend for CUDA devices. The law of this file: NCCL's names; see `accelerator`."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import final
+
+import torch
+
+from tft_pg.backends.accelerator import AcceleratorBackend, AcceleratorProcessGroup
+from tft_pg.backends.torch_library import Library, TorchLibrary, checked_device
+
+__all__ = ["ProcessGroupNCCL"]
+
+_NCCL = Library(
+    name="NCCL",
+    torch_class="ProcessGroupNCCL",
+    group="ProcessGroupNCCL",
+    device_type="cuda",
+    backend_type="NCCL",
+    blocking_wait_envs=("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"),
+    connect_limit_env="TORCH_NCCL_NONBLOCKING_TIMEOUT",
+    is_abortable=True,
+)
+
+
+@final
+class ProcessGroupNCCL(AcceleratorProcessGroup):
+    """A process group over torch's NCCL.
+
+    `wait()` of its Works puts the operation before what the current stream does next, as with torch alone;
+    `wait(timeout)` and a barrier also wait on the host. A failure shows in `errored()`, and in every later `wait` of an
+    operation that did not end well. Tensors on the CPU are refused.
+
+    Args:
+        timeout: of each operation, counted from its call, and of `configure` unless it is given another.
+        device: a CUDA device; None: the one that is current for the thread that makes the group, if CUDA is in use by
+            then, else the one that is current when it is configured.
+        hostname: name or address of this machine that the other ranks reach it by; None: the address by which this
+            machine talks to the store.
+        backend: another library in the place of torch's, for tests; see `tft_pg.testing.FakeAccelerator`.
+
+    Raises: Unsupported: this torch has no NCCL. InvalidSetting: an argument, or the environment, can't work.
+    """
+
+    def __init__(
+        self,
+        timeout: timedelta = timedelta(seconds=60),
+        *,
+        device: torch.device | int | str | None = None,
+        hostname: str | None = None,
+        backend: AcceleratorBackend | None = None,
+    ) -> None:
+        super().__init__(
+            timeout,
+            backend=TorchLibrary(_NCCL) if backend is None else backend,
+            device=checked_device(device, _NCCL),
+            hostname=hostname,
+        )
+
+    def getBackendName(self) -> str:
+        return "tft-nccl"

@@ -1,0 +1,187 @@
+"""The libraries that torch has a class for, as `accelerator` needs them: NCCL and XCCL differ in names only.
+
+Torch's class comes with a watchdog, which ends the process when an operation has failed or is late, in a way that also
+reaches groups that are not ours: it raises a flag for the whole process. None of that is wanted here, where a failed
+operation is an everyday thing and the watch is our own. The one way to have no watchdog is to ask for blocking waits
+while the class makes its object; those are not wanted either, but they only happen in torch's `wait`, which is never
+called before the operation has ended. So the variable that asks for it is set for that moment.
+
+The law of this file: how torch's objects are made, proven and ended. No life cycle, no watch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from tft_pg.backends.accelerator import AcceleratorBackend, Communicator
+from tft_pg.errors import InvalidSetting, Unsupported
+
+__all__ = ["Library", "TorchLibrary", "checked_device"]
+
+# Torch waits this long for its own abort; ours runs on a thread that nobody waits for that long.
+_TORCH_LIMIT = timedelta(minutes=10)
+_LOOK_S = 0.001
+_NO = frozenset({"0", "n", "no", "f", "false"})
+
+_log = logging.getLogger("tft_pg")
+_environment = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Library:
+    """The names of one library.
+
+    Args:
+        name: for people.
+        torch_class: of `torch.distributed`.
+        group: of this package.
+        device_type: whose tensors it moves.
+        backend_type: torch's number for it.
+        blocking_wait_envs: variables that ask torch's class for blocking waits, the one to set first.
+        connect_limit_env: how many seconds torch's class waits for the library in a call; read once a process.
+        is_abortable: whether torch's class can end what runs.
+    """
+
+    name: str
+    torch_class: str
+    group: str
+    device_type: str
+    backend_type: str
+    blocking_wait_envs: tuple[str, ...]
+    connect_limit_env: str
+    is_abortable: bool
+
+
+def checked_device(device: torch.device | int | str | None, library: Library) -> torch.device | None:
+    """A device of the library, from what a user writes. Raises: InvalidSetting: it is another kind."""
+    if device is None:
+        return None
+    found = torch.device(library.device_type, device) if isinstance(device, int) else torch.device(device)
+    if found.type != library.device_type:
+        raise InvalidSetting(f"{library.group} moves tensors on {library.device_type}, so its device can't be {found}")
+    return found
+
+
+@final
+class TorchLibrary(AcceleratorBackend):
+    """One library, through torch's class for it."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+
+    def check(self) -> None:
+        library = self._library
+        if getattr(dist, library.torch_class, None) is None:
+            raise Unsupported(
+                f"this torch ({torch.__version__}) was built without {library.name}, which {library.group} needs; "
+                f"install a build of torch for {library.device_type} devices, or use ProcessGroupGloo"
+            )
+        for name in library.blocking_wait_envs:
+            if os.environ.get(name, "").strip().lower() in _NO:
+                raise InvalidSetting(
+                    f"{name} is set to {os.environ[name]!r}, with which torch's watchdog ends the process when an "
+                    f"operation of {library.group} fails; unset it"
+                )
+
+    def current_device(self) -> torch.device | None:
+        module = torch.get_device_module(self._library.device_type)
+        if not module.is_initialized():
+            return None
+        return torch.device(self._library.device_type, module.current_device())
+
+    def communicator(
+        self, store: Store, rank: int, world_size: int, device: torch.device | None, limit: timedelta
+    ) -> Communicator:
+        library = self._library
+        module: Any = torch.get_device_module(library.device_type)
+        if device is None or device.index is None:
+            device = torch.device(library.device_type, module.current_device())
+        made_by: Any = getattr(dist, library.torch_class)
+        options = made_by.Options()
+        options._timeout = _TORCH_LIMIT
+        if hasattr(options, "config"):
+            options.config.blocking = 0  # a communicator that blocks can't be aborted while it connects
+        with module.device(device), _made_without_watchdog(library, limit):
+            backend = made_by(store, rank, world_size, options)
+        backend_type = getattr(dist.ProcessGroup.BackendType, library.backend_type)
+        group = dist.ProcessGroup(store, rank, world_size)
+        group._register_backend(torch.device(library.device_type), backend_type, backend)
+        group._set_default_backend(backend_type)
+        return _TorchCommunicator(library, group, backend, device, world_size)
+
+
+@contextlib.contextmanager
+def _made_without_watchdog(library: Library, limit: timedelta) -> Iterator[None]:
+    """The environment in which torch's class makes an object. What the user has set stays as it is."""
+    with _environment:
+        if library.connect_limit_env not in os.environ:
+            seconds = max(1, math.ceil(limit.total_seconds()))
+            os.environ[library.connect_limit_env] = str(seconds)
+            _log.warning(
+                "%s is not set, so %s sets it to %d, for all groups of this process: without it torch waits half an "
+                "hour for a rank that does not come",
+                library.connect_limit_env,
+                library.group,
+                seconds,
+            )
+        missing = not any(os.environ.get(name, "").strip() for name in library.blocking_wait_envs)
+        if missing:
+            os.environ[library.blocking_wait_envs[0]] = "1"
+        try:
+            yield
+        finally:
+            if missing:
+                del os.environ[library.blocking_wait_envs[0]]
+
+
+@final
+class _TorchCommunicator(Communicator):
+    def __init__(
+        self, library: Library, group: dist.ProcessGroup, backend: Any, device: torch.device, world_size: int
+    ) -> None:
+        self._library = library
+        self._group = group
+        self._backend = backend
+        self._device = device
+        self._world_size = world_size
+        self._aborted = threading.Event()
+
+    @property
+    def torch_group(self) -> dist.ProcessGroup:
+        return self._group
+
+    def connect(self) -> None:
+        """One communicator for everything, sends and receives too, made now and not in the first operation."""
+        module: Any = torch.get_device_module(self._device.type)
+        with module.device(self._device):
+            self._backend.eager_connect_single_device(self._device)
+            # On a stream of its own, which waits for nothing that the user has queued.
+            with module.stream(module.Stream(device=self._device)):
+                proof = torch.ones(1, device=self._device)
+                work = self._group.allreduce([proof])
+                while not work.is_completed():
+                    if self._aborted.wait(_LOOK_S):
+                        raise RuntimeError("the group was aborted while it was built")
+                work.wait()
+                found = proof.item()
+        if found != self._world_size:
+            raise RuntimeError(
+                f"{self._library.name} counts {found:g} ranks where there are {self._world_size}; check its settings"
+            )
+
+    def abort(self) -> None:
+        self._aborted.set()
+        if self._library.is_abortable:
+            self._backend.abort()

@@ -1,0 +1,353 @@
+"""A device library without a device: what `ProcessGroupNCCL` and `ProcessGroupXCCL` are tested with on a CPU.
+
+It has the manners of NCCL, the bad ones too. An operation is taken at once and runs later, on a stream of its own;
+until it has run, nothing is in the tensors, and nobody who does not ask again learns how it went. An abort ends what
+runs here and leaves the peers in theirs, where they stay until they are aborted themselves; or, if the connection error
+is to propagate, they fail late and say so only to who looks. After an abort every Work looks as if it had ended well.
+
+The data goes over a Gloo group of this package. The law of this file: the library only. The group round it is the real
+one.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from tft_pg.backends.accelerator import AcceleratorBackend, Communicator
+from tft_pg.backends.gloo import ProcessGroupGloo
+from tft_pg.base import ProcessGroup
+from tft_pg.errors import OperationRefused, ProcessGroupError
+from tft_pg.forwarding import forward, forward_collectives
+from tft_pg.ops import Collective
+from tft_pg.store import format_store_addr
+from tft_pg.work import PendingWork
+from tft_pg.wrappers.wrapping import WrappingProcessGroup
+
+__all__ = ["FakeAccelerator", "WaitsOnHost"]
+
+_PREFIX_KEY = "fake-accelerator/prefix"
+_LOOK_S = 0.005
+_HOUR = timedelta(hours=1)
+
+_Future = torch.futures.Future[Any]
+
+
+@final
+class FakeAccelerator(AcceleratorBackend):
+    """The library; give it to a group as `backend`.
+
+    Args:
+        propagates: whether a peer that is gone makes what runs here fail, as over a network; if not, it hangs, as over
+            shared memory.
+    """
+
+    def __init__(self, *, propagates: bool = False) -> None:
+        self.propagates = propagates
+        self._running = threading.Event()
+        self._running.set()
+
+    def hold(self) -> None:
+        """Let no operation end from now on, of any group with this library in this process."""
+        self._running.clear()
+
+    def release(self) -> None:
+        """Let operations end again."""
+        self._running.set()
+
+    def wait_until_running(self, aborted: threading.Event) -> bool:
+        """Wait out a `hold`; False if it was aborted first."""
+        while not self._running.wait(_LOOK_S):
+            if aborted.is_set():
+                return False
+        return not aborted.is_set()
+
+    def check(self) -> None:
+        return None
+
+    def current_device(self) -> torch.device | None:
+        return None
+
+    def communicator(
+        self, store: Store, rank: int, world_size: int, device: torch.device | None, limit: timedelta
+    ) -> Communicator:
+        return _FakeCommunicator(self, store, rank, world_size, limit)
+
+
+@final
+class _FakeCommunicator(Communicator):
+    def __init__(self, library: FakeAccelerator, store: Store, rank: int, world_size: int, limit: timedelta) -> None:
+        self._library = library
+        self._store: Store | None = store
+        self._rank = rank
+        self._world_size = world_size
+        self._limit = limit
+        self._inner = ProcessGroupGloo(_HOUR, hostname="127.0.0.1")
+        self._aborted = threading.Event()
+        self._lock = threading.Lock()  # held while a result is written
+        self._queue: queue.SimpleQueue[_Kernel | None] = queue.SimpleQueue()
+        self._stream = threading.Thread(target=self._run_stream, name="fake-accelerator", daemon=True)
+        self._group = _FakeGroup(self._launch, rank, world_size)
+
+    @property
+    def torch_group(self) -> dist.ProcessGroup:
+        return self._group
+
+    def connect(self) -> None:
+        store, self._store = self._store, None  # this and the group hold each other, and must not hold a connection
+        assert store is not None
+        if self._rank == 0:
+            store.set(_PREFIX_KEY, secrets.token_hex(8))
+        prefix = store.get(_PREFIX_KEY).decode()
+        place: Any = store
+        while hasattr(place, "underlying_store"):
+            place = place.underlying_store
+        address = format_store_addr(place.host, place.port, f"fake-accelerator/{prefix}")
+        self._inner.configure(address, self._rank, self._world_size, timeout=self._limit)
+        self._stream.start()
+
+    def abort(self) -> None:
+        self._aborted.set()
+        self._queue.put(None)
+        self._inner.shutdown()
+        if self._stream.is_alive():
+            self._stream.join()
+
+    def _launch(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
+        if self._aborted.is_set():
+            raise RuntimeError("the communicator was aborted")
+        # The stream works on copies, so that nothing of a result shows before its time.
+        copies: dict[int, torch.Tensor] = {}
+        work: dist.Work | None
+        try:
+            work = forward(
+                self._inner,
+                collective,
+                tuple(_copied(value, copies) for value in args),
+                {name: _copied(value, copies) for name, value in kwargs.items()},
+            )
+        except OperationRefused:
+            raise
+        except ProcessGroupError:
+            work = None  # the peers are gone: an operation that is taken and never ends
+        outputs = collective.results(args, kwargs)
+        kernel = _Kernel(work, [(output, copies[id(output)]) for output in outputs], self._aborted)
+        self._queue.put(kernel)
+        on_own_stream = all(getattr(value, "asyncOp", True) for value in (*args, *kwargs.values()))
+        return _FakeWork(kernel, outputs) if on_own_stream else None  # type: ignore[return-value]  # like torch
+
+    def _run_stream(self) -> None:
+        while (kernel := self._queue.get()) is not None:
+            error = self._run(kernel)
+            hangs = isinstance(error, _PeersGone) and not self._library.propagates
+            if not self._library.wait_until_running(self._aborted):
+                return
+            if hangs:
+                self._aborted.wait()
+                return
+            with self._lock:
+                if self._aborted.is_set():
+                    return
+                kernel.end(error)
+
+    def _run(self, kernel: _Kernel) -> RuntimeError | None:
+        try:
+            if kernel.work is not None:
+                kernel.work.wait()
+                return None
+        except OperationRefused as refused:
+            return refused
+        except ProcessGroupError:
+            pass
+        return _PeersGone("async error: remote process exited")
+
+
+class _PeersGone(RuntimeError):
+    """What a network library says, late, when the other end of a connection is gone."""
+
+
+@final
+class _Kernel:
+    """One operation on the stream.
+
+    Args:
+        work: moves the data; None: nothing ever will.
+        writes: the caller's tensors, and the copies with what is to be written into them.
+        aborted: set when the communicator is.
+    """
+
+    def __init__(
+        self,
+        work: dist.Work | None,
+        writes: list[tuple[torch.Tensor, torch.Tensor]],
+        aborted: threading.Event,
+    ) -> None:
+        self.work = work
+        self._writes = writes
+        self._aborted = aborted
+        self._error: RuntimeError | None = None
+        self._ended = threading.Event()
+        self._pending = PendingWork(on_timeout=_never_waits, limit=_HOUR)
+
+    def end(self, error: RuntimeError | None) -> None:
+        self._error = error
+        if error is None:
+            for tensor, result in self._writes:
+                tensor.copy_(result)
+        self._ended.set()
+        if error is None:
+            self._pending.finish([tensor for tensor, _ in self._writes])
+        elif isinstance(error, OperationRefused):
+            self._pending.fail(error)
+
+    def is_left(self) -> bool:
+        """Whether the device is done with it; an abort looks the same."""
+        return self._ended.is_set() or self._aborted.is_set()
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def future(self) -> _Future:
+        return self._pending.get_future()
+
+
+def _never_waits(timeout: timedelta) -> Exception:
+    raise AssertionError("nobody waits for a kernel")
+
+
+@final
+class _FakeWork(dist.Work):
+    def __init__(self, kernel: _Kernel, outputs: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._kernel = kernel
+        self._outputs = outputs
+
+    def is_completed(self) -> bool:
+        return self._kernel.is_left()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        assert self._kernel.is_left(), "torch's wait would hold up this thread"
+        self._kernel.check()
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
+    def get_future(self) -> _Future:
+        """There is no stream here that a future could be ordered by, so it is done when the tensors are written."""
+        return self._kernel.future()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._outputs
+
+
+_Launch = Callable[[Collective, tuple[object, ...], Mapping[str, object]], dist.Work]
+
+
+@final
+@forward_collectives
+class _FakeGroup(dist.ProcessGroup):
+    def __init__(self, launch: _Launch, rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size)  # type: ignore[call-arg]  # torch names only another form
+        self._launch = launch
+
+    def _run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
+        return self._launch(collective, args, kwargs)
+
+
+def _copied(value: object, copies: dict[int, torch.Tensor]) -> object:
+    if isinstance(value, torch.Tensor):
+        return copies.setdefault(id(value), value.clone())
+    if isinstance(value, (list, tuple)):
+        return [_copied(item, copies) for item in value]
+    return value
+
+
+@final
+class WaitsOnHost(WrappingProcessGroup):
+    """A group of tensors on the CPU, made of one that only orders streams: its Works wait on the host.
+
+    So a group over a device can be put through `check_process_group`, which looks at tensors right after a wait.
+
+    Args:
+        pg: the group inside.
+        device: where its tensors live; they go there and back. None: they stay where they are.
+    """
+
+    def __init__(self, pg: ProcessGroup, *, device: torch.device | None = None) -> None:
+        super().__init__(pg)
+        self._device = device
+
+    def _run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
+        outputs = collective.results(args, kwargs)
+        if self._device is None:
+            return _HostWork(forward(self.parent, collective, args, kwargs), outputs, [])
+        moved: dict[int, torch.Tensor] = {}
+        work = forward(
+            self.parent,
+            collective,
+            tuple(_moved(value, self._device, moved) for value in args),
+            {name: _moved(value, self._device, moved) for name, value in kwargs.items()},
+        )
+        return _HostWork(work, outputs, [(output, moved[id(output)]) for output in outputs])
+
+    def _forget(self) -> None:
+        return None
+
+    def _end(self) -> None:
+        return None
+
+
+def _moved(value: object, device: torch.device, moved: dict[int, torch.Tensor]) -> object:
+    if isinstance(value, torch.Tensor):
+        return moved.setdefault(id(value), value.to(device))
+    if isinstance(value, (list, tuple)):
+        return [_moved(item, device, moved) for item in value]
+    return value
+
+
+@final
+class _HostWork(dist.Work):
+    def __init__(
+        self, work: dist.Work, outputs: list[torch.Tensor], writes: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        super().__init__()
+        self._work = work
+        self._outputs = outputs
+        self._writes = writes
+        self._lock = threading.Lock()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._work.wait(timeout or _HOUR)
+        with self._lock:
+            for tensor, result in self._writes:
+                tensor.copy_(result)
+            self._writes = []
+        return True
+
+    def get_future(self) -> _Future:
+        """Its callbacks see what is written: they run when the library's own future is done."""
+        return self._work.get_future().then(self._outcome)
+
+    def _outcome(self, future: _Future) -> list[torch.Tensor]:
+        future.value()
+        self.wait()
+        return self._outputs
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._outputs
+
+    def synchronize(self) -> None:
+        self.wait()
