@@ -49,8 +49,8 @@ LENGTHS = (1, 1000, 1 << 16, 1 << 19)
 # The store keeps the addresses that each configure published: some 300 bytes a rank.
 ALLOCATED_BYTES = 4 << 20
 RESIDENT_BYTES = 64 << 20
-# Where the store is another process's, a configure leaves nothing, but torch leaves some 1 to 1.6 KB of each group, of a
-# bare one as well, whose threads have run an operation. Nothing large comes and goes, so there are few holes.
+# Where the store is another process's, a configure leaves nothing, but torch leaves some 1 to 1.6 KB of each group, of
+# a bare one as well, whose threads have run an operation. Nothing large comes and goes, so there are few holes.
 TORCHS_BYTES_A_GROUP = 2 << 10
 HOLES_BYTES = 4 << 20
 SETTLE_S = 10.0

@@ -16,7 +16,7 @@ import torch
 
 from tft_pg.ops import COLLECTIVES, Collective
 
-__all__ = ["fault_of"]
+__all__ = ["fault_of", "is_plain"]
 
 _Check = Callable[[Sequence[Any], int, int], str]
 
@@ -31,8 +31,6 @@ def fault_of(
         args, kwargs: as the caller gave them; of kinds that torch knows, else torch's own error is the better one.
         rank, world_size: of the caller, in the group.
     """
-    if not kwargs and len(args) > 0 and collective.name in _TENSORS_FIRST:
-        return _elsewhere(args[0])
     given = [collective.argument(index, args, kwargs) for index in range(len(collective.parameters))]
     for value in given:
         fault = _elsewhere(value)
@@ -40,6 +38,20 @@ def fault_of(
             return fault
     check = _CHECKS.get(collective.name)
     return check(given, rank, world_size) if check is not None else ""
+
+
+def is_plain(collective: Collective, args: Sequence[object]) -> bool:
+    """Whether it is the call that most steps are made of, with which nothing can be wrong: to be asked first.
+
+    That is one contiguous CPU tensor of floats, in place, in a list.
+    """
+    if not args or collective.name not in _IN_PLACE:
+        return False
+    tensors = args[0]
+    if type(tensors) is not list or len(tensors) != 1:
+        return False
+    tensor = tensors[0]
+    return type(tensor) is torch.Tensor and tensor.dtype in _FLOATS and tensor.is_cpu and tensor.is_contiguous()
 
 
 def _elsewhere(value: object) -> str:
@@ -139,8 +151,8 @@ def _part_fault(output: object, input_: object, world_size: int) -> str:
     return ""
 
 
-# Who has no check of its own and all tensors in the first place.
-_TENSORS_FIRST = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce"})
+_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+_IN_PLACE = frozenset({"allreduce", "broadcast"})
 
 _CHECKS: Mapping[str, _Check] = {
     "send": _check_peer,
@@ -152,4 +164,4 @@ _CHECKS: Mapping[str, _Check] = {
     "_reduce_scatter_base": _check_reduce_scatter,
     "reduce_scatter_tensor_coalesced": _check_reduce_scatter,
 }
-assert _CHECKS.keys() | _TENSORS_FIRST <= {row.name for row in COLLECTIVES}
+assert _CHECKS.keys() | _IN_PLACE <= {row.name for row in COLLECTIVES}

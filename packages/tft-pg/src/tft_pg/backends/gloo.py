@@ -41,7 +41,7 @@ from tft_pg.backends.native import NativeProcessGroup
 from tft_pg.backends.reduce_scatter import start_reduce_scatter
 from tft_pg.backends.transfers import Transfers, check_supported
 from tft_pg.backends.watch import Watch
-from tft_pg.checks import fault_of
+from tft_pg.checks import fault_of, is_plain
 from tft_pg.errors import (
     ConfigureFailed,
     DeadlinePassed,
@@ -189,6 +189,8 @@ def _start(
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
 ) -> dist.Work:
+    if is_plain(collective, args):
+        return forward(torch_group, collective, args, kwargs)
     fault = fault_of(collective, args, kwargs, rank=where.rank or 0, world_size=where.world_size or 1)
     fault = fault or lacks(collective, args, kwargs)
     if fault:
