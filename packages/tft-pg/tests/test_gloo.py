@@ -36,9 +36,11 @@ from tft_pg import (
     ProcessGroup,
     ProcessGroupError,
     ProcessGroupGloo,
+    Unsupported,
     parse_store_addr,
     sockets,
 )
+from tft_pg.backends import transfers
 from tft_pg.backends.gloo import _Published
 from tft_pg.backends.transfers import Transfers
 from tft_pg.sockets import Endpoint
@@ -67,8 +69,8 @@ def threads_of_ours() -> list[str]:
 
 
 def transfers_of(group: ProcessGroup) -> Transfers:
-    transfers: Transfers = group._live._start.args[1]  # type: ignore[attr-defined]
-    return transfers
+    found: Transfers = group._live._start.args[1]  # type: ignore[attr-defined]
+    return found
 
 
 def reduce(group: ProcessGroup) -> torch.Tensor:
@@ -437,8 +439,8 @@ def test_an_aborted_transfer_ends_within_200_ms_and_leaves_no_thread(
             return error
 
         waits = [bench.start(wait), bench.start(wait)]
-        transfers, deadline_s = transfers_of(group), time.monotonic() + 20
-        while not transfers._waited_for:
+        of_group, deadline_s = transfers_of(group), time.monotonic() + 20
+        while not of_group._waited_for:
             assert time.monotonic() < deadline_s
         begun_s = time.perf_counter()
         group.abort()
@@ -457,8 +459,8 @@ def test_a_wait_for_a_transfer_that_began_when_its_connection_had_ended(bench: B
     works = [groups[1].recv([there], 0, 0), groups[1].recv([never], 0, 1)]
     assert groups[0].send([torch.ones(3)], 1, 0).wait()
     groups[0].shutdown()
-    transfers, deadline_s = transfers_of(groups[1]), time.monotonic() + 20
-    while not transfers._over:
+    of_group, deadline_s = transfers_of(groups[1]), time.monotonic() + 20
+    while not of_group._over:
         assert time.monotonic() < deadline_s
     assert works[0].wait()
     assert there.tolist() == [1.0] * 3
@@ -475,6 +477,19 @@ def test_a_transfer_that_ended_may_be_waited_for_again(bench: Bench) -> None:
     groups[0].send([torch.ones(3)], 1, 0).wait(GUARD)
     assert [work.wait(), work.wait(), work.wait(GUARD), work.is_completed()] == [True] * 4
     assert work.source_rank() == 0
+
+
+def test_a_wait_that_could_not_be_ended_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of C++ is called of which it is not known that it is there, and on what."""
+    group = bench.configured(1)[0]
+    other = group.allreduce([torch.ones(3)])._work  # type: ignore[attr-defined]
+    with pytest.raises(Unsupported, match="could not be ended"):
+        Transfers().adopt(other)
+    monkeypatch.setattr(transfers, "_ABORT", "_ZN4c10d16ProcessGroupGloo8{}7nothingEv")
+    transfers._aborts.cache_clear()
+    with pytest.raises(Unsupported, match="has no way to end a wait"):
+        ProcessGroupGloo()
+    transfers._aborts.cache_clear()
 
 
 def strike_in_the_middle(

@@ -35,6 +35,7 @@ from tft_pg import (
     Unsupported,
 )
 from tft_pg.backends.gloo import _classify
+from tft_pg.checks import fault_of, is_plain
 from tft_pg.errors import OperationRefused, Where
 from tft_pg.ops import collective
 from tft_pg.work import GuardedWork, PendingWork
@@ -296,6 +297,92 @@ def test_a_guarded_work_waits_no_longer_than_it_is_told() -> None:
         GuardedWork(inner, converter, "allreduce").wait(timedelta(milliseconds=1))
     assert converter.told[0] == "allreduce: Operation timed out!"
     assert max(inner.limits_s) <= 0.001
+
+
+class AtOnce(dist.Work):
+    """Waited for once, with the time-out as it was given: what a send or a receive needs."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__()
+        self.limits: list[timedelta | None] = []
+        self.error = error
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.limits.append(timeout)
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def is_completed(self) -> bool:
+        return bool(self.limits)
+
+
+def test_a_guarded_work_that_is_not_waited_for_in_shares_is_waited_for_once() -> None:
+    converter, inner = Converter(), AtOnce()
+    work = GuardedWork(inner, converter, "send", in_shares=False)
+    assert work.wait()
+    assert work.wait(timedelta(seconds=5))
+    assert inner.limits == [None, timedelta(seconds=5)]
+    failed = GuardedWork(AtOnce(RuntimeError("Connection closed")), converter, "send", in_shares=False)
+    for _ in range(2):
+        with pytest.raises(PeerFailed, match="in other words"):
+            failed.wait()
+    assert converter.told == ["send: Connection closed"]
+
+
+def test_a_work_without_a_future_says_so_each_time() -> None:
+    work = GuardedWork(AtOnce(), Converter(), "send")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="not implemented"):
+            work.get_future()
+    assert work.wait()
+
+
+# --- what one rank can see to be wrong ---
+
+
+def fault(name: str, *args: object, rank: int = 0, world_size: int = 2, **kwargs: object) -> str:
+    return fault_of(collective(name), args, kwargs, rank=rank, world_size=world_size)
+
+
+def test_a_fault_of_a_call_reads_as_a_part_of_a_sentence() -> None:
+    one, two, elsewhere = torch.ones(1), torch.ones(2), torch.ones(2, device="meta")
+    assert fault("allreduce", [elsewhere]) == "a tensor is on meta, and this group is for the CPU"
+    assert fault("allgather", [[two, elsewhere]], [two]).startswith("a tensor is on meta")
+    assert fault("send", [two], 2, 0) == "there is no rank 2 in a group of 2"
+    assert fault("recv", tensors=[two], srcRank=1, tag=0, rank=1) == "rank 1 is this rank itself"
+    assert "[3, 0] are not 2 sizes that add up to its 2 rows" in fault("alltoall_base", two, two, [1, 1], [3, 0])
+    assert fault("alltoall_base", two, two, [1, 1], [2, 0]) == "rank 0 takes 1 rows from itself and gives itself 2"
+    assert fault("_reduce_scatter_base", two, two).endswith("is not 2 times as large as its output of (2,) float32")
+    assert fault("reduce_scatter", [two], [[two, one]]).startswith("an input of (1,) float32 is not as large")
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("barrier", ()),
+        ("allreduce", ([torch.ones(2)], ReduceOp.SUM)),
+        ("send", ([torch.ones(2)], 1, 0)),
+        ("alltoall_base", (torch.ones(4), torch.ones(4), [1, 3], [1, 3])),
+        ("alltoall_base", (torch.ones(4, 3), torch.ones(4, 3), [], [])),
+        ("alltoall_base", (torch.ones(0), torch.ones(3), [0, 0], [0, 3])),
+        ("_reduce_scatter_base", (torch.ones(2), torch.ones(2, 2))),
+        ("reduce_scatter", (torch.ones(2), [torch.ones(2), torch.ones(2)], ReduceOp.SUM)),
+        ("reduce_scatter_tensor_coalesced", ([torch.ones(1), torch.ones(2)], [torch.ones(2), torch.ones(4)])),
+    ],
+)
+def test_what_is_right_has_no_fault(name: str, args: tuple[object, ...]) -> None:
+    assert fault(name, *args) == ""
+
+
+def test_a_plain_call_is_known_at_a_glance() -> None:
+    row, gaps = collective("allreduce"), torch.ones(4, 4)[:, 0]
+    assert is_plain(row, ([torch.ones(2)],))
+    for tensor in (gaps, torch.ones(2, device="meta"), torch.ones(2, dtype=torch.int16), torch.eye(2).to_sparse()):
+        assert not is_plain(row, ([tensor],))
+    for args in ((), (torch.ones(2),), ([],), ([torch.ones(2)] * 2,)):
+        assert not is_plain(row, args)
+    assert not is_plain(collective("send"), ([torch.ones(2)], 1, 0))
 
 
 # --- errors ---
