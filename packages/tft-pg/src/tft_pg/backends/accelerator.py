@@ -126,18 +126,21 @@ def _late(timeout: timedelta) -> _TookTooLong:
     return _TookTooLong(f"it was not done on the device within {timeout.total_seconds():g} s")
 
 
+class _Broke(RuntimeError):
+    """Why operations end: one has failed on the device."""
+
+
 class _Ended(RuntimeError):
     """Why operations end: this rank's own `abort`, `configure` or `shutdown`."""
 
 
-# What the libraries' errors say of themselves; whatever else comes is a refusal of the call.
+# What the libraries say of themselves when a call can't be made; whatever else they say is a refusal of that call.
 _FAULTS: Mapping[str, _Fault] = {
     "remote process exited": PeerFailed,
     "network error": PeerFailed,
     "system error": PeerFailed,
-    "unhandled cuda error": PeerFailed,
+    "internal error": PeerFailed,
     "communicator was aborted": PeerFailed,
-    "async error": PeerFailed,
     "timed out": DeadlinePassed,
     "timeout": DeadlinePassed,
 }
@@ -145,7 +148,7 @@ _FAULTS: Mapping[str, _Fault] = {
 
 def _classify(error: Exception) -> _Fault:
     match error:
-        case _PeerLetGo() | _Ended():
+        case _PeerLetGo() | _Ended() | _Broke():
             return PeerFailed
         case _TookTooLong():
             return DeadlinePassed
@@ -174,7 +177,7 @@ class _Operation:
             except OperationRefused as refused:
                 self.error = copy.copy(refused)  # without its frames
             except RuntimeError as error:
-                self.error = RuntimeError(*error.args)
+                self.error = _Broke(*error.args)
             self.ended = True
         return self.ended
 
@@ -242,7 +245,15 @@ class _Orders:
             # library's stream and waited for at once, as torch then does, it is the same to the caller.
             if getattr(value, "asyncOp", True) is False:
                 value.asyncOp = True  # type: ignore[attr-defined]
-        work = forward(torch_group, collective, args, kwargs)
+        try:
+            work = forward(torch_group, collective, args, kwargs)
+        except RuntimeError as error:
+            fault = _classify(error)
+            if fault is not OperationRefused:  # and then no other operation will do better
+                # Without its frames, which hold the torch group.
+                kind = _TookTooLong if fault is DeadlinePassed else _Broke
+                self._drop(kind(*error.args), operation=None)
+            raise
         if work is None:
             raise RuntimeError("the library gave no Work for it, so that nobody could tell how it ends")
         return work
@@ -375,7 +386,7 @@ class _Orders:
     def reason_again(self) -> RuntimeError:
         """Why everything was dropped, without frames."""
         assert self._reason is not None
-        return type(self._reason)(*self._reason.args)
+        return copy.copy(self._reason)
 
 
 def _until_left(running: Sequence[_Operation]) -> None:
@@ -441,7 +452,7 @@ class _DeviceWork(dist.Work):
                 self._raise(orders.reason_again())
         if operation.is_fatal and operation.error is not None:
             orders.fail(operation, operation.error)
-            self._raise(RuntimeError(*operation.error.args))
+            self._raise(_Broke(*operation.error.args))
         if operation.error is not None:
             raise copy.copy(operation.error)
 

@@ -32,6 +32,8 @@ _HELLO = struct.Struct("!16sI")
 _TOKEN_BYTES = 16
 _RECORD_BYTES_MAX = 256
 _LOOK_S = 0.02
+# Callers that are none of the group's must not keep out those that are.
+_STRANGERS = 64
 
 
 def address_towards(host: str, port: int) -> str:
@@ -99,7 +101,7 @@ class Lifeline:
         if world_size > 1:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             try:
-                self._listener = socket.create_server((address, 0), family=family, backlog=world_size)
+                self._listener = socket.create_server((address, 0), family=family, backlog=world_size + _STRANGERS)
             except OSError as error:
                 raise ConfigureFailed(f"nothing can listen on {address} ({error}); name another hostname") from error
             self._listener.setblocking(False)
@@ -181,7 +183,7 @@ class Lifeline:
             caller, _ = self._listener.accept()
         except OSError:  # it has hung up already
             return
-        if len(callers) >= 2 * self._world_size:  # strangers, who say nothing
+        if len(callers) >= self._world_size + _STRANGERS:
             caller.close()
             return
         caller.setblocking(False)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import queue
 import secrets
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, final
@@ -54,6 +55,7 @@ class FakeAccelerator(AcceleratorBackend):
         self.propagates = propagates
         self._running = threading.Event()
         self._running.set()
+        self._made: weakref.WeakSet[_FakeCommunicator] = weakref.WeakSet()
 
     def hold(self) -> None:
         """Let no operation end from now on, of any group with this library in this process."""
@@ -62,6 +64,11 @@ class FakeAccelerator(AcceleratorBackend):
     def release(self) -> None:
         """Let operations end again."""
         self._running.set()
+
+    def pull_the_cable(self) -> None:
+        """End the data connections, and nothing else, of every group with this library in this process."""
+        for communicator in list(self._made):
+            communicator.lose_connections()
 
     def wait_until_running(self, aborted: threading.Event) -> bool:
         """Wait out a `hold`; False if it was aborted first."""
@@ -79,7 +86,9 @@ class FakeAccelerator(AcceleratorBackend):
     def communicator(
         self, store: Store, rank: int, world_size: int, device: torch.device | None, limit: timedelta
     ) -> Communicator:
-        return _FakeCommunicator(self, store, rank, world_size, limit)
+        made = _FakeCommunicator(self, store, rank, world_size, limit)
+        self._made.add(made)
+        return made
 
 
 @final
@@ -120,6 +129,9 @@ class _FakeCommunicator(Communicator):
         self._inner.shutdown()
         if self._stream.is_alive():
             self._stream.join()
+
+    def lose_connections(self) -> None:
+        self._inner.abort()
 
     def _launch(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
         if self._aborted.is_set():

@@ -1,0 +1,729 @@
+"""ProcessGroupNCCL and ProcessGroupXCCL: over a device library without a device, and, with `-m gpu`, over NCCL."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp, Store, TCPStore
+
+from tft_pg import (
+    Aborted,
+    AcceleratorBackend,
+    Communicator,
+    ConfigureFailed,
+    DeadlinePassed,
+    InvalidSetting,
+    OperationRefused,
+    PeerFailed,
+    ProcessGroup,
+    ProcessGroupError,
+    ProcessGroupNCCL,
+    ProcessGroupXCCL,
+    Unsupported,
+    format_store_addr,
+)
+from tft_pg.backends.attempt import Attempt
+from tft_pg.backends.lifeline import Lifeline, address_towards
+from tft_pg.backends.nccl import _NCCL
+from tft_pg.backends.torch_library import TorchLibrary
+from tft_pg.errors import Where
+from tft_pg.futures import timer
+from tft_pg.testing import CHECKS, Bench, FakeAccelerator, Subject, WaitsOnHost, fake_backend
+
+HOUR = timedelta(hours=1)
+GUARD_S = 20.0
+GUARD = timedelta(seconds=GUARD_S)
+
+
+@pytest.fixture
+def library() -> FakeAccelerator:
+    return FakeAccelerator()
+
+
+@pytest.fixture
+def bench(library: FakeAccelerator) -> Iterator[Bench]:
+    with Bench(lambda: ProcessGroupNCCL(backend=library), timeout=GUARD) as bench:
+        yield bench
+        library.release()
+
+
+def failure(act: Callable[[], object]) -> BaseException | None:
+    try:
+        act()
+    except ProcessGroupError as error:
+        return error
+    return None
+
+
+def until(condition: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    for _ in range(4000):
+        if condition():
+            return
+        pause.wait(0.005)
+    raise AssertionError("it never came true")
+
+
+# --- the contract --------------------------------------------------------------------------------------------------
+
+
+def nccl() -> ProcessGroup:
+    return WaitsOnHost(ProcessGroupNCCL(backend=FakeAccelerator()))
+
+
+def over_a_network() -> ProcessGroup:
+    return WaitsOnHost(ProcessGroupXCCL(backend=FakeAccelerator(propagates=True)))
+
+
+def fitted(check: Callable[..., None]) -> Callable[[Subject], None]:
+    """What dies in which message is the fake's Gloo's affair; that a death is noticed is the group's."""
+    return partial(check, rows=("allreduce",)) if check.__name__ == "every_death_at_every_point" else check
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_conformance_of_nccl_over_the_fake(check: Callable[..., None]) -> None:
+    # Which types can be combined with which reductions is decided in the fake's Gloo, in a group of any size.
+    of_types = check.__name__ in ("every_combination_agrees_or_is_refused", "every_layout_agrees_or_is_refused")
+    fitted(check)(Subject(nccl, world_sizes=(2,) if of_types else (1, 2, 3)))
+
+
+@pytest.mark.parametrize(
+    "check", [check for check in CHECKS if "abort" in check.__name__], ids=lambda check: check.__name__
+)
+def test_conformance_of_xccl_over_the_fake_as_over_a_network(check: Callable[..., None]) -> None:
+    fitted(check)(Subject(over_a_network, world_sizes=(1, 2)))
+
+
+# --- the stream's order --------------------------------------------------------------------------------------------
+
+
+def test_a_wait_returns_before_the_device_is_done(bench: Bench, library: FakeAccelerator) -> None:
+    groups = bench.configured(2)
+    library.hold()
+    tensors = [torch.ones(3), torch.ones(3)]
+    works = [group.allreduce([tensor]) for group, tensor in zip(groups, tensors, strict=True)]
+    for work, tensor in zip(works, tensors, strict=True):
+        assert work.wait()
+        assert not work.is_completed()
+        assert tensor.tolist() == [1.0] * 3  # on a device, the stream would not get there yet
+    assert [group.errored() for group in groups] == [None, None]
+    library.release()
+    for work, tensor in zip(works, tensors, strict=True):
+        assert work.wait(GUARD)
+        assert work.is_completed()
+        assert tensor.tolist() == [2.0] * 3
+
+
+def test_a_wait_with_a_limit_and_a_barrier_hold_up_the_host(bench: Bench, library: FakeAccelerator) -> None:
+    groups = bench.configured(2)
+    library.hold()
+    barriers = [group.barrier() for group in groups]
+    waiting = bench.start(partial(barriers[0].wait))
+    error = failure(lambda: barriers[1].wait(timedelta(milliseconds=20)))
+    assert isinstance(error, DeadlinePassed)
+    assert isinstance(error, TimeoutError)
+    assert not barriers[0].is_completed()
+    library.release()
+    assert waiting().get()
+    assert barriers[1].wait()  # who gave up a wait may wait again
+
+
+def test_an_operation_that_torch_would_put_on_the_callers_stream_is_watched_too(bench: Bench) -> None:
+    """Of a synchronous operation torch's NCCL gives no Work."""
+    groups = bench.configured(2)
+    tensors = [torch.ones(3), torch.ones(3)]
+    others = [torch.ones(3), torch.ones(3)]
+
+    def reduce(rank: int, group: ProcessGroup) -> None:
+        dist.all_reduce(tensors[rank], group=group)
+        opts = dist.AllreduceOptions()
+        opts.asyncOp = False
+        assert group.allreduce([others[rank]], opts).wait(GUARD)  # behind the one before, on one stream
+
+    bench.all(groups, reduce)
+    assert [tensor.tolist() for tensor in (*tensors, *others)] == [[2.0] * 3] * 4
+
+
+def test_nothing_waits_for_a_whole_device(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """needs.md, 2.3: a synchronization of the device in each commit and in `errored()`."""
+
+    def forbidden(*args: object) -> None:
+        raise AssertionError("the whole device was waited for")
+
+    groups = bench.configured(2)
+    for module in (torch.accelerator, torch.cuda, torch.xpu):
+        monkeypatch.setattr(module, "synchronize", forbidden)
+    bench.all(groups, lambda rank, group: group.allreduce([torch.ones(3)]).wait(GUARD))
+    groups[0].abort()
+    assert isinstance(groups[0].errored(), Aborted)
+    bench.configure(groups)
+
+
+# --- what ends operations ------------------------------------------------------------------------------------------
+
+
+def test_fault_14_a_new_time_out_acts_on_the_live_group_and_nobody_need_wait(
+    bench: Bench, library: FakeAccelerator
+) -> None:
+    """needs.md, fault 14: a survivor waited out the time-out that the group was made with."""
+    groups = bench.configured(2)
+    for group in groups:
+        group.set_timeout(HOUR)
+    groups[0].set_timeout(timedelta(milliseconds=50))
+    tensor = torch.ones(3)
+    work = groups[0].allreduce([tensor])  # the peer does not come
+    until(lambda: groups[0].errored() is not None)
+    assert isinstance(groups[0].errored(), DeadlinePassed)
+    assert isinstance(failure(work.wait), DeadlinePassed)
+    assert isinstance(failure(lambda: groups[1].allreduce([torch.ones(3)]).wait(GUARD)), PeerFailed)
+    assert isinstance(failure(lambda: groups[0].allreduce([torch.ones(3)])), DeadlinePassed)
+    assert tensor.tolist() == [1.0] * 3
+    bench.configure(groups)
+    assert [group.errored() for group in groups] == [None, None]
+
+
+def test_an_abort_ends_a_held_kernel_and_nothing_of_it_is_written(bench: Bench, library: FakeAccelerator) -> None:
+    groups = bench.configured(3)
+    for group in groups:
+        group.set_timeout(HOUR)
+    library.hold()
+    tensors = [torch.ones(3) for _ in groups]
+    works = [group.allreduce([tensor]) for group, tensor in zip(groups, tensors, strict=True)]
+    begun_s = time.perf_counter()
+    groups[1].abort()
+    errors = [failure(partial(work.wait, HOUR)) for work in works]
+    assert time.perf_counter() - begun_s < 2.0  # on a busy machine; the time-out is an hour
+    assert [type(error) for error in errors] == [PeerFailed, Aborted, PeerFailed]
+    assert "rank 1 has let go" in str(errors[0])
+    library.release()
+    bench.configure(groups)
+    assert [tensor.tolist() for tensor in tensors] == [[1.0] * 3] * 3
+
+
+def test_what_ended_well_before_an_abort_stays_well(bench: Bench) -> None:
+    groups = bench.configured(2)
+    works = [group.allreduce([torch.ones(3)]) for group in groups]
+    until(lambda: all(work.is_completed() for work in works))
+    groups[0].abort()
+    assert works[0].wait()
+    assert isinstance(groups[0].errored(), Aborted)
+    assert isinstance(failure(lambda: groups[0].allreduce([torch.ones(3)])), Aborted)
+
+
+def test_a_peer_that_leaves_after_the_last_operation_leaves_no_error(bench: Bench) -> None:
+    groups = bench.configured(2)
+    bench.all(groups, lambda rank, group: group.allreduce([torch.ones(3)]).wait(GUARD))
+    groups[0].shutdown()
+    error = None
+    while error is None:  # until the news has come
+        error = failure(lambda: groups[1].allreduce([torch.ones(3)]).wait(GUARD))
+    assert isinstance(error, PeerFailed)
+
+
+@pytest.mark.parametrize(("propagates", "expected"), [(True, PeerFailed), (False, DeadlinePassed)])
+def test_a_lost_data_connection_is_an_error_that_shows_late(
+    propagates: bool, expected: type[ProcessGroupError]
+) -> None:
+    library = FakeAccelerator(propagates=propagates)
+    with Bench(lambda: ProcessGroupNCCL(backend=library), timeout=GUARD) as bench:
+        groups = bench.configured(2)
+        groups[0].set_timeout(timedelta(milliseconds=200))
+        groups[1].set_timeout(HOUR)
+        work = groups[0].allreduce([torch.ones(3)])
+        assert work.wait()
+        library.pull_the_cable()
+        until(lambda: groups[0].errored() is not None)
+        assert isinstance(groups[0].errored(), expected)
+        assert isinstance(failure(work.wait), expected)
+        bench.configure(groups)
+        bench.all(groups, lambda rank, group: group.allreduce([torch.ones(3)]).wait(GUARD))
+
+
+def test_a_group_that_nobody_holds_any_more_leaves_no_thread(library: FakeAccelerator) -> None:
+    with Bench(lambda: ProcessGroupNCCL(backend=library), timeout=GUARD) as bench:
+        store = bench.fresh_address()
+        pair = [ProcessGroupNCCL(backend=library) for _ in range(2)]
+        bench.all(pair, lambda rank, group: group.configure(store, rank, 2))
+        pair.clear()
+        gc.collect()
+        until(lambda: not any(thread.name == "tft-pg-lifeline" for thread in threading.enumerate()))
+        library.pull_the_cable()
+    until(lambda: len(timer()) == 0)
+
+
+def test_a_library_that_fails_in_a_call_ends_the_group_for_all(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = bench.configured(2)
+
+    def broken(*args: object) -> dist.Work:
+        raise RuntimeError("NCCL error: unhandled system error (run with NCCL_DEBUG=INFO for details)")
+
+    for group in groups:
+        group.set_timeout(HOUR)
+    work = groups[1].allreduce([torch.ones(3)])
+    with monkeypatch.context() as patched:
+        patched.setattr(fake_backend._FakeGroup, "allreduce", broken)
+        error = failure(lambda: groups[0].allreduce([torch.ones(3)]))
+    assert isinstance(error, PeerFailed)
+    assert "unhandled system error" in str(error)
+    assert isinstance(groups[0].errored(), PeerFailed)
+    assert isinstance(failure(partial(work.wait, HOUR)), PeerFailed)
+
+
+def test_a_refused_call_leaves_the_group_alone(bench: Bench) -> None:
+    groups = bench.configured(2)
+    error = failure(lambda: groups[0].send([torch.ones(3)], 0, 0).wait(GUARD))
+    assert isinstance(error, OperationRefused)
+    assert groups[0].errored() is None
+    bench.all(groups, lambda rank, group: group.allreduce([torch.ones(3)]).wait(GUARD))
+
+
+# --- a library that does not connect -------------------------------------------------------------------------------
+
+
+class Stubborn(Communicator, AcceleratorBackend):
+    """Hangs in `connect` until it is aborted; it is its own library."""
+
+    def __init__(self) -> None:
+        self.connecting = threading.Event()
+        self.aborted = threading.Event()
+
+    @property
+    def torch_group(self) -> dist.ProcessGroup:
+        raise AssertionError("it never connects")
+
+    def connect(self) -> None:
+        self.connecting.set()
+        self.aborted.wait(GUARD_S)
+        raise RuntimeError("aborted")
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+    def check(self) -> None:
+        return None
+
+    def current_device(self) -> torch.device | None:
+        return None
+
+    def communicator(
+        self, store: Store, rank: int, world_size: int, device: torch.device | None, limit: timedelta
+    ) -> Communicator:
+        return self
+
+
+def stubborn_pair(bench: Bench) -> tuple[Stubborn, list[ProcessGroup]]:
+    library = Stubborn()
+    return library, [ProcessGroupNCCL(backend=library), ProcessGroupNCCL(backend=library)]
+
+
+def test_an_abort_ends_a_configure_whose_library_hangs_and_the_peer_hears_of_it(bench: Bench) -> None:
+    library, pair = stubborn_pair(bench)
+    address = bench.fresh_address()
+    waits = [
+        bench.start(partial(failure, partial(group.configure, address, rank, 2, timeout=HOUR)))
+        for rank, group in enumerate(pair)
+    ]
+    assert library.connecting.wait(GUARD_S)
+    library.aborted.clear()
+    pair[0].abort()
+    assert isinstance(waits[0]().get(), Aborted)
+    error = waits[1]().get()
+    assert isinstance(error, ConfigureFailed)
+    assert library.aborted.is_set()
+    for group in pair:
+        group.shutdown()
+
+
+def test_a_library_that_hangs_is_given_up_at_the_deadline(bench: Bench) -> None:
+    library, pair = stubborn_pair(bench)
+    limit = timedelta(milliseconds=200)
+    error = failure(partial(pair[0].configure, bench.fresh_address(), 0, 1, timeout=limit))
+    assert isinstance(error, ConfigureFailed)
+    assert library.aborted.is_set()
+    for group in pair:
+        group.shutdown()
+
+
+# --- the connections that say nothing ------------------------------------------------------------------------------
+
+
+def test_a_lifeline_takes_no_stranger_and_cuts_at_both_ends() -> None:
+    with Attempt(Where(0, 2), GUARD) as attempt:
+        lines = [Lifeline(rank, 2, "127.0.0.1") for rank in range(2)]
+        records = [line.record() for line in lines]
+        assert records[0] != records[1]
+        port = int(records[0].split(b" ")[1])
+        strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
+        strangers[0].sendall(b"\0" * 20)
+        strangers[1].sendall(b"short")
+        lines[1].connect(records, attempt)
+        lines[0].connect(records, attempt)
+        for stranger in strangers:
+            assert stranger.recv(1) == b""
+            stranger.close()
+        assert lines[0].cut_by() is None
+        cut: list[int] = []
+        heard = threading.Event()
+        lines[0].watch(lambda rank: (cut.append(rank), heard.set()))  # type: ignore[func-returns-value]
+        lines[1].end()
+        assert heard.wait(GUARD_S)
+        assert cut == [1]
+        for line in lines:
+            line.end()
+            line.settle()
+
+
+@pytest.mark.parametrize("record", [b"", b"no address", b"00 1 x", b"\xff", b"x" * 10_000, b"00" * 16 + b" 99999 ::1"])
+def test_a_record_of_something_else_is_an_error_that_names_the_rank(record: bytes) -> None:
+    with Attempt(Where(1, 2), GUARD) as attempt:
+        line = Lifeline(1, 2, "127.0.0.1")
+        with pytest.raises(ConfigureFailed, match="rank 0"):
+            line.connect([record, line.record()], attempt)
+
+
+def test_a_rank_that_can_not_be_reached_is_named() -> None:
+    with Attempt(Where(1, 2), GUARD) as attempt:
+        gone, line = Lifeline(0, 2, "127.0.0.1"), Lifeline(1, 2, "127.0.0.1")
+        record = gone.record()
+        gone.end()
+        with pytest.raises(ConfigureFailed, match=r"rank 0 can't be reached at 127\.0\.0\.1"):
+            line.connect([record, line.record()], attempt)
+
+
+def test_this_machine_is_known_by_the_address_that_talks_to_the_store() -> None:
+    assert address_towards("127.0.0.1", 1) == "127.0.0.1"
+
+
+# --- torch's own class ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("made_by", [ProcessGroupNCCL, ProcessGroupXCCL])
+def test_a_torch_without_the_library_is_an_error_in_one_sentence(
+    made_by: Callable[[], ProcessGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ProcessGroupNCCL", "ProcessGroupXCCL"):
+        monkeypatch.delattr(dist, name, raising=False)
+    with pytest.raises(Unsupported, match=r"install a build of torch for .* devices, or use ProcessGroupGloo"):
+        made_by()
+
+
+def test_names_and_devices() -> None:
+    assert ProcessGroupNCCL(backend=FakeAccelerator()).getBackendName() == "tft-nccl"
+    assert ProcessGroupXCCL(backend=FakeAccelerator()).getBackendName() == "tft-xccl"
+    ProcessGroupNCCL(backend=FakeAccelerator(), device=1).shutdown()
+    with pytest.raises(InvalidSetting, match="ProcessGroupNCCL moves tensors on cuda"):
+        ProcessGroupNCCL(backend=FakeAccelerator(), device="cpu")
+
+
+def test_a_wrong_watchdog_setting_is_said_when_the_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFT_WATCHDOG_TIMEOUT_SEC", "soon")
+    with pytest.raises(InvalidSetting, match="TFT_WATCHDOG_TIMEOUT_SEC"):
+        ProcessGroupNCCL(backend=FakeAccelerator())
+
+
+class TorchClass:
+    """In the place of torch's class: notes the environment that it is made in, and is Gloo."""
+
+    seen: dict[str, str | None]
+    options: Any
+
+    class Options:
+        def __init__(self) -> None:
+            self._timeout = timedelta(0)
+            self.config = type("Config", (), {"blocking": 1})()
+
+    def __new__(cls, store: Store, rank: int, world_size: int, options: Any) -> Any:
+        cls.seen = {name: os.environ.get(name) for name in (*_NCCL.blocking_wait_envs, _NCCL.connect_limit_env)}
+        cls.options = options
+        return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=10))
+
+
+class DeviceModule:
+    def __init__(self) -> None:
+        self.device = nullcontext
+
+    def current_device(self) -> int:
+        return 0
+
+    def is_initialized(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def torch_class(monkeypatch: pytest.MonkeyPatch) -> type[TorchClass]:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", TorchClass, raising=False)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: DeviceModule())
+    for name in (*_NCCL.blocking_wait_envs, _NCCL.connect_limit_env):
+        monkeypatch.delenv(name, raising=False)
+    # Whatever is set while it runs is taken back.
+    monkeypatch.setenv(_NCCL.connect_limit_env, "1")
+    monkeypatch.delenv(_NCCL.connect_limit_env)
+    return TorchClass
+
+
+def test_torchs_watchdog_is_left_out_and_the_environment_stays_as_it_was(
+    torch_class: type[TorchClass], caplog: pytest.LogCaptureFixture
+) -> None:
+    library = TorchLibrary(_NCCL)
+    library.check()
+    assert library.current_device() is None
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            library.communicator(dist.HashStore(), 0, 1, torch.device("cuda", 0), timedelta(seconds=7.5))
+    blocking, old_blocking = _NCCL.blocking_wait_envs
+    assert torch_class.seen == {blocking: "1", old_blocking: None, _NCCL.connect_limit_env: "8"}
+    assert torch_class.options.config.blocking == 0
+    assert blocking not in os.environ
+    assert len(caplog.records) == 1  # what was set for the process is said, once
+    assert _NCCL.connect_limit_env in caplog.text
+
+
+@pytest.mark.parametrize("name", _NCCL.blocking_wait_envs)
+def test_what_the_user_has_set_is_kept_or_refused(
+    torch_class: type[TorchClass], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    library = TorchLibrary(_NCCL)
+    monkeypatch.setenv(_NCCL.connect_limit_env, "99")
+    monkeypatch.setenv(name, "true")
+    library.check()
+    library.communicator(dist.HashStore(), 0, 1, None, HOUR)
+    assert torch_class.seen[name] == "true"
+    assert torch_class.seen[_NCCL.connect_limit_env] == "99"
+    monkeypatch.setenv(name, "0")
+    with pytest.raises(InvalidSetting, match=f"{name} is set to '0'"):
+        library.check()
+
+
+# --- on a GPU ------------------------------------------------------------------------------------------------------
+
+
+def _why_no_gpu() -> str:
+    if not dist.is_nccl_available():
+        return "this torch has no NCCL"
+    return "" if torch.cuda.is_available() else "there is no CUDA device here"
+
+
+def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
+    reason = _why_no_gpu()
+    marked: Callable[..., None] = pytest.mark.gpu(
+        pytest.mark.timeout(300)(pytest.mark.skipif(bool(reason), reason=reason or "there is one")(test))
+    )
+    return marked
+
+
+def alone_on_gpu() -> ProcessGroup:
+    return WaitsOnHost(ProcessGroupNCCL(), device=torch.device("cuda"))
+
+
+@on_gpu
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_gpu_conformance_of_one_rank(check: Callable[..., None]) -> None:
+    check(Subject(alone_on_gpu, world_sizes=(1,)))
+
+
+_Scenario = Callable[["Rank"], None]
+
+
+class Rank:
+    """One of two processes that share a GPU, inside a scenario.
+
+    Args:
+        rank: 0 or 1.
+        port: of the store.
+        peer: to the other rank, for what must come in order.
+    """
+
+    def __init__(self, rank: int, port: int, peer: Connection) -> None:
+        self.rank = rank
+        self._port = port
+        self._peer = peer
+        self.group = ProcessGroupNCCL(timedelta(seconds=60))
+
+    def configure(self, quorum: int, *, rank: int | None = None, world_size: int = 2) -> None:
+        place = self.rank if rank is None else rank
+        self.group.configure(format_store_addr("127.0.0.1", self._port, f"quorum/{quorum}"), place, world_size)
+
+    def meet(self) -> None:
+        """Go on only when the other one is here, too."""
+        self._peer.send(None)
+        assert self._peer.poll(120)
+        self._peer.recv()
+
+    def reduce(self, expected: float) -> None:
+        tensor = torch.ones(1 << 16, device="cuda")
+        self.group.allreduce([tensor], ReduceOp.SUM).wait()
+        torch.cuda.current_stream().synchronize()
+        assert self.group.errored() is None
+        assert bool((tensor == expected).all())
+
+
+def _child(scenario: _Scenario, rank: int, port: int, peer: Connection, report: Connection) -> None:
+    # NCCL takes two ranks on one device only if it thinks that they are on two machines.
+    os.environ.update({"NCCL_HOSTID": f"machine-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"})
+    torch.cuda.set_device(0)
+    me = Rank(rank, port, peer)
+    try:
+        scenario(me)
+        me.group.shutdown()
+        report.send("")
+    except BaseException as error:
+        report.send(f"{type(error).__name__}: {error}")
+        raise
+
+
+def play(scenario: _Scenario) -> list[str | None]:
+    """Run a scenario on two ranks; gives what each has reported, None for one that was killed."""
+    context = multiprocessing.get_context("spawn")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    peers = context.Pipe()
+    reports = [context.Pipe() for _ in range(2)]
+    processes = [
+        context.Process(target=_child, args=(scenario, rank, store.port, peers[rank], reports[rank][1]), daemon=True)
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        for end in (*peers, *(theirs for _, theirs in reports)):
+            end.close()
+        found: list[str | None] = []
+        for ours, _ in reports:
+            try:
+                found.append(ours.recv() if ours.poll(240) else "no report in time")
+            except EOFError:
+                found.append(None)
+        return found
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(GUARD_S)
+        for ours, _ in reports:
+            ours.close()
+
+
+def _uses_the_result_on_another_stream(me: Rank) -> None:
+    me.configure(0)
+    for _ in range(20):
+        tensor = torch.ones(1 << 22, device="cuda")
+        work = me.group.allreduce([tensor], ReduceOp.SUM)
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            work.wait()  # orders the side stream, and no other
+            doubled = tensor * 2
+        future = me.group.allreduce([torch.full((1 << 22,), 3.0, device="cuda")]).get_future()
+        tripled = future.then(lambda done: done.value()[0] / 2).wait()
+        side.synchronize()
+        assert bool((doubled == 4.0).all())
+        assert bool((tripled == 3.0).all())
+    assert me.group.errored() is None
+
+
+@on_gpu
+def test_gpu_a_result_is_used_on_another_stream_after_a_wait() -> None:
+    assert play(_uses_the_result_on_another_stream) == ["", ""]
+
+
+def _aborts_with_a_missing_peer(me: Rank) -> None:
+    me.configure(0)
+    me.reduce(2.0)
+    me.group.set_timeout(HOUR)
+    if me.rank == 0:
+        work = me.group.allreduce([torch.ones(1 << 20, device="cuda")])
+        work.wait()
+        me.meet()
+        threading.Thread(target=me.group.abort).start()
+        torch.cuda.current_stream().synchronize()  # the kernel has left the device
+        assert isinstance(me.group.errored(), Aborted)
+        assert isinstance(failure(work.wait), Aborted)
+    else:
+        me.meet()
+        error = None
+        while error is None:
+            error = failure(lambda: me.group.broadcast([torch.ones(4, device="cuda")], 1).wait(HOUR))
+        assert isinstance(error, PeerFailed), error
+    me.configure(1)
+    me.reduce(2.0)
+
+
+@on_gpu
+def test_gpu_an_abort_ends_a_kernel_whose_peer_is_missing() -> None:
+    assert play(_aborts_with_a_missing_peer) == ["", ""]
+
+
+def _times_out(me: Rank) -> None:
+    me.configure(0)
+    me.reduce(2.0)
+    if me.rank == 0:
+        me.group.set_timeout(timedelta(seconds=1))
+        me.group.allreduce([torch.ones(1 << 20, device="cuda")]).wait()
+        torch.cuda.current_stream().synchronize()
+        assert isinstance(me.group.errored(), DeadlinePassed), me.group.errored()
+    me.meet()
+    me.configure(1)
+    me.reduce(2.0)
+
+
+@on_gpu
+def test_gpu_a_late_operation_is_ended_and_the_process_lives() -> None:
+    assert play(_times_out) == ["", ""]
+
+
+def _dies(me: Rank) -> None:
+    me.configure(0)
+    me.reduce(2.0)
+    me.group.set_timeout(HOUR)
+    if me.rank == 1:
+        me.meet()
+        os.kill(os.getpid(), signal.SIGKILL)
+    me.group.allreduce([torch.ones(1 << 20, device="cuda")]).wait()
+    me.meet()
+    torch.cuda.current_stream().synchronize()
+    assert isinstance(me.group.errored(), PeerFailed), me.group.errored()
+    me.configure(1, rank=0, world_size=1)
+    me.reduce(1.0)
+
+
+@on_gpu
+def test_gpu_a_killed_peer_fails_the_kernel() -> None:
+    assert play(_dies) == ["", None]
+
+
+def _reconfigures(me: Rank) -> None:
+    for quorum in range(10):
+        me.configure(quorum, rank=(me.rank + quorum) % 2)
+        me.reduce(2.0)
+        me.meet()
+
+
+@on_gpu
+def test_gpu_ten_reconfigurations() -> None:
+    assert play(_reconfigures) == ["", ""]
+
+
+def _gives_a_tensor_on_the_cpu(me: Rank) -> None:
+    me.configure(me.rank, rank=0, world_size=1)
+    error = failure(lambda: me.group.allreduce([torch.ones(3)]))
+    assert isinstance(error, OperationRefused), error
+    assert "cpu" in str(error).lower()
+    me.reduce(1.0)
+
+
+@on_gpu
+def test_gpu_a_tensor_on_the_cpu_is_refused() -> None:
+    assert play(_gives_a_tensor_on_the_cpu) == ["", ""]
