@@ -302,3 +302,36 @@ def test_fault_7_a_stuck_timer_ends_the_process(stuck: str, sentence: str) -> No
     assert child.returncode == 1, child
     assert sentence in child.stderr
     assert "stuck_callback" in child.stderr
+
+
+# --- on a GPU ------------------------------------------------------------------------------------------------------
+
+_on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+_LONG_CYCLES = 3_000_000_000  # more than a second on any GPU
+
+
+@pytest.mark.gpu
+@_on_gpu
+def test_gpu_a_busy_stream_is_called_for_and_an_idle_one_is_not() -> None:
+    called = threading.Event()
+    torch.cuda._sleep(_LONG_CYCLES)
+    stream_timeout(called.set, MOMENT)
+    assert called.wait(GUARD_S)
+    torch.cuda.current_stream().synchronize()
+    stream_timeout(lambda: pytest.fail("it was in time"), HOUR)
+    until(lambda: len(timer()) == 0)
+
+
+@pytest.mark.gpu
+@_on_gpu
+def test_gpu_a_future_of_a_busy_device_is_late_though_it_counts_as_done() -> None:
+    future: Future[torch.Tensor] = Future(devices=[torch.device("cuda", 0)])
+    torch.cuda._sleep(_LONG_CYCLES)
+    tensor = torch.ones(3, device="cuda") * 2
+    future.set_result(tensor)
+    assert future.done()
+    with pytest.raises(TimeoutError):
+        future_timeout(future, MOMENT).wait()
+    assert future_timeout(future, HOUR).wait().tolist() == [2.0] * 3
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert future_wait(future, HOUR).sum().item() == 6.0
