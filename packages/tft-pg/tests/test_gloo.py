@@ -484,7 +484,7 @@ def test_a_wait_that_could_not_be_ended_is_refused(bench: Bench, monkeypatch: py
     group = bench.configured(1)[0]
     other = group.allreduce([torch.ones(3)])._work  # type: ignore[attr-defined]
     with pytest.raises(Unsupported, match="could not be ended"):
-        Transfers().adopt(other)
+        Transfers(HOUR).adopt(other)
     monkeypatch.setattr(transfers, "_ABORT", "_ZN4c10d16ProcessGroupGloo8{}7nothingEv")
     transfers._aborts.cache_clear()
     with pytest.raises(Unsupported, match="has no way to end a wait"):

@@ -136,10 +136,15 @@ class ProcessGroupGloo(NativeProcessGroup):
         torch_group = dist.ProcessGroup(store, where.rank, where.world_size)
         torch_group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
         torch_group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        transfers = Transfers()
+        transfers = Transfers(timeout)
+
+        def set_timeout(timeout: timedelta) -> None:
+            backend.set_timeout(timeout)
+            transfers.set_timeout(timeout)
+
         live = LiveGroup(
             torch_group,
-            set_timeout=backend.set_timeout,
+            set_timeout=set_timeout,
             sever=mesh.end,
             settle=mesh.settle,
             is_over=mesh.is_over,

@@ -81,16 +81,25 @@ def _waker(work: dist.Work) -> Callable[[], None]:
 
 @final
 class Transfers:
-    """The sends and receives of one group in which somebody waits."""
+    """The sends and receives of one group in which somebody waits.
 
-    def __init__(self) -> None:
+    Args:
+        timeout: of each: torch's own is fixed when the group is built.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
         self._lock = threading.Lock()
         self._waited_for: dict[dist.Work, Callable[[], None]] = {}
         self._over = False
+        self._timeout = timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long a wait without a time-out of its own takes, for what starts from now on."""
+        self._timeout = timeout
 
     def adopt(self, work: dist.Work) -> dist.Work:
         """The Work of a send or a receive, so that its wait can be ended. Raises: Unsupported: by another torch."""
-        return _Transfer(work, _waker(work), self)
+        return _Transfer(work, _waker(work), self, self._timeout)
 
     def end(self) -> None:
         """End every wait, now that the connections have been shut down and nothing can arrive any more."""
@@ -134,10 +143,12 @@ class _Transfer(dist.Work):
         work: torch's; a time-out given to its `wait` ends the group when it passes, as it does with torch alone.
         wake: ends that wait.
         transfers: of its group.
+        limit: how long a wait without a time-out of its own waits.
     """
 
-    def __init__(self, work: dist.Work, wake: Callable[[], None], transfers: Transfers) -> None:
+    def __init__(self, work: dist.Work, wake: Callable[[], None], transfers: Transfers, limit: timedelta) -> None:
         super().__init__()
+        self._limit = limit
         self._work = work
         self._wake = wake
         self._transfers = transfers
@@ -157,7 +168,7 @@ class _Transfer(dist.Work):
 
     def _end(self, timeout: timedelta | None) -> None:
         try:
-            if not self._transfers.wait(self._work, self._wake, timeout):
+            if not self._transfers.wait(self._work, self._wake, timeout or self._limit):
                 self._work = FailedWork(RuntimeError("Connection closed in the middle of a message"))
         except RuntimeError as error:
             # Without its frames: an error that somebody keeps must not keep torch's Work, and with it connections.

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tft_pg.base import ProcessGroup
-from tft_pg.errors import Aborted, Closed, InvalidSetting, ProcessGroupError
+from tft_pg.errors import Aborted, Closed, InvalidSetting, OperationRefused, ProcessGroupError
 from tft_pg.ops import Collective
 from tft_pg.work import DummyWork
 
@@ -25,8 +25,8 @@ __all__ = ["ProcessGroupDummy"]
 class ProcessGroupDummy(ProcessGroup):
     """Rank 0 of 1: every collective succeeds at once, gathers and scatters copy their input to their output.
 
-    It is ready without a `configure`, which only checks and counts. The public counters `configure_count`,
-    `wait_count` and `get_future_count` say how often each was called.
+    PREMUL_SUM alone is refused. It is ready without a `configure`, which only checks and counts. The public counters
+    `configure_count`, `wait_count` and `get_future_count` say how often each was called.
 
     Args:
         rank: 0.
@@ -50,6 +50,10 @@ class ProcessGroupDummy(ProcessGroup):
     def _run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
         if self._error is not None:
             raise type(self._error)(f"{collective.name} found no group: {self._error}")
+        if collective.reduction(args, kwargs) == "PREMUL_SUM":
+            raise OperationRefused(
+                f"{collective.name} in a dummy group has no PREMUL_SUM: it does not compute; multiply first, then SUM"
+            )
         collective.copy_to_self(args, kwargs)
         return _CountingWork(self, collective.results(args, kwargs))
 

@@ -1,6 +1,7 @@
 """A group that misbehaves on demand, for tests of what stands on it.
 
-A test says which call shall fail, hang or come late, counted from now; every other call goes to the group inside.
+A test says which call shall fail, hang, come late or give a wrong result, counted from now; every other call goes to
+the group inside.
 The law of this file: a fault that is not asked for never happens.
 """
 
@@ -10,8 +11,9 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import final
+from typing import Any, final
 
+import torch
 import torch.distributed as dist
 
 from tft_pg.base import ProcessGroup
@@ -31,11 +33,15 @@ class _Fault:
     calls_left: int
     operation: str | None
     act: _Act
+    needs_result: bool
+
+    def counts(self, row: Collective, has_result: bool) -> bool:
+        return self.operation in (None, row.name) and (has_result or not self.needs_result)
 
 
 @final
 class FakeProcessGroupWrapper(WrappingProcessGroup):
-    """Fails, hangs or delays the n-th call from now; `configure` forgets every fault that has not come yet.
+    """Fails, hangs, delays or corrupts the n-th call from now; `configure` forgets every fault that has not come yet.
 
     Args:
         pg: the group inside.
@@ -81,28 +87,43 @@ class FakeProcessGroupWrapper(WrappingProcessGroup):
 
         self._add(nth, operation, act)
 
+    def corrupt(self, nth: int = 1, *, operation: str | None = None) -> None:
+        """Let a call's result be wrong in its first element, without a word; other arguments as for `fail`.
+
+        Only calls that fill in a tensor are counted; it is wrong from the end of the call on, for `wait` and future.
+
+        Raises: InvalidSetting: also if the collective fills in nothing.
+        """
+        if operation is not None and collective(operation).outputs is None:
+            raise InvalidSetting(f"{operation} fills in no tensor, so there is nothing to corrupt")
+
+        def act(row: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
+            return _CorruptedWork(forward(self._parent, row, args, kwargs), row.results(args, kwargs))
+
+        self._add(nth, operation, act, needs_result=True)
+
     def report_future_error(self, error: Exception) -> None:
         """Let the next allreduce fail with this error."""
         self.fail(operation="allreduce", error=error)
 
-    def _add(self, nth: int, operation: str | None, act: _Act) -> None:
+    def _add(self, nth: int, operation: str | None, act: _Act, *, needs_result: bool = False) -> None:
         if nth < 1:
             raise InvalidSetting(f"calls are counted from 1, so there is no call {nth}")
         name = collective(operation).name if operation is not None else None
         with self._lock:
-            self._faults.append(_Fault(nth, name, act))
+            self._faults.append(_Fault(nth, name, act, needs_result))
 
     def _run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
-        due = self._due(collective.name)
+        due = self._due(collective, any(tensor.numel() for tensor in collective.results(args, kwargs)))
         return (due.act if due is not None else self._forward)(collective, args, kwargs)
 
     def _forward(self, row: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
         return forward(self._parent, row, args, kwargs)
 
-    def _due(self, operation: str) -> _Fault | None:
+    def _due(self, row: Collective, has_result: bool) -> _Fault | None:
         """Count the call for every fault; the first that it is the turn of."""
         with self._lock:
-            counted = [fault for fault in self._faults if fault.operation in (None, operation)]
+            counted = [fault for fault in self._faults if fault.counts(row, has_result)]
             for fault in counted:
                 fault.calls_left -= 1
             due = next((fault for fault in counted if fault.calls_left <= 0), None)
@@ -133,3 +154,52 @@ class FakeProcessGroupWrapper(WrappingProcessGroup):
             pending, self._pending = self._pending, []
         for work in pending:
             work.fail(Aborted("the hanging call was ended; configure the group again"))
+
+
+@final
+class _CorruptedWork(dist.Work):
+    """A Work that spoils its results when it has ended well."""
+
+    def __init__(self, work: dist.Work, results: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._work = work
+        self._results = results
+        self._lock = threading.Lock()
+        self._spoiled = False
+
+    def _spoil(self) -> None:
+        with self._lock, torch.no_grad():
+            if not self._spoiled:
+                self._spoiled = True
+                tensor = next(tensor for tensor in self._results if tensor.numel())
+                first = (0,) * tensor.dim()
+                tensor[first] = _wrong(tensor[first].item())
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        ended_well = self._work.wait(timeout) if timeout else self._work.wait()
+        self._spoil()
+        return ended_well
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._work.get_future().then(self._spoiled_value)
+
+    def _spoiled_value(self, future: torch.futures.Future[Any]) -> object:
+        value: object = future.value()
+        self._spoil()
+        return value
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._results
+
+    def synchronize(self) -> None:
+        self._work.synchronize()
+
+
+def _wrong(value: bool | complex) -> bool | complex:
+    """Another value that its dtype has."""
+    if isinstance(value, bool):
+        return not value
+    return value ^ 1 if isinstance(value, int) else -value or 1.0

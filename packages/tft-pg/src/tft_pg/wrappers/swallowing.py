@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tft_pg.base import ProcessGroup
+from tft_pg.errors import InvalidSetting, OperationRefused, Unsupported
 from tft_pg.forwarding import forward
 from tft_pg.ops import Collective
 from tft_pg.work import DummyWork
@@ -21,10 +22,16 @@ from tft_pg.wrappers.wrapping import WrappingProcessGroup
 
 __all__ = ["ErrorSwallowingProcessGroupWrapper"]
 
+# Every rank gets these at the call, before anything is sent, and gets them again however often it configures.
+_THE_CALLERS = (OperationRefused, InvalidSetting, Unsupported)
+
 
 @final
 class ErrorSwallowingProcessGroupWrapper(WrappingProcessGroup):
     """Swallows the errors of every collective, until the next `configure`.
+
+    A call that is wrong in itself still raises `OperationRefused`, `InvalidSetting` or `Unsupported`, and is no error
+    of the group: no `configure` would mend it.
 
     Args:
         pg: the group inside.
@@ -32,32 +39,47 @@ class ErrorSwallowingProcessGroupWrapper(WrappingProcessGroup):
 
     def __init__(self, pg: ProcessGroup) -> None:
         super().__init__(pg)
-        self._error: Exception | None = None
+        self._errors = _Errors()
 
     def error(self) -> Exception | None:
         """The first error since the last `configure`; None if all went well."""
-        return self._error
+        return self._errors.first
 
     def report_error(self, error: Exception) -> None:
         """Treat the group as failed from now on; the first error counts."""
-        if self._error is None:
-            self._error = error
+        self._errors.report(error)
 
     def _run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
+        errors = self._errors
         results = collective.results(args, kwargs)
-        if self._error is not None:
+        if errors.first is not None:
             return DummyWork(results)
         try:
-            return _SwallowingWork(forward(self._parent, collective, args, kwargs), self.report_error, results)
+            return _SwallowingWork(forward(self._parent, collective, args, kwargs), errors.report, results)
+        except _THE_CALLERS:
+            raise
         except RuntimeError as error:
-            self.report_error(error)
+            errors.report(error)
             return DummyWork(results)
 
     def _forget(self) -> None:
-        self._error = None
+        # What ran before fails late, and tells of it where nobody asks any more.
+        self._errors = _Errors()
 
     def _end(self) -> None:
         return None
+
+
+@final
+class _Errors:
+    """The first error of one configured group."""
+
+    def __init__(self) -> None:
+        self.first: Exception | None = None
+
+    def report(self, error: Exception) -> None:
+        if self.first is None:
+            self.first = error
 
 
 @final

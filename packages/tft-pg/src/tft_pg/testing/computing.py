@@ -1,0 +1,523 @@
+"""What a group computes: every collective, dtype, reduction, layout and call form against one process's arithmetic.
+
+A group need not have every combination. What it has gives the oracle's result on all ranks; what it has not is an
+`OperationRefused` on all ranks that names the dtype, or the reduction, and the group works on as if nothing had been.
+The law of this file: checks of results only; whoever dies is in `dying`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from tft_pg.base import ProcessGroup
+from tft_pg.errors import DeadlinePassed, OperationRefused
+from tft_pg.testing.bench import GUARD_S, Bench
+from tft_pg.testing.cases import CASES, REDUCTIONS, Case, Sample, Started
+from tft_pg.testing.subject import Subject, agree, all_work, failure, reduce_ones, require
+
+__all__ = [
+    "CHECKS",
+    "DTYPES",
+    "Combination",
+    "both_call_forms_agree",
+    "combinations",
+    "every_combination_agrees_or_is_refused",
+    "every_layout_agrees_or_is_refused",
+    "futures_hold_the_results",
+    "low_precision_is_as_good_as_its_rounding",
+    "several_may_be_in_flight",
+    "torchs_functions_take_the_group",
+]
+
+DTYPES: tuple[torch.dtype, ...] = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+)
+
+# An operation that one rank was refused and another was not would wait for it.
+_PATIENCE = timedelta(seconds=GUARD_S / 3)
+_LARGE = 1 << 21
+
+
+@dataclass(frozen=True)
+class Combination:
+    """A collective with a dtype and a reduction; no reduction where the collective has none.
+
+    Args:
+        row: the collective's name.
+        dtype: without the `torch.`.
+        op: the reduction's name.
+    """
+
+    row: str
+    dtype: str
+    op: str = ""
+
+
+def combinations(subject: Subject, world_size: int) -> frozenset[Combination]:
+    """Which of all combinations a kind of group has; each was tried.
+
+    Raises: AssertionError: one gave another result than the oracle, or was refused on some ranks only, or without a
+        clear sentence, or the group did not work on after it.
+    """
+    trials = {
+        Combination(case.row, _name(dtype), op): (case, Sample(0, world_size, dtype, op=op or "SUM"))
+        for case in CASES
+        if case.sends
+        for dtype in DTYPES
+        for op in (REDUCTIONS if case.reduces else ("",))
+    }
+    with Bench(subject.make) as bench:
+        groups = bench.configured(world_size)
+        had = _try(bench, groups, list(trials.values()), must_name=True)
+    return frozenset(combination for combination, has in zip(trials, had, strict=True) if has)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _try(
+    bench: Bench, groups: Sequence[ProcessGroup], trials: Sequence[tuple[Case, Sample]], *, must_name: bool = False
+) -> list[bool]:
+    """Try each on all ranks at once; whether the group has it."""
+    found = bench.all(groups, lambda rank, group: [_tried(group, case, sample.at(rank)) for case, sample in trials])
+    had = []
+    for (case, sample), outcomes in zip(trials, zip(*found, strict=True), strict=True):
+        what = f"{case.row} of {_name(sample.dtype)}, {sample.op if case.reduces else 'no reduction'}"
+        refusals = [outcome for outcome in outcomes if outcome is not None]
+        assert len(refusals) in (0, len(outcomes)), f"{what}: refused on some ranks only: {outcomes}"
+        for error in refusals:
+            assert isinstance(error, OperationRefused), f"{what}: expected a result or OperationRefused, got {error!r}"
+            words = str(error)
+            named = not must_name or _name(sample.dtype) in words or (case.reduces and sample.op in words)
+            assert named, f"{what}: names neither its dtype nor its reduction: {words}"
+            assert case.row in words, f"{what}: does not name its collective: {words}"
+        had.append(not refusals)
+    return had
+
+
+def _tried(group: ProcessGroup, case: Case, sample: Sample) -> BaseException | None:
+    """None if it gave the oracle's result; else its refusal, after which the group worked on."""
+    try:
+        started = case.start(group, sample)
+        for work in started.works:
+            work.wait(_PATIENCE)
+    except OperationRefused as error:
+        agree(reduce_ones(group), torch.full((3,), float(sample.world_size)))
+        return error
+    except Exception as error:  # told by the caller, for all ranks at once
+        return error
+    try:
+        _compare(case, sample, started)
+    except AssertionError as error:
+        return error
+    return None
+
+
+def _compare(case: Case, sample: Sample, started: Started) -> None:
+    expected = case.expected(sample)
+    assert expected is not None, "it gave a result where there is none"
+    rounding = _rounding(sample) if case.reduces else 0.0
+    for got, wanted in zip(started.outputs, expected, strict=True):
+        agree(_comparable(got), _comparable(wanted), rtol=rounding)
+
+
+def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+    """A bool's byte is 0 or 1, or else it is no bool; torch compares no float8."""
+    tensor = tensor.contiguous()
+    if tensor.dtype == torch.bool:
+        return tensor.view(torch.uint8)
+    return tensor.float() if tensor.dtype == torch.float8_e4m3fn else tensor
+
+
+def _rounding(sample: Sample) -> float:
+    """The inputs are whole and small: only a division, and a product in a short mantissa, rounds."""
+    short = sample.op == "PRODUCT" and sample.world_size > 3
+    if not (sample.dtype.is_floating_point or sample.dtype.is_complex) or not (sample.op == "AVG" or short):
+        return 0.0
+    return sample.world_size * torch.finfo(sample.dtype).eps
+
+
+def every_combination_agrees_or_is_refused(subject: Subject) -> None:
+    """Each collective in each dtype and reduction agrees with the oracle on all ranks, or is refused on all.
+
+    A refusal is an `OperationRefused` that names the collective and its dtype or reduction; the group works on
+    without a `configure`.
+    """
+    for world_size in sorted({min(subject.world_sizes), subject.most}):
+        combinations(subject, world_size)
+
+
+def every_size_agrees(subject: Subject) -> None:
+    """Each collective agrees with the oracle in every size that the group can have."""
+    for world_size in subject.world_sizes:
+        with Bench(subject.make) as bench:
+            groups = bench.configured(world_size)
+            assert all(_try(bench, groups, [(case, Sample(0, world_size, length=13)) for case in CASES]))
+
+
+def _strided(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.stack([tensor, tensor], -1)[..., 0]
+
+
+def every_layout_agrees_or_is_refused(subject: Subject) -> None:
+    """Tensors with strides, without elements, without dimensions and of 8 MB agree with the oracle, or are refused."""
+    n = subject.most
+    layouts = {
+        "strided": Sample(0, n, lay_out=_strided),
+        "empty": Sample(0, n, length=0),
+        "without dimensions": Sample(0, n, length=1, flat=False),
+        "large": Sample(0, n, length=_LARGE // n),
+    }
+    with Bench(subject.make) as bench:
+        groups = bench.configured(n)
+        for name, sample in layouts.items():
+            try:
+                had = _try(bench, groups, [(case, sample) for case in CASES])
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from None
+            assert name != "large" or all(had), f"large tensors were refused: {had}"
+
+
+def low_precision_is_as_good_as_its_rounding(subject: Subject) -> None:
+    """A sum of arbitrary numbers differs from the exact one by no more than the rounding of each addition."""
+    n = subject.most
+    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    with Bench(subject.make) as bench:
+        groups = bench.configured(n)
+        for dtype in dtypes:
+            inputs = [torch.randn(1000, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(n)]
+            results = bench.all(groups, partial(_summed, inputs))
+            exact = torch.stack(inputs).double()
+            bound = n * torch.finfo(dtype).eps * exact.abs().sum(0)
+            for result in results:
+                assert bool(((result.double() - exact.sum(0)).abs() <= bound).all()), f"the sum in {dtype} is off"
+                agree(result, results[0])  # bit for bit: replicas must not drift apart
+
+
+def _summed(inputs: Sequence[torch.Tensor], rank: int, group: ProcessGroup) -> torch.Tensor:
+    tensor = inputs[rank].clone()
+    group.allreduce([tensor], ReduceOp.SUM).wait()
+    return tensor
+
+
+# --- the ways to call it ---
+
+
+def both_call_forms_agree(subject: Subject) -> None:
+    """The short forms of torch (a tensor and a root, a list and a tensor, an op) do what the long ones do."""
+    for world_size in sorted({min(subject.world_sizes), subject.most}):
+        with Bench(subject.make) as bench:
+            groups = bench.configured(world_size)
+            for name, form in _FORMS.items():
+                _check_form(bench, groups, f"pg.{name}", form)
+
+
+def torchs_functions_take_the_group(subject: Subject) -> None:
+    """`torch.distributed`'s functions work with the group as their `group`."""
+    for world_size in sorted({min(subject.world_sizes), subject.most}):
+        with Bench(subject.make) as bench:
+            groups = bench.configured(world_size)
+            for name, form in _FUNCTIONS.items():
+                _check_form(bench, groups, f"dist.{name}", form)
+
+
+_Form = Callable[[ProcessGroup, Sample], Iterator[tuple[Any, Any]]]
+
+
+def _check_form(bench: Bench, groups: Sequence[ProcessGroup], name: str, form: _Form) -> None:
+    def act(rank: int, group: ProcessGroup) -> list[tuple[Any, Any]]:
+        return list(form(group, Sample(rank, len(groups))))
+
+    for rank, pairs in enumerate(bench.all(groups, act)):
+        for got, expected in pairs:
+            try:
+                agree(got, expected)
+            except AssertionError as error:
+                raise AssertionError(f"{name} on rank {rank} of {len(groups)}: {error}") from None
+
+
+def _expected(row: str, sample: Sample) -> list[torch.Tensor]:
+    expected = next(case for case in CASES if case.row == row).expected(sample)
+    assert expected is not None
+    return expected
+
+
+def _form_allreduce(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]:
+    for op in ("SUM", "MAX"):
+        sample = replace(s, op=op)
+        tensors = [s.portion() for _ in range(5)]
+        opts = dist.AllreduceOptions()
+        opts.reduceOp = REDUCTIONS[op]
+        group.allreduce([tensors[0]], opts).wait()
+        group.allreduce([tensors[1]], REDUCTIONS[op]).wait()
+        group.allreduce(tensors[2], REDUCTIONS[op]).wait()
+        group.allreduce(tensor=tensors[3], op=REDUCTIONS[op]).wait()
+        group.allreduce(tensors=[tensors[4]], opts=opts).wait()
+        yield tensors, _expected("allreduce", sample) * 5
+
+
+def _form_broadcast(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]:
+    root = s.world_size - 1
+    opts = dist.BroadcastOptions()
+    opts.rootRank = root
+    tensors = [s.portion() for _ in range(4)]
+    group.broadcast([tensors[0]], opts).wait()
+    group.broadcast(tensors[1], root).wait()
+    group.broadcast_one(tensors[2], root).wait()
+    group.broadcast(tensor=tensors[3], root=root).wait()
+    yield tensors, _expected("broadcast", s) * 4
+
+
+def _form_reduce(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]:
+    tensor = s.portion()
+    group.reduce(tensor, s.world_size - 1, ReduceOp.SUM).wait()
+    expected = _expected("reduce", s)
+    yield ([tensor] if expected else []), expected
+
+
+def _form_gathers(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]:
+    root = s.world_size - 1
+    outputs = s.blanks()
+    group.allgather(outputs, s.portion()).wait()
+    yield outputs, _expected("allgather", s)
+    single, coalesced = s.blank_whole(), s.blank_whole()
+    group.all_gather_single(single, s.portion()).wait()
+    group.all_gather_single_coalesced([coalesced], [s.portion()]).wait()
+    yield [single, coalesced], _expected("_allgather_base", s) * 2
+    at_root = s.blanks() if s.rank == root else []
+    group.gather(at_root, s.portion(), root).wait()
+    yield at_root, _expected("gather", s)
+
+
+def _form_scatters(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]:
+    outputs = [s.blank() for _ in range(3)]
+    group.reduce_scatter(outputs[0], s.portions(), ReduceOp.SUM).wait()
+    group.reduce_scatter_single(outputs[1], s.whole()).wait()
+    group.reduce_scatter_single_coalesced([outputs[2]], [s.whole()]).wait()
+    yield outputs, _expected("reduce_scatter", s) * 3
+    root = s.world_size - 1
+    output = s.blank()
+    group.scatter(output, s.portions() if s.rank == root else [], root).wait()
+    yield [output], _expected("scatter", s)
+
+
+def _form_exchanges(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]:
+    outputs = [s.blank_whole() for _ in range(2)]
+    splits = [s.length] * s.world_size
+    group.all_to_all_single(outputs[0], s.whole(), splits, splits).wait()
+    group.alltoall_base(outputs[1], s.whole(), [], []).wait()
+    yield outputs, _expected("alltoall_base", s) * 2
+
+
+def _form_barrier(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]:
+    group.barrier().wait()
+    group.barrier(timeout=_PATIENCE).wait()
+    group.barrier(opts=dist.BarrierOptions()).wait()
+    yield [], []
+
+
+_FORMS: dict[str, _Form] = {
+    "allreduce": _form_allreduce,
+    "broadcast": _form_broadcast,
+    "reduce": _form_reduce,
+    "gathers": _form_gathers,
+    "scatters": _form_scatters,
+    "exchanges": _form_exchanges,
+    "barrier": _form_barrier,
+}
+
+
+def _dist_reductions(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]:
+    tensor, rooted = s.portion(), s.portion()
+    dist.all_reduce(tensor, group=group)
+    yield [tensor], _expected("allreduce", s)
+    dist.reduce(rooted, group=group, group_dst=s.world_size - 1)
+    expected = _expected("reduce", s)
+    yield ([rooted] if expected else []), expected
+    outputs = [s.blank() for _ in range(2)]
+    dist.reduce_scatter(outputs[0], s.portions(), group=group)
+    dist.reduce_scatter_single(outputs[1], s.whole(), group=group)  # type: ignore[attr-defined]
+    yield outputs, _expected("reduce_scatter", s) * 2
+
+
+def _dist_gathers(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]:
+    root = s.world_size - 1
+    outputs, whole = s.blanks(), s.blank_whole()
+    dist.all_gather(outputs, s.portion(), group=group)
+    yield outputs, _expected("allgather", s)
+    dist.all_gather_single(whole, s.portion(), group=group)  # type: ignore[attr-defined]
+    yield [whole], _expected("_allgather_base", s)
+    at_root = s.blanks() if s.rank == root else []
+    dist.gather(s.portion(), at_root or None, group=group, group_dst=root)
+    yield at_root, _expected("gather", s)
+
+
+def _dist_others(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]:
+    root = s.world_size - 1
+    tensor, output = s.portion(), s.blank()
+    dist.broadcast(tensor, group=group, group_src=root)
+    yield [tensor], _expected("broadcast", s)
+    dist.scatter(output, s.portions() if s.rank == root else None, group=group, group_src=root)
+    yield [output], _expected("scatter", s)
+    outputs, whole = s.blanks(), s.blank_whole()
+    dist.all_to_all(outputs, s.portions(), group=group)
+    yield outputs, _expected("alltoall", s)
+    dist.all_to_all_single(whole, s.whole(), group=group)
+    yield [whole], _expected("alltoall_base", s)
+    dist.barrier(group=group)
+
+
+def _dist_messages(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]:
+    if s.world_size == 1:
+        return
+    received = s.blank()
+    before, after = ((s.rank + step) % s.world_size for step in (-1, 1))
+    works = [
+        dist.isend(s.portion(), group=group, group_dst=after),
+        dist.irecv(received, group=group, group_src=before),
+    ]
+    for work in works:
+        assert work is not None
+        work.wait()
+    yield [received], _expected("recv", s)
+
+
+def _dist_coalesced(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]:
+    """`_coalescing_manager` makes one call of several, as FSDP2 does."""
+    tensors = [s.portion(salt) for salt in range(2)]
+    with dist._coalescing_manager(group=group):
+        for tensor in tensors:
+            dist.all_reduce(tensor, group=group)
+    yield tensors, _expected("allreduce_coalesced", s)
+    wholes = [s.blank_whole() for _ in range(2)]
+    with dist._coalescing_manager(group=group, async_ops=True) as coalesced:
+        for whole in wholes:
+            dist.all_gather_single(whole, s.portion(), group=group)  # type: ignore[attr-defined]
+    coalesced.wait()
+    yield wholes, _expected("_allgather_base", s) * 2
+    outputs = [s.blank() for _ in range(2)]
+    with dist._coalescing_manager(group=group, async_ops=True) as coalesced:
+        for output in outputs:
+            dist.reduce_scatter_single(output, s.whole(), group=group)  # type: ignore[attr-defined]
+    coalesced.wait()
+    yield outputs, _expected("reduce_scatter", s) * 2
+
+
+_FUNCTIONS: dict[str, _Form] = {
+    "reductions": _dist_reductions,
+    "gathers": _dist_gathers,
+    "others": _dist_others,
+    "messages": _dist_messages,
+    "coalesced": _dist_coalesced,
+}
+
+
+# --- the ways to wait for it ---
+
+
+def several_may_be_in_flight(subject: Subject) -> None:
+    """Several collectives run at once and may be waited for in another order than they were started."""
+    n = subject.most
+    with Bench(subject.make) as bench:
+        groups = bench.configured(n)
+
+        def act(rank: int, group: ProcessGroup) -> None:
+            for order in (1, -1):
+                samples = [Sample(rank, n, length=length) for length in (1, 1000, 1 << 16, 7)]
+                several = [(case, sample) for sample in samples for case in CASES]
+                started = [case.start(group, sample) for case, sample in several]
+                for one in started[::order]:
+                    for work in one.works[::order]:
+                        assert work.wait()
+                        assert work.is_completed()
+                for (case, sample), one in zip(several, started, strict=True):
+                    _compare(case, sample, one)
+
+        bench.all(groups, act)
+
+
+def futures_hold_the_results(subject: Subject) -> None:
+    """A Work's future gives the results, as do functions hung on it by `then`, before and after it has ended."""
+    n = subject.most
+    with Bench(subject.make) as bench:
+        groups = bench.configured(n)
+
+        def act(rank: int, group: ProcessGroup) -> None:
+            for row in ("allreduce", "broadcast", "allgather", "_allgather_base", "alltoall_base"):
+                case = next(case for case in CASES if case.row == row)
+                sample = Sample(rank, n)
+                started = case.start(group, sample)
+                future = started.works[0].get_future()
+                doubled = future.then(lambda done: _joined(done.value()) * 2)
+                value = future.wait()
+                expected = case.expected(sample)
+                assert expected is not None
+                agree(started.outputs, expected)
+                for got in (value, future.then(lambda done: done.value()).wait()):
+                    agree(_joined(got), _joined(expected))
+                agree(doubled.wait(), _joined(expected) * 2)
+                assert started.works[0].wait()
+
+        bench.all(groups, act)
+
+
+def _joined(value: Any) -> torch.Tensor:
+    """Gloo's futures hold what a call fills in, one tensor or a list of its parts."""
+    if isinstance(value, torch.Tensor):
+        return value.reshape(-1)
+    return torch.cat([_joined(item) for item in value])
+
+
+def a_wait_may_be_given_up_and_repeated(subject: Subject) -> None:
+    """A `wait` whose time-out passes raises `DeadlinePassed`, and one after the peers have come succeeds."""
+    n = subject.most
+    if n < 2:
+        return
+    with Bench(subject.make) as bench:
+        groups = bench.configured(n)
+        sample = Sample(0, n)
+        case = CASES[0]
+        started = case.start(groups[0], sample)
+        early = failure(groups[0], lambda: started.works[0].wait(timedelta(milliseconds=20)))
+        require(early, DeadlinePassed)
+        others = bench.outcomes(groups[1:], lambda rank, group: _tried(group, case, sample.at(rank + 1)))
+        assert [outcome.get() for outcome in others] == [None] * (n - 1)
+        assert started.works[0].wait()
+        _compare(case, sample, started)
+        bench.configure(groups)
+        all_work(bench, groups)
+
+
+CHECKS: tuple[Callable[[Subject], None], ...] = (
+    every_size_agrees,
+    every_combination_agrees_or_is_refused,
+    every_layout_agrees_or_is_refused,
+    low_precision_is_as_good_as_its_rounding,
+    both_call_forms_agree,
+    torchs_functions_take_the_group,
+    several_may_be_in_flight,
+    futures_hold_the_results,
+    a_wait_may_be_given_up_and_repeated,
+)
+"""What a group computes; each a function of a `Subject`."""

@@ -1,0 +1,351 @@
+"""What happens when a peer dies: killed, stopped or cut off, at each point of a collective, in real processes.
+
+Two survive, this process and a child, and a third is the victim. Whoever is left must fail at once with `PeerFailed`,
+or by `abort` where the victim is only stopped and nothing tells, and then work on in a smaller group. The victims that
+survive their fault come back into the next group, so that few processes are started. The law of this file: every
+moment is one that the processes told of, and no wait depends on a time-out of the group's.
+"""
+
+from __future__ import annotations
+
+import enum
+import multiprocessing
+import os
+import signal
+import socket
+import stat
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import final
+
+import torch
+
+from tft_pg import sockets
+from tft_pg.base import ProcessGroup
+from tft_pg.errors import Aborted, PeerFailed, ProcessGroupError
+from tft_pg.sockets import Endpoint
+from tft_pg.store import parse_store_addr
+from tft_pg.testing.bench import GUARD_S, Bench
+from tft_pg.testing.cases import CASES, Sample, Started
+from tft_pg.testing.subject import Subject, agree, failure, reduce_ones, require
+
+__all__ = ["CHECKS", "Fault", "Point", "a_dead_peer_fails_the_collective", "every_death_at_every_point"]
+
+_HOUR = timedelta(hours=1)
+_GUARD = timedelta(seconds=GUARD_S)
+_SURVIVORS = 2
+_VICTIM = 2
+_SMALL = 5
+# Larger than what the kernel holds for a connection, so that a stopped receiver stops its senders.
+_LARGE = 1 << 23
+_LENGTHS = dict.fromkeys(("allgather", "reduce_scatter", "alltoall_base"), _LARGE // 4)
+_ABORT_S = 0.2
+# Two cores may be shared by many processes; what must not happen is a wait for the time-out of an hour.
+_SLACK_S = 2.0
+_UNDER_WAY_BYTES = 1 << 14
+
+
+class Fault(enum.Enum):
+    """What becomes of the victim."""
+
+    KILLED = "killed"
+    STOPPED = "stopped"
+    CUT_OFF = "cut off"
+
+
+class Point(enum.Enum):
+    """When."""
+
+    BEFORE = "before it starts"
+    MIDDLE = "in the middle of a large message"
+    AFTER = "after it has sent its part"
+
+
+_ROWS = ("allreduce", "allgather", "broadcast", "reduce_scatter", "alltoall_base", "send", "barrier")
+
+
+# --- the other processes ---
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What a child shall do next; it answers with an error's name and words, or None."""
+
+    what: str
+    address: str = ""
+    rank: int = 0
+    world_size: int = 1
+    row: str = ""
+    length: int = 0
+
+
+_Answer = tuple[str, str] | None
+
+
+@final
+class _Child:
+    """A process with one group in it."""
+
+    def __init__(self, make: Callable[[], ProcessGroup]) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "tft_pg", "tft_pg.testing"])
+        self._ours, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(make, theirs), name="tft-pg-peer", daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def __enter__(self) -> _Child:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.process.kill()
+        self.process.join(GUARD_S)
+        self._ours.close()
+
+    def order(self, order: _Order) -> None:
+        self._ours.send(order)
+
+    def answer(self) -> _Answer:
+        assert self._ours.poll(GUARD_S), "a child process does not answer"
+        answer: _Answer = self._ours.recv()
+        return answer
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+
+def _serve(make: Callable[[], ProcessGroup], parent: Connection) -> None:
+    torch.set_num_threads(1)
+    group = make()
+    group.set_timeout(_HOUR)
+    runs: list[_Run] = []
+    while True:
+        try:
+            order: _Order = parent.recv()
+        except EOFError:
+            return
+        parent.send(_told(failure(group, partial(_obey, order, group, runs))))
+
+
+def _told(error: BaseException | None) -> _Answer:
+    return None if error is None else (type(error).__name__, str(error))
+
+
+def _obey(order: _Order, group: ProcessGroup, runs: list[_Run]) -> None:
+    match order.what:
+        case "configure":
+            group.configure(order.address, order.rank, order.world_size, timeout=_GUARD)
+        case "start":
+            runs[:] = [_Run(group, order.row, Sample(order.rank, order.world_size, length=order.length))]
+        case "finish":
+            runs[0].finish()
+        case "reduce":
+            agree(reduce_ones(group), torch.full((3,), float(order.world_size)))
+        case "cut off":
+            sockets.shut_down(_group_connections(order.address))
+        case _:
+            raise AssertionError(f"there is no order {order.what!r}")
+
+
+@final
+class _Run:
+    """A collective that runs."""
+
+    def __init__(self, group: ProcessGroup, row: str, sample: Sample) -> None:
+        self._group = group
+        self._case = next(case for case in CASES if case.row == row)
+        self._sample = sample
+        self._started: Started | None = None
+        self._error = failure(group, self._start)
+
+    def _start(self) -> None:
+        self._started = self._case.start(self._group, self._sample)
+
+    def finish(self) -> None:
+        """Wait for its end, and check what it gave if it ended well. Raises: its error, AssertionError."""
+        if self._error is not None:
+            raise self._error
+        assert self._started is not None
+        for work in self._started.works:
+            error = failure(self._group, work.wait)
+            if error is not None:
+                raise error
+        for got, expected in zip(self._started.outputs, self._case.expected(self._sample) or [], strict=True):
+            agree(got, expected)
+
+
+def _tcp_sockets() -> dict[int, Endpoint]:
+    """The inodes of this process's connected TCP sockets, each with the address at its other end."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            duplicate = os.dup(int(name))
+        except OSError:  # the listing's own
+            continue
+        try:
+            status = os.fstat(duplicate)
+            if stat.S_ISSOCK(status.st_mode):
+                with socket.socket(fileno=os.dup(duplicate)) as opened:
+                    if opened.family in (socket.AF_INET, socket.AF_INET6):
+                        found[status.st_ino] = Endpoint.of(opened.getpeername())
+        except OSError:  # listens, or is closed meanwhile
+            continue
+        finally:
+            os.close(duplicate)
+    return found
+
+
+def _group_connections(store_addr: str) -> list[int]:
+    """All TCP connections of this process but those of its store."""
+    port = parse_store_addr(store_addr).port
+    return [inode for inode, remote in _tcp_sockets().items() if remote.port != port]
+
+
+# --- the cases ---
+
+
+@final
+class _Stage:
+    """This process, a surviving child and a victim, in one group of three again and again."""
+
+    def __init__(self, subject: Subject, bench: Bench, stack: ExitStack) -> None:
+        self._subject = subject
+        self._bench = bench
+        self._stack = stack
+        self.group = bench.make()
+        self.group.set_timeout(_HOUR)
+        self.survivor = stack.enter_context(_Child(subject.make))
+        self.victim = stack.enter_context(_Child(subject.make))
+        self.address = ""
+
+    def configure(self, children: Sequence[_Child]) -> None:
+        """This process is rank 0, the children come after it."""
+        self.address = self._bench.fresh_address()
+        size = len(children) + 1
+        for rank, child in enumerate(children, 1):
+            child.order(_Order("configure", self.address, rank, size))
+        self.group.configure(self.address, 0, size, timeout=_GUARD)
+        for child in children:
+            assert child.answer() is None
+
+    def play(self, row: str, fault: Fault, point: Point) -> None:
+        """One case, from a whole group of three to a working group of two."""
+        if not self.victim.process.is_alive():
+            self.victim = self._stack.enter_context(_Child(self._subject.make))
+        self.configure([self.survivor, self.victim])
+        large = point is Point.MIDDLE
+        length = _LENGTHS.get(row, _LARGE) if large else _SMALL
+        order = partial(_Order, row=row, length=length, world_size=3)
+        if point is not Point.BEFORE:
+            self.victim.order(order("start", rank=_VICTIM))
+            assert self.victim.answer() is None
+        before = sockets.traffic(_tcp_sockets())
+        if large:
+            # Stopped, the victim takes what the kernel's buffers hold and no more; its own part it does in portions.
+            self.victim.signal(signal.SIGSTOP)
+        self.survivor.order(order("start", rank=1))
+        assert self.survivor.answer() is None
+        run = _Run(self.group, row, Sample(0, 3, length=length))
+        self.survivor.order(_Order("finish"))
+        if large:
+            self._let_pass(before)
+        elif point is Point.AFTER:
+            self.victim.order(_Order("finish"))
+            assert self.victim.answer() is None
+        self._strike(fault, large)
+        began_s = time.monotonic()
+        if fault is Fault.STOPPED and point is not Point.AFTER:
+            self.group.abort()
+            expected: tuple[type[ProcessGroupError], ...] = (Aborted,)
+        else:
+            expected = (PeerFailed,)
+        mine, theirs = failure(self.group, run.finish), self.survivor.answer()
+        took_s = time.monotonic() - began_s
+        assert took_s < _ABORT_S + _SLACK_S, f"it took {took_s:.2f} s"
+        # Who has all its data may end well, and is then right: `finish` has compared. A victim that is to cut itself
+        # off runs until then, and sends on.
+        mine_may_end = point is Point.AFTER or (large and fault is Fault.CUT_OFF)
+        if mine is not None or not mine_may_end:
+            require(mine, *expected)
+        assert (theirs is None and point is not Point.BEFORE) or (theirs or ("",))[0] == "PeerFailed", theirs
+        self._go_on_without_the_victim(fault)
+
+    def _let_pass(self, before: dict[int, sockets.Traffic]) -> None:
+        """Let the victim work in the smallest portions until the message is under way."""
+        known = {inode: sum(passed) for inode, passed in before.items()}
+        deadline_s = time.monotonic() + GUARD_S
+        while not any(sum(now) > known[inode] + _UNDER_WAY_BYTES for inode, now in sockets.traffic(known).items()):
+            assert time.monotonic() < deadline_s, "nothing passes"
+            self.victim.signal(signal.SIGCONT)
+            self.victim.signal(signal.SIGSTOP)
+
+    def _strike(self, fault: Fault, is_stopped: bool) -> None:
+        match fault:
+            case Fault.KILLED:
+                self.victim.process.kill()
+            case Fault.STOPPED:
+                self.victim.signal(signal.SIGSTOP)
+            case Fault.CUT_OFF:
+                self.victim.order(_Order("cut off", self.address))
+                if is_stopped:
+                    self.victim.signal(signal.SIGCONT)
+                self.victim.answer()
+
+    def _go_on_without_the_victim(self, fault: Fault) -> None:
+        self.configure([self.survivor])
+        self.survivor.order(_Order("reduce", world_size=_SURVIVORS))
+        agree(reduce_ones(self.group), torch.full((3,), float(_SURVIVORS)))
+        assert self.survivor.answer() is None
+        match fault:
+            case Fault.KILLED:
+                self.victim.process.join(GUARD_S)
+            case Fault.STOPPED:
+                self.victim.signal(signal.SIGCONT)
+            case Fault.CUT_OFF:
+                pass
+
+
+def every_death_at_every_point(subject: Subject, rows: Sequence[str] = _ROWS) -> None:
+    """Every fault at every point of every collective."""
+    if 3 not in subject.world_sizes:
+        return
+    with Bench(subject.make) as bench, ExitStack() as stack:
+        stage = _Stage(subject, bench, stack)
+        for row in rows:
+            for fault in Fault:
+                for point in Point:
+                    if row == "barrier" and point is Point.MIDDLE:
+                        continue  # it has no message
+                    try:
+                        stage.play(row, fault, point)
+                    except Exception as error:
+                        raise AssertionError(f"{row}, a peer {fault.value} {point.value}: {error!r}") from error
+
+
+def a_dead_peer_fails_the_collective(subject: Subject) -> None:
+    """When another process is killed in a collective, this one's fails, long before its time-out of an hour."""
+    if 2 not in subject.world_sizes:
+        return
+    with Bench(subject.make) as bench, _Child(subject.make) as child:
+        group, address = bench.make(), bench.fresh_address()
+        group.set_timeout(_HOUR)
+        child.order(_Order("configure", address, 1, 2))
+        group.configure(address, 0, 2, timeout=_GUARD)
+        assert child.answer() is None
+        run = _Run(group, "allreduce", Sample(0, 2))
+        child.process.kill()
+        require(failure(group, run.finish), PeerFailed)
+        require(group.errored(), PeerFailed)
+
+
+CHECKS: tuple[Callable[[Subject], None], ...] = (a_dead_peer_fails_the_collective, every_death_at_every_point)
+"""What happens when a peer dies; each a function of a `Subject`."""

@@ -1,0 +1,331 @@
+"""How a group lives: configured again and again, aborted at any time, bounded in time, and shut down for ever.
+
+The law of this file: peers are threads of this process, and nobody dies; that is in `dying`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+
+import torch
+from torch.distributed import ReduceOp
+
+from tft_pg.base import ProcessGroup
+from tft_pg.errors import (
+    Aborted,
+    Closed,
+    ConfigureFailed,
+    DeadlinePassed,
+    InvalidSetting,
+    NotConfigured,
+    PeerFailed,
+    StoreAddressError,
+)
+from tft_pg.testing.bench import GUARD_S, Bench
+from tft_pg.testing.cases import CASES, Case, Sample
+from tft_pg.testing.subject import Subject, agree, all_work, failure, reduce_ones, require
+
+__all__ = [
+    "CHECKS",
+    "a_missing_peer_fails_configure",
+    "a_used_prefix_is_refused",
+    "abort_and_configure_may_race",
+    "abort_before_configure_is_harmless",
+    "abort_ends_a_running_collective",
+    "abort_ends_a_running_configure",
+    "abort_leaves_an_error_until_configure",
+    "bad_arguments_are_errors",
+    "reconfigure_changes_rank_and_size",
+    "set_timeout_acts_at_once",
+    "shutdown_is_for_ever",
+    "shutdown_leaves_nothing",
+    "use_before_configure_is_an_error",
+]
+
+_HOUR = timedelta(hours=1)
+_RACES = 12
+_RACE_S = 0.006
+
+
+def use_before_configure_is_an_error(subject: Subject) -> None:
+    """A group that was never configured says so, reports no error, and can be printed."""
+    with Bench(subject.make) as bench:
+        group = bench.make()
+        assert group.errored() is None
+        assert type(group).__name__ in repr(group)
+        assert group.getBackendName()
+        if not subject.ready:
+            require(failure(group, group.size), NotConfigured)
+            _every_collective_fails(bench, NotConfigured)
+
+
+def bad_arguments_are_errors(subject: Subject) -> None:
+    """A rank out of range, an address that is none and a time-out of zero are refused at once; the group works on."""
+    with Bench(subject.make) as bench:
+        groups = bench.configured(subject.most)
+        group, address = groups[0], bench.fresh_address()
+        for rank, world_size in ((-1, 1), (subject.most, subject.most), (0, 0)):
+            error = failure(group, partial(group.configure, address, rank, world_size))
+            require(error, InvalidSetting)
+        require(failure(group, lambda: group.set_timeout(timedelta(0))), InvalidSetting)
+        if subject.meets_peers:
+            require(failure(group, lambda: group.configure("nowhere", 0, 1)), StoreAddressError)
+        all_work(bench, groups)
+
+
+def shutdown_is_for_ever(subject: Subject) -> None:
+    """After `shutdown`, which may be repeated, every use is `Closed`; before the first `configure` too."""
+    with Bench(subject.make) as bench:
+        for group in [bench.make(), *bench.configured(subject.most)]:
+            group.shutdown()
+            group.shutdown()
+            group.abort()
+            _every_collective_fails(bench, Closed, group)
+            address = bench.fresh_address()
+            require(failure(group, partial(group.configure, address, 0, 1)), Closed)
+            require(group.errored(), Closed)
+
+
+def shutdown_leaves_nothing(subject: Subject) -> None:
+    """After `shutdown` the threads of the process and its descriptors are as many as before."""
+    with Bench(subject.make) as bench:
+        all_work(bench, bench.configured(subject.most))  # what torch itself keeps from the first use on
+    with Bench(subject.make) as bench:
+        before = _resources()
+        groups = bench.configured(subject.most)
+        all_work(bench, groups)
+        for group in groups:
+            group.shutdown()
+        # The store's server notices a client that left a moment later.
+        _until(lambda: all(now <= then for now, then in zip(_resources(), before, strict=True)))
+
+
+def reconfigure_changes_rank_and_size(subject: Subject) -> None:
+    """The same groups work in every size and order, one configure after another."""
+    with Bench(subject.make) as bench:
+        groups = [bench.make() for _ in range(subject.most)]
+        for world_size in (*subject.world_sizes, *reversed(subject.world_sizes)):
+            for members in (groups[:world_size], groups[:world_size][::-1]):
+                bench.configure(members)
+                all_work(bench, members)
+
+
+def abort_before_configure_is_harmless(subject: Subject) -> None:
+    """An abort of a group that never was leaves an error until the next `configure`, which works."""
+    with Bench(subject.make) as bench:
+        groups = [bench.make() for _ in range(subject.most)]
+        for group in groups:
+            group.abort()
+            require(group.errored(), Aborted)
+        bench.configure(groups)
+        all_work(bench, groups)
+
+
+def abort_leaves_an_error_until_configure(subject: Subject) -> None:
+    """After `abort` the group is in error, collectives raise `Aborted`, and a new `configure` mends both."""
+    with Bench(subject.make) as bench:
+        groups = bench.configured(subject.most)
+        for _ in range(2):
+            for group in groups:
+                group.abort()
+                group.abort()
+                require(group.errored(), Aborted)
+                require(failure(group, partial(reduce_ones, group)), Aborted)
+            bench.configure(groups)
+            all_work(bench, groups)
+
+
+def abort_ends_a_running_collective(subject: Subject) -> None:
+    """A collective whose last peer never comes ends by `abort` from another thread, here and on the others too.
+
+    Nothing of it is written into a tensor after that, whatever the group does next.
+    """
+    if subject.most < 2:
+        return
+    with Bench(subject.make) as bench:
+        groups = bench.configured(subject.most)
+        for group in groups:
+            group.set_timeout(_HOUR)
+        tensors = [torch.ones(1000) for _ in groups[:-1]]
+        works = [group.allreduce([tensor], ReduceOp.SUM) for group, tensor in zip(groups, tensors, strict=False)]
+        waits = [bench.start(partial(failure, group, work.wait)) for group, work in zip(groups, works, strict=False)]
+        groups[0].abort()
+        require(waits[0]().get(), Aborted)
+        for group, finish in zip(groups[1:], waits[1:], strict=False):
+            require(finish().get(), PeerFailed)
+            require(group.errored(), PeerFailed)
+        left = [tensor.clone() for tensor in tensors]
+        require(failure(groups[-1], partial(reduce_ones, groups[-1])), PeerFailed)
+        bench.configure(groups)
+        all_work(bench, groups)
+        agree(tensors, left)
+
+
+def abort_ends_a_running_configure(subject: Subject) -> None:
+    """A `configure` whose peer never comes ends by `abort` from another thread; the next one works."""
+    if subject.most < 2 or not subject.meets_peers:
+        return
+    with Bench(subject.make) as bench:
+        groups = [bench.make() for _ in range(subject.most)]
+        for _ in range(3):
+            address = bench.fresh_address()
+            entered = threading.Event()
+
+            def configure(address: str = address, entered: threading.Event = entered) -> None:
+                entered.set()
+                groups[0].configure(address, 0, subject.most, timeout=_HOUR)
+
+            running = bench.start(partial(failure, groups[0], configure))
+            assert entered.wait(GUARD_S)
+            # Whether it falls before the configure has begun, and is harmless, or into it, is for chance.
+            finished = threading.Event()
+            aborting = bench.start(partial(_abort_until, groups[0], finished))
+            try:
+                error = running().get()
+            finally:
+                finished.set()
+                aborting().get()
+            require(error, Aborted)
+            require(groups[0].errored(), Aborted)
+        bench.configure(groups)
+        all_work(bench, groups)
+
+
+def a_missing_peer_fails_configure(subject: Subject) -> None:
+    """A `configure` whose peer never comes fails at its deadline and names the rank; the next one works."""
+    if subject.most < 2 or not subject.meets_peers:
+        return
+    with Bench(subject.make) as bench:
+        groups = [bench.make() for _ in range(subject.most)]
+        limit = timedelta(milliseconds=200)
+        address = bench.fresh_address()
+        error = failure(groups[0], lambda: groups[0].configure(address, 0, subject.most, timeout=limit))
+        require(error, ConfigureFailed)
+        assert isinstance(error, ConfigureFailed)
+        assert error.missing_ranks == tuple(range(1, subject.most)), error
+        require(groups[0].errored(), ConfigureFailed)
+        require(failure(groups[0], lambda: reduce_ones(groups[0])), NotConfigured)
+        bench.configure(groups)
+        all_work(bench, groups)
+
+
+def a_used_prefix_is_refused(subject: Subject) -> None:
+    """A second `configure` under the same prefix fails with an error that says so, on every rank; none hangs."""
+    if not subject.meets_peers:
+        return
+    with Bench(subject.make) as bench:
+        groups = [bench.make() for _ in range(subject.most)]
+        address = bench.fresh_address()
+
+        def configure(rank: int, group: ProcessGroup) -> BaseException | None:
+            return failure(group, lambda: group.configure(address, rank, len(groups)))
+
+        assert bench.all(groups, configure) == [None] * len(groups)
+        for error in bench.all(groups, configure):
+            require(error, ConfigureFailed)
+            assert "fresh prefix" in str(error), error
+        bench.configure(groups)
+        all_work(bench, groups)
+
+
+def set_timeout_acts_at_once(subject: Subject) -> None:
+    """`set_timeout` on a live group bounds the next operation, whichever it is."""
+    if subject.most < 2:
+        return
+    with Bench(subject.make) as bench:
+        groups = [bench.make() for _ in range(subject.most)]
+        sample = Sample(0, subject.most)
+        for row in ("allreduce", "recv", "broadcast", "barrier"):
+            groups[0].set_timeout(_HOUR)
+            bench.configure(groups)
+            groups[0].set_timeout(timedelta(milliseconds=100))
+            case = next(case for case in CASES if case.row == row)
+            error = failure(groups[0], partial(_run, groups[0], case, sample))
+            require(error, DeadlinePassed)
+            require(groups[0].errored(), DeadlinePassed)
+        groups[0].set_timeout(timedelta(seconds=GUARD_S))
+        bench.configure(groups)
+        all_work(bench, groups)
+
+
+def _run(group: ProcessGroup, case: Case, sample: Sample) -> None:
+    for work in case.start(group, sample).works:
+        work.wait()
+
+
+def _every_collective_fails(bench: Bench, kind: type[Exception], group: ProcessGroup | None = None) -> None:
+    """On this group, or on a new one for each."""
+    for case in CASES:
+        on = group or bench.make()
+        require(failure(on, partial(case.start, on, Sample(0, 2))), kind)
+
+
+def abort_and_configure_may_race(subject: Subject) -> None:
+    """Aborts that fall at random moments into a configure end it or don't; the next one works."""
+    rng = random.Random(4)
+    with Bench(subject.make) as bench:
+        groups = [bench.make() for _ in range(subject.most)]
+        for _ in range(_RACES):
+            address = bench.fresh_address()
+            delays_s = [rng.random() * _RACE_S for _ in groups]
+
+            def race(
+                rank: int, group: ProcessGroup, address: str = address, delays_s: list[float] = delays_s
+            ) -> Exception | None:
+                ended = threading.Event()
+                aborting = bench.start(partial(_abort_until, group, ended, first_s=delays_s[rank]))
+                try:
+                    return failure(group, partial(group.configure, address, rank, subject.most))
+                finally:
+                    ended.set()
+                    aborting().get()
+
+            for error in bench.all(groups, race):
+                assert error is None or isinstance(error, (Aborted, ConfigureFailed)), f"{error!r}"
+        bench.configure(groups)
+        all_work(bench, groups)
+
+
+def _abort_until(group: ProcessGroup, finished: threading.Event, *, first_s: float = 0.005) -> None:
+    if finished.wait(first_s):
+        return
+    group.abort()
+    while not finished.wait(0.005):
+        group.abort()
+
+
+def _resources() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    """Wait for what nobody tells of."""
+    pause = threading.Event()
+    for _ in range(500):
+        if condition():
+            return
+        pause.wait(0.01)
+    raise AssertionError("threads or descriptors were left behind")
+
+
+CHECKS: tuple[Callable[[Subject], None], ...] = (
+    use_before_configure_is_an_error,
+    bad_arguments_are_errors,
+    shutdown_is_for_ever,
+    shutdown_leaves_nothing,
+    reconfigure_changes_rank_and_size,
+    abort_before_configure_is_harmless,
+    abort_leaves_an_error_until_configure,
+    abort_ends_a_running_collective,
+    abort_ends_a_running_configure,
+    a_missing_peer_fails_configure,
+    a_used_prefix_is_refused,
+    set_timeout_acts_at_once,
+    abort_and_configure_may_race,
+)
+"""How a group lives; each a function of a `Subject`."""
