@@ -110,7 +110,7 @@ COLLECTIVES: tuple[Collective, ...] = (
     ),
     Collective(
         "allgather_into_tensor_coalesced",
-        (("output_lists", "output_tensors"), ("input_list", "input_tensors"), _OPTS),
+        (("outputs",), ("inputs",), _OPTS),
         outputs=0,
         inputs=1,
         aliases=("all_gather_single_coalesced",),
@@ -150,7 +150,7 @@ COLLECTIVES: tuple[Collective, ...] = (
     ),
     Collective(
         "alltoall",
-        (("output_tensor", "output"), ("input_tensor", "input"), ("opts", "timeout")),
+        (("output_tensors",), ("input_tensors",), _OPTS),
         outputs=0,
         inputs=1,
     ),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from tft_pg.base import ProcessGroup
 from tft_pg.errors import DeadlinePassed, OperationRefused
@@ -313,7 +314,7 @@ def _form_gathers(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]:
 def _form_scatters(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]:
     outputs = [s.blank() for _ in range(3)]
     group.reduce_scatter(outputs[0], s.portions(), ReduceOp.SUM).wait()
-    group.reduce_scatter_single(outputs[1], s.whole()).wait()
+    group.reduce_scatter_single(outputs[1], s.whole(), dist.ReduceScatterOptions()).wait()
     group.reduce_scatter_single_coalesced([outputs[2]], [s.whole()]).wait()
     yield outputs, _expected("reduce_scatter", s) * 3
     root = s.world_size - 1
@@ -357,7 +358,7 @@ def _dist_reductions(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]
     yield ([rooted] if expected else []), expected
     outputs = [s.blank() for _ in range(2)]
     dist.reduce_scatter(outputs[0], s.portions(), group=group)
-    dist.reduce_scatter_single(outputs[1], s.whole(), group=group)  # type: ignore[attr-defined]
+    dist.reduce_scatter_single(outputs[1], s.whole(), group=group)
     yield outputs, _expected("reduce_scatter", s) * 2
 
 
@@ -366,7 +367,7 @@ def _dist_gathers(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]:
     outputs, whole = s.blanks(), s.blank_whole()
     dist.all_gather(outputs, s.portion(), group=group)
     yield outputs, _expected("allgather", s)
-    dist.all_gather_single(whole, s.portion(), group=group)  # type: ignore[attr-defined]
+    dist.all_gather_single(whole, s.portion(), group=group)
     yield [whole], _expected("_allgather_base", s)
     at_root = s.blanks() if s.rank == root else []
     dist.gather(s.portion(), at_root or None, group=group, group_dst=root)
@@ -406,20 +407,20 @@ def _dist_messages(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]:
 def _dist_coalesced(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]:
     """`_coalescing_manager` makes one call of several, as FSDP2 does."""
     tensors = [s.portion(salt) for salt in range(2)]
-    with dist._coalescing_manager(group=group):
+    with _coalescing_manager(group=group):
         for tensor in tensors:
             dist.all_reduce(tensor, group=group)
     yield tensors, _expected("allreduce_coalesced", s)
     wholes = [s.blank_whole() for _ in range(2)]
-    with dist._coalescing_manager(group=group, async_ops=True) as coalesced:
+    with _coalescing_manager(group=group, async_ops=True) as coalesced:
         for whole in wholes:
-            dist.all_gather_single(whole, s.portion(), group=group)  # type: ignore[attr-defined]
+            dist.all_gather_single(whole, s.portion(), group=group)
     coalesced.wait()
     yield wholes, _expected("_allgather_base", s) * 2
     outputs = [s.blank() for _ in range(2)]
-    with dist._coalescing_manager(group=group, async_ops=True) as coalesced:
+    with _coalescing_manager(group=group, async_ops=True) as coalesced:
         for output in outputs:
-            dist.reduce_scatter_single(output, s.whole(), group=group)  # type: ignore[attr-defined]
+            dist.reduce_scatter_single(output, s.whole(), group=group)
     coalesced.wait()
     yield outputs, _expected("reduce_scatter", s) * 2
 

@@ -173,7 +173,7 @@ class _CorruptedWork(dist.Work):
                 self._spoiled = True
                 tensor = next(tensor for tensor in self._results if tensor.numel())
                 first = (0,) * tensor.dim()
-                tensor[first] = _wrong(tensor[first].item())
+                tensor[first] = torch.tensor(_wrong(tensor[first].item())).to(tensor.dtype)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         ended_well = self._work.wait(timeout) if timeout else self._work.wait()

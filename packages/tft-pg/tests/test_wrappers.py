@@ -1,0 +1,211 @@
+"""The wrappers one by one: what each adds, and that nothing of it outlives a configure."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from tft_pg import (
+    COLLECTIVES,
+    Collective,
+    DeadlinePassed,
+    ErrorSwallowingProcessGroupWrapper,
+    FakeProcessGroupWrapper,
+    InvalidSetting,
+    OperationRefused,
+    PeerFailed,
+    ProcessGroup,
+    ProcessGroupDummy,
+    ProcessGroupGloo,
+    ProcessGroupWrapper,
+)
+from tft_pg.testing import Bench
+from tft_pg.testing.cases import CASES, Case, Sample
+
+HOUR = timedelta(hours=1)
+
+
+def swallowing() -> ErrorSwallowingProcessGroupWrapper:
+    return ErrorSwallowingProcessGroupWrapper(ProcessGroupGloo())
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    with Bench(swallowing) as bench:
+        yield bench
+
+
+# --- the table is torch's ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", COLLECTIVES, ids=lambda row: row.name)
+def test_a_row_knows_every_keyword_of_torchs(row: Collective) -> None:
+    """From the signatures that pybind11 writes; a parameter that has no name there is given by position only."""
+    for name in (row.name, *row.aliases):
+        words = getattr(dist.ProcessGroup, name).__doc__ or ""
+        forms = re.findall(rf"{name}\(self: [\w.]+(.*)\) -> ", words)
+        assert forms, f"torch writes no signature of {name}"
+        for form in forms:
+            keywords = [keyword for keyword in re.findall(r", (\w+): ", form) if not re.fullmatch(r"arg\d", keyword)]
+            for place, keyword in enumerate(keywords):
+                assert keyword in row.parameters[place], f"{name} has {keyword} at {place}"
+
+
+# --- swallowing ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.row)
+def test_after_an_error_every_collective_is_a_finished_dummy(case: Case) -> None:
+    group = ErrorSwallowingProcessGroupWrapper(ProcessGroupDummy())
+    group.report_error(PeerFailed("asked for"))
+    started = case.start(group, Sample(0, 1))
+    for work in started.works:
+        assert work.wait()
+        assert work.wait(timedelta(seconds=1))
+        assert work.is_completed()
+        assert work.get_future().done()
+    assert "asked for" in str(group.error())
+    group.configure("anywhere:1/x", 0, 1)
+    assert group.error() is None
+    for work in case.start(group, Sample(0, 1)).works:
+        assert work.wait()
+
+
+def test_an_error_while_others_are_in_flight_ends_them_all(bench: Bench) -> None:
+    groups = bench.configured(2)
+    for group in groups:
+        group.set_timeout(HOUR)
+    first, second, third = (groups[0].allreduce([torch.ones(3)]) for _ in range(3))
+    future = second.get_future()
+    waiting = bench.start(first.wait)
+    groups[1].abort()
+    assert waiting().get() is False
+    assert len(future.wait()) == 1  # the tensors as they are
+    assert third.wait() is False
+    assert isinstance(groups[0].error(), PeerFailed)  # type: ignore[attr-defined]
+    assert groups[0].allreduce([torch.ones(3)]).wait()
+    bench.configure(groups)
+    assert bench.all(groups, lambda rank, group: group.allreduce([torch.ones(3)]).wait()) == [True, True]
+
+
+def test_a_late_error_of_an_old_group_is_not_the_new_ones(bench: Bench) -> None:
+    groups = bench.configured(2)
+    old = groups[0].allreduce([torch.ones(3)])
+    bench.configure(groups)
+    assert old.wait() is False
+    assert [group.error() for group in groups] == [None, None]  # type: ignore[attr-defined]
+
+
+def test_a_wait_whose_time_out_passes_is_an_error(bench: Bench) -> None:
+    groups = bench.configured(2)
+    assert groups[0].allreduce([torch.ones(3)]).wait(timedelta(milliseconds=10)) is False
+    assert isinstance(groups[0].error(), DeadlinePassed)  # type: ignore[attr-defined]
+
+
+def test_a_call_that_is_wrong_in_itself_is_not_swallowed(bench: Bench) -> None:
+    (group,) = bench.configured(1)
+    with pytest.raises(OperationRefused, match="int16"):
+        group.allreduce([torch.ones(3, dtype=torch.int16)])
+    assert group.error() is None  # type: ignore[attr-defined]
+    assert group.allreduce([torch.ones(3)]).wait()
+
+
+def test_a_report_from_another_thread_locks_nothing_up(bench: Bench) -> None:
+    groups = bench.configured(2)
+    reported = threading.Event()
+
+    def report(future: torch.futures.Future[object]) -> None:
+        for group in groups:
+            group.report_error(PeerFailed("from a callback"))  # type: ignore[attr-defined]
+        reported.set()
+
+    works = bench.all(groups, lambda rank, group: group.allreduce([torch.ones(3)]))
+    works[0].get_future().add_done_callback(report)
+    assert reported.wait(20)
+    assert all(work.wait() for work in works)
+    assert [group.allreduce([torch.ones(3)]).wait() for group in groups] == [True, True]
+
+
+# --- faults that are asked for -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+)
+@pytest.mark.parametrize("through_future", [False, True])
+def test_a_corrupted_result_is_wrong_without_a_word(dtype: torch.dtype, through_future: bool) -> None:
+    group = FakeProcessGroupWrapper(ProcessGroupDummy())
+    group.corrupt(nth=2, operation="allreduce")
+    tensors = [torch.ones(2, 2, dtype=dtype) for _ in range(3)]
+    for tensor in tensors:
+        work = group.allreduce([tensor], ReduceOp.MAX)
+        if through_future:
+            work.get_future().wait()
+        assert work.wait()
+        assert work.wait()
+    good, bad, later = ((tensor == 1).tolist() for tensor in tensors)
+    assert good == later == [[True, True], [True, True]]
+    assert bad == [[False, True], [True, True]]
+
+
+def test_only_calls_with_a_result_can_be_corrupted() -> None:
+    group = FakeProcessGroupWrapper(ProcessGroupDummy())
+    group.corrupt()
+    group.barrier().wait()
+    group.allreduce([torch.zeros(0)]).wait()
+    output = torch.zeros(1)
+    group.allgather([[output]], [torch.zeros(1)]).wait()
+    assert output.item() == 1
+    for operation in ("barrier", "send"):
+        with pytest.raises(InvalidSetting, match="fills in no tensor"):
+            group.corrupt(operation=operation)
+
+
+def test_a_corrupted_allreduce_is_corrupted_on_one_rank() -> None:
+    with Bench(lambda: FakeProcessGroupWrapper(ProcessGroupGloo())) as bench:
+        groups = bench.configured(2)
+        groups[1].corrupt(operation="allreduce")  # type: ignore[attr-defined]
+
+        def reduce(rank: int, group: ProcessGroup) -> list[float]:
+            tensor = torch.ones(2)
+            group.allreduce([tensor]).wait()
+            return list(tensor.tolist())
+
+        assert bench.all(groups, reduce) == [[2.0, 2.0], [-2.0, 2.0]]
+        assert [group.errored() for group in groups] == [None, None]
+
+
+def test_configure_forgets_a_corruption() -> None:
+    group = FakeProcessGroupWrapper(ProcessGroupDummy())
+    group.corrupt()
+    group.configure("anywhere:1/x", 0, 1)
+    tensor = torch.ones(1)
+    group.allreduce([tensor]).wait()
+    assert tensor.item() == 1
+
+
+# --- the rest ------------------------------------------------------------------------------------------------------
+
+
+def test_a_wrapper_takes_its_group_by_either_way() -> None:
+    inner = ProcessGroupDummy(0, 1)
+    for wrapper in (ProcessGroupWrapper, ErrorSwallowingProcessGroupWrapper, FakeProcessGroupWrapper):
+        assert wrapper(inner).parent is wrapper(pg=inner).parent is inner
+
+
+@pytest.mark.parametrize("place", [(1, 2), (0, 2), (1, 1), (-1, 1)])
+def test_a_dummy_is_rank_0_of_1(place: tuple[int, int]) -> None:
+    with pytest.raises(InvalidSetting, match="rank 0 of 1"):
+        ProcessGroupDummy(*place)
+
+
+def test_a_dummy_says_what_it_can_not_compute() -> None:
+    with pytest.raises(OperationRefused, match="PREMUL_SUM"):
+        ProcessGroupDummy().allreduce(torch.ones(1), dist._make_nccl_premul_sum(2.0))  # type: ignore[attr-defined]
