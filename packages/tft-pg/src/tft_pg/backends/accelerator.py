@@ -37,7 +37,7 @@ from tft_pg.backends.lifeline import Lifeline, address_towards
 from tft_pg.backends.live import LiveGroup
 from tft_pg.backends.native import NativeProcessGroup
 from tft_pg.backends.rendezvous import meet
-from tft_pg.errors import ConfigureFailed, DeadlinePassed, OperationRefused, PeerFailed
+from tft_pg.errors import ConfigureFailed, DeadlinePassed, OperationRefused, PeerFailed, ProcessGroupError
 from tft_pg.forwarding import forward
 from tft_pg.futures import timer, watchdog_timeout
 from tft_pg.ops import Collective
@@ -610,7 +610,9 @@ class _Connecting:
             if self._error is not None:
                 raise self._error
             attempt.check()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, ProcessGroupError):
+                attempt.stop(copy.copy(error))  # breaks what the library waits for in the store
             self._abandon()
             raise
         self._thread.join()
