@@ -20,7 +20,7 @@ ROWS: dict[str, Callable[[bool], Row]] = {
     "p2": lambda short: step_overhead.measure_large(turns=1 if short else 5, steps=10 if short else 30),
     "p3": lambda short: failure_stall.measure(turns=1 if short else 6),
     "p14": lambda short: lighthouse_start.measure(turns=3 if short else 7),
-    "p15": lambda short: reconfigure.measure(turns=1 if short else 5, configures=5 if short else 20),
+    "p15": lambda short: reconfigure.measure(turns=1 if short else 7, configures=5 if short else 20),
 }
 LAYOUT = "{:<4} {:<30} {:>16} {:>16} {:>22} {:>6}  {:<4} {}"
 
