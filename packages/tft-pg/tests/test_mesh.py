@@ -141,6 +141,14 @@ def test_groups_that_come_and_go_in_any_order_have_their_own_names(world: None) 
     assert len({group.group_name for group in (one, two, three)}) == 3
 
 
+def test_a_group_registers_where_the_default_group_is_bound_to_a_device(world: None) -> None:
+    assert dist.group.WORLD is not None
+    dist.group.WORLD.bound_device_id = torch.device("cuda:0")
+    pg = ProcessGroupDummy()
+    pg.register("dp")
+    pg.unregister()
+
+
 def test_what_register_refuses(world: None) -> None:
     pg = ProcessGroupDummy()
     for name in ("", "a b", "a:b", "a,b", "ä"):

@@ -11,6 +11,7 @@ The law of this file: nothing but the way into torch's tables and out of them; b
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import torch.distributed as dist
 
@@ -42,9 +43,12 @@ def enter(group: dist.ProcessGroup, *, kind: str, description: str) -> None:
         if kind not in dist.Backend.backend_list:
             dist.Backend.register_backend(kind, _hand_over, devices=[*_DEVICES])
         _entering.append(group)
+        # Where the default group is bound to a device, torch asks every new one whether its communicator can be split.
+        vars(group)["_get_backend"] = lambda device: SimpleNamespace(supports_splitting=False)
         try:
             _new_group_of_one(kind, description)
         finally:
+            del vars(group)["_get_backend"]
             _entering.clear()
 
 
