@@ -50,9 +50,7 @@ def test_all_that_answer_are_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     fetch, transport = fetch_from(sources, monkeypatch, size=7)
     fetch.run()
     assert fetch.result() == "state"
-    assert transport.received_from == [
-        (0, "at replica_0", ["at replica_1", "at replica_2", "at replica_3"])
-    ]
+    assert transport.received_from == [(0, "at replica_0", ["at replica_1", "at replica_2", "at replica_3"])]
 
 
 def test_a_dead_second_source_costs_half_a_second_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
