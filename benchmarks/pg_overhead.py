@@ -19,10 +19,11 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from tft_pg import ProcessGroupGloo, format_store_addr
 from tft_pg.backends.live import LiveGroup
@@ -65,10 +66,11 @@ OPERATIONS: Mapping[str, Callable[[dist.ProcessGroup, int, torch.Tensor], None]]
 def groups_of(port: int, rank: int) -> tuple[dist.ProcessGroup, ProcessGroupGloo]:
     """A bare Gloo group and one of ours."""
     store = PrefixStore("bare", TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=False)]
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.1", lazy_init=False)]
     options._timeout = TIMEOUT
-    backend = dist.ProcessGroupGloo(store, rank, 2, options)
+    backend = gloo(store, rank, 2, options)
     bare = dist.ProcessGroup(store, rank, 2)
     bare._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     bare._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
