@@ -481,14 +481,16 @@ def test_a_transfer_that_ended_may_be_waited_for_again(bench: Bench) -> None:
 
 def test_a_wait_that_could_not_be_ended_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of C++ is called of which it is not known that it is there, and on what."""
-    group = bench.configured(1)[0]
-    other = group.allreduce([torch.ones(3)])._work  # type: ignore[attr-defined]
+    groups = bench.configured(2)
+    others = bench.all(groups, lambda rank, group: group.allreduce([torch.ones(3)]))
+    other = others[0]._work
     with pytest.raises(Unsupported, match="could not be ended"):
         Transfers(HOUR).adopt(other)
     monkeypatch.setattr(transfers, "_ABORT", "_ZN4c10d16ProcessGroupGloo8{}7nothingEv")
     transfers._aborts.cache_clear()
     with pytest.raises(Unsupported, match="has no way to end a wait"):
-        ProcessGroupGloo()
+        groups[0].send([torch.ones(3)], 1, 0)
+    assert groups[0].errored() is None  # all else goes on
     transfers._aborts.cache_clear()
 
 

@@ -530,7 +530,6 @@ class AcceleratorProcessGroup(NativeProcessGroup):
             sever=orders.end,
             settle=orders.settle,
             is_over=orders.is_over,
-            adapt=lambda collective, work: work,
             tells_its_end=lambda collective: False,
             classify=_classify,
             where=where,

@@ -84,9 +84,7 @@ class ProcessGroupGloo(NativeProcessGroup):
     every rank is on this machine); else torch's choice: the address of this machine's own name, or loopback if that
     name has none.
 
-    Raises:
-        InvalidSetting: both are given, or the time-out is not above zero.
-        Unsupported: not on this system, or not with this torch.
+    Raises: InvalidSetting: both are given, or the time-out is not above zero. Unsupported: not on this system.
     """
 
     def __init__(
@@ -101,7 +99,6 @@ class ProcessGroupGloo(NativeProcessGroup):
             raise InvalidSetting(f"name an interface ({interface}) or a hostname ({hostname}), not both")
         if not sockets.supported():
             raise Unsupported("ProcessGroupGloo needs Linux: it finds its connections through /proc")
-        check_supported()
         self._interface = interface
         self._hostname = hostname
         self._devices: tuple[object, ...] = ()
@@ -202,8 +199,10 @@ def _start(
         raise OperationRefused(f"{collective.name} was refused ({where}): {fault}; mend the call", where=where)
     if collective.name in _REDUCE_SCATTERS:
         return start_reduce_scatter(torch_group, collective, args, kwargs)
-    work = forward(torch_group, collective, args, kwargs)
-    return transfers.adopt(work) if collective.name in _POINT_TO_POINT else work
+    if collective.name not in _POINT_TO_POINT:
+        return forward(torch_group, collective, args, kwargs)
+    check_supported()
+    return transfers.adopt(forward(torch_group, collective, args, kwargs))
 
 
 def _reducing() -> bool:

@@ -92,8 +92,7 @@ class LiveGroup:
         classify: which fault an error of its operations is.
         where: its place, for messages.
         start: starts a collective of the torch group.
-        adapt: makes of the backend's Work the one that is waited for; None: it is that already.
-        guard: makes the Work that the caller gets, of the adapted one; by default one whose future is settled by the
+        guard: makes the Work that the caller gets, of the backend's; by default one whose future is settled by the
             host.
     """
 
@@ -109,7 +108,6 @@ class LiveGroup:
         classify: Callable[[Exception], _Fault],
         where: Where,
         start: _Start = forward,
-        adapt: Callable[[Collective, dist.Work], dist.Work] | None = None,
         guard: Callable[[dist.Work, LiveGroup, str], dist.Work] | None = None,
     ) -> None:
         self.where = where
@@ -117,7 +115,6 @@ class LiveGroup:
         self._set_timeout: Callable[[timedelta], None] | None = set_timeout
         self._sever = sever
         self._settle = settle
-        self._adapt = adapt
         self._start = start
         self._guard = guard
         self._tells_its_end = tells_its_end
@@ -142,15 +139,14 @@ class LiveGroup:
         # The group stays out of this frame's variables: an error that somebody keeps would keep its threads too.
         try:
             work = self._start(self._torch_group, collective, args, kwargs)  # type: ignore[arg-type]
-            adapted = work if self._adapt is None else self._adapt(collective, work)
             runs = self._tells_its_end(collective)
             if runs:
                 with self._lock:
                     self._forget_ended()
                     self._running.append(work)
             if self._guard is not None:
-                return self._guard(adapted, self, collective.name)
-            return GuardedWork(adapted, self, collective.name, in_shares=runs)
+                return self._guard(work, self, collective.name)
+            return GuardedWork(work, self, collective.name, in_shares=runs)
         except ProcessGroupError:
             raise
         except RuntimeError as error:
