@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 
 from tft_pg.base import ProcessGroup
-from tft_pg.errors import InvalidSetting, OperationRefused, Unsupported
+from tft_pg.errors import InvalidSetting, OperationRefused, ProcessGroupError, Unsupported
 from tft_pg.forwarding import forward
 from tft_pg.ops import Collective
 from tft_pg.work import DummyWork
@@ -55,12 +56,17 @@ class ErrorSwallowingProcessGroupWrapper(WrappingProcessGroup):
         if errors.first is not None:
             return DummyWork(results)
         try:
-            return _SwallowingWork(forward(self._parent, collective, args, kwargs), errors.report, results)
+            work = forward(self._parent, collective, args, kwargs)
+            return _SwallowingWork(work, partial(self._tell, errors), results)
         except _THE_CALLERS:
             raise
         except RuntimeError as error:
             errors.report(error)
             return DummyWork(results)
+
+    def _tell(self, errors: _Errors, error: Exception) -> None:
+        """A future's error is the backend's own; the group has it in its words."""
+        errors.report(error if isinstance(error, ProcessGroupError) else self._parent.errored() or error)
 
     def _forget(self) -> None:
         # What ran before fails late, and tells of it where nobody asks any more.
