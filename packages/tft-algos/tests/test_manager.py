@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +22,7 @@ from tft_algos import (
     Unsupported,
     UsageError,
 )
-from tft_algos.manager import ServerRestarted
+from tft_algos.manager import ServerRestarted, reduction
 from tft_algos.testing import FakeGroup, MemoryTransport, plan_of
 from tft_ckpt import StateUnsupported
 from tft_coord.core.types import Purpose, QuorumKey
@@ -166,6 +167,54 @@ def test_a_spare_changes_no_reduction(rigs: Any, reduce_op: Any, dtype: torch.dt
     rig.manager.start_quorum()
     rig.manager.allreduce(torch.full((2,), 1, dtype=dtype), reduce_op=reduce_op).wait()
     assert rig.group.calls[0].tolist() == [nothing, nothing]
+
+
+def _leaf() -> torch.Tensor:
+    return torch.nn.Parameter(torch.ones(2))
+
+
+def _result() -> torch.Tensor:
+    return torch.nn.Parameter(torch.ones(2)) * 1
+
+
+def _inferred() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(2)
+
+
+@pytest.mark.parametrize("make", [_leaf, _result, _inferred])
+@pytest.mark.parametrize("by_future", [False, True])
+@pytest.mark.parametrize("is_spare", [False, True])
+def test_what_autograd_guards_is_reduced_behind_its_back(
+    rigs: Any, make: Callable[[], torch.Tensor], by_future: bool, is_spare: bool
+) -> None:
+    spare = plan_of(7, size=3, rank=2, participants=[0, 1])
+    rig = rigs(spare, others=4.0) if is_spare else rigs(plan_of(7, size=2), others=3.0)
+    rig.manager.start_quorum()
+    tensor = make()
+    before = tensor.grad_fn
+    work = rig.manager.allreduce(tensor)
+    if by_future:
+        work.get_future().wait()
+    assert work.wait()
+    assert tensor.tolist() == [2.0, 2.0]
+    assert tensor.grad_fn is before
+
+
+def test_a_division_that_fails_costs_one_step(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = rigs(plan_of(7, size=2), plan_of(8, size=2))
+
+    def changing(_: torch.Tensor) -> Any:
+        raise RuntimeError("no such thing can be divided")
+
+    rig.manager.start_quorum()
+    work = rig.manager.allreduce(torch.ones(2))
+    monkeypatch.setattr(reduction, "changing", changing)
+    assert not work.wait()
+    assert "no such thing" in str(rig.manager.errored())
+    assert not rig.manager.should_commit()
+    monkeypatch.undo()
+    assert rig.step()
 
 
 @pytest.mark.parametrize("moment", ["failing_call", "failing_wait"])

@@ -359,15 +359,15 @@ class Manager:
             self._stay_out(plan)
             return DummyWork([tensor])
         name = core.name
-        if not core.is_participating:
-            fill_with_nothing(tensor, reduce_op)
-        elif plan.replica_world_size == 1:
+        if core.is_participating and plan.replica_world_size == 1:
             return DummyWork([tensor])
         broken = core.broken
         if broken is not None:
             self._report(broken, name)
             return DummyWork([tensor])
         try:
+            if not core.is_participating:
+                fill_with_nothing(tensor, reduce_op)
             work = self._pg.allreduce([tensor], dist.ReduceOp.SUM if average else reduce_op)
         except Exception as error:
             self._report(error, name)

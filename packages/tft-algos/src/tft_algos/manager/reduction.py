@@ -9,9 +9,10 @@ Manager's.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, final
 
@@ -19,8 +20,20 @@ import torch
 import torch.distributed as dist
 
 
+@contextlib.contextmanager
+def changing(tensor: torch.Tensor) -> Iterator[None]:
+    """What is done inside changes a tensor in place, behind autograd's back, as a process group does."""
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        yield
+
+
 def fill_with_nothing(tensor: torch.Tensor, reduce_op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> None:
     """Make a tensor, in place, what changes nothing in a reduction: what a member gives that does not participate."""
+    with changing(tensor):
+        _fill(tensor, reduce_op)
+
+
+def _fill(tensor: torch.Tensor, reduce_op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> None:
     if reduce_op == dist.ReduceOp.PRODUCT:
         tensor.fill_(1)
     elif reduce_op == dist.ReduceOp.MAX:
@@ -106,10 +119,19 @@ class Reduction(dist.Work):
             if self._ended is not None:
                 return
             if error is None and self._divide_by != 1:
-                self._tensor.div_(self._divide_by)
+                error = self._divide()
+            if error is not None:
+                self._report(error)  # before anybody can see that it has ended, and vote
             self._ended = error is None
-        if error is not None:
-            self._report(error)
+
+    def _divide(self) -> Exception | None:
+        """Raises nothing: whoever waits only goes on."""
+        try:
+            with changing(self._tensor):
+                self._tensor.div_(self._divide_by)
+        except Exception as error:
+            return error
+        return None
 
     def is_completed(self) -> bool:
         return self._ended is not None or self._work.is_completed()

@@ -17,6 +17,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
+from tft_algos.manager.reduction import changing
 from tft_ckpt import CheckpointTransport, Closed, StateKey, StateUnavailable
 from tft_coord.core.lineage import initial_lineage
 from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest, Source
@@ -182,7 +183,8 @@ class FakeGroup:
             self._error = error
             work.fail(error)
         else:
-            tensors[0].add_(self.others)
+            with changing(tensors[0]):
+                tensors[0].add_(self.others)
             work.finish(tensors)
         return work
 
