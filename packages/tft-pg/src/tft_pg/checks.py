@@ -1,8 +1,9 @@
 """What one rank can see to be wrong with a call, before anything is sent.
 
 Torch's backends check most arguments on the calling thread, and some not: a tensor on another device is taken for
-nothing to do, a tensor with gaps is filled as if it had none, a rank that sends to itself ends the group, and splits
-that don't add up fail on a thread when the other ranks wait already. Here is what they leave out. What only two ranks
+nothing to do, a tensor with gaps is filled as if it had none, a view whose elements are stored conjugated or negated is
+read as stored, a rank that sends to itself ends the group, and splits that don't add up fail on a thread when the other
+ranks wait already. Here is what they leave out. What only two ranks
 together could see is not here: it would cost a message. The law of this file: pure functions from a call to a
 sentence part; one table; each operation pays for its own row only.
 """
@@ -33,7 +34,7 @@ def fault_of(
     """
     given = [collective.argument(index, args, kwargs) for index in range(len(collective.parameters))]
     for value in given:
-        fault = _elsewhere(value)
+        fault = _unreadable(value)
         if fault:
             return fault
     check = _CHECKS.get(collective.name)
@@ -51,17 +52,29 @@ def is_plain(collective: Collective, args: Sequence[object]) -> bool:
     if type(tensors) is not list or len(tensors) != 1:
         return False
     tensor = tensors[0]
-    return type(tensor) is torch.Tensor and tensor.dtype in _FLOATS and tensor.is_cpu and tensor.is_contiguous()
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.dtype in _FLOATS
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+    )
 
 
-def _elsewhere(value: object) -> str:
+def _unreadable(value: object) -> str:
+    """Why the memory of one of the tensors is not what is to be sent or filled in."""
     if type(value) is list or type(value) is tuple:
         for item in value:
-            fault = _elsewhere(item)
+            fault = _unreadable(item)
             if fault:
                 return fault
-    elif isinstance(value, torch.Tensor) and not value.is_cpu:
-        return f"a tensor is on {value.device}, and this group is for the CPU"
+    elif isinstance(value, torch.Tensor):
+        if not value.is_cpu:
+            return f"a tensor is on {value.device}, and this group is for the CPU"
+        if value.is_conj():
+            return f"a tensor of {_described(value)} is a conjugate view; give its resolve_conj()"
+        if value.is_neg():
+            return f"a tensor of {_described(value)} is a negated view; give its resolve_neg()"
     return ""
 
 
@@ -78,6 +91,19 @@ def _check_peer(given: Sequence[Any], rank: int, world_size: int) -> str:
 
 def _check_anysource(given: Sequence[Any], rank: int, world_size: int) -> str:
     return "" if world_size > 1 else "there is nobody to receive from in a group of one"
+
+
+def _check_single(given: Sequence[Any], rank: int, world_size: int) -> str:
+    """Several tensors in one call are several devices to torch, which adds them all together or takes the first."""
+    tensors = given[0]
+    if isinstance(tensors, (list, tuple)) and len(tensors) > 1:
+        return f"it takes one tensor a call, and got {len(tensors)}; call it for each"
+    return ""
+
+
+def _check_allreduce(given: Sequence[Any], rank: int, world_size: int) -> str:
+    fault = _check_single(given, rank, world_size)
+    return f"{fault}, or allreduce_coalesced" if fault else ""
 
 
 def _check_scatter(given: Sequence[Any], rank: int, world_size: int) -> str:
@@ -155,6 +181,9 @@ _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64
 _IN_PLACE = frozenset({"allreduce", "broadcast"})
 
 _CHECKS: Mapping[str, _Check] = {
+    "allreduce": _check_allreduce,
+    "broadcast": _check_single,
+    "reduce": _check_single,
     "send": _check_peer,
     "recv": _check_peer,
     "recv_anysource": _check_anysource,

@@ -2,14 +2,14 @@
 
 Most of what Gloo has not it refuses by itself, before anything is sent. Some of it goes wrong in silence: a tensor with
 gaps is reduced as if it had none, a sum of bools leaves bytes that are neither true nor false, and a mean of integers
-fails after the tensor has been overwritten. So everything is looked up first, and refused on each rank alike. The four
-float dtypes of training are looked at for gaps only, because torch names the reductions that it has not for them. The
-law of this file: pure functions from a call to a sentence part.
+fails after the tensor has been overwritten. So every tensor of a call is looked up first, and refused on each rank
+alike: what is wrong with the second must not show when the first has been sent. The law of this file: pure functions
+from a call to a sentence part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -20,6 +20,7 @@ __all__ = ["lacks"]
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 _WHOLE = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
 _COMPLEX = frozenset({torch.complex64, torch.complex128})
+_ARITHMETIC = ("SUM", "AVG", "MIN", "MAX", "PRODUCT")
 _BITWISE = ("MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR")
 
 _ANY_BYTES = frozenset({"send", "recv", "recv_anysource"})
@@ -41,40 +42,42 @@ def lacks(collective: Collective, args: Sequence[object], kwargs: Mapping[str, o
         collective: which.
         args, kwargs: as the caller gave them.
     """
-    tensor = _first_tensor(collective.argument(0, args, kwargs))
-    if tensor is None and len(collective.parameters) > 1:
-        tensor = _first_tensor(collective.argument(1, args, kwargs))
-    if tensor is None:
-        return ""
     name = collective.name
+    outputs = () if collective.outputs is None else collective.argument(collective.outputs, args, kwargs)
+    inputs = () if collective.inputs is None else collective.argument(collective.inputs, args, kwargs)
     if name in _ANY_BYTES:
-        return "a receive from anybody needs at least one element" if _is_empty(name, tensor) else ""
-    dtype = tensor.dtype
-    if dtype not in _FLOATS:
-        fault = _dtype_fault(collective, dtype, args, kwargs)
-        if fault:
-            return fault
-    if name in _BLIND_TO_GAPS and not tensor.is_contiguous() and not _is_dense(tensor):
-        return f"a tensor of {_word(dtype)} with gaps between its elements; make it contiguous"
+        empty = name == "recv_anysource" and any(tensor.numel() == 0 for tensor in _tensors(outputs))
+        return "a receive from anybody needs at least one element" if empty else ""
+    dtypes = {tensor.dtype: None for value in (outputs, inputs) for tensor in _tensors(value)}  # in the order given
+    faults = (_dtype_fault(collective, dtype, args, kwargs) for dtype in dtypes)
+    return next(filter(None, faults), "") or _layout_fault(name, outputs)
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _layout_fault(name: str, outputs: object) -> str:
+    for tensor in _tensors(outputs):
+        if tensor.is_contiguous() or tensor.layout is not torch.strided:
+            continue
+        if any(length > 1 and not stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            return (
+                f"a tensor of {_word(tensor.dtype)} whose elements share memory can't be filled in; make a copy of it"
+            )
+        if name in _BLIND_TO_GAPS and not _is_dense(tensor):
+            return f"a tensor of {_word(tensor.dtype)} with gaps between its elements; make it contiguous"
     return ""
-
-
-def _first_tensor(value: object) -> torch.Tensor | None:
-    while isinstance(value, (list, tuple)):
-        if not value:
-            return None
-        value = value[0]
-    return value if isinstance(value, torch.Tensor) else None
-
-
-def _is_empty(name: str, tensor: torch.Tensor) -> bool:
-    return name == "recv_anysource" and tensor.numel() == 0
 
 
 def _dtype_fault(
     collective: Collective, dtype: torch.dtype, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> str:
-    if dtype not in _WHOLE and dtype not in _COMPLEX and dtype is not torch.bool:
+    if dtype not in _FLOATS and dtype not in _WHOLE and dtype not in _COMPLEX and dtype is not torch.bool:
         return f"Gloo has no {_word(dtype)}; use another dtype, or view it as one of its size"
     if collective.name not in _REDUCES:
         if dtype in _COMPLEX and collective.name not in _MOVES_COMPLEX:
@@ -88,15 +91,15 @@ def _dtype_fault(
 
 
 def _reductions(dtype: torch.dtype) -> tuple[str, ...]:
+    if dtype in _FLOATS:
+        return _ARITHMETIC
     if dtype in _COMPLEX:
         return ("SUM", "AVG")
     return _BITWISE if dtype is torch.bool else ("SUM", *_BITWISE)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie side by side in some order, such as a transposed matrix's; what is sparse does."""
-    if tensor.layout is not torch.strided:
-        return True
+    """Whether its elements lie side by side in some order, such as a transposed matrix's."""
     expected = 1
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length > 1:
