@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import operator
 import pickle
 import shutil
 import weakref
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.distributed import ReduceOp
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -177,6 +179,20 @@ def test_a_group_outlives_torchs_default_group(pg: ManagedProcessGroup) -> None:
     pg.unregister()
 
 
+def test_a_group_has_no_name_once_torch_has_forgotten_it(pg: ManagedProcessGroup) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    first = pg.register("dp").group_name
+    dist.destroy_process_group()
+    with pytest.raises(InvalidSetting, match="is not registered; call register first"):
+        _ = pg.group_name
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert ProcessGroupDummy().register("dp").group_name == first
+    with pytest.raises(InvalidSetting, match="is not registered; call register first"):
+        _ = pg.group_name
+    dist.destroy_process_group(pg.register("dp"))
+    dist.destroy_process_group()
+
+
 def test_a_wrapper_has_a_parent_and_registers_itself(world: None) -> None:
     inside = ProcessGroupDummy()
     pg = ErrorSwallowingProcessGroupWrapper(inside)
@@ -229,6 +245,39 @@ def test_what_a_managed_group_refuses(
 ) -> None:
     with pytest.raises(Unsupported, match=f"a managed group has {words}"):
         call(torch.ones(3), pg)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch, when it first loads its compiler
+@pytest.mark.parametrize(
+    ("instead", "act"),
+    [
+        (r"if FSDP asks, .* mesh\['dp', 'shard'\]", lambda mesh: sharded(mesh["dp"])),
+        (
+            r"if FSDP asks, .* or use the replicate of replicate_with_fsdp",
+            lambda mesh: funcol.reduce_scatter_single(torch.ones(3), "sum", 0, mesh["dp"]),
+        ),
+        ("if torch's DistributedDataParallel asks, use that of tft-algos", lambda mesh: data_parallel(mesh["dp"])),
+        (
+            "if all_gather_object or gather_object asks, give it a group inside the replica group",
+            lambda mesh: dist.all_gather_object([None] * 3, "state", group=mesh.get_group("dp")),
+        ),
+    ],
+)
+def test_what_is_refused_says_what_to_do_instead(
+    mesh: DeviceMesh, instead: str, act: Callable[[DeviceMesh], object]
+) -> None:
+    with pytest.raises(Unsupported, match=instead):
+        act(mesh)
+
+
+def sharded(mesh: DeviceMesh) -> list[torch.Tensor]:
+    model = torch.nn.Linear(4, 4)
+    fully_shard(model, mesh=mesh)
+    return backward_of(model, torch.ones(2, 4))
+
+
+def data_parallel(mesh: DeviceMesh) -> torch.nn.Module:
+    return torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4), device_mesh=mesh)
 
 
 def test_a_managed_groups_root_is_0(pg: ManagedProcessGroup) -> None:
@@ -296,6 +345,8 @@ def test_what_would_leave_out_the_other_replicas_is_refused(mesh: DeviceMesh, ac
 
 
 def test_what_extend_device_mesh_refuses(inner: DeviceMesh, pg: ManagedProcessGroup) -> None:
+    closed = ProcessGroupDummy()
+    closed.shutdown()
     refused: list[tuple[str, tuple[Any, ...]]] = [
         ("was given a str; give a DeviceMesh", ("mesh", pg)),
         ("was given a ProcessGroup as group; give one of this package", (inner, dist.group.WORLD)),
@@ -303,10 +354,17 @@ def test_what_extend_device_mesh_refuses(inner: DeviceMesh, pg: ManagedProcessGr
         ("can't be number 3", (inner, pg, "dp", 3)),
         ("can't be number -1", (inner, pg, "dp", -1)),
         ("has no names for its dimensions", (init_device_mesh("cpu", (1,)), pg)),
+        ("a whole number, not True", (inner, pg, "dp", True)),
+        ("a whole number, not None", (inner, pg, "dp", None)),
+        ("None can't be a group's name", (inner, pg, None)),
+        ("7 can't be a group's name", (inner, pg, 7)),
+        ("the group for dimension 'dp' was shut down; make a new group", (inner, closed)),
     ]
+    before = entries()
     for words, arguments in refused:
         with pytest.raises(InvalidSetting, match=words):
             extend_device_mesh(*arguments)
+    assert entries() == before
 
 
 def test_a_mesh_is_copied_compared_and_pickled(mesh: DeviceMesh, inner: DeviceMesh, pg: ManagedProcessGroup) -> None:
@@ -315,6 +373,30 @@ def test_a_mesh_is_copied_compared_and_pickled(mesh: DeviceMesh, inner: DeviceMe
         assert other["dp"].get_group() is pg
     assert mesh != inner
     assert b"tft" not in pickle.dumps(mesh)
+
+
+def test_meshes_over_different_groups_are_different(inner: DeviceMesh, pg: ManagedProcessGroup) -> None:
+    mesh, other = extend_device_mesh(inner, pg), extend_device_mesh(inner, ManagedProcessGroup(Participants()))
+    for names in ("dp", ("dp", "shard"), ("dp", "shard", "tp")):
+        assert mesh[names] != other[names]
+        assert hash(mesh[names]) != hash(other[names])
+    assert DeviceMesh._concatenate([mesh["dp"], mesh["tp"]]) != DeviceMesh._concatenate([other["dp"], other["tp"]])
+    for names in ("shard", ("shard", "tp")):
+        assert mesh[names] == other[names] == inner[names]
+    again = extend_device_mesh(inner, pg)
+    assert (again, hash(again), again["dp"]) == (mesh, hash(mesh), mesh["dp"])
+    twice = extend_device_mesh(mesh, other.get_group("dp"), "more")  # type: ignore[arg-type]  # it is ours
+    assert (twice["dp"], twice["dp", "shard"]) == (mesh["dp"], mesh["dp", "shard"])
+    assert twice != extend_device_mesh(other, pg, "more")
+    assert twice.shape == (1, 1, 1, 1)
+
+
+def test_torch_must_tell_the_meshes_apart(
+    inner: DeviceMesh, pg: ManagedProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DeviceMesh, "__eq__", lambda mesh, other: mesh._flatten_rank_map == other._flatten_rank_map)
+    with pytest.raises(Unsupported, match="compiled code would take a mesh over one group for a mesh over another"):
+        extend_device_mesh(inner, pg)
 
 
 def test_dtensors_see_one_replica(mesh: DeviceMesh, manager: Participants) -> None:
@@ -360,6 +442,84 @@ def test_functional_collectives(
         manager.reduced.clear()
 
 
+SPELLINGS: list[Callable[[torch.Tensor, DeviceMesh], torch.Tensor]] = [
+    lambda x, mesh: funcol.all_reduce(x + 1, "sum", mesh["dp"]) * 1,
+    lambda x, mesh: funcol.all_reduce(x + 1, "sum", mesh["dp", "shard"].get_group("dp")) * 1,
+    lambda x, mesh: funcol.all_reduce(x + 1, "sum", (mesh, 0)) * 1,
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("step", SPELLINGS)
+def test_compiled_code_reduces_over_the_group_of_its_mesh(
+    inner: DeviceMesh, step: Callable[[torch.Tensor, DeviceMesh], torch.Tensor]
+) -> None:
+    run = torch.compile(step, backend="aot_eager", fullgraph=True)
+    meshes = [extend_device_mesh(inner, ManagedProcessGroup(Participants(number))) for number in (3, 5)]
+    assert [run(torch.ones(1), mesh).item() for mesh in (*meshes, *meshes)] == [6.0, 10.0, 6.0, 10.0]
+    plain = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp", "shard", "tp"))
+    assert run(torch.ones(1), plain).item() == 2.0
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_mesh_of_the_same_program_started_anew_is_equal(pg: ManagedProcessGroup) -> None:
+    def start(pg: ManagedProcessGroup) -> DeviceMesh:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return extend_device_mesh(init_device_mesh("cpu", (1,), mesh_dim_names=("shard",)), pg)
+
+    mesh = start(pg)
+    run = torch.compile(lambda x, mesh: funcol.all_reduce(x, "sum", mesh["dp"]) * 1, backend="aot_eager")
+    assert run(torch.ones(1), mesh).item() == 3.0
+    dist.destroy_process_group()
+    again = start(ManagedProcessGroup(Participants(5)))
+    assert again == mesh
+    assert run(torch.ones(1), again).item() == 5.0  # torch finds the group by its name
+    dist.destroy_process_group()
+    torch._dynamo.reset()
+
+
+OUTSIDE_THE_GRAPH: list[tuple[str, Callable[[torch.Tensor, ProcessGroup], object], float]] = [
+    ("broadcast", lambda x, pg: dist.broadcast(x, group=pg, group_src=0), 1.0),
+    ("scatter", lambda x, pg: dist.scatter(x, [x.clone()], group=pg, group_src=0), 1.0),
+    ("allreduce", lambda x, pg: dist.all_reduce(x, group=pg, async_op=True).wait(), 3.0),  # type: ignore[union-attr]
+    ("barrier", lambda x, pg: dist.barrier(pg), 1.0),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")  # torch's own functions
+@pytest.mark.parametrize(("what", "act", "expected"), OUTSIDE_THE_GRAPH)
+def test_other_collectives_break_the_graph(
+    mesh: DeviceMesh,
+    pg: ManagedProcessGroup,
+    what: str,
+    act: Callable[[torch.Tensor, ProcessGroup], object],
+    expected: float,
+) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        act(x, pg)
+        return x * 2
+
+    assert torch.compile(step, backend=backend)(torch.ones(1)).item() == 2 * expected
+    operations = [node.target for graph in graphs for node in graph.graph.nodes if node.op.startswith("call")]
+    assert operations == [operator.mul] if what != "scatter" else ["clone", operator.mul]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
+def test_a_dtensor_is_distributed_in_compiled_code(mesh: DeviceMesh) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return (distribute_tensor(x, mesh, [Replicate()] * 3) * 2).full_tensor()
+
+    assert torch.compile(step, backend="eager")(torch.ones(1)).item() == 2.0
+
+
 # --- FSDP2 ---
 
 
@@ -384,6 +544,16 @@ def test_one_shards_gradient_is_the_mean_over_the_participants(
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(output_layouts=Replicate())})
     fully_shard(model, mesh=mesh["dp", "shard"])
     # All participants give the same, so that the mean is what each gives.
+    for gradient, expected in zip(backward_of(model, x), alone.parameters(), strict=True):
+        torch.testing.assert_close(gradient, expected.grad)
+    assert len(manager.reduced) == 1
+
+
+def test_replicate_takes_the_dimension_alone(mesh: DeviceMesh, manager: Participants) -> None:
+    model = torch.nn.Linear(4, 4)
+    alone, x = copy.deepcopy(model), torch.randn(3, 4)
+    alone(x).square().mean().backward()
+    replicate(model, mesh=mesh["dp"])
     for gradient, expected in zip(backward_of(model, x), alone.parameters(), strict=True):
         torch.testing.assert_close(gradient, expected.grad)
     assert len(manager.reduced) == 1

@@ -34,7 +34,13 @@ from tft_pg.errors import InvalidSetting
 from tft_pg.forwarding import forward_collectives
 from tft_pg.ops import Collective
 
-__all__ = ["ProcessGroup"]
+__all__ = ["ProcessGroup", "check_name"]
+
+
+def check_name(name: object) -> None:
+    """Raises: InvalidSetting: a group can't be registered by this name."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+        raise InvalidSetting(f"{name!r} can't be a group's name; use letters, digits, '_', '-' and '.'")
 
 
 class _Abstract(abc.ABCMeta, type(dist.ProcessGroup)):  # type: ignore[misc]
@@ -157,8 +163,7 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_Abstract):
         Raises: InvalidSetting: torch's default group is not initialized, the name can't be one, or this group is
             registered already.
         """
-        if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-            raise InvalidSetting(f"{name!r} can't be a group's name; use letters, digits, '_', '-' and '.'")
+        check_name(name)
         if not dist.is_initialized():
             raise InvalidSetting(
                 f"group {name!r} can't be registered without torch's default group; call init_process_group first"
@@ -194,8 +199,8 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_Abstract):
 
     @property
     def group_name(self) -> GroupName:
-        """By which torch knows this group. Raises: InvalidSetting: it was never registered."""
-        if self._group_name is None:
+        """By which torch knows this group. Raises: InvalidSetting: it is not registered, or torch has forgotten it."""
+        if self._group_name is None or not registry.is_known_as(self, self._group_name):
             raise InvalidSetting(f"{self!r} has no name, because it is not registered; call register first")
         return self._group_name
 

@@ -3,6 +3,10 @@
 A subclass of `torch.distributed.ProcessGroup` is called by its Python methods, from Python and from C++ (DDP's
 reducer, functional collectives) alike. Instead of spelling the methods out in every group and every wrapper, they
 are made here from the table in `ops`, and all lead to `_run(collective, args, kwargs)`, which a group writes once.
+
+torch.compile must leave them alone: a group is opaque to it, so that it fails where it follows one into its methods.
+The functional collectives, which it has in its graphs, come here from C++; the others break the graph.
+
 The law of this file: no behaviour, only the way there.
 """
 
@@ -12,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
 import torch.distributed as dist
+from torch._C._dynamo import eval_frame
 
 from tft_pg.ops import COLLECTIVES, Collective
 
@@ -31,7 +36,14 @@ def _method(collective: Collective, name: str) -> Callable[..., dist.Work]:
     method.__name__ = name
     method.__qualname__ = f"ProcessGroup.{name}"
     method.__doc__ = f"`torch.distributed.ProcessGroup.{name}`, in each of its call forms."
+    _leave_uncompiled(method)
     return method
+
+
+def _leave_uncompiled(function: Callable[..., object]) -> None:
+    """What `torch.compiler.disable` does, but it costs a call nothing, and does not load the compiler."""
+    skip = eval_frame._FrameAction.SKIP  # neither its frame nor those of what it calls
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
 
 
 _Class = TypeVar("_Class", bound=type)

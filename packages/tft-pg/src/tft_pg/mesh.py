@@ -10,11 +10,18 @@ each backward pass.
 The mesh is torch's own class, made by its public `from_group`. What can't keep the dimension is refused: torch would
 make a flattened mesh of the ranks that it sees, and so silently leave out the other replica groups.
 
+Torch's meshes are equal if their ranks, layouts and names are, and code compiled for one is used for its equals, with
+the name of the first one's group in it. All groups across the replica groups have the same rank here, so the layout
+tells them apart: a dimension of size 1 may have any stride, and this one's is a number for the group's name, counted
+up, so that a mesh which was saved equals that of the same program started anew.
+
 The law of this file: meshes; who is reduced over, and how, is the group's.
 """
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, final
@@ -22,12 +29,16 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import GroupName
 
 from tft_pg import registry
-from tft_pg.base import ProcessGroup
-from tft_pg.errors import InvalidSetting, Unsupported
+from tft_pg.base import ProcessGroup, check_name
+from tft_pg.errors import Closed, InvalidSetting, Unsupported
 
 __all__ = ["extend_device_mesh"]
+
+_lock = threading.Lock()
+_numbers: dict[GroupName, int] = {}  # of each name that a group in a mesh has had; under the lock
 
 
 def extend_device_mesh(mesh: DeviceMesh, pg: ProcessGroup, name: str = "dp", dim: int = 0) -> DeviceMesh:
@@ -39,8 +50,10 @@ def extend_device_mesh(mesh: DeviceMesh, pg: ProcessGroup, name: str = "dp", dim
             group of this package. It is registered as `name` unless it is registered already.
         name: of the new dimension.
         dim: where it comes: 0, the first, is where FSDP2 has hybrid sharding's replicas.
-    Returns: a mesh whose size in the new dimension is 1, with `pg` as the group there. Slices share it.
-    Raises: InvalidSetting: an argument can't work. Unsupported: this release of torch keeps its meshes otherwise.
+    Returns: a mesh whose size in the new dimension is 1, with `pg` as the group there. Slices share it. Two of them
+        are equal if torch knows the groups by the same name.
+    Raises: InvalidSetting: an argument can't work; nothing is registered. Unsupported: this release of torch keeps its
+        meshes otherwise.
     """
     if not isinstance(mesh, DeviceMesh):
         raise InvalidSetting(f"extend_device_mesh was given a {type(mesh).__name__}; give a DeviceMesh")
@@ -54,8 +67,13 @@ def extend_device_mesh(mesh: DeviceMesh, pg: ProcessGroup, name: str = "dp", dim
         raise InvalidSetting(f"{mesh} has no names for its dimensions; give it mesh_dim_names")
     if name in names:
         raise InvalidSetting(f"{mesh} has a dimension {name!r} already; give the new one another name")
+    check_name(name)
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise InvalidSetting(f"the place of a dimension is a whole number, not {dim!r}")
     if not 0 <= dim <= mesh.ndim:
         raise InvalidSetting(f"{mesh} has {mesh.ndim} dimensions, so that a new one can't be number {dim}")
+    if isinstance(error := pg.errored(), Closed):
+        raise InvalidSetting(f"the group for dimension {name!r} was shut down; make a new group") from error
     if not registry.is_entered(pg):
         pg.register(name)
     groups: list[dist.ProcessGroup] = mesh.get_all_groups()
@@ -66,8 +84,29 @@ def extend_device_mesh(mesh: DeviceMesh, pg: ProcessGroup, name: str = "dp", dim
         mesh.mesh.unsqueeze(dim),
         mesh_dim_names=(*names[:dim], name, *names[dim:]),
     )
+    with _lock:
+        number = _numbers.setdefault(pg.group_name, len(_numbers) + 1)
+    _number_dimension(extended, name, mesh, number)
     _forbid_new_groups(extended, name)
     return extended
+
+
+def _number_dimension(extended: DeviceMesh, name: str, inner: DeviceMesh, number: int) -> None:
+    """Give the dimension of the replica groups a number as its stride, and keep those that the inner mesh may have."""
+    unnumbered = extended[name]
+    axes = list(extended._layout)
+    dim = (extended.mesh_dim_names or ()).index(name)
+    for place, axis in zip((place for place in range(len(axes)) if place != dim), inner._layout, strict=True):
+        if axis.numel() == 1:
+            axes[place] = axis
+    axes[dim] = copy.copy(axes[dim])
+    vars(axes[dim]).update(shape=(1,), stride=(number,))  # its constructor would bring these to a normal form
+    extended._layout = type(extended._layout)(axes)
+    if extended[name] == unnumbered:
+        raise Unsupported(
+            f"torch {torch.__version__} keeps its meshes otherwise than 2.13, so that compiled code would take a mesh "
+            "over one group for a mesh over another; use torch 2.13"
+        )
 
 
 def _forbid_new_groups(mesh: DeviceMesh, name: str) -> None:

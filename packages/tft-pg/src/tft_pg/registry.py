@@ -5,7 +5,7 @@ So torch is asked to make a group of one, this process alone, and the "backend" 
 was there all along. One backend a kind of group is announced to torch, however often groups come and go, because torch
 forgets a group but never a backend; and it holds no group.
 
-The law of this file: nothing but the way into torch's tables and out of them; by torch's public functions.
+The law of this file: nothing but the way into torch's tables and out of them; torch's own functions write there.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import threading
 from types import SimpleNamespace
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import GroupName
 
-__all__ = ["enter", "is_entered", "leave"]
+__all__ = ["enter", "is_entered", "is_known_as", "leave"]
 
 _DEVICES = ("cpu", "cuda", "xpu")
 
@@ -69,6 +71,14 @@ def is_entered(group: dist.ProcessGroup) -> bool:
     except KeyError:
         return False
     return True
+
+
+def is_known_as(group: dist.ProcessGroup, name: GroupName) -> bool:
+    """Whether the group is what torch finds by a name; also in the middle of leaving."""
+    try:
+        return _resolve_process_group(name) is group
+    except RuntimeError:
+        return False
 
 
 def leave(group: dist.ProcessGroup) -> None:

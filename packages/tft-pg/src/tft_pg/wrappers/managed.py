@@ -50,6 +50,22 @@ _ALONE = frozenset(
 )
 _ROOTED = frozenset({"broadcast", "gather", "scatter"})
 
+# What to do instead, where it is known who asks.
+_SHARDED = (
+    "if FSDP asks, then it shards over this dimension: give it mesh['dp', 'shard'], the one across replica groups "
+    "first, or use the replicate of replicate_with_fsdp"
+)
+_INSTEAD = {
+    "_allgather_base": _SHARDED,
+    "allgather_into_tensor_coalesced": _SHARDED,
+    "_reduce_scatter_base": _SHARDED,
+    "reduce_scatter_tensor_coalesced": _SHARDED,
+    "allgather": (
+        "if torch's DistributedDataParallel asks, use that of tft-algos; if all_gather_object or gather_object asks, "
+        "give it a group inside the replica group"
+    ),
+}
+
 
 @final
 class ManagedProcessGroup(ProcessGroup):
@@ -81,7 +97,7 @@ class ManagedProcessGroup(ProcessGroup):
         elif collective.name != "allreduce_coalesced":
             raise Unsupported(
                 f"a managed group has no {collective.name}: it reduces over the participants, and has no other ranks "
-                "to exchange with; use allreduce, or a group inside the replica group"
+                f"to exchange with; {_instead_of(collective)}"
             )
         reduce_op = _reduce_op(collective.argument(1, args, kwargs))
         works = [self._manager.allreduce(tensor, reduce_op=reduce_op) for tensor in tensors]
@@ -102,7 +118,7 @@ class ManagedProcessGroup(ProcessGroup):
         except InvalidSetting as error:
             raise Unsupported(
                 f"a managed group has no {collective.name} over the participants: each replica group is alone there "
-                f"and gets its own tensor alone ({error})"
+                f"and gets its own tensor alone ({error}); {_instead_of(collective)}"
             ) from None
         return DummyWork(collective.results(args, kwargs))
 
@@ -150,6 +166,10 @@ class ManagedProcessGroup(ProcessGroup):
 
     def __repr__(self) -> str:
         return f"ManagedProcessGroup({self._manager!r})"
+
+
+def _instead_of(collective: Collective) -> str:
+    return _INSTEAD.get(collective.name, "use allreduce, or a group inside the replica group")
 
 
 def _reduce_op(value: object) -> dist.ReduceOp.RedOpType:
