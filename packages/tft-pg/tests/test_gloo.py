@@ -589,6 +589,69 @@ def test_a_process_outlives_an_hours_operation_that_gloo_forgot_and_ends(bench: 
             end.close()
 
 
+_ENDS_WHILE_OPERATIONS_RUN = """
+import os, signal, sys, threading
+from datetime import timedelta
+import torch
+from tft_pg import ProcessGroupError, ProcessGroupGloo, format_store_addr
+
+def started(pg, operation):
+    try:
+        operation(pg, torch.zeros(4)).wait()
+    except ProcessGroupError:
+        pass
+
+port, way = int(sys.argv[1]), sys.argv[2]
+groups = [ProcessGroupGloo(timedelta(hours=1)) for _ in range(4)]
+configures = [
+    threading.Thread(target=pg.configure, args=(format_store_addr("127.0.0.1", port, f"{i // 2}"), i % 2, 2))
+    for i, pg in enumerate(groups)
+]
+for each in configures:
+    each.start()
+for each in configures:
+    each.join()
+waits = [
+    threading.Thread(target=started, args=(groups[0], operation), daemon=True)
+    for operation in (lambda pg, t: pg.allreduce([t]), lambda pg, t: pg.recv([t], 1, 0))
+]
+for each in waits:
+    each.start()
+aborted = groups[2].allreduce([torch.zeros(4)])
+groups[2].abort()
+running = groups[1].recv([torch.zeros(4)], 0, 2)
+print("ready", flush=True)
+if way == "interrupt":
+    groups[1].allgather([[torch.zeros(4)] * 2], [torch.zeros(4)]).wait()
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize(("way", "code"), [("end", 0), ("interrupt", -signal.SIGINT)])
+def test_a_process_ends_at_once_while_operations_of_an_hour_run(bench: Bench, way: str, code: int) -> None:
+    """Nobody called `shutdown`; two daemon threads wait, one group was aborted, and one has an operation."""
+    port = parse_store_addr(bench.fresh_address()).port
+    process = subprocess.Popen(
+        [sys.executable, "-c", _ENDS_WHILE_OPERATIONS_RUN, str(port), way],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            if way == "interrupt":
+                process.send_signal(signal.SIGINT)
+            begun_s = time.monotonic()
+            _, errors = process.communicate("", timeout=30)
+            assert process.returncode == code, errors[-500:]
+            assert time.monotonic() - begun_s < 5
+        finally:
+            process.kill()
+
+
 def test_a_process_that_receives_more_than_it_expects_is_ended_by_torch(
     start_peer: Callable[..., tuple[ProcessGroup, ...]],
 ) -> None:

@@ -18,13 +18,31 @@ import torch.distributed as dist
 
 from tft_pg.errors import ProcessGroupError
 
-__all__ = ["ConvertsErrors", "DummyWork", "FailedWork", "GuardedWork", "PendingWork"]
+__all__ = ["ConvertsErrors", "DummyWork", "FailedWork", "GuardedWork", "PendingWork", "let_waits_rest"]
 
 _Future = torch.futures.Future[Any]
 
 _LOOK_S = 0.1
 _LOOK = timedelta(seconds=_LOOK_S)
 _promising = threading.Lock()
+
+# Who waits a share at this moment. A daemon thread must not come back from one while the interpreter ends, because
+# Python ends such a thread where it stands, and C++ ends the process for that.
+_shares: set[object] = set()
+_ending_thread: int | None = None
+_MOMENT_S = 0.001
+
+
+def let_waits_rest() -> None:
+    """The process is about to end, in this thread: from now on the others wait at one go, as torch itself does.
+
+    Blocks until nobody waits a share any more, but no longer than three shares take.
+    """
+    global _ending_thread
+    _ending_thread = threading.get_ident()
+    deadline_s = time.monotonic() + 3 * _LOOK_S
+    while _shares and time.monotonic() < deadline_s:
+        time.sleep(_MOMENT_S)
 
 
 @final
@@ -107,7 +125,7 @@ class GuardedWork(dist.Work):
         deadline_s = time.monotonic() + timeout.total_seconds() if timeout else None
         while True:
             try:
-                return self._work.wait(_LOOK if deadline_s is None else _share(deadline_s))
+                return self._wait_a_share(_LOOK if deadline_s is None else _share(deadline_s))
             except ProcessGroupError:
                 raise
             except RuntimeError as error:
@@ -121,6 +139,16 @@ class GuardedWork(dist.Work):
             if forgotten is not None and not self._work.is_completed():
                 self._abandon(forgotten)
                 raise forgotten
+
+    def _wait_a_share(self, limit: timedelta) -> bool:
+        share = object()
+        _shares.add(share)
+        try:
+            if _ending_thread is None or _ending_thread == threading.get_ident():
+                return self._work.wait(limit)
+        finally:
+            _shares.discard(share)
+        return self._work.wait()
 
     def _wait_at_once(self, timeout: timedelta | None) -> bool:
         try:
@@ -290,7 +318,7 @@ class PendingWork(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         limit = timeout or self._limit
-        if not self._done.wait(limit.total_seconds()):
+        if not self._done.wait(min(limit.total_seconds(), threading.TIMEOUT_MAX)):
             raise self._on_timeout(limit)
         if self._error is not None:
             raise self._error

@@ -36,7 +36,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from tft_pg import sockets
 from tft_pg.backends.attempt import Attempt
 from tft_pg.backends.gloo_table import lacks
-from tft_pg.backends.live import LiveGroup
+from tft_pg.backends.live import LiveGroup, keep_at_exit
 from tft_pg.backends.native import NativeProcessGroup
 from tft_pg.backends.reduce_scatter import start_reduce_scatter
 from tft_pg.backends.transfers import Transfers, check_supported
@@ -150,6 +150,7 @@ class ProcessGroupGloo(NativeProcessGroup):
             where=where,
             start=partial(_start, where, transfers),
         )
+        keep_at_exit(live)
         give_up = weakref.WeakMethod(live.give_up)  # a group that nobody holds any more has no thread that does
 
         def on_severed() -> None:

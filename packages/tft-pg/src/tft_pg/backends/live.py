@@ -31,9 +31,9 @@ from tft_pg.errors import (
 )
 from tft_pg.forwarding import forward
 from tft_pg.ops import Collective
-from tft_pg.work import GuardedWork
+from tft_pg.work import GuardedWork, let_waits_rest
 
-__all__ = ["LiveGroup", "reap"]
+__all__ = ["LiveGroup", "keep_at_exit", "reap"]
 
 _LOOK_S = 0.02
 _MOMENT_S = 0.001
@@ -52,21 +52,39 @@ _SENTENCES: Mapping[_Fault, str] = {
 # Torch groups of which a thread runs an operation that their backend has forgotten, and these operations. A torch group
 # joins its threads when it is destroyed, so it is kept until they have ended by their time-out.
 _left: list[tuple[dist.ProcessGroup, tuple[dist.Work, ...]]] = []
+# The groups whose operations the end of the process does not wait for.
+_kept_at_exit: weakref.WeakSet[LiveGroup] = weakref.WeakSet()
 _left_lock = threading.Lock()
+_exit_is_known = False
 
 
 def _leave(torch_group: dist.ProcessGroup, works: tuple[dist.Work, ...]) -> None:
     with _left_lock:
-        if not _left:
-            atexit.register(_keep_for_ever)
         _left.append((torch_group, works))
 
 
-def _keep_for_ever() -> None:
-    """At the end of the process: it must not wait for them, so nothing may destroy them."""
+def keep_at_exit(live: LiveGroup) -> None:
+    """At the end of the process nothing destroys this group, if it still lives: that would wait for what runs."""
+    global _exit_is_known
     with _left_lock:
+        _kept_at_exit.add(live)
+        if not _exit_is_known:
+            _exit_is_known = True
+            atexit.register(_end_of_process)
+
+
+def _end_of_process() -> None:
+    """Nothing is severed: that would wake waits in the middle of the interpreter's end. The kernel does it after."""
+    with _left_lock:
+        for live in _kept_at_exit:
+            live.keep_for_ever()
         for torch_group, _ in _left:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(torch_group))
+            _keep_for_ever(torch_group)
+    let_waits_rest()
+
+
+def _keep_for_ever(torch_group: dist.ProcessGroup) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(torch_group))
 
 
 def reap() -> int:
@@ -134,11 +152,12 @@ class LiveGroup:
 
     def run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
         """Start a collective. Raises: Aborted or Closed after `end`; OperationRefused; TypeError."""
-        if self._ended is not None:
-            raise self._because_ended(collective.name)
-        # The group stays out of this frame's variables: an error that somebody keeps would keep its threads too.
+        # An error that somebody keeps must not keep the torch group, and with it threads; so this frame lets go of it.
+        torch_group = self._torch_group
         try:
-            work = self._start(self._torch_group, collective, args, kwargs)  # type: ignore[arg-type]
+            if self._ended is not None or torch_group is None:
+                raise self._because_ended(collective.name)
+            work = self._start(torch_group, collective, args, kwargs)
             runs = self._tells_its_end(collective)
             if runs:
                 with self._lock:
@@ -151,6 +170,8 @@ class LiveGroup:
             raise
         except RuntimeError as error:
             raise self.convert(collective.name, error) from error
+        finally:
+            torch_group = None
 
     def convert(self, operation: str, error: Exception) -> ProcessGroupError:
         """Note what an operation's error says about the group, and put it into this package's words."""
@@ -204,6 +225,12 @@ class LiveGroup:
         setter = self._set_timeout
         if setter is not None:
             setter(timeout)
+
+    def keep_for_ever(self) -> None:
+        """Have nothing destroy the torch group, because the process ends."""
+        torch_group = self._torch_group
+        if torch_group is not None:
+            _keep_for_ever(torch_group)
 
     def end(self, why: ProcessGroupError) -> None:
         """End what runs, at once; the first call counts. Any thread, also one of the group's own."""
