@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
 import torch.distributed as dist
-from torch._C._dynamo import eval_frame
 
 from tft_pg.ops import COLLECTIVES, Collective
 
@@ -42,8 +41,12 @@ def _method(collective: Collective, name: str) -> Callable[..., dist.Work]:
 
 def _leave_uncompiled(function: Callable[..., object]) -> None:
     """What `torch.compiler.disable` does, but it costs a call nothing, and does not load the compiler."""
-    skip = eval_frame._FrameAction.SKIP  # neither its frame nor those of what it calls
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    try:
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+    except ImportError:  # these names are torch's own: where they are gone, compiled code says that it can't follow
+        return
+    skip = _FrameAction.SKIP  # neither its frame nor those of what it calls
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(skip, skip))
 
 
 _Class = TypeVar("_Class", bound=type)
