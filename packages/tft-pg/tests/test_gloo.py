@@ -41,10 +41,13 @@ from tft_pg import (
     sockets,
 )
 from tft_pg.backends import transfers
+from tft_pg.backends.attempt import Attempt
 from tft_pg.backends.gloo import _Published
+from tft_pg.backends.live import LiveGroup
 from tft_pg.backends.transfers import Transfers
 from tft_pg.sockets import Endpoint
 from tft_pg.testing import Bench
+from tft_pg.testing.bench import Outcome
 
 HOUR = timedelta(hours=1)
 GUARD = timedelta(seconds=20)
@@ -138,6 +141,37 @@ def test_a_new_configure_and_a_shutdown_end_what_runs(bench: Bench) -> None:
     groups[0].shutdown()
     assert isinstance(failure(before.wait), Closed)
     assert isinstance(failure(partial(reduce, groups[1])), PeerFailed)
+
+
+@pytest.mark.parametrize(("end", "kind"), [("abort", Aborted), ("shutdown", Closed)])
+def test_an_end_that_comes_as_configure_succeeds_is_not_lost(
+    end: str, kind: type[ProcessGroupError], bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that ends is held up between its look at the attempt and its word to it."""
+    group = bench.make()
+    stopping, configured = threading.Event(), threading.Event()
+    stop, finish = Attempt.stop, ProcessGroupGloo._finish
+
+    def stop_late(attempt: Attempt, error: ProcessGroupError) -> None:
+        stopping.set()
+        configured.wait(0.2)
+        stop(attempt, error)
+
+    def finish_meanwhile(group: ProcessGroupGloo, attempt: Attempt, live: LiveGroup) -> None:
+        ends.append(bench.start(getattr(group, end)))
+        assert stopping.wait(20)
+        finish(group, attempt, live)
+
+    ends: list[Callable[[], Outcome]] = []
+    monkeypatch.setattr(Attempt, "stop", stop_late)
+    monkeypatch.setattr(ProcessGroupGloo, "_finish", finish_meanwhile)
+    error = failure(lambda: group.configure(bench.fresh_address(), 0, 1))
+    configured.set()
+    ends[0]().get()
+    assert isinstance(error, kind)
+    assert isinstance(group.errored(), kind)
+    assert isinstance(failure(lambda: reduce(group)), kind)
+    assert threads_of_ours() == []
 
 
 def test_an_old_works_error_is_not_the_new_groups(bench: Bench) -> None:

@@ -198,8 +198,8 @@ class NativeProcessGroup(ProcessGroup):
             attempt, live = self._attempt, self._live
             if live is None:
                 self._error = why
-        if attempt is not None:
-            attempt.stop(why)
+            if attempt is not None:
+                attempt.stop(why)  # under the lock, or the attempt could succeed before it hears of it
         if live is not None:
             live.end(why)
 
@@ -213,8 +213,8 @@ class NativeProcessGroup(ProcessGroup):
             why = self._because_closed("what ran")
             attempt, live, self._live = self._attempt, self._live, None
             self._error = why
-        if attempt is not None:
-            attempt.stop(why)
+            if attempt is not None:
+                attempt.stop(why)
         if live is not None:
             live.end(why)
             live.release()
