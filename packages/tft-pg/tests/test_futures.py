@@ -26,7 +26,8 @@ from tft_pg import (
     futures,
     stream_timeout,
 )
-from tft_pg.futures import Deadlines, Pending, timer, watchdog_timeout
+from tft_pg.futures import Deadlines, Pending, Timer, timer, watchdog_timeout
+from tft_pg.work import PendingWork
 
 MOMENT = timedelta(milliseconds=20)
 HOUR = timedelta(hours=1)
@@ -124,6 +125,25 @@ def test_a_callback_that_raises_is_reported_and_the_others_still_come(monkeypatc
     assert [report.exc_type for report in reported] == [ValueError]
 
 
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_a_callback_that_wants_to_exit_ends_no_time_outs(
+    monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
+    reported: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", reported.append)
+    fired = threading.Event()
+
+    def exits() -> None:
+        raise kind
+
+    timer().after(timedelta(0), exits)
+    timer().after(MOMENT, fired.set)
+    assert fired.wait(GUARD_S)
+    assert [report.exc_type for report in reported] == [RuntimeError]  # a SystemExit would be ignored by the hook
+    assert kind.__name__ in str(reported[0].exc_value)
+    assert "exits" in str(reported[0].exc_value)
+
+
 def test_a_callback_may_add_and_cancel() -> None:
     fired = threading.Event()
     never = timer().after(HOUR, lambda: None)
@@ -167,6 +187,53 @@ def test_a_future_that_is_done_already_needs_no_timer() -> None:
     done: Future[int] = Future()
     done.set_result(3)
     assert future_timeout(done, HOUR).done()
+
+
+@pytest.mark.parametrize("timeout", [timedelta(0), timedelta(seconds=-1)])
+def test_a_future_that_is_done_is_in_time_whatever_the_limit(timeout: timedelta) -> None:
+    for _ in range(200):
+        done: Future[int] = Future()
+        done.set_result(3)
+        assert future_timeout(done, timeout).wait() == 3
+        assert future_wait(done, timeout) == 3
+    with pytest.raises(DeadlinePassed):
+        future_timeout(Future(), timeout).wait()
+    with pytest.raises(DeadlinePassed):
+        future_wait(Future(), timeout)
+
+
+def test_a_limit_may_be_as_long_as_can_be() -> None:
+    later: Future[int] = Future()
+    limited = future_timeout(later, timedelta.max)
+    timer().after(MOMENT, lambda: later.set_result(3))
+    assert future_wait(later, timedelta.max) == 3
+    assert limited.wait() == 3
+    work = PendingWork(on_timeout=lambda limit: DeadlinePassed("late"), limit=timedelta.max)
+    timer().after(MOMENT, lambda: work.finish([]))
+    assert work.wait()
+
+
+def test_what_is_no_future_leaves_nothing_pending() -> None:
+    with pytest.raises(AttributeError):
+        future_timeout(None, HOUR)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError):
+        future_timeout(Future(), 5)  # type: ignore[arg-type]
+    assert len(timer()) == 0
+
+
+def test_a_future_that_is_done_while_its_limit_is_set_leaves_nothing_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+    future: Future[int] = Future()
+    after_s = Timer.after_s
+
+    def slow(own: Timer, delay_s: float, callback: Callable[[], None]) -> Pending:
+        pending = after_s(own, delay_s, callback)
+        future.set_result(3)  # as another thread may
+        return pending
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Timer, "after_s", slow)
+        assert future_timeout(future, HOUR).wait() == 3
+    assert len(timer()) == 0
 
 
 def test_a_future_of_device_tensors_is_done_only_when_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +302,7 @@ def test_a_stream_that_is_done_leaves_no_entry_behind(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("name", futures.WATCHDOG_ENVS)
-@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon", "1e300"])
+@pytest.mark.parametrize("value", ["0", "-1", "1e-9", "0.9", "nan", "inf", "soon", "1e300"])
 def test_a_watchdog_setting_that_cannot_work_is_an_error(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
@@ -253,15 +320,15 @@ def test_the_watchdog_is_off_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPa
     assert watchdog_timeout() is None
     monkeypatch.setenv("TORCHFT_WATCHDOG_TIMEOUT_SEC", "30")
     assert watchdog_timeout() == timedelta(seconds=30)
-    monkeypatch.setenv("TFT_WATCHDOG_TIMEOUT_SEC", "0.5")
-    assert watchdog_timeout() == timedelta(seconds=0.5)
+    monkeypatch.setenv("TFT_WATCHDOG_TIMEOUT_SEC", "1.5")
+    assert watchdog_timeout() == timedelta(seconds=1.5)
 
 
 def test_the_watchdog_lets_a_timer_that_works_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TFT_WATCHDOG_TIMEOUT_SEC", "0.4")
+    monkeypatch.setenv("TFT_WATCHDOG_TIMEOUT_SEC", "1")
     fired = threading.Event()
     pending = timer().after(HOUR, lambda: None)
-    timer().after(timedelta(seconds=1), fired.set)  # longer than the watchdog's limit
+    timer().after(timedelta(seconds=1.5), fired.set)  # longer than the watchdog's limit
     assert "tft-pg-watchdog" in timer_threads()
     assert fired.wait(GUARD_S)
     timer().cancel(pending)
@@ -293,7 +360,7 @@ def test_fault_7_a_stuck_timer_ends_the_process(stuck: str, sentence: str) -> No
     """needs.md, fault 7: `sys.exit` in a thread ended that thread, and the process went on without time-outs."""
     child = subprocess.run(
         [sys.executable, "-c", _STUCK.format(stuck=stuck)],
-        env={**os.environ, "TFT_WATCHDOG_TIMEOUT_SEC": "0.5"},
+        env={**os.environ, "TFT_WATCHDOG_TIMEOUT_SEC": "1"},
         capture_output=True,
         text=True,
         timeout=GUARD_S * 2,
@@ -302,6 +369,92 @@ def test_fault_7_a_stuck_timer_ends_the_process(stuck: str, sentence: str) -> No
     assert child.returncode == 1, child
     assert sentence in child.stderr
     assert "stuck_callback" in child.stderr
+
+
+# --- forks ---------------------------------------------------------------------------------------------------------
+
+_FORKS = """
+import ctypes, os, signal, sys, threading, time
+from datetime import timedelta
+from torch.futures import Future
+from tft_pg.futures import context_timeout, future_timeout, timer
+
+HOUR = timedelta(hours=1)
+
+def exit_status(child):
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(10)
+        child()
+        os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+def uses_a_time_out():
+    assert len(timer()) == 0, "what is pending stays with the parent"
+    try:
+        future_timeout(Future(), timedelta(milliseconds=20)).wait()
+    except TimeoutError:
+        os._exit(0)
+    os._exit(1)
+
+pending = timer().after(HOUR, lambda: None)
+print("while something is pending", exit_status(uses_a_time_out), exit_status(lambda: sys.exit(0)), len(timer()))
+
+with context_timeout(lambda: None, HOUR):
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(10)
+if pid == 0:  # it has left a block whose callback is its parent's
+    os._exit(0)
+print("inside a block", os.waitpid(pid, 0)[1])
+
+forked, come = [], threading.Event()
+timer().after(timedelta(0), lambda: (forked.append(exit_status(uses_a_time_out)), come.set()))
+assert come.wait(20)
+print("by a callback", *forked)
+
+stop = threading.Event()
+
+def use():
+    while not stop.is_set():
+        with context_timeout(lambda: None, timedelta(seconds=5)):
+            pass
+
+threads = [threading.Thread(target=use) for _ in range(2)]
+for thread in threads:
+    thread.start()
+print("while others use it", sum(exit_status(uses_a_time_out) for _ in range(25)))
+stop.set()
+for thread in threads:
+    thread.join()
+
+if "stuck" in sys.argv:
+    sys.stdout.flush()
+    timer().after(timedelta(0), lambda: ctypes.PyDLL(None).sleep(60))
+    time.sleep(60)
+timer().cancel(pending)
+"""
+
+
+@pytest.mark.parametrize("watched", [True, False], ids=["with a watchdog", "without"])
+def test_a_process_that_was_forked_has_a_timer_of_its_own_and_its_parent_is_still_watched(watched: bool) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in futures.WATCHDOG_ENVS}
+    parent = subprocess.run(
+        [sys.executable, "-c", _FORKS, *(["stuck"] if watched else [])],
+        env={**environment, "TFT_WATCHDOG_TIMEOUT_SEC": "2"} if watched else environment,
+        capture_output=True,
+        text=True,
+        timeout=GUARD_S * 3,
+        check=False,
+    )
+    assert parent.stdout.splitlines() == [
+        "while something is pending 0 0 1",
+        "inside a block 0",
+        "by a callback 0",
+        "while others use it 0",
+    ], parent.stderr[-2000:]
+    assert parent.returncode == (1 if watched else 0), parent.stderr[-2000:]
+    assert ("Timeout" in parent.stderr) == watched
 
 
 # --- on a GPU ------------------------------------------------------------------------------------------------------

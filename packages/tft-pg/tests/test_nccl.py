@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
@@ -38,6 +38,7 @@ from tft_pg import (
     Unsupported,
     format_store_addr,
 )
+from tft_pg.backends import accelerator, lifeline, torch_library
 from tft_pg.backends.attempt import Attempt
 from tft_pg.backends.lifeline import Lifeline, address_towards
 from tft_pg.backends.nccl import _NCCL
@@ -155,6 +156,7 @@ def test_an_operation_that_torch_would_put_on_the_callers_stream_is_watched_too(
         opts = dist.AllreduceOptions()
         opts.asyncOp = False
         assert group.allreduce([others[rank]], opts).wait(GUARD)  # behind the one before, on one stream
+        assert opts.asyncOp is False  # they are the caller's
 
     bench.all(groups, reduce)
     assert [tensor.tolist() for tensor in (*tensors, *others)] == [[2.0] * 3] * 4
@@ -285,6 +287,98 @@ def test_a_library_that_fails_in_a_call_ends_the_group_for_all(bench: Bench, mon
     assert isinstance(failure(partial(work.wait, HOUR)), PeerFailed)
 
 
+_ILLEGAL = "CUDA error: an illegal memory access was encountered"
+
+
+def _raises_illegal(*args: object) -> bool:
+    raise RuntimeError(_ILLEGAL)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(fake_backend._FakeWork, "is_completed"), (fake_backend._FakeCommunicator, "looking")],
+    ids=["when it is asked", "before it is asked"],
+)
+def test_a_device_that_is_broken_ends_the_group(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, kind: type, name: str
+) -> None:
+    """Such an error is raised by every question from then on, also by whether an operation is done."""
+    groups = bench.configured(2)
+    for group in groups:
+        group.set_timeout(HOUR)
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, name, _raises_illegal)
+        work = groups[0].allreduce([torch.ones(3)])
+        until(lambda: groups[0].errored() is not None)
+        assert isinstance(groups[0].errored(), PeerFailed)
+        assert "illegal memory access" in str(groups[0].errored())
+        assert isinstance(failure(work.wait), PeerFailed)
+        groups[0].abort()
+        assert isinstance(failure(work.wait), Aborted)  # and not as if it had ended well
+        groups[0].shutdown()
+
+
+def test_an_abort_of_a_device_that_is_broken_leaves_no_operation_that_looks_well(
+    bench: Bench, library: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = bench.configured(2)
+    library.hold()
+    reported: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", reported.append)
+    with monkeypatch.context() as patched:
+        # No watch in between: the abort's own look is the first to be told.
+        patched.setattr(accelerator._Orders, "_look", lambda orders: None)
+        work = groups[0].allreduce([torch.ones(3)])
+        patched.setattr(fake_backend._FakeWork, "is_completed", _raises_illegal)
+        begun_s = time.perf_counter()
+        groups[0].abort()
+        assert isinstance(failure(work.wait), Aborted)
+        groups[0].shutdown()
+        assert time.perf_counter() - begun_s < 4.0  # nobody waits for a library that never says that it is over
+    assert reported == []
+
+
+def test_an_abort_is_over_also_when_its_preparations_fail(
+    bench: Bench, library: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = bench.configured(1)
+    library.hold()
+    reported: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", reported.append)
+    with monkeypatch.context() as patched:
+        patched.setattr(accelerator._Orders, "_look", lambda orders: None)
+        groups[0].allreduce([torch.ones(3)])
+        patched.setattr(accelerator._Operation, "look", _raises_illegal)
+        begun_s = time.perf_counter()
+        groups[0].abort()
+        groups[0].shutdown()
+        assert time.perf_counter() - begun_s < 4.0
+    assert [report.exc_type for report in reported] == [RuntimeError]
+
+
+def test_a_stream_that_can_not_be_ordered_is_an_error_of_that_wait(
+    bench: Bench, library: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = bench.configured(2)
+    library.hold()
+    works = [group.allreduce([torch.ones(3)]) for group in groups]
+    with monkeypatch.context() as patched:
+        patched.setattr(fake_backend._FakeWork, "synchronize", _raises_illegal)
+        assert isinstance(failure(works[0].wait), OperationRefused)
+    library.release()
+    assert all(work.wait(GUARD) for work in works)
+
+
+def test_a_collective_is_no_part_of_a_graph(bench: Bench, library: FakeAccelerator) -> None:
+    groups = bench.configured(2)
+    library.records = True
+    error = failure(lambda: groups[0].allreduce([torch.ones(3)]))
+    assert isinstance(error, OperationRefused)
+    assert "graph" in str(error)
+    library.records = False
+    bench.all(groups, lambda rank, group: group.allreduce([torch.ones(3)]).wait(GUARD))
+
+
 def test_a_refused_call_leaves_the_group_alone(bench: Bench) -> None:
     groups = bench.configured(2)
     error = failure(lambda: groups[0].send([torch.ones(3)], 0, 0).wait(GUARD))
@@ -311,6 +405,12 @@ class Stubborn(Communicator, AcceleratorBackend):
         self.connecting.set()
         self.aborted.wait(GUARD_S)
         raise RuntimeError("aborted")
+
+    def looking(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def is_recording(self) -> bool:
+        return False
 
     def abort(self) -> None:
         self.aborted.set()
@@ -389,6 +489,37 @@ def test_a_lifeline_takes_no_stranger_and_cuts_at_both_ends() -> None:
             line.settle()
 
 
+def test_many_silent_strangers_do_not_keep_a_rank_out() -> None:
+    with Attempt(Where(0, 2), GUARD) as attempt:
+        lines = [Lifeline(rank, 2, "127.0.0.1") for rank in range(2)]
+        records = [line.record() for line in lines]
+        port = int(records[0].split(b" ")[1])
+        strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(lifeline._STRANGERS + 10)]
+        lines[1].connect(records, attempt)
+        lines[0].connect(records, attempt)
+        for stranger in strangers:
+            stranger.close()
+        for line in lines:
+            line.end()
+
+
+def test_the_kernel_asks_after_a_peer_whose_machine_may_be_gone() -> None:
+    with Attempt(Where(0, 2), GUARD) as attempt:
+        lines = [Lifeline(rank, 2, "127.0.0.1") for rank in range(2)]
+        records = [line.record() for line in lines]
+        lines[1].connect(records, attempt)
+        lines[0].connect(records, attempt)
+        for connection in (lines[0]._peers[1], lines[1]._peers[0]):
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            idle_s = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+            interval_s = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
+            probes = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
+            assert idle_s + interval_s * probes <= 30
+            assert 0 < connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 30_000
+        for line in lines:
+            line.end()
+
+
 @pytest.mark.parametrize("record", [b"", b"no address", b"00 1 x", b"\xff", b"x" * 10_000, b"00" * 16 + b" 99999 ::1"])
 def test_a_record_of_something_else_is_an_error_that_names_the_rank(record: bytes) -> None:
     with Attempt(Where(1, 2), GUARD) as attempt:
@@ -429,6 +560,48 @@ def test_names_and_devices() -> None:
     ProcessGroupNCCL(backend=FakeAccelerator(), device=1).shutdown()
     with pytest.raises(InvalidSetting, match="ProcessGroupNCCL moves tensors on cuda"):
         ProcessGroupNCCL(backend=FakeAccelerator(), device="cpu")
+
+
+class PerThread(AcceleratorBackend):
+    """Has a current device for each thread, the first at first, like CUDA; nothing is in use before `begin`."""
+
+    def __init__(self) -> None:
+        self._inner = FakeAccelerator()
+        self._threads = threading.local()
+        self._begun = False
+        self.used: list[torch.device | None] = []
+
+    def begin(self, index: int) -> None:
+        self._begun = True
+        self._threads.index = index
+
+    def check(self) -> None:
+        return None
+
+    def current_device(self) -> torch.device | None:
+        return torch.device("cuda", getattr(self._threads, "index", 0)) if self._begun else None
+
+    def communicator(
+        self, store: Store, rank: int, world_size: int, device: torch.device | None, limit: timedelta
+    ) -> Communicator:
+        self.used.append(device)
+        return self._inner.communicator(store, rank, world_size, device, limit)
+
+
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_the_device_is_the_one_of_the_thread_that_makes_or_configures_the_group(
+    bench: Bench, device: str | None
+) -> None:
+    library = PerThread()
+    before = ProcessGroupNCCL(GUARD, backend=library, device=device)
+    library.begin(3)
+    after = ProcessGroupNCCL(GUARD, backend=library, device=device)
+    before.configure(bench.fresh_address(), 0, 1)
+    library.begin(4)
+    for group in (after, before):
+        group.configure(bench.fresh_address(), 0, 1)
+        group.shutdown()
+    assert library.used == [torch.device("cuda", index) for index in (3, 3, 4)]
 
 
 def test_a_wrong_watchdog_setting_is_said_when_the_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -492,6 +665,24 @@ def test_torchs_watchdog_is_left_out_and_the_environment_stays_as_it_was(
     assert blocking not in os.environ
     assert len(caplog.records) == 1  # what was set for the process is said, once
     assert _NCCL.connect_limit_env in caplog.text
+
+
+def test_a_look_from_another_thread_spoils_no_graph(
+    torch_class: type[TorchClass], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes = [0]  # of the driver: 0 global, 1 of this thread only
+
+    def exchange(mode: Any) -> int:
+        modes.append(mode._obj.value)
+        mode._obj.value = modes[-2]
+        return 0
+
+    monkeypatch.setattr(torch_library, "_exchange_of_capture_modes", lambda: exchange)
+    made = TorchLibrary(_NCCL).communicator(dist.HashStore(), 0, 1, torch.device("cuda", 0), HOUR)
+    with made.looking():
+        assert modes[-1] == 1
+    assert modes == [0, 1, 0]
+    assert not made.is_recording()
 
 
 @pytest.mark.parametrize("name", _NCCL.blocking_wait_envs)
@@ -714,6 +905,31 @@ def _reconfigures(me: Rank) -> None:
 @on_gpu
 def test_gpu_ten_reconfigurations() -> None:
     assert play(_reconfigures) == ["", ""]
+
+
+def _records_a_graph(me: Rank) -> None:
+    me.configure(me.rank, rank=0, world_size=1)
+    tensor = torch.ones(4, device="cuda")
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    torch.cuda._sleep(1_000_000_000)  # so that the operation is on the list all the while
+    work = me.group.allreduce([torch.ones(4, device="cuda")])
+    with torch.cuda.stream(side):
+        graph.capture_begin(capture_error_mode="global")
+        doubled = tensor * 2
+        time.sleep(10 * accelerator._LOOK_S)
+        assert isinstance(failure(lambda: me.group.allreduce([tensor])), OperationRefused)
+        graph.capture_end()
+        graph.replay()
+    side.synchronize()
+    assert doubled.tolist() == [2.0] * 4
+    assert work.wait(GUARD)
+    assert me.group.errored() is None
+
+
+@on_gpu
+def test_gpu_the_watch_spoils_no_graph_that_is_recorded() -> None:
+    assert play(_records_a_graph) == ["", ""]
 
 
 def _gives_a_tensor_on_the_cpu(me: Rank) -> None:

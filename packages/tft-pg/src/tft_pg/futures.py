@@ -12,6 +12,10 @@ which callback is stuck, and ends the process. Where no Python can run, because 
 the standard library's `faulthandler` does: its thread needs no lock, writes what every thread was doing, and exits.
 `faulthandler` has one such clock a process, so while the watchdog is on, it is ours.
 
+A process that is forked takes the clock along without its hands: none of the threads is there. So what is pending stays
+with the parent, the child begins with an empty clock, and `faulthandler`'s, which a child could never stop, is taken
+off for the moment of the fork.
+
 The law of this file: `Deadlines` decides and is given the time; `Timer` owns the thread; the functions below use it.
 """
 
@@ -51,6 +55,8 @@ WATCHDOG_ENVS = ("TFT_WATCHDOG_TIMEOUT_SEC", "TORCHFT_WATCHDOG_TIMEOUT_SEC")
 """Seconds after which a stuck timer thread ends the process; the first that is set counts."""
 
 _EXIT_STATUS = 1
+# A timer thread may have to wait for its turn that long on a busy machine, and is not stuck for that.
+_LEAST_WATCHDOG_S = 1.0
 # What needs no lock comes after what does, so that the sentence is said wherever it can be.
 _FAULTHANDLER_GRACE_S = 1.0
 _FIRST_LOOK_S = 0.005
@@ -60,7 +66,7 @@ _LONGEST_LOOK_S = 1.0
 def watchdog_timeout() -> timedelta | None:
     """After how long the timer thread counts as stuck, by the environment; None: the watchdog is off.
 
-    Raises: InvalidSetting: it is no number of seconds above zero.
+    Raises: InvalidSetting: it is no number of seconds, or less than one second.
     """
     for name in WATCHDOG_ENVS:
         value = os.environ.get(name, "").strip()
@@ -68,9 +74,12 @@ def watchdog_timeout() -> timedelta | None:
             continue
         with suppress(ValueError, OverflowError):
             seconds = float(value)
-            if 0 < seconds < math.inf:
+            if _LEAST_WATCHDOG_S <= seconds < math.inf:
                 return timedelta(seconds=seconds)
-        raise InvalidSetting(f"{name} is a number of seconds above zero, but it is set to {value!r}; mend or unset it")
+        raise InvalidSetting(
+            f"{name} is a number of seconds, at least {_LEAST_WATCHDOG_S:g}, but it is set to {value!r}; "
+            "mend or unset it"
+        )
     return None
 
 
@@ -110,9 +119,9 @@ class Deadlines:
         return pending
 
     def cancel(self, pending: Pending) -> bool:
-        """Take one out; False if it has come, or was taken out before. O(log n)."""
+        """Take one out; False if it has come, was taken out before, or is another's. O(log n)."""
         place = pending.place
-        if place < 0:
+        if not 0 <= place < len(self._heap) or self._heap[place] is not pending:
             return False
         pending.place = -1
         last = self._heap.pop()
@@ -155,12 +164,20 @@ class Deadlines:
 
 @final
 class Timer:
-    """Runs callbacks at their time, on a thread that is there only while one is pending."""
+    """Runs callbacks at their time, on a thread that is there only while one is pending.
+
+    A process that is forked has an empty one. One that has begun lives as long as the process, for the sake of forks.
+    """
 
     def __init__(self) -> None:
+        self._knows_of_forks = False
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self._changed = threading.Condition()
         self._deadlines = Deadlines()
         self._thread: threading.Thread | None = None
+        self._last_resort = _LastResort()
 
     def __len__(self) -> int:
         """How many are pending."""
@@ -168,7 +185,10 @@ class Timer:
             return len(self._deadlines)
 
     def after(self, delay: timedelta, callback: Callable[[], None]) -> Pending:
-        """Have a callback run on the timer thread after a delay; it must not wait for anything.
+        """Have a callback run on the timer thread after a delay.
+
+        It must not wait for anything; and a child that it forks must not come back from it, but exit or become another
+        program.
 
         Raises: InvalidSetting: the watchdog's setting is wrong; nothing is pending then.
         """
@@ -177,8 +197,9 @@ class Timer:
     def after_s(self, delay_s: float, callback: Callable[[], None]) -> Pending:
         """`after`, in seconds."""
         with self._changed:
-            if self._thread is None or not self._thread.is_alive():  # none is alive in a process that was forked
-                watchdog = _Watchdog.from_environment()
+            if self._thread is None:
+                self._know_of_forks()
+                watchdog = _Watchdog.from_environment(self._last_resort)
                 self._thread = threading.Thread(target=self._run, args=(watchdog,), name="tft-pg-timer", daemon=True)
                 pending = self._deadlines.add(time.monotonic() + delay_s, callback)
                 self._thread.start()
@@ -195,6 +216,15 @@ class Timer:
                 self._changed.notify_all()
             return taken
 
+    def _know_of_forks(self) -> None:
+        if not self._knows_of_forks:
+            self._knows_of_forks = True
+            os.register_at_fork(
+                before=lambda: self._last_resort.pause(),
+                after_in_parent=lambda: self._last_resort.resume(),
+                after_in_child=self._begin_anew,  # whoever held a lock, or was in the middle of the list, is not here
+            )
+
     def _run(self, watchdog: _Watchdog | None) -> None:
         while True:
             with self._changed:
@@ -209,9 +239,14 @@ class Timer:
             try:
                 due.callback()
             except Exception as error:  # there is nobody to raise it to
-                threading.excepthook(
-                    threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread()))
+                _report(error)
+            except BaseException as error:  # SystemExit, which would be ignored in silence, and KeyboardInterrupt
+                told = RuntimeError(
+                    f"the timer's callback {_named(due.callback)} raised {type(error).__name__}, which ends neither "
+                    "the process nor the timer; let the main thread end the process"
                 )
+                told.__cause__ = error
+                _report(told)
             if watchdog is not None:
                 watchdog.begins(None)
             del due  # what it holds on to must not live until the next one
@@ -231,16 +266,60 @@ class Timer:
         return None
 
 
+def _report(error: BaseException) -> None:
+    threading.excepthook(
+        threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread()))
+    )
+
+
+@final
+class _LastResort:
+    """`faulthandler`'s clock, which ends the process unless it is set again in time; taken off while forks happen.
+
+    Its thread is one that Python does not know: a child would wait for it for ever, even in order to exit.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a signal's handler may fork wherever it comes
+        self._delay_s: float | None = None
+
+    def set(self, delay_s: float) -> None:
+        with self._lock:
+            self._delay_s = delay_s
+            faulthandler.dump_traceback_later(delay_s, exit=True, file=_stderr())
+
+    def take_off(self) -> None:
+        with self._lock:
+            self._delay_s = None
+            faulthandler.cancel_dump_traceback_later()
+
+    def pause(self) -> None:
+        """Before a fork; whoever wants to set it waits."""
+        self._lock.acquire()
+        if self._delay_s is not None:
+            faulthandler.cancel_dump_traceback_later()
+
+    def resume(self) -> None:
+        """After a fork, in the parent."""
+        try:
+            if self._delay_s is not None:
+                self.set(self._delay_s)
+        finally:
+            self._lock.release()
+
+
 @final
 class _Watchdog:
     """Ends the process when the timer thread has not beaten for too long.
 
     Args:
         limit_s: how long is too long.
+        last_resort: ends it where no Python can run.
     """
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float, last_resort: _LastResort) -> None:
         self._limit_s = limit_s
+        self._last_resort = last_resort
         self.beat_s = limit_s / 4
         self._beaten_s = time.monotonic()
         self._armed_s = -math.inf
@@ -251,9 +330,9 @@ class _Watchdog:
         self._thread.start()
 
     @classmethod
-    def from_environment(cls) -> _Watchdog | None:
+    def from_environment(cls, last_resort: _LastResort) -> _Watchdog | None:
         limit = watchdog_timeout()
-        return None if limit is None else cls(limit.total_seconds())
+        return None if limit is None else cls(limit.total_seconds(), last_resort)
 
     def beat(self) -> None:
         """The timer thread is alive."""
@@ -261,7 +340,7 @@ class _Watchdog:
         self._beaten_s = now_s
         if now_s - self._armed_s >= self.beat_s / 2:
             self._armed_s = now_s
-            faulthandler.dump_traceback_later(self._limit_s + _FAULTHANDLER_GRACE_S, exit=True, file=_stderr())
+            self._last_resort.set(self._limit_s + _FAULTHANDLER_GRACE_S)
 
     def begins(self, callback: Callable[[], None] | None) -> None:
         """The timer thread goes into a callback, or (None) has come out."""
@@ -270,7 +349,7 @@ class _Watchdog:
 
     def end(self) -> None:
         """The timer thread ends, in good order."""
-        faulthandler.cancel_dump_traceback_later()
+        self._last_resort.take_off()
         self._over.set()
         self._thread.join()
 
@@ -336,18 +415,20 @@ def future_timeout(fut: Future[_T], timeout: timedelta) -> Future[_T]:
     Args:
         fut: the other one. If it holds tensors of a device, the new future is done only when the device has written
             them, so that they may be used from any stream.
-        timeout: from now on.
+        timeout: from now on; zero or less gives what is there by now.
     Returns: a future of the same value or error, or of a DeadlinePassed, which is a TimeoutError. The other future is
         left alone.
     """
+    delay_s = timeout.total_seconds()
     limited: Future[_T] = Future()
     lock = threading.Lock()
-    settled = False
+    settled = threading.Event()
+    pending: Pending | None = None
 
     def first() -> bool:
-        nonlocal settled
         with lock:
-            before, settled = settled, True
+            before = settled.is_set()
+            settled.set()
             return not before
 
     # An error is set, not raised in a callback, because torch makes a RuntimeError of what a callback raises.
@@ -356,9 +437,10 @@ def future_timeout(fut: Future[_T], timeout: timedelta) -> Future[_T]:
             limited.set_exception(_future_deadline_passed(timeout))  # type: ignore[arg-type]
 
     def give(finished: Future[_T]) -> None:
-        _timer.cancel(pending)
         if not first():
             return
+        if pending is not None:
+            _timer.cancel(pending)
         try:
             value = finished.value()
         except Exception as error:
@@ -366,8 +448,12 @@ def future_timeout(fut: Future[_T], timeout: timedelta) -> Future[_T]:
         else:
             limited.set_result(value)
 
-    pending = _timer.after(timeout, too_late)
+    # The future first: one that is done is in time, whatever the limit.
     fut.add_done_callback(lambda finished: _when_written(finished, lambda: give(finished)))
+    if not settled.is_set():
+        pending = _timer.after_s(delay_s, too_late)
+        if settled.is_set():  # in between, by one that did not find anything to take back
+            _timer.cancel(pending)
     return limited
 
 
@@ -382,7 +468,7 @@ def future_wait(fut: Future[_T], timeout: timedelta) -> _T:
     """
     done = threading.Event()
     fut.add_done_callback(lambda _: done.set())
-    if not done.wait(timeout.total_seconds()):
+    if not done.wait(min(timeout.total_seconds(), threading.TIMEOUT_MAX)):
         raise _future_deadline_passed(timeout)
     return fut.wait()
 

@@ -25,6 +25,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, NoReturn, final
 
@@ -53,6 +54,7 @@ _GRACE_S = 0.05
 _ABORT_S = 5.0
 _ABANDON_S = 0.1
 
+_Looking = Callable[[], AbstractContextManager[object]]
 _Fault = type[PeerFailed] | type[DeadlinePassed] | type[OperationRefused]
 
 
@@ -79,6 +81,17 @@ class Communicator(abc.ABC):
         """Connect to all ranks, and show that it works; blocks. Raises: RuntimeError: it could not, or was aborted."""
 
     @abc.abstractmethod
+    def looking(self) -> AbstractContextManager[object]:
+        """Round whatever is asked of the Works, on any thread.
+
+        Inside, that must neither start another device, nor spoil what other threads do, such as recording a graph.
+        """
+
+    @abc.abstractmethod
+    def is_recording(self) -> bool:
+        """Whether what the calling thread starts now is recorded, to be run later and again, instead of run."""
+
+    @abc.abstractmethod
     def abort(self) -> None:
         """Drop everything, on the device too; may block for some time. Raises: RuntimeError: it could not."""
 
@@ -98,7 +111,7 @@ class AcceleratorBackend(abc.ABC):
 
     @abc.abstractmethod
     def current_device(self) -> torch.device | None:
-        """The device of the calling thread; None where none is in use yet. Must not start one."""
+        """The device of the calling thread, with its index; None where none is in use yet. Must not start one."""
 
     @abc.abstractmethod
     def communicator(
@@ -109,7 +122,8 @@ class AcceleratorBackend(abc.ABC):
         Args:
             store: for the library's own exchange of addresses.
             rank, world_size: as usual.
-            device: to use; None: the current one.
+            device: to use, with its index; without one, or None: no device was in use when a caller's thread was asked,
+                so take the one that is current then. What the thread of this call says is current says nothing later.
             limit: after which nobody waits for `connect` any more.
         """
 
@@ -169,14 +183,23 @@ class _Operation:
         self.dropped = False  # it had not ended when everything was dropped: what its Work says from then on is moot
         self.error: RuntimeError | None = None
 
-    def look(self) -> bool:
-        """Whether it has ended. To be called by one thread at a time."""
-        if not self.ended and not self.dropped and self.work.is_completed():
+    def look(self, looking: _Looking) -> bool:
+        """Whether it has ended. To be called by one thread at a time.
+
+        Never raises: a device that is broken may say so already when it is asked whether it is done, or before.
+
+        Args:
+            looking: of the communicator.
+        """
+        if not self.ended and not self.dropped:
             try:
-                self.work.wait()
+                with looking():
+                    if not self.work.is_completed():
+                        return False
+                    self.work.wait()
             except OperationRefused as refused:
                 self.error = copy.copy(refused)  # without its frames
-            except RuntimeError as error:
+            except Exception as error:
                 self.error = _Broke(*error.args)
             self.ended = True
         return self.ended
@@ -240,12 +263,15 @@ class _Orders:
         """Start a collective. Raises: RuntimeError: the library's, or why there are no operations any more."""
         if self._reason is not None:
             raise self.reason_again()
-        for value in (*args, *kwargs.values()):
-            # Of an operation on the caller's own stream torch gives no Work, and nobody could tell how it ends. On the
-            # library's stream and waited for at once, as torch then does, it is the same to the caller.
-            if getattr(value, "asyncOp", True) is False:
-                value.asyncOp = True  # type: ignore[attr-defined]
+        if self._communicator is not None and self._communicator.is_recording():
+            raise RuntimeError("it can't become part of a graph, which would outlive the group; call it outside of one")
+        # Of an operation on the caller's own stream torch gives no Work, and nobody could tell how it ends. On the
+        # library's stream and waited for at once, as torch then does, it is the same to the caller, whose options say
+        # again afterwards what they said.
+        on_callers_stream = [each for each in (*args, *kwargs.values()) if getattr(each, "asyncOp", True) is False]
         try:
+            for options in on_callers_stream:
+                options.asyncOp = True  # type: ignore[attr-defined]
             work = forward(torch_group, collective, args, kwargs)
         except RuntimeError as error:
             fault = _classify(error)
@@ -254,6 +280,9 @@ class _Orders:
                 kind = _TookTooLong if fault is DeadlinePassed else _Broke
                 self._drop(kind(*error.args), operation=None)
             raise
+        finally:
+            for options in on_callers_stream:
+                options.asyncOp = False  # type: ignore[attr-defined]
         if work is None:
             raise RuntimeError("the library gave no Work for it, so that nobody could tell how it ends")
         return work
@@ -312,7 +341,9 @@ class _Orders:
             failed = self._forget_ended()
             if failed is None:
                 now_s = time.monotonic()
-                late = next((each for each in self._pending if now_s >= each.deadline_s and not each.look()), None)
+                late = next(
+                    (each for each in self._pending if now_s >= each.deadline_s and not each.look(self._looking)), None
+                )
             self._watched = bool(self._pending) and failed is None and late is None and self._reason is None
             watch = self._watched
         if failed is not None and failed.error is not None:
@@ -324,7 +355,7 @@ class _Orders:
 
     def _forget_ended(self) -> _Operation | None:
         """Take the ended ones off the front of the list; gives the first that has failed."""
-        while self._pending and self._pending[0].look():
+        while self._pending and self._pending[0].look(self._looking):
             if self._pending[0].is_fatal:
                 return self._pending[0]
             self._pending.popleft()
@@ -333,7 +364,11 @@ class _Orders:
     def looked(self, operation: _Operation) -> bool:
         """Whether an operation has ended by now."""
         with self._lock:
-            return operation.look()
+            return operation.look(self._looking)
+
+    def _looking(self) -> AbstractContextManager[object]:
+        communicator = self._communicator
+        return nullcontext() if communicator is None else communicator.looking()
 
     def _cut(self, rank: int) -> None:
         """A peer has let go; on the lifeline's thread."""
@@ -357,25 +392,27 @@ class _Orders:
             self._reason = reason
             self._aborting = threading.Thread(target=self._abort, name="tft-pg-device-abort", daemon=True)
         # Before the abort: whoever sees its kernel end must find the reason.
-        if operation is not None:
-            self._tell(operation, reason)
-        self._lifeline.end()
-        self._aborting.start()
+        try:
+            if operation is not None:
+                self._tell(operation, reason)
+            self._lifeline.end()
+        finally:
+            self._aborting.start()
 
     def _abort(self) -> None:
         """Have the library drop everything; on a thread of its own."""
-        communicator = self._communicator
-        assert communicator is not None
-        with self._lock:
-            # Once it is told to drop everything, its Works look as if they had ended well.
-            running = [each for each in self._pending if not each.look()]
-            for each in running:
-                each.dropped = True
-            self._pending.clear()
-        # What is to be recorded of the library's state is recorded here, before it is gone.
         try:
+            communicator = self._communicator
+            assert communicator is not None
+            with self._lock:
+                # Once it is told to drop everything, its Works look as if they had ended well.
+                running = [each for each in self._pending if not each.look(self._looking)]
+                for each in running:
+                    each.dropped = True
+                self._pending.clear()
+            # What is to be recorded of the library's state is recorded here, before it is gone.
             communicator.abort()
-            _until_left(running)
+            _until_left(running, self._looking)
         except Exception as error:  # there is nobody to raise it to, and whoever waits must not wait for ever
             threading.excepthook(
                 threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread()))
@@ -389,12 +426,20 @@ class _Orders:
         return copy.copy(self._reason)
 
 
-def _until_left(running: Sequence[_Operation]) -> None:
+def _until_left(running: Sequence[_Operation], looking: _Looking) -> None:
     """The device leaves its kernels a moment after the host was told so; wait for that, bounded."""
     give_up_s = time.monotonic() + _ABORT_S
     for each in running:
-        while not each.work.is_completed() and time.monotonic() < give_up_s:
+        while not _has_left(each.work, looking) and time.monotonic() < give_up_s:
             time.sleep(_LONGEST_MOMENT_S)
+
+
+def _has_left(work: dist.Work, looking: _Looking) -> bool:
+    try:
+        with looking():
+            return work.is_completed()
+    except RuntimeError:  # the device is broken, and runs nothing any more
+        return True
 
 
 def _tell_nobody(operation: str, error: Exception) -> None:
@@ -428,10 +473,16 @@ class _DeviceWork(dist.Work):
         operation = self._operation
         self._raise_if_failed()
         if not operation.ended:
-            operation.work.synchronize()
+            self._order_the_stream()
             if timeout or operation.name == "barrier":
                 self._wait_on_host(timeout)
         return True
+
+    def _order_the_stream(self) -> None:
+        try:
+            self._operation.work.synchronize()
+        except RuntimeError as error:  # of the stream, which need not be an error of the operation: the watch will tell
+            self._raise(error)
 
     def _wait_on_host(self, timeout: timedelta | None) -> None:
         deadline_s = time.monotonic() + timeout.total_seconds() if timeout else None
@@ -486,8 +537,8 @@ class AcceleratorProcessGroup(NativeProcessGroup):
     Args:
         timeout: of each operation, and of `configure` unless it is given another.
         backend: the library.
-        device: to use; None: the one that is current for the thread that makes the group, if one is in use by then,
-            else the one that is current when it is configured.
+        device: to use; None, or one without an index: the one that is current for the thread that makes the group, if
+            one is in use by then, else the one that is current for the thread that configures it.
         hostname: name or address of this machine that the other ranks reach it by; None: the address by which this
             machine talks to the store.
 
@@ -507,18 +558,20 @@ class AcceleratorProcessGroup(NativeProcessGroup):
         backend.check()
         watchdog_timeout()  # a setting that is wrong is said here, and not in the first operation
         self._backend = backend
-        self._device = backend.current_device() if device is None else device
+        self._device = device
+        self._device = self._device_here()
         self._hostname = hostname
 
     def _build(self, store: Store, attempt: Attempt, timeout: timedelta) -> LiveGroup:
         where = attempt.where
         assert where.rank is not None
         assert where.world_size is not None
+        device = self._device_here()  # now, and not on another thread, where the current one is the first
         lifeline = Lifeline(where.rank, where.world_size, self._address(where.world_size))
         try:
             lifeline.connect(meet(store, attempt, lifeline.record()), attempt)
             store.set_timeout(attempt.remaining())
-            connecting = _Connecting(self._backend, store, self._device, attempt)
+            connecting = _Connecting(self._backend, store, device, attempt)
             communicator = connecting.result(attempt, lifeline)
         except BaseException:
             lifeline.end()
@@ -541,6 +594,12 @@ class AcceleratorProcessGroup(NativeProcessGroup):
 
     def _discard(self) -> None:
         return None
+
+    def _device_here(self) -> torch.device | None:
+        """The device to use, as the calling thread sees it."""
+        if self._device is not None and self._device.index is not None:
+            return self._device
+        return self._backend.current_device() or self._device
 
     def _address(self, world_size: int) -> str:
         assert self._store_client is not None

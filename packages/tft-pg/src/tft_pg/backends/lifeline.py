@@ -6,8 +6,9 @@ other. Who aborts, dies, or configures anew cuts its own, and the others know wi
 a third rank, also when a rank in between is stopped.
 
 A connection is taken from who can name the token that its listener put into the store, within the time of the
-`configure`; then the listener is closed. The law of this file: connections and their end; no library, no decision about
-what an end means.
+`configure`; then the listener is closed. A machine that loses its power cuts nothing, so the kernel asks after silent
+ends by itself, and cuts for those that don't answer. The law of this file: connections and their end; no library, no
+decision about what an end means.
 """
 
 from __future__ import annotations
@@ -32,8 +33,15 @@ _HELLO = struct.Struct("!16sI")
 _TOKEN_BYTES = 16
 _RECORD_BYTES_MAX = 256
 _LOOK_S = 0.02
-# Callers that are none of the group's must not keep out those that are.
+# Callers that are none of the group's must not keep out those that are: so many are heard out beside the ranks, and who
+# comes then takes the place of the one that has been silent for the longest.
 _STRANGERS = 64
+_BACKLOG = 1024
+# The kernel of a machine answers these, so only one that is gone is cut off, and not a process that is stopped.
+_KEEPALIVE_IDLE_S = 10
+_KEEPALIVE_INTERVAL_S = 5
+_KEEPALIVE_PROBES = 3
+_UNANSWERED_MS = 1000 * (_KEEPALIVE_IDLE_S + _KEEPALIVE_PROBES * _KEEPALIVE_INTERVAL_S)
 
 
 def address_towards(host: str, port: int) -> str:
@@ -101,7 +109,7 @@ class Lifeline:
         if world_size > 1:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             try:
-                self._listener = socket.create_server((address, 0), family=family, backlog=world_size + _STRANGERS)
+                self._listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
             except OSError as error:
                 raise ConfigureFailed(f"nothing can listen on {address} ({error}); name another hostname") from error
             self._listener.setblocking(False)
@@ -137,6 +145,7 @@ class Lifeline:
         connection = socket.socket(family, socket.SOCK_STREAM)
         try:
             connection.setblocking(False)
+            _ask_after(connection)
             connection.connect_ex((invitation.address, invitation.port))
             poll = select.poll()
             poll.register(connection, select.POLLOUT)
@@ -168,11 +177,12 @@ class Lifeline:
                 selector.register(self._listener, selectors.EVENT_READ)
                 while len(self._peers) < self._world_size - 1:
                     attempt.check()
-                    for key, _ in selector.select(_LOOK_S):
-                        if key.fileobj is self._listener:
-                            self._accept(selector, callers)
-                        else:
-                            self._hear(key.fileobj, selector, callers)  # type: ignore[arg-type]
+                    ready = [key.fileobj for key, _ in selector.select(_LOOK_S)]
+                    for caller in ready:
+                        if caller is not self._listener:
+                            self._hear(caller, selector, callers)  # type: ignore[arg-type]
+                    if self._listener in ready:  # last, so that nobody who has just spoken makes room
+                        self._accept(selector, callers)
         finally:
             for caller in callers:
                 caller.close()
@@ -184,9 +194,13 @@ class Lifeline:
         except OSError:  # it has hung up already
             return
         if len(callers) >= self._world_size + _STRANGERS:
-            caller.close()
-            return
+            # A rank speaks as soon as it is through, so it is never the one that has been silent for the longest.
+            oldest = next(iter(callers))
+            selector.unregister(oldest)
+            del callers[oldest]
+            oldest.close()
         caller.setblocking(False)
+        _ask_after(caller)
         callers[caller] = b""
         selector.register(caller, selectors.EVENT_READ)
 
@@ -258,6 +272,15 @@ class Lifeline:
 
     def __del__(self) -> None:
         self.end()
+
+
+def _ask_after(connection: socket.socket) -> None:
+    """Have the kernel notice that the other machine is gone."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNANSWERED_MS)
 
 
 def _cut(connection: socket.socket) -> None:

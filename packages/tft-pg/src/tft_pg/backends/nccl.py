@@ -34,8 +34,8 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
 
     Args:
         timeout: of each operation, counted from its call, and of `configure` unless it is given another.
-        device: a CUDA device; None: the one that is current for the thread that makes the group, if CUDA is in use by
-            then, else the one that is current when it is configured.
+        device: a CUDA device; None, or one without an index: the one that is current for the thread that makes the
+            group, if CUDA is in use by then, else the one that is current for the thread that configures it.
         hostname: name or address of this machine that the other ranks reach it by; None: the address by which this
             machine talks to the store.
         backend: another library in the place of torch's, for tests; see `tft_pg.testing.FakeAccelerator`.

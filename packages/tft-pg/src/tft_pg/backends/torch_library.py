@@ -4,7 +4,9 @@ Torch's class comes with a watchdog, which ends the process when an operation ha
 reaches groups that are not ours: it raises a flag for the whole process. None of that is wanted here, where a failed
 operation is an everyday thing and the watch is our own. The one way to have no watchdog is to ask for blocking waits
 while the class makes its object; those are not wanted either, but they only happen in torch's `wait`, which is never
-called before the operation has ended. So the variable that asks for it is set for that moment.
+called before the operation has ended. So the variable that asks for it is set for that moment. What it would
+have taken care of is taken care of here: that looking at an operation from another thread starts no other device, and
+does not spoil a CUDA graph that is being recorded.
 
 The law of this file: how torch's objects are made, proven and ended. No life cycle, no watch.
 """
@@ -12,11 +14,14 @@ The law of this file: how torch's objects are made, proven and ended. No life cy
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import logging
 import math
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, final
@@ -33,6 +38,8 @@ __all__ = ["Library", "TorchLibrary", "checked_device"]
 # Torch waits this long for its own abort; ours runs on a thread that nobody waits for that long.
 _TORCH_LIMIT = timedelta(minutes=10)
 _LOOK_S = 0.001
+_DRIVER = "libcuda.so.1"
+_CAPTURE_MODE_THREAD_LOCAL = 1  # the driver's number for it
 _NO = frozenset({"0", "n", "no", "f", "false"})
 
 _log = logging.getLogger("tft_pg")
@@ -181,7 +188,45 @@ class _TorchCommunicator(Communicator):
                 f"{self._library.name} counts {found:g} ranks where there are {self._world_size}; check its settings"
             )
 
+    def looking(self) -> AbstractContextManager[object]:
+        return _unnoticed(self._device)
+
+    def is_recording(self) -> bool:
+        asked = getattr(torch.get_device_module(self._device.type), "is_current_stream_capturing", None)
+        return asked is not None and bool(asked())
+
     def abort(self) -> None:
         self._aborted.set()
         if self._library.is_abortable:
             self._backend.abort()
+
+
+@contextlib.contextmanager
+def _unnoticed(device: torch.device) -> Iterator[None]:
+    """Where a thread asks the device something that is nobody else's business."""
+    module: Any = torch.get_device_module(device.type)
+    with module.device(device):  # a thread's own is the first, and would be started for it
+        exchange = _exchange_of_capture_modes() if device.type == "cuda" else None
+        mode = ctypes.c_int(_CAPTURE_MODE_THREAD_LOCAL)
+        exchanged = exchange is not None and exchange(ctypes.byref(mode)) == 0
+        try:
+            yield
+        finally:
+            if exchange is not None and exchanged:
+                exchange(ctypes.byref(mode))  # holds what it was before
+
+
+@functools.cache
+def _exchange_of_capture_modes() -> Callable[[Any], int] | None:
+    """Of the CUDA driver: says which captures of a graph what this thread does can spoil.
+
+    By default those of all threads, and an event that is asked for its state does. Torch's Python has no way to it.
+    None: there is no such driver, as on ROCm, whose way would not help: there such a question spoils a capture anyway.
+    """
+    try:
+        exchange: Any = ctypes.CDLL(_DRIVER).cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):
+        return None
+    exchange.argtypes = [ctypes.POINTER(ctypes.c_int)]
+    exchange.restype = ctypes.c_int
+    return exchange  # type: ignore[no-any-return]

@@ -16,6 +16,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, final
 
@@ -49,10 +50,13 @@ class FakeAccelerator(AcceleratorBackend):
     Args:
         propagates: whether a peer that is gone makes what runs here fail, as over a network; if not, it hangs, as over
             shared memory.
+
+    `records`: set it to have the library say that what is started now is recorded, and not run.
     """
 
     def __init__(self, *, propagates: bool = False) -> None:
         self.propagates = propagates
+        self.records = False
         self._running = threading.Event()
         self._running.set()
         self._made: weakref.WeakSet[_FakeCommunicator] = weakref.WeakSet()
@@ -129,6 +133,12 @@ class _FakeCommunicator(Communicator):
         self._inner.shutdown()
         if self._stream.is_alive():
             self._stream.join()
+
+    def looking(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def is_recording(self) -> bool:
+        return self._library.records
 
     def lose_connections(self) -> None:
         self._inner.abort()
