@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import ReduceOp
+from torch.distributed import HashStore, ReduceOp  # type: ignore[attr-defined]
 
 from tft_pg import (
     COLLECTIVES,
+    Aborted,
+    Closed,
     Collective,
     DeadlinePassed,
     ErrorSwallowingProcessGroupWrapper,
     FakeProcessGroupWrapper,
     InvalidSetting,
+    NotConfigured,
     OperationRefused,
     PeerFailed,
     ProcessGroup,
     ProcessGroupDummy,
     ProcessGroupGloo,
     ProcessGroupWrapper,
+    Unsupported,
 )
 from tft_pg.testing import Bench
 from tft_pg.testing.cases import CASES, Case, Sample
@@ -34,6 +38,10 @@ HOUR = timedelta(hours=1)
 
 def swallowing() -> ErrorSwallowingProcessGroupWrapper:
     return ErrorSwallowingProcessGroupWrapper(ProcessGroupGloo())
+
+
+def stack() -> ProcessGroup:
+    return ProcessGroupWrapper(ErrorSwallowingProcessGroupWrapper(FakeProcessGroupWrapper(ProcessGroupGloo())))
 
 
 @pytest.fixture
@@ -133,6 +141,92 @@ def test_a_report_from_another_thread_locks_nothing_up(bench: Bench) -> None:
     assert [group.allreduce([torch.ones(3)]).wait() for group in groups] == [True, True]
 
 
+def test_after_an_error_nothing_of_a_work_raises(bench: Bench) -> None:
+    groups = bench.configured(2)
+    tensor = torch.ones(3)
+    work = groups[0].allreduce([tensor])
+    groups[1].abort()
+    assert work.wait() is False
+    work.synchronize()
+    assert work.is_completed()
+    assert work.result() == work.get_future().wait() == [tensor]
+    assert isinstance(groups[0].error(), PeerFailed)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyError, PeerFailed])
+@pytest.mark.parametrize("through_future", [False, True])
+def test_an_error_of_any_kind_is_swallowed(kind: type[Exception], through_future: bool) -> None:
+    faulty = FakeProcessGroupWrapper(ProcessGroupDummy())
+    group = ErrorSwallowingProcessGroupWrapper(faulty)
+    faulty.fail(error=kind("asked for"))
+    tensor = torch.ones(1)
+    work = group.allreduce([tensor])
+    if through_future:
+        assert work.get_future().wait() == [tensor]
+    else:
+        assert work.wait() is False
+    assert kind.__name__ in repr(group.error())  # a future has nothing but an error's text
+
+
+def test_a_wait_for_a_number_of_seconds_is_the_callers_mistake() -> None:
+    group = ErrorSwallowingProcessGroupWrapper(ProcessGroupDummy())
+    with pytest.raises(InvalidSetting, match="give timedelta"):
+        group.allreduce([torch.ones(1)]).wait(5)  # type: ignore[arg-type]
+    assert group.error() is None
+
+
+def test_a_future_of_a_receive_is_refused_and_no_error_of_the_group(bench: Bench) -> None:
+    groups = bench.configured(2)
+    for group in (groups[0], groups[0].parent):
+        assert group is not None
+        work = group.recv([torch.zeros(1)], 1, 0)
+        with pytest.raises(Unsupported, match="has no future; call wait"):
+            work.get_future()
+        groups[1].send([torch.ones(1)], 0, 0).wait()
+        assert work.wait()
+    assert groups[0].error() is None  # type: ignore[attr-defined]
+
+
+# --- receiving from anybody ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def default_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("default_group")
+@pytest.mark.parametrize("make", [ProcessGroupGloo, swallowing, stack])
+def test_torchs_recv_from_anybody(make: Callable[[], ProcessGroup]) -> None:
+    with Bench(make) as bench:
+        groups = bench.configured(2)
+        groups[1].register("anybody")
+        tensor = torch.zeros(1)
+        sent = groups[0].send([torch.full((1,), 5.0)], 1, 0)
+        assert dist.recv(tensor, group=groups[1]) == 0
+        assert sent.wait()
+        assert tensor.item() == 5
+        work = groups[1].recv_anysource([tensor], 0)
+        groups[0].send([torch.ones(1)], 1, 0).wait()
+        work.wait()
+        assert work._source_rank() == work.source_rank() == 0
+        groups[1].unregister()
+
+
+@pytest.mark.usefixtures("default_group")
+def test_torchs_recv_from_anybody_does_not_raise_what_was_swallowed(bench: Bench) -> None:
+    groups = bench.configured(2)
+    groups[1].register("anybody")
+    receiving = bench.start(lambda: dist.recv(torch.zeros(1), group=groups[1]))
+    groups[0].abort()
+    assert receiving().get() == 0
+    assert isinstance(groups[1].error(), PeerFailed)  # type: ignore[attr-defined]
+    assert dist.recv(torch.zeros(1), group=groups[1]) == 0
+    groups[1].unregister()
+
+
 # --- faults that are asked for -------------------------------------------------------------------------------------
 
 
@@ -180,6 +274,86 @@ def test_a_corrupted_allreduce_is_corrupted_on_one_rank() -> None:
 
         assert bench.all(groups, reduce) == [[2.0, 2.0], [-2.0, 2.0]]
         assert [group.errored() for group in groups] == [None, None]
+
+
+def test_a_corrupted_result_is_wrong_as_soon_as_the_work_says_that_it_has_ended() -> None:
+    with Bench(lambda: FakeProcessGroupWrapper(ProcessGroupGloo())) as bench:
+        groups = bench.configured(2)
+        groups[1].corrupt()  # type: ignore[attr-defined]
+        tensors = [torch.ones(2), torch.ones(2)]
+        other, work = (group.allreduce([tensor]) for group, tensor in zip(groups, tensors, strict=True))
+        assert other.wait()
+        while not work.is_completed():
+            pass
+        assert tensors[1].tolist() == [-2.0, 2.0]
+
+
+def test_a_result_that_never_came_is_not_touched() -> None:
+    with Bench(lambda: FakeProcessGroupWrapper(swallowing())) as bench:
+        groups = bench.configured(2)
+        groups[0].corrupt()  # type: ignore[attr-defined]
+        tensor = torch.ones(2)
+        work = groups[0].allreduce([tensor])
+        groups[1].abort()
+        assert work.wait() is False
+        left = tensor.tolist()
+        assert left != [-1.0, 1.0]
+
+
+ARM: dict[str, Callable[[FakeProcessGroupWrapper], None]] = {
+    "fail": lambda group: group.fail(),
+    "hang": lambda group: group.hang(),
+    "delay": lambda group: group.delay(seconds=HOUR.total_seconds()),
+    "corrupt": lambda group: group.corrupt(),
+}
+
+
+@pytest.mark.parametrize("fault", ARM)
+def test_a_group_that_can_not_be_used_says_so_before_any_fault(fault: str) -> None:
+    with Bench(lambda: FakeProcessGroupWrapper(ProcessGroupGloo())) as bench:
+        group = bench.make()
+        assert isinstance(group, FakeProcessGroupWrapper)
+        ends: list[tuple[Callable[[], None], type[Exception]]] = [
+            (lambda: None, NotConfigured),
+            (group.abort, Aborted),
+            (group.shutdown, Closed),
+        ]
+        for end, kind in ends:
+            ARM[fault](group)
+            end()
+            with pytest.raises(kind, match="allreduce"):
+                group.allreduce([torch.ones(1)])
+            if kind is Aborted:
+                bench.configure([group])
+
+
+def test_a_fault_waits_for_a_group_that_can_be_used() -> None:
+    with Bench(lambda: FakeProcessGroupWrapper(ProcessGroupGloo())) as bench:
+        (group,) = bench.configured(1)
+        assert isinstance(group, FakeProcessGroupWrapper)
+        group.fail()
+        with pytest.raises(PeerFailed, match="injected"):
+            group.allreduce([torch.ones(1)]).wait()
+        assert group.allreduce([torch.ones(1)]).wait()
+
+
+@pytest.mark.parametrize(("patience", "limit"), [(HOUR, timedelta(milliseconds=1)), (timedelta(milliseconds=1), HOUR)])
+def test_the_shorter_time_out_bounds_a_hanging_call(patience: timedelta, limit: timedelta) -> None:
+    group = FakeProcessGroupWrapper(ProcessGroupDummy(), timeout=patience)
+    group.set_timeout(limit)
+    group.hang()
+    with pytest.raises(DeadlinePassed, match=r"hung for 0\.001 s"):
+        group.allreduce([torch.ones(1)]).wait()
+
+
+@pytest.mark.parametrize(("end", "kind"), [("abort", Aborted), ("shutdown", Closed)])
+def test_a_hanging_call_ends_with_its_group(end: str, kind: type[Exception]) -> None:
+    group = FakeProcessGroupWrapper(ProcessGroupDummy(), timeout=HOUR)
+    group.hang()
+    work = group.allreduce([torch.ones(1)])
+    getattr(group, end)()
+    with pytest.raises(kind, match="hanging call was ended"):
+        work.wait()
 
 
 def test_configure_forgets_a_corruption() -> None:

@@ -51,11 +51,13 @@ class DummyWork(dist.Work):
 
     Args:
         result: what its future holds; for collectives the list of tensors that torch's Work would hold.
+        source: the rank that it says it has received from.
     """
 
-    def __init__(self, result: object) -> None:
+    def __init__(self, result: object, *, source: int = 0) -> None:
         super().__init__()
         self._result = result
+        self._source = source
         self._future: _Future | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -72,6 +74,11 @@ class DummyWork(dist.Work):
 
     def result(self) -> list[torch.Tensor]:
         return self._result  # type: ignore[return-value]
+
+    def source_rank(self) -> int:
+        return self._source
+
+    _source_rank = source_rank
 
     def synchronize(self) -> None:
         return None
@@ -206,7 +213,9 @@ class GuardedWork(dist.Work):
         return self._work.result()
 
     def source_rank(self) -> int:
-        return self._work.source_rank()
+        return self._work._source_rank()
+
+    _source_rank = source_rank  # torch's own functions ask by this name
 
     def synchronize(self) -> None:
         self._work.synchronize()

@@ -176,7 +176,7 @@ class _Transfer(dist.Work):
         self._ended = True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        return self._work.get_future()
+        raise Unsupported("a send or a receive over Gloo has no future; call wait, on a thread of your own if need be")
 
     def is_completed(self) -> bool:
         return self._ended
@@ -185,7 +185,9 @@ class _Transfer(dist.Work):
         return self._work.result()
 
     def source_rank(self) -> int:
-        return self._work.source_rank()
+        return self._work._source_rank()
+
+    _source_rank = source_rank
 
     def synchronize(self) -> None:
         self._work.synchronize()

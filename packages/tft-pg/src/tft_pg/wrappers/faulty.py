@@ -2,13 +2,14 @@
 
 A test says which call shall fail, hang, come late or give a wrong result, counted from now; every other call goes to
 the group inside.
-The law of this file: a fault that is not asked for never happens.
+The law of this file: a fault that is not asked for never happens, and a group that can't be used says so itself.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, final
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tft_pg.base import ProcessGroup
-from tft_pg.errors import Aborted, DeadlinePassed, InvalidSetting, PeerFailed
+from tft_pg.errors import Aborted, Closed, DeadlinePassed, InvalidSetting, PeerFailed, ProcessGroupError
 from tft_pg.forwarding import forward
 from tft_pg.ops import Collective, collective
 from tft_pg.work import PendingWork
@@ -43,14 +44,18 @@ class _Fault:
 class FakeProcessGroupWrapper(WrappingProcessGroup):
     """Fails, hangs, delays or corrupts the n-th call from now; `configure` forgets every fault that has not come yet.
 
+    A call that the group inside can't take, because it is not configured, is in error or was shut down, goes to that
+    group and counts for no fault.
+
     Args:
         pg: the group inside.
-        timeout: how long a wait for a call that hangs takes until it fails.
+        timeout: how long a wait for a call that hangs takes until it fails; less if `set_timeout` says less.
     """
 
     def __init__(self, pg: ProcessGroup, *, timeout: timedelta = timedelta(seconds=60)) -> None:
         super().__init__(pg)
         self._timeout = timeout
+        self._limit = timeout
         self._lock = threading.Lock()
         self._faults: list[_Fault] = []
         self._pending: list[PendingWork] = []
@@ -114,8 +119,17 @@ class FakeProcessGroupWrapper(WrappingProcessGroup):
             self._faults.append(_Fault(nth, name, act, needs_result))
 
     def _run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
+        if not self._faults or not self._is_usable():
+            return self._forward(collective, args, kwargs)
         due = self._due(collective, any(tensor.numel() for tensor in collective.results(args, kwargs)))
         return (due.act if due is not None else self._forward)(collective, args, kwargs)
+
+    def _is_usable(self) -> bool:
+        try:
+            self._parent.size()
+        except ProcessGroupError:
+            return False
+        return self._parent.errored() is None
 
     def _forward(self, row: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
         return forward(self._parent, row, args, kwargs)
@@ -137,10 +151,16 @@ class FakeProcessGroupWrapper(WrappingProcessGroup):
                 f"{operation} hung for {limit.total_seconds():g} s, as was asked for; abort the group"
             )
 
-        work = PendingWork(on_timeout=on_timeout, limit=self._timeout)
+        work = PendingWork(on_timeout=on_timeout, limit=self._limit)
         with self._lock:
             self._pending.append(work)
+        if self._interrupt.is_set():  # whoever ended the group may not have seen this one
+            self._end()
         return work
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        super().set_timeout(timeout)
+        self._limit = min(self._timeout, timeout)
 
     def _forget(self) -> None:
         self._end()
@@ -152,8 +172,12 @@ class FakeProcessGroupWrapper(WrappingProcessGroup):
         self._interrupt.set()
         with self._lock:
             pending, self._pending = self._pending, []
+        if isinstance(self._parent.errored(), Closed):
+            why: Aborted | Closed = Closed("the hanging call was ended by shutdown; make a new group")
+        else:
+            why = Aborted("the hanging call was ended; configure the group again")
         for work in pending:
-            work.fail(Aborted("the hanging call was ended; configure the group again"))
+            work.fail(why)
 
 
 @final
@@ -177,7 +201,8 @@ class _CorruptedWork(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         ended_well = self._work.wait(timeout) if timeout else self._work.wait()
-        self._spoil()
+        if ended_well:
+            self._spoil()
         return ended_well
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -189,10 +214,20 @@ class _CorruptedWork(dist.Work):
         return value
 
     def is_completed(self) -> bool:
-        return self._work.is_completed()
+        """Whether it has ended; if it ended well, its result is wrong by then."""
+        if not self._work.is_completed():
+            return False
+        with suppress(Exception):  # who waits for it gets that
+            self.wait()
+        return True
 
     def result(self) -> list[torch.Tensor]:
         return self._results
+
+    def source_rank(self) -> int:
+        return self._work._source_rank()
+
+    _source_rank = source_rank  # torch's own functions ask by this name
 
     def synchronize(self) -> None:
         self._work.synchronize()

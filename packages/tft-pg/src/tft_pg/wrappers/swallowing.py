@@ -54,15 +54,22 @@ class ErrorSwallowingProcessGroupWrapper(WrappingProcessGroup):
         errors = self._errors
         results = collective.results(args, kwargs)
         if errors.first is not None:
-            return DummyWork(results)
+            return DummyWork(results, source=self._another_rank())
         try:
             work = forward(self._parent, collective, args, kwargs)
-            return _SwallowingWork(work, partial(self._tell, errors), results)
+            return _SwallowingWork(work, partial(self._tell, errors), results, self._another_rank)
         except _THE_CALLERS:
             raise
-        except RuntimeError as error:
+        except RuntimeError as error:  # of another type is what torch says of wrong arguments
             errors.report(error)
-            return DummyWork(results)
+            return DummyWork(results, source=self._another_rank())
+
+    def _another_rank(self) -> int:
+        """From whom a receive that failed says that it has received: `dist.recv` takes no rank that can't be."""
+        try:
+            return 0 if self.rank() else 1
+        except ProcessGroupError:
+            return 0
 
     def _tell(self, errors: _Errors, error: Exception) -> None:
         """A future's error is the backend's own; the group has it in its words."""
@@ -92,26 +99,41 @@ class _Errors:
 class _SwallowingWork(dist.Work):
     """A Work that never fails: `wait` gives False instead, and the future holds the tensors as they are."""
 
-    def __init__(self, work: dist.Work, report: Callable[[Exception], None], results: list[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        work: dist.Work,
+        report: Callable[[Exception], None],
+        results: list[torch.Tensor],
+        another_rank: Callable[[], int],
+    ) -> None:
         super().__init__()
         self._work = work
         self._report = report
         self._results = results
+        self._another_rank = another_rank
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        if timeout is not None and not isinstance(timeout, timedelta):
+            raise InvalidSetting(f"a wait takes a timedelta, and got {timeout!r}; give timedelta(seconds=...)")
         try:
             return self._work.wait(timeout) if timeout else self._work.wait()
-        except RuntimeError as error:
+        except Exception as error:
             self._report(error)
             return False
 
     def get_future(self) -> torch.futures.Future[Any]:
-        return self._work.get_future().then(self._settle)
+        try:
+            return self._work.get_future().then(self._settle)
+        except _THE_CALLERS:
+            raise
+        except RuntimeError as error:
+            self._report(error)
+            return DummyWork(self._results).get_future()
 
     def _settle(self, future: torch.futures.Future[Any]) -> object:
         try:
             return future.value()
-        except RuntimeError as error:
+        except Exception as error:
             self._report(error)
             return self._results
 
@@ -121,5 +143,17 @@ class _SwallowingWork(dist.Work):
     def result(self) -> list[torch.Tensor]:
         return self._results
 
+    def source_rank(self) -> int:
+        try:
+            return self._work._source_rank()
+        except Exception as error:
+            self._report(error)
+            return self._another_rank()
+
+    _source_rank = source_rank  # torch's own functions ask by this name
+
     def synchronize(self) -> None:
-        self._work.synchronize()
+        try:
+            self._work.synchronize()
+        except Exception as error:
+            self._report(error)
