@@ -18,6 +18,7 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from typing import Any
 
 import pytest
 import torch
@@ -392,8 +393,23 @@ STARTS: dict[str, Callable[[ProcessGroup, torch.Tensor, int], dist.Work]] = {
     "recv": lambda group, tensor, peer: group.recv([tensor], peer, 0),
     "reduce": lambda group, tensor, peer: group.allreduce([tensor]),
     "reduce_scatter": lambda group, tensor, peer: group._reduce_scatter_base(tensor[: tensor.numel() // 2], tensor),
+    "broadcast": lambda group, tensor, peer: group.broadcast([tensor], _rooted(dist.BroadcastOptions(), 1)),
+    "broadcast of mine": lambda group, tensor, peer: group.broadcast([tensor], _rooted(dist.BroadcastOptions(), 0)),
+    "gather": lambda group, tensor, peer: group.gather(
+        [[torch.zeros_like(tensor), torch.zeros_like(tensor)]] if peer == 1 else [],
+        [tensor],
+        _rooted(dist.GatherOptions(), 0),
+    ),
+    "scatter": lambda group, tensor, peer: group.scatter(
+        [tensor], [] if peer == 1 else [[tensor, tensor]], _rooted(dist.ScatterOptions(), 1)
+    ),
 }
-OPPOSITES = {"send": "recv", "recv": "send", "reduce": "reduce", "reduce_scatter": "reduce_scatter"}
+OPPOSITES = {what: {"send": "recv", "recv": "send"}.get(what, what) for what in STARTS}
+
+
+def _rooted(options: Any, root: int) -> Any:
+    options.rootRank = root
+    return options
 
 
 def _peer(address: str, size: int, parent: Connection) -> None:
@@ -529,9 +545,14 @@ def test_a_wait_that_could_not_be_ended_is_refused(bench: Bench, monkeypatch: py
 
 
 def strike_in_the_middle(
-    group: ProcessGroup, child_pid: int, what: str, tensor: torch.Tensor, started: Callable[[], object]
+    group: ProcessGroup,
+    child_pid: int,
+    what: str,
+    tensor: torch.Tensor,
+    started: Callable[[], object],
+    blow: signal.Signals = signal.SIGKILL,
 ) -> dist.Work:
-    """Start an operation with a peer, and kill that when a part of the message has passed."""
+    """Start an operation with a peer, and kill or stop that when a part of the message has passed."""
     # Stopped, the peer takes what the kernel's buffers hold and no more; what it has to do itself it does in portions.
     started()
     os.kill(child_pid, signal.SIGSTOP)
@@ -545,8 +566,37 @@ def strike_in_the_middle(
         assert time.monotonic() < deadline_s
         os.kill(child_pid, signal.SIGCONT)
         os.kill(child_pid, signal.SIGSTOP)
-    os.kill(child_pid, signal.SIGKILL)
+    os.kill(child_pid, blow)
     return work
+
+
+@pytest.mark.parametrize(
+    ("what", "blow", "limit_s"),
+    [
+        *((what, signal.SIGSTOP, 0.2) for what in ("broadcast", "broadcast of mine", "gather", "scatter")),
+        *((what, signal.SIGKILL, 0.5) for what in ("broadcast", "gather")),  # it takes the kernel a while to end it
+    ],
+)
+def test_a_collective_in_the_middle_of_a_message_ends_at_once(
+    what: str, blow: signal.Signals, limit_s: float, bench: Bench, start_peer: Callable[..., tuple[ProcessGroup, ...]]
+) -> None:
+    """By an abort if the peer was stopped; by itself if it was killed."""
+    tensor = torch.ones(1 << 24)
+    took_s = []
+    for _ in range(3):
+        group, child, ours = start_peer(tensor.numel())
+        ours.send(OPPOSITES[what])
+        work = strike_in_the_middle(group, child.pid, what, tensor, ours.recv, blow)
+        wait = bench.start(partial(failure, work.wait))
+        begun_s = time.perf_counter()
+        if blow == signal.SIGSTOP:
+            group.abort()
+        assert isinstance(wait().get(), Aborted if blow == signal.SIGSTOP else PeerFailed)
+        took_s.append(time.perf_counter() - begun_s)
+        group.shutdown()
+        child.kill()
+        child.join(20)
+    assert statistics.median(took_s) < limit_s, took_s
 
 
 @pytest.mark.parametrize(
@@ -772,6 +822,17 @@ def test_another_group_of_the_same_process_is_left_alone(bench: Bench) -> None:
     one, two = bench.configured(2), bench.configured(2)
     one[0].abort()
     assert [tensor.tolist() for tensor in bench.all(two, lambda rank, group: reduce(group))] == [[2.0] * 3] * 2
+
+
+def test_a_group_looks_at_its_own_threads_only(bench: Bench) -> None:
+    """Else an operation that Gloo forgot would be waited for while another group computes."""
+    alone, other = bench.make(), bench.make()
+    threads = []
+    for group in (alone, other):
+        group.configure(bench.fresh_address(), 0, 1)
+        threads.append(group._live._sever.__self__._threads)  # type: ignore[attr-defined]
+    assert all(threads)
+    assert not threads[0] & threads[1]
 
 
 def test_a_member_that_was_left_behind_does_not_disturb_the_others(bench: Bench) -> None:

@@ -22,7 +22,8 @@ __all__ = ["ConvertsErrors", "DummyWork", "FailedWork", "GuardedWork", "PendingW
 
 _Future = torch.futures.Future[Any]
 
-_LOOK_S = 0.1
+_LOOK_S = 0.03
+_REST_S = 0.3
 _LOOK = timedelta(seconds=_LOOK_S)
 _promising = threading.Lock()
 
@@ -36,11 +37,11 @@ _MOMENT_S = 0.001
 def let_waits_rest() -> None:
     """The process is about to end, in this thread: from now on the others wait at one go, as torch itself does.
 
-    Blocks until nobody waits a share any more, but no longer than three shares take.
+    Blocks until nobody waits a share any more, or 0.3 seconds.
     """
     global _ending_thread
     _ending_thread = threading.get_ident()
-    deadline_s = time.monotonic() + 3 * _LOOK_S
+    deadline_s = time.monotonic() + _REST_S
     while _shares and time.monotonic() < deadline_s:
         time.sleep(_MOMENT_S)
 

@@ -63,8 +63,8 @@ _Gloo: Any = dist.ProcessGroupGloo
 # Gloo's own time-out while it builds: never first, because it leaves a dangling callback behind.
 _NEVER_FIRST = timedelta(minutes=10)
 _POKE_S = 0.2
-# After this long without connections an operation has failed, if Gloo has not forgotten it.
-_STRAGGLE_S = 0.2
+# This long after Gloo has closed the connections an operation has failed, if it has not forgotten it.
+_STRAGGLE_S = 0.05
 _POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
 _REDUCE_SCATTERS = frozenset({"reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"})
 _THREADS = "/proc/self/task"
@@ -117,6 +117,7 @@ class ProcessGroupGloo(NativeProcessGroup):
         options._devices = list(self._devices)
         options._timeout = attempt.timeout + _NEVER_FIRST
         witness = _WitnessStore(store, mesh, attempt)
+        before = _threads()
         try:
             backend = _Gloo(witness, where.rank, where.world_size, options)
         except Exception as error:
@@ -124,7 +125,7 @@ class ProcessGroupGloo(NativeProcessGroup):
             raise witness.error or error from None
         try:
             attempt.check()
-            mesh.finish(where.world_size, len(self._devices))
+            mesh.finish(where.world_size, len(self._devices), threads=_threads() - before)
         except Exception:
             del backend  # or the error would keep it, and its threads
             raise
@@ -206,9 +207,13 @@ def _start(
     return transfers.adopt(forward(torch_group, collective, args, kwargs))
 
 
-def _reducing() -> bool:
-    """Whether any of torch's threads that run Gloo's operations computes at this moment."""
-    for thread in os.listdir(_THREADS):
+def _threads() -> frozenset[str]:
+    return frozenset(os.listdir(_THREADS))
+
+
+def _reducing(candidates: frozenset[str]) -> bool:
+    """Whether any of these threads is one of torch's that run Gloo's operations, and computes at this moment."""
+    for thread in candidates:
         try:
             with open(f"{_THREADS}/{thread}/stat", encoding="ascii", errors="replace") as stat:
                 _, is_reducer, rest = stat.read().partition(_REDUCER_THREAD)
@@ -269,6 +274,7 @@ class _Mesh:
         self._peers: set[Endpoint] = set()
         self._poked: set[str] = set()
         self._inodes: frozenset[int] = frozenset()
+        self._threads: frozenset[str] = frozenset()
         self._watch: Watch | None = None
 
     def published(self, device: str, record: bytes) -> None:
@@ -279,11 +285,16 @@ class _Mesh:
         with self._lock:
             self._peers.add(_Published.read(record).endpoint)
 
-    def finish(self, world_size: int, num_devices: int) -> None:
+    def finish(self, world_size: int, num_devices: int, *, threads: frozenset[str]) -> None:
         """Note which connections the group has, now that it has them all.
 
+        Args:
+            world_size: of the group.
+            num_devices: on which each rank listens.
+            threads: those that began while it was built: its own, and some of another's that began just then.
         Raises: ConfigureFailed: they are fewer, so that a peer is gone already.
         """
+        self._threads = threads
         self._inodes = self._connected()
         expected = (world_size - 1) * num_devices
         if len(self._inodes) < expected:
@@ -304,9 +315,10 @@ class _Mesh:
             self._watch.end()
 
     def is_over(self) -> bool:
-        """Whether what has not ended by now never will: severed a while ago, and no thread of Gloo's is at work."""
+        """Whether what has not ended by now never will: severed a moment ago, and no thread of its is at work."""
         severed_s = None if self._watch is None else self._watch.severed_s
-        return severed_s is not None and time.monotonic() - severed_s > _STRAGGLE_S and not _reducing()
+        straggled = severed_s is not None and time.monotonic() - severed_s > _STRAGGLE_S
+        return straggled and not _reducing(self._threads)
 
     def settle(self) -> None:
         if self._watch is not None:

@@ -27,6 +27,11 @@ __all__ = ["Watch"]
 
 # A peer that has finished may leave at once; what the others still exchange among themselves must come to its end.
 _GRACE_S = 0.05
+# An abort ends everything within 0.2 s: these, and what follows until the last waiter has looked, add up to less.
+_PASS_S = 0.04
+_LET_GO_S = 0.02
+# Once all is shut down the owner lets go in no time, unless the machine is busy with something else.
+_CLOSE_S = 0.5
 _LOOK_S = 0.25
 _MOMENT_S = 0.001
 _QUIET_LOOKS = 3
@@ -54,7 +59,7 @@ class Watch:
 
     @property
     def severed_s(self) -> float | None:
-        """When the connections were shut down, on the monotonic clock; None if they were not yet."""
+        """When the connections had been shut down and their owner had closed them, on the monotonic clock; or None."""
         return self._severed_s
 
     def end(self) -> None:
@@ -93,15 +98,19 @@ class Watch:
         """First no more is read, so that Gloo lets go by itself: it forgets who sends before it has read the end."""
         for held in self._held:
             held.stop_reading()
-        deadline_s = time.monotonic() + _GRACE_S
-        while any(held.is_owned() for held in self._held) and time.monotonic() < deadline_s:
-            time.sleep(_MOMENT_S)
+        self._wait_for_owner(_LET_GO_S)
         for held in self._held:
             held.shut_down()
+        self._wait_for_owner(_CLOSE_S)
+
+    def _wait_for_owner(self, limit_s: float) -> None:
+        deadline_s = time.monotonic() + limit_s
+        while any(held.is_owned() for held in self._held) and time.monotonic() < deadline_s:
+            time.sleep(_MOMENT_S)
 
     def _let_messages_pass(self) -> None:
         """Wait until nothing is under way, or moves any more: Gloo forgets who waits for half a message."""
-        deadline_s = time.monotonic() + _GRACE_S
+        deadline_s = time.monotonic() + _PASS_S
         before = None
         num_quiet = 0
         while num_quiet < _QUIET_LOOKS and time.monotonic() < deadline_s:

@@ -47,7 +47,7 @@ _LARGE = 1 << 23
 _LENGTHS = dict.fromkeys(("allgather", "reduce_scatter", "alltoall_base"), _LARGE // 4)
 _ABORT_S = 0.2
 # Two cores may be shared by many processes; what must not happen is a wait for the time-out of an hour.
-_SLACK_S = 2.0
+_SLACK_S = 0.8
 _UNDER_WAY_BYTES = 1 << 14
 _TRIES = 8
 
