@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -346,16 +347,6 @@ def test_the_shorter_time_out_bounds_a_hanging_call(patience: timedelta, limit: 
         group.allreduce([torch.ones(1)]).wait()
 
 
-@pytest.mark.parametrize(("end", "kind"), [("abort", Aborted), ("shutdown", Closed)])
-def test_a_hanging_call_ends_with_its_group(end: str, kind: type[Exception]) -> None:
-    group = FakeProcessGroupWrapper(ProcessGroupDummy(), timeout=HOUR)
-    group.hang()
-    work = group.allreduce([torch.ones(1)])
-    getattr(group, end)()
-    with pytest.raises(kind, match="hanging call was ended"):
-        work.wait()
-
-
 def test_configure_forgets_a_corruption() -> None:
     group = FakeProcessGroupWrapper(ProcessGroupDummy())
     group.corrupt()
@@ -372,6 +363,55 @@ def test_a_wrapper_takes_its_group_by_either_way() -> None:
     inner = ProcessGroupDummy(0, 1)
     for wrapper in (ProcessGroupWrapper, ErrorSwallowingProcessGroupWrapper, FakeProcessGroupWrapper):
         assert wrapper(inner).parent is wrapper(pg=inner).parent is inner
+
+
+SECOND = timedelta(seconds=1)
+WRAPPERS: tuple[Any, ...] = (ProcessGroupWrapper, ErrorSwallowingProcessGroupWrapper, FakeProcessGroupWrapper)
+GROUPS: dict[str, Callable[[], Any]] = {
+    "gloo": ProcessGroupGloo,
+    "dummy": ProcessGroupDummy,
+    "wrapped": lambda: ProcessGroupWrapper(ProcessGroupDummy()),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapper_says_how_it_is_made(wrapper: Any) -> None:
+    inner = ProcessGroupDummy()
+    for args, kwargs in (
+        ((SECOND, inner), {}),
+        ((SECOND,), {"pg": inner}),
+        ((ProcessGroupGloo,), {}),
+        ((None,), {}),
+        ((), {}),
+    ):
+        with pytest.raises(InvalidSetting, match=rf"write {wrapper.__name__}\(ProcessGroupGloo\(timeout="):
+            wrapper(*args, **kwargs)
+
+
+@pytest.mark.parametrize("make", GROUPS.values(), ids=GROUPS)
+def test_a_group_says_how_it_is_configured_and_aborted(make: Callable[[], Any]) -> None:
+    group = make()
+    for place in (("replica_0", 0, 1), ("0", "1"), (0, 1, "replica_0")):
+        with pytest.raises(InvalidSetting, match="store_addr, rank and world_size in this order"):
+            group.configure("localhost:1/x", *place)
+    with pytest.raises(InvalidSetting, match="leaves an error until the next configure"):
+        group.abort(errored=False)
+    assert group.errored() is None
+    group.abort(errored=True)
+    assert isinstance(group.errored(), Aborted)
+    with pytest.raises(InvalidSetting, match=r"a timedelta, but this one is 5; give timedelta\(seconds="):
+        group.set_timeout(5)
+    group.shutdown()
+
+
+def test_a_time_out_is_a_timedelta() -> None:
+    makers: tuple[Callable[[Any], object], ...] = (
+        lambda timeout: ProcessGroupGloo(timeout=timeout),
+        lambda timeout: FakeProcessGroupWrapper(ProcessGroupDummy(), timeout=timeout),
+    )
+    for make in makers:
+        with pytest.raises(InvalidSetting, match=r"but this one is 5.0; give timedelta\(seconds="):
+            make(5.0)
 
 
 @pytest.mark.parametrize("place", [(1, 2), (0, 2), (1, 1), (-1, 1)])

@@ -29,15 +29,10 @@ from tft_pg.errors import (
     Where,
 )
 from tft_pg.ops import Collective
+from tft_pg.settings import always_leaves_an_error, checked_timeout, place_first
 from tft_pg.store import StoreAddress, StoreClient, parse_store_addr
 
 __all__ = ["NativeProcessGroup"]
-
-
-def _checked_timeout(timeout: timedelta) -> timedelta:
-    if timeout <= timedelta(0):
-        raise InvalidSetting(f"a time-out must be above zero, but this one is {timeout.total_seconds():g} s")
-    return timeout
 
 
 class NativeProcessGroup(ProcessGroup):
@@ -49,7 +44,7 @@ class NativeProcessGroup(ProcessGroup):
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
         super().__init__()
-        self._timeout = _checked_timeout(timeout)
+        self._timeout = checked_timeout(timeout)
         self._configuring = threading.Lock()
         self._lock = threading.Lock()
         self._attempt: Attempt | None = None
@@ -75,6 +70,7 @@ class NativeProcessGroup(ProcessGroup):
     def _discard(self) -> None:
         """Let go of what is kept from one torch group to the next; called after a failure and at the end."""
 
+    @place_first
     def configure(
         self,
         store_addr: str,
@@ -94,7 +90,7 @@ class NativeProcessGroup(ProcessGroup):
         if global_ranks is not None and len(global_ranks) != world_size:
             raise InvalidSetting(f"there are {len(global_ranks)} global ranks for a world size of {world_size}")
         where = Where(rank, world_size, replica_id, quorum_id, group_rank)
-        limit = self._timeout if timeout is None else _checked_timeout(timeout)
+        limit = self._timeout if timeout is None else checked_timeout(timeout)
         with self._configuring, Attempt(where, limit) as attempt:
             self._begin(attempt)
             try:
@@ -190,6 +186,7 @@ class NativeProcessGroup(ProcessGroup):
     def _because_closed(self, operation: str) -> Closed:
         return Closed(f"{operation} came after shutdown ({self._where}); make a new group", where=self._where)
 
+    @always_leaves_an_error
     def abort(self) -> None:
         with self._lock:
             if self._closed:
@@ -226,7 +223,7 @@ class NativeProcessGroup(ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         with self._lock:
-            self._timeout = _checked_timeout(timeout)
+            self._timeout = checked_timeout(timeout)
             live = self._live
         if live is not None:
             live.set_timeout(timeout)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from tft_pg.base import ProcessGroup
 from tft_pg.errors import Aborted, Closed, InvalidSetting, OperationRefused, ProcessGroupError
 from tft_pg.ops import Collective
+from tft_pg.settings import always_leaves_an_error, checked_timeout, place_first
 from tft_pg.work import DummyWork
 
 __all__ = ["ProcessGroupDummy"]
@@ -57,6 +58,7 @@ class ProcessGroupDummy(ProcessGroup):
         collective.copy_to_self(args, kwargs)
         return _CountingWork(self, collective.results(args, kwargs))
 
+    @place_first
     def configure(
         self,
         store_addr: str,
@@ -76,6 +78,7 @@ class ProcessGroupDummy(ProcessGroup):
         self.configure_count += 1
         self._error = None
 
+    @always_leaves_an_error
     def abort(self) -> None:
         if not isinstance(self._error, Closed):
             self._error = Aborted("abort was called (dummy group); configure the group again")
@@ -87,8 +90,7 @@ class ProcessGroupDummy(ProcessGroup):
         self._error = Closed("the dummy group was shut down; make a new group")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        if timeout <= timedelta(0):
-            raise InvalidSetting(f"a time-out must be above zero, but this one is {timeout.total_seconds():g} s")
+        checked_timeout(timeout)
 
     def size(self) -> int:
         return 1

@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 
 from tft_pg.base import ProcessGroup
-from tft_pg.errors import Aborted, Closed, DeadlinePassed, InvalidSetting, PeerFailed, ProcessGroupError
+from tft_pg.errors import Aborted, DeadlinePassed, InvalidSetting, PeerFailed, ProcessGroupError
 from tft_pg.forwarding import forward
 from tft_pg.ops import Collective, collective
+from tft_pg.settings import checked_timeout
 from tft_pg.work import PendingWork
-from tft_pg.wrappers.wrapping import WrappingProcessGroup
+from tft_pg.wrappers.wrapping import WrappingProcessGroup, takes_one_group
 
 __all__ = ["FakeProcessGroupWrapper"]
 
@@ -52,9 +53,10 @@ class FakeProcessGroupWrapper(WrappingProcessGroup):
         timeout: how long a wait for a call that hangs takes until it fails; less if `set_timeout` says less.
     """
 
+    @takes_one_group
     def __init__(self, pg: ProcessGroup, *, timeout: timedelta = timedelta(seconds=60)) -> None:
         super().__init__(pg)
-        self._timeout = timeout
+        self._timeout = checked_timeout(timeout)
         self._limit = timeout
         self._lock = threading.Lock()
         self._faults: list[_Fault] = []
@@ -172,12 +174,8 @@ class FakeProcessGroupWrapper(WrappingProcessGroup):
         self._interrupt.set()
         with self._lock:
             pending, self._pending = self._pending, []
-        if isinstance(self._parent.errored(), Closed):
-            why: Aborted | Closed = Closed("the hanging call was ended by shutdown; make a new group")
-        else:
-            why = Aborted("the hanging call was ended; configure the group again")
         for work in pending:
-            work.fail(why)
+            work.fail(Aborted("the hanging call was ended; configure the group again"))
 
 
 @final

@@ -19,7 +19,7 @@ from tft_pg.errors import InvalidSetting, OperationRefused, ProcessGroupError, U
 from tft_pg.forwarding import forward
 from tft_pg.ops import Collective
 from tft_pg.work import DummyWork
-from tft_pg.wrappers.wrapping import WrappingProcessGroup
+from tft_pg.wrappers.wrapping import WrappingProcessGroup, takes_one_group
 
 __all__ = ["ErrorSwallowingProcessGroupWrapper"]
 
@@ -38,6 +38,7 @@ class ErrorSwallowingProcessGroupWrapper(WrappingProcessGroup):
         pg: the group inside.
     """
 
+    @takes_one_group
     def __init__(self, pg: ProcessGroup) -> None:
         super().__init__(pg)
         self._errors = _Errors()

@@ -7,17 +7,43 @@ of this file: forwarding only; a subclass writes `_run`, `_forget` and `_end`.
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import final
+from typing import Concatenate, ParamSpec, TypeVar, final
 
 import torch.distributed as dist
 
 from tft_pg.base import ProcessGroup
+from tft_pg.errors import InvalidSetting
 from tft_pg.forwarding import forward
 from tft_pg.ops import Collective
+from tft_pg.settings import always_leaves_an_error, place_first
 
-__all__ = ["ProcessGroupWrapper", "WrappingProcessGroup"]
+__all__ = ["ProcessGroupWrapper", "WrappingProcessGroup", "takes_one_group"]
+
+_P = ParamSpec("_P")
+_Self = TypeVar("_Self")
+
+
+def takes_one_group(init: Callable[Concatenate[_Self, _P], None]) -> Callable[Concatenate[_Self, _P], None]:
+    """Decorator of a wrapper's `__init__`: its first argument is the group inside, and what follows has a keyword.
+
+    Raises: InvalidSetting, as the constructor then does.
+    """
+
+    @functools.wraps(init)
+    def checked(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        given = [*args, *([kwargs["pg"]] if "pg" in kwargs else [])]
+        if len(given) != 1 or not isinstance(given[0], ProcessGroup):
+            kind = type(self).__name__
+            raise InvalidSetting(
+                f"{kind} takes one tft_pg.ProcessGroup, which it wraps, but got {given}; "
+                f"write {kind}(ProcessGroupGloo(timeout=...))"
+            )
+        init(self, *args, **kwargs)
+
+    return checked
 
 
 class WrappingProcessGroup(ProcessGroup):
@@ -27,6 +53,7 @@ class WrappingProcessGroup(ProcessGroup):
         pg: the group inside; its life belongs to this one from now on.
     """
 
+    @takes_one_group
     def __init__(self, pg: ProcessGroup) -> None:
         super().__init__()
         self._parent = pg
@@ -44,6 +71,7 @@ class WrappingProcessGroup(ProcessGroup):
     def _end(self) -> None:
         """End what waits in the wrapper itself; called after `abort` and `shutdown` of the group inside."""
 
+    @place_first
     def configure(
         self,
         store_addr: str,
@@ -70,6 +98,7 @@ class WrappingProcessGroup(ProcessGroup):
             timeout=timeout,
         )
 
+    @always_leaves_an_error
     def abort(self) -> None:
         self._parent.abort()
         self._end()
