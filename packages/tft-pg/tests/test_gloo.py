@@ -1113,6 +1113,19 @@ def _listener(group: ProcessGroup) -> Endpoint:
     return _Published.read(store.get(f"0/{group.rank()}")).endpoint
 
 
+def test_it_listens_anew_when_the_store_moves(bench: Bench) -> None:
+    """From a store on one loopback address to one on the other: its peers can't reach it where it was."""
+    group, other = bench.make(), bench.make()
+    group.configure(bench.fresh_address(), 0, 1)
+    before = _listener(group)
+    store = TCPStore("::1", 0, is_master=True, wait_for_workers=False)
+    address = f"[::1]:{store.port}/moved"
+    finish = bench.start(lambda: other.configure(address, 1, 2, timeout=GUARD))
+    group.configure(address, 0, 2, timeout=GUARD)
+    finish().get()
+    assert (before.address, _listener(group).address) == ("127.0.0.1", "::1")
+
+
 def test_the_interface_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
     groups = bench.configured(2)

@@ -102,6 +102,7 @@ class ProcessGroupGloo(NativeProcessGroup):
         self._interface = interface
         self._hostname = hostname
         self._devices: tuple[object, ...] = ()
+        self._listens = _Place()
 
     def getBackendName(self) -> str:
         return "tft-gloo"
@@ -112,7 +113,10 @@ class ProcessGroupGloo(NativeProcessGroup):
         assert where.world_size is not None
         mesh = _Mesh(where.rank)
         attempt.break_with(mesh.sever_unfinished)
-        self._devices = self._devices or self._make_devices(self._store_host())
+        place = self._place(self._store_host())
+        if not self._devices or place != self._listens:
+            self._devices = ()
+            self._listens, self._devices = place, place.make_devices()
         options = _Gloo._Options()
         options._devices = list(self._devices)
         options._timeout = attempt.timeout + _NEVER_FIRST
@@ -169,15 +173,27 @@ class ProcessGroupGloo(NativeProcessGroup):
         assert self._store_client is not None
         return self._store_client.host
 
-    def _make_devices(self, store_host: str) -> tuple[object, ...]:
-        """The listeners, one an interface; they stay from one group to the next."""
+    def _place(self, store_host: str) -> _Place:
+        """Where to listen; the listeners stay from one group to the next as long as that is the same."""
         interface = self._interface or ("" if self._hostname else os.environ.get(_INTERFACES_ENV, ""))
         if interface:
-            names = [name.strip() for name in interface.split(",") if name.strip()]
-            return tuple(_Gloo.create_device(interface=name, lazy_init=False) for name in names)
-        hostname = self._hostname or _as_loopback(store_host)
-        if hostname:
-            return (_Gloo.create_device(hostname=hostname, lazy_init=False),)
+            return _Place(interfaces=tuple(name.strip() for name in interface.split(",") if name.strip()))
+        return _Place(hostname=self._hostname or _as_loopback(store_host) or "")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where to listen: on interfaces, or at an address of this machine, or where torch chooses."""
+
+    interfaces: tuple[str, ...] = ()
+    hostname: str = ""
+
+    def make_devices(self) -> tuple[object, ...]:
+        """The listeners, one an interface."""
+        if self.interfaces:
+            return tuple(_Gloo.create_device(interface=name, lazy_init=False) for name in self.interfaces)
+        if self.hostname:
+            return (_Gloo.create_device(hostname=self.hostname, lazy_init=False),)
         return (_Gloo.create_default_device(lazy_init=False),)
 
 
