@@ -12,7 +12,9 @@ The contract, which `tft_pg.testing.check_process_group` checks:
   `Aborted` here and fails at the peers. `errored()` gives an error until the next `configure`.
 - A collective before `configure` raises `NotConfigured`, after `abort` `Aborted`, after `shutdown` `Closed`.
 - Once a Work has failed (its `wait` has raised, its future holds an error), or the next `configure` or `shutdown`
-  has returned, nothing of the operation is written into a tensor any more.
+  has returned, nothing of the operation is written into a tensor any more. Only a `wait(timeout)` whose own time-out
+  passes leaves the operation running: it may still write, and still end well. `errored()` stays `DeadlinePassed` all
+  the same, because the ranks may no longer agree on what was done: the group must be configured again.
 - `shutdown` is for ever, may be repeated, and leaves no thread and no descriptor.
 - `register` puts the group into torch's tables under a name, `unregister` takes it out; neither touches its life.
 """
