@@ -11,6 +11,7 @@ from tft_pg import (
     COLLECTIVES,
     ErrorSwallowingProcessGroupWrapper,
     FakeProcessGroupWrapper,
+    InvalidSetting,
     ProcessGroup,
     ProcessGroupDummy,
     ProcessGroupGloo,
@@ -94,6 +95,18 @@ STACKED = tuple(
         "abort_ends_a_running_collective",
     }
 )
+
+
+def test_what_can_not_be_sent_to_other_processes_is_refused_before_any_check() -> None:
+    made: list[ProcessGroup] = []
+
+    def make() -> ProcessGroup:
+        made.append(ProcessGroupDummy())
+        return made[-1]
+
+    with pytest.raises(InvalidSetting, match="give a class, or a function at the top of a module"):
+        check_process_group(make)
+    assert made == []
 
 
 def test_gloo_grows_and_shrinks_from_one_rank_to_eight() -> None:

@@ -9,8 +9,10 @@ list only; what a group computes is checked in `computing`, how it lives in `liv
 from __future__ import annotations
 
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 
 from tft_pg.base import ProcessGroup
+from tft_pg.errors import InvalidSetting
 from tft_pg.testing import computing, dying, living
 from tft_pg.testing.subject import Subject
 
@@ -30,11 +32,25 @@ def check_process_group(
     """Put a kind of group through every check; raises AssertionError, or the group's own error, at the first fault.
 
     Args:
-        make: makes one unconfigured group. It is sent to child processes by pickling.
+        make: makes one unconfigured group. It is sent to child processes by pickling if there are peers.
         world_sizes: the sizes that it can have; a group of one only skips what needs a peer.
         ready: whether it works before its first `configure`.
         meets_peers: whether `configure` waits for the other ranks.
+    Raises: InvalidSetting: `make` can't be pickled; nothing was checked then.
     """
     subject = Subject(make, tuple(world_sizes), ready, meets_peers)
+    _require_sendable(subject)
     for check in CHECKS:
         check(subject)
+
+
+def _require_sendable(subject: Subject) -> None:
+    if subject.most < 2:
+        return
+    try:
+        ForkingPickler.dumps(subject.make)
+    except Exception as error:  # of whatever type its parts raise
+        raise InvalidSetting(
+            f"{subject.make!r} can't be sent to the processes that the checks start ({error}); give a class, or a "
+            "function at the top of a module"
+        ) from error
