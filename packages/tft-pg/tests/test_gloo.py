@@ -582,10 +582,11 @@ def test_a_collective_in_the_middle_of_a_message_ends_at_once(
     what: str, blow: signal.Signals, limit_s: float, bench: Bench, start_peer: Callable[..., tuple[ProcessGroup, ...]]
 ) -> None:
     """By an abort if the peer was stopped; by itself if it was killed."""
-    tensor = torch.ones(1 << 22)
+    tensor = torch.ones(1 << 24)
     took_s: list[float] = []
-    # A busy machine makes some late; constants that add up to too much would make all.
-    while len(took_s) < 6 and min(took_s, default=limit_s) >= limit_s:
+    # A busy machine makes some late, or lets the whole message pass before the blow; constants that add up to too much
+    # would make all late.
+    for _ in range(6):
         group, child, ours = start_peer(tensor.numel())
         ours.send(OPPOSITES[what])
         work = strike_in_the_middle(group, child.pid, what, tensor, ours.recv, blow)
@@ -593,12 +594,16 @@ def test_a_collective_in_the_middle_of_a_message_ends_at_once(
         begun_s = time.perf_counter()
         if blow == signal.SIGSTOP:
             group.abort()
-        assert isinstance(wait().get(), Aborted if blow == signal.SIGSTOP else PeerFailed)
-        took_s.append(time.perf_counter() - begun_s)
+        error = wait().get()
+        if error is not None:
+            assert isinstance(error, Aborted if blow == signal.SIGSTOP else PeerFailed)
+            took_s.append(time.perf_counter() - begun_s)
         group.shutdown()
         child.kill()
         child.join(20)
-    assert min(took_s) < limit_s, took_s
+        if min(took_s, default=limit_s) < limit_s:
+            break
+    assert min(took_s, default=limit_s) < limit_s, took_s
 
 
 @pytest.mark.parametrize(
