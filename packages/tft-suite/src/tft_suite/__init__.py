@@ -25,7 +25,9 @@ if TYPE_CHECKING:
         ProcessGroup,
         ProcessGroupDummy,
         ProcessGroupGloo,
+        ProcessGroupNCCL,
         ProcessGroupWrapper,
+        ProcessGroupXCCL,
         extend_device_mesh,
     )
 
@@ -48,7 +50,9 @@ __all__ = [
     "ProcessGroup",
     "ProcessGroupDummy",
     "ProcessGroupGloo",
+    "ProcessGroupNCCL",
     "ProcessGroupWrapper",
+    "ProcessGroupXCCL",
     "Timeouts",
     "WorldSizeMode",
     "extend_device_mesh",
@@ -66,7 +70,9 @@ _HOMES = {
         "ProcessGroup",
         "ProcessGroupDummy",
         "ProcessGroupGloo",
+        "ProcessGroupNCCL",
         "ProcessGroupWrapper",
+        "ProcessGroupXCCL",
         "extend_device_mesh",
     ),
 }
