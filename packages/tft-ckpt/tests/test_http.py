@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import re
 import select
@@ -29,6 +30,7 @@ from tft_ckpt import (
     WrongSetting,
 )
 from tft_ckpt.buffers import Buffer
+from tft_ckpt.http import server
 from tft_ckpt.http.address import advertised_url, listen, parse_url
 from tft_ckpt.http.routes import KEY_HEADER, WAIT_HEADER, data_path, manifest_path
 from tft_ckpt.manifest import decode
@@ -533,3 +535,18 @@ def test_the_host_name_is_given_if_it_means_this_host_to_others(monkeypatch: pyt
 @pytest.mark.parametrize("resolved", [[], ["127.0.1.1"], ["::1", "10.1.2.3"]])
 def test_else_the_address_that_goes_out(monkeypatch: pytest.MonkeyPatch, resolved: list[str]) -> None:
     assert own_host(monkeypatch, resolved) != "thishost"
+
+
+def test_a_reader_that_has_hung_up_meanwhile_can_be_sent_off_all_the_same() -> None:
+    """Its request may not be over yet; an error here would end the server's thread."""
+
+    async def hang_up_first() -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=ours)
+            transport.abort()
+            while ours.fileno() >= 0:
+                await asyncio.sleep(0)
+            server._break(transport)
+
+    asyncio.run(asyncio.wait_for(hang_up_first(), BOUND.total_seconds()))

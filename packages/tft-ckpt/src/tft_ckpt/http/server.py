@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import hmac
 import logging
 import socket
@@ -429,7 +430,8 @@ def _break(transport: asyncio.Transport) -> None:
     # Without lingering: what the reader did not take would else stay in the kernel, and the reader would never hear.
     sock = transport.get_extra_info("socket")
     if sock is not None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGERING)
+        with contextlib.suppress(OSError):  # the reader was faster: its socket is closed, and its request not yet over
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGERING)
     transport.abort()
 
 
