@@ -127,6 +127,18 @@ def test_every_attempt_has_a_number_whatever_became_of_the_one_before() -> None:
     assert ask(step).attempt == 2
 
 
+def test_a_verdict_belongs_to_its_attempt() -> None:
+    step = core()
+    assert step.verdict is None
+    commit(step)
+    assert step.verdict is True
+    ask(step)
+    assert step.verdict is None
+    step.plan_arrived(plan_of(2, size=2, step=1))
+    step.verdict_arrived(False)
+    assert step.verdict is False
+
+
 def test_an_error_fails_its_own_attempt() -> None:
     step = core()
     ask(step)

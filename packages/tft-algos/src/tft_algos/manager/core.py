@@ -147,6 +147,7 @@ class StepCore:
         self.plan: Plan | None = None
         self._standing: Plan | None = None  # of the key that is held
         self.phase = Phase.IDLE
+        self.verdict: bool | None = None
         self.healing = Healing.NONE
         self.name = StepName(attempt=0, step=0)
         self._errors: list[Exception] = []
@@ -170,6 +171,7 @@ class StepCore:
         self.name = StepName(attempt=self.name.attempt + 1, step=self.step)
         self.plan = None
         self.phase = Phase.ASKED
+        self.verdict = None
         self.healing = Healing.NONE
         self._errors.clear()
         self._fatal = None
@@ -448,6 +450,7 @@ class StepCore:
         """
         plan = self.plan
         planned, self.phase = self.phase is Phase.PLANNED, Phase.IDLE
+        self.verdict = yes
         if yes and plan is not None:
             self.step += 1
             self.batches_committed += plan.num_participants

@@ -718,6 +718,16 @@ class Manager:
         """The settings, with what the environment and the defaults filled in."""
         return self._config
 
+    @property
+    def attempt(self) -> int:
+        """Calls of start_quorum so far; the number of the step that was begun last, committed or not."""
+        return self._core.name.attempt
+
+    @property
+    def verdict(self) -> bool | None:
+        """Whether that step was committed; None while should_commit has not said it."""
+        return self._core.verdict
+
     def current_step(self) -> int:
         """Committed steps, 0 at the start."""
         return self._core.step
