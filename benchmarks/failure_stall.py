@@ -7,26 +7,21 @@ commit with two participants. The systems take turns, and so do the replicas tha
 
 from __future__ import annotations
 
-import json
 import os
-import queue
 import signal
 import statistics
-import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 from benchmarks import peer, servers
 from benchmarks.row import Row
+from benchmarks.worker import PATIENCE_S, Worker
 
-ROOT = Path(__file__).resolve().parent.parent
 REPLICAS = 3
 HIDDEN = 512
 HEARTBEAT_TIMEOUT_MS = 5_000
 BAR_S = 0.6
-PATIENCE_S = 60
 
 
 def measure(turns: int) -> Row:
@@ -48,67 +43,36 @@ def measure(turns: int) -> Row:
     )
 
 
-class _Replica:
-    """A worker, and what it told."""
+def _replica(system: str, rank: int, port: int) -> Worker:
+    shape = ["--members", str(REPLICAS), "--min-replicas", str(REPLICAS - 1), "--hidden", str(HIDDEN)]
+    place = ["--rank", str(rank), "--lighthouse", f"http://127.0.0.1:{port}"]
+    return Worker(system, "benchmarks.failure_worker", [*shape, *place])
 
-    def __init__(self, system: str, rank: int, port: int) -> None:
-        interpreter = sys.executable if system == "tft" else str(peer.python())
-        self.process = subprocess.Popen(
-            [
-                *(interpreter, "-m", "benchmarks.failure_worker", "--system", system, "--rank", str(rank)),
-                *("--members", str(REPLICAS), "--min-replicas", str(REPLICAS - 1), "--hidden", str(HIDDEN)),
-                *("--lighthouse", f"http://127.0.0.1:{port}"),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "RUST_LOG": "error"},
-        )
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read, name="benchmark-reader", daemon=True)
-        self._reader.start()
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._lines.put(line)
-
-    def wait_for(self, participants: int, *, steady: bool, after_s: float = 0.0) -> float:
-        """When it first told so after a moment, in seconds since 1970. Raises: RuntimeError: not in time."""
-        deadline_s = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                told = json.loads(self._lines.get(timeout=max(deadline_s - time.monotonic(), 0.001)))
-            except queue.Empty:
-                raise RuntimeError(
-                    f"a replica did not commit with {participants} within {PATIENCE_S} s; "
-                    "run benchmarks.failure_worker by hand to see why"
-                ) from None
-            if told["at_s"] >= after_s and (told["participants"], told["steady"]) == (participants, steady):
-                return float(told["at_s"])
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._reader.join()
+def _wait_for(replica: Worker, participants: int, *, steady: bool, after_s: float = 0.0) -> float:
+    """When it first told so after a moment, in seconds since 1970. Raises: RuntimeError: not in time."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while True:
+        told = replica.told(deadline_s - time.monotonic())
+        if told["at_s"] >= after_s and (told["participants"], told["steady"]) == (participants, steady):
+            return float(told["at_s"])
 
 
 def _turn(system: str, victim: int) -> float:
     """The stall of one kill, in seconds."""
     command = Path(sys.executable).parent / "tft-lighthouse" if system == "tft" else peer.lighthouse_command()
     flags = ["--heartbeat_timeout_ms", str(HEARTBEAT_TIMEOUT_MS)]
-    replicas: list[_Replica] = []
+    replicas: list[Worker] = []
     with servers.lighthouse(command, min_replicas=REPLICAS - 1, flags=flags) as started:
         try:
             for rank in range(REPLICAS):
-                replicas.append(_Replica(system, rank, started.port))
+                replicas.append(_replica(system, rank, started.port))
             for replica in replicas:
-                replica.wait_for(REPLICAS, steady=True)
+                _wait_for(replica, REPLICAS, steady=True)
             killed_s = time.time()
             os.kill(replicas[victim].process.pid, signal.SIGKILL)
             survivors = [replica for rank, replica in enumerate(replicas) if rank != victim]
-            committed_s = [replica.wait_for(REPLICAS - 1, steady=False, after_s=killed_s) for replica in survivors]
+            committed_s = [_wait_for(replica, REPLICAS - 1, steady=False, after_s=killed_s) for replica in survivors]
             return max(committed_s) - killed_s
         finally:
             for replica in replicas:

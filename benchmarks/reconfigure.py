@@ -7,26 +7,16 @@ and the others are configured without it: once a turn, because a member dies onl
 
 from __future__ import annotations
 
-import json
-import os
-import queue
 import statistics
-import subprocess
-import sys
-import threading
 from collections.abc import Sequence
-from pathlib import Path
-from typing import final
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in __all__
 
-from benchmarks import peer
 from benchmarks.row import Row
+from benchmarks.worker import Worker
 
-ROOT = Path(__file__).resolve().parent.parent
 SIZES = (2, 4, 8)
 WARM_UPS = 3
-PATIENCE_S = 60
 
 
 def measure(turns: int, configures: int) -> Row:
@@ -60,69 +50,22 @@ def _figures(times_ms: Sequence[float]) -> str:
     return f"{'/'.join(texts[: len(SIZES)])}; {'/'.join(texts[len(SIZES) :])}"
 
 
-@final
-class _Member:
-    """A worker process."""
-
-    def __init__(self, system: str) -> None:
-        interpreter = sys.executable if system == "tft" else str(peer.python())
-        self.process = subprocess.Popen(
-            [interpreter, "-m", "benchmarks.reconfigure_worker", "--system", system],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            cwd=ROOT,
-            # A name server that does not answer costs each client of a store five seconds, which is not measured here.
-            env={**os.environ, "OMP_NUM_THREADS": "1", "RUST_LOG": "error", "RES_OPTIONS": "timeout:1 attempts:1"},
-        )
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read, name="benchmark-reader", daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._lines.put(line)
-        self._lines.put("")
-
-    def order(self, address: str, rank: int, world_size: int) -> None:
-        assert self.process.stdin is not None
-        json.dump({"address": address, "rank": rank, "world_size": world_size}, self.process.stdin)
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-
-    def took_ms(self) -> float:
-        """Raises: RuntimeError: it ended, or did not answer."""
-        try:
-            line = self._lines.get(timeout=PATIENCE_S)
-        except queue.Empty:
-            line = ""
-        if not line:
-            raise RuntimeError("a member did not configure; run benchmarks.reconfigure_worker by hand to see why")
-        return float(json.loads(line)["took_ms"])
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._reader.join()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
+def _order(member: Worker, address: str, rank: int, world_size: int) -> None:
+    member.tell({"address": address, "rank": rank, "world_size": world_size})
 
 
 def _turn(system: str, size: int, configures: int) -> tuple[list[float], float]:
     """The times of a whole group, and the time after a death, in milliseconds."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    members: list[_Member] = []
+    members: list[Worker] = []
 
-    def configure(number: int, together: Sequence[_Member]) -> float:
+    def configure(number: int, together: Sequence[Worker]) -> float:
         for rank, member in enumerate(together):
-            member.order(f"127.0.0.1:{store.port}/quorum/{number}", rank, len(together))
-        return max(member.took_ms() for member in together)
+            _order(member, f"127.0.0.1:{store.port}/quorum/{number}", rank, len(together))
+        return max(float(member.told()["took_ms"]) for member in together)
 
     try:
-        members += [_Member(system) for _ in range(size)]
+        members += [Worker(system, "benchmarks.reconfigure_worker") for _ in range(size)]
         times_ms = [configure(number, members) for number in range(WARM_UPS + configures)][WARM_UPS:]
         members[-1].process.kill()
         members[-1].process.wait()

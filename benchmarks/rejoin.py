@@ -1,0 +1,173 @@
+"""P4 and P5: what it costs when a killed replica starts again, the survivors and the newcomer, beside torchft.
+
+Three replicas train; one is killed with SIGKILL, and when the others have gone on without it for a while it is started
+again. P4 is the longest time between two commits of a survivor from that start until the newcomer has committed a few
+steps. P5 is the newcomer's: from its construction to its first commit, and from the start of its process to its
+construction. The systems take turns, and so do the replicas that are killed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+from benchmarks import peer, servers
+from benchmarks.row import Row
+from benchmarks.worker import PATIENCE_S, Worker
+
+REPLICAS: Final = 3
+HIDDEN: Final = 1024
+STEADY_STEPS: Final = 20
+STEPS_TOGETHER: Final = 5
+MAX_STEPS: Final = 2.0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Of one rejoin, in seconds.
+
+    Args:
+        gap_s: longest between two commits of a survivor.
+        step_s: a survivor's median step before the newcomer came.
+        first_commit_s: newcomer, from its construction.
+        construct_s: newcomer, from the start of its process.
+    """
+
+    gap_s: float
+    step_s: float
+    first_commit_s: float
+    construct_s: float
+
+
+def measure(turns: int) -> dict[str, Row]:
+    """Both rows, by name; a turn is one rejoin in each system."""
+    found: dict[str, list[Turn]] = {"torchft": [], "tft": []}
+    for turn in range(turns):
+        for system, so_far in found.items():
+            so_far.append(_turn(system, victim=turn % REPLICAS))
+    ours, theirs = (_medians(found[system]) for system in ("tft", "torchft"))
+    in_steps = ours.gap_s / ours.step_s
+    return {
+        "p4": Row(
+            name="P4",
+            what="rejoin: survivors' longest gap",
+            ours=f"{ours.gap_s:.3f} s",
+            peer=f"{theirs.gap_s:.3f} s",
+            other=f"{in_steps:.1f} steps of {ours.step_s:.3f} s",
+            ratio=ours.gap_s / theirs.gap_s,
+            bar=f"<= torchft, <= {MAX_STEPS:g} steps",
+            met=ours.gap_s <= theirs.gap_s and in_steps <= MAX_STEPS,
+        ),
+        "p5": Row(
+            name="P5",
+            what="rejoin: made to commit; started to made",
+            ours=f"{ours.first_commit_s:.2f}; {ours.construct_s:.2f} s",
+            peer=f"{theirs.first_commit_s:.2f}; {theirs.construct_s:.2f} s",
+            other="the ratio is the worst",
+            ratio=max(ours.first_commit_s / theirs.first_commit_s, ours.construct_s / theirs.construct_s),
+            bar="both <= torchft",
+            met=ours.first_commit_s <= theirs.first_commit_s and ours.construct_s <= theirs.construct_s,
+        ),
+    }
+
+
+def _medians(turns: list[Turn]) -> Turn:
+    return Turn(
+        gap_s=statistics.median(turn.gap_s for turn in turns),
+        step_s=statistics.median(turn.step_s for turn in turns),
+        first_commit_s=statistics.median(turn.first_commit_s for turn in turns),
+        construct_s=statistics.median(turn.construct_s for turn in turns),
+    )
+
+
+@final
+class _Replica:
+    """A worker, and when it committed; a thread listens, so that no survivor waits for a full pipe."""
+
+    def __init__(self, system: str, rank: int, port: int) -> None:
+        shape = ["--min-replicas", str(REPLICAS - 1), "--hidden", str(HIDDEN)]
+        place = ["--rank", str(rank), "--lighthouse", f"http://127.0.0.1:{port}"]
+        self.started_s = time.time()
+        self.worker = Worker(system, "benchmarks.rejoin_worker", [*shape, *place])
+        self.constructed_s = 0.0
+        self.commits: list[dict[str, Any]] = []
+        self._news = threading.Condition()
+        self._ended = False
+        self._listener = threading.Thread(target=self._listen, name="benchmark-listener", daemon=True)
+        self._listener.start()
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                told = self.worker.told()
+                with self._news:
+                    if told["kind"] == "commit":
+                        self.commits.append(told)
+                    else:
+                        self.constructed_s = told["at_s"]
+                    self._news.notify_all()
+        except RuntimeError:
+            with self._news:
+                self._ended = True
+                self._news.notify_all()
+
+    def wait_for(self, participants: int, times: int) -> None:
+        """Until its last commits had that many participants. Raises: RuntimeError: not in time."""
+
+        def has() -> bool:
+            last = self.commits[-times:]
+            return self._ended or (len(last) == times and all(each["participants"] == participants for each in last))
+
+        with self._news:
+            if not self._news.wait_for(has, PATIENCE_S) or self._ended:
+                raise RuntimeError(
+                    f"a replica did not commit with {participants} within {PATIENCE_S:g} s; "
+                    "run benchmarks.rejoin_worker by hand to see why"
+                )
+
+    def gaps_s(self, after_s: float, until_s: float) -> list[float]:
+        """Between its commits of that time, the one before it included."""
+        times_s = [each["at_s"] for each in self.commits]
+        return [
+            later - earlier for earlier, later in itertools.pairwise(times_s) if after_s <= later and earlier <= until_s
+        ]
+
+    def end(self) -> None:
+        self.worker.end()
+        self._listener.join()
+
+
+def _turn(system: str, victim: int) -> Turn:
+    command = Path(sys.executable).parent / "tft-lighthouse" if system == "tft" else peer.lighthouse_command()
+    replicas: list[_Replica] = []
+    with servers.lighthouse(command, min_replicas=REPLICAS - 1) as started:
+        try:
+            for rank in range(REPLICAS):
+                replicas.append(_Replica(system, rank, started.port))
+            for replica in replicas:
+                replica.wait_for(REPLICAS, STEADY_STEPS)
+            replicas[victim].worker.process.kill()
+            survivors = [replica for rank, replica in enumerate(replicas) if rank != victim]
+            for survivor in survivors:
+                survivor.wait_for(REPLICAS - 1, STEADY_STEPS)
+            newcomer = _Replica(system, victim, started.port)
+            replicas.append(newcomer)
+            newcomer.wait_for(REPLICAS, STEPS_TOGETHER)
+            until_s = time.time()
+            for survivor in survivors:
+                survivor.wait_for(REPLICAS, STEPS_TOGETHER)
+            return Turn(
+                gap_s=max(max(survivor.gaps_s(newcomer.started_s, until_s)) for survivor in survivors),
+                step_s=statistics.median(survivors[0].gaps_s(0.0, newcomer.started_s)),
+                first_commit_s=newcomer.commits[0]["at_s"] - newcomer.constructed_s,
+                construct_s=newcomer.constructed_s - newcomer.started_s,
+            )
+        finally:
+            for replica in replicas:
+                replica.end()
