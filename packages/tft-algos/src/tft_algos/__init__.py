@@ -16,6 +16,7 @@ from tft_algos.errors import (
     Unsupported,
     UsageError,
 )
+from tft_algos.hsdp import extend_mesh, reduce_across
 from tft_algos.manager import Coordinator, Group, Manager, ManagerConfig, WorldSizeMode
 from tft_algos.optim import Optimizer
 
@@ -40,4 +41,6 @@ __all__ = [
     "Unsupported",
     "UsageError",
     "WorldSizeMode",
+    "extend_mesh",
+    "reduce_across",
 ]

@@ -14,7 +14,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tft_algos import DistributedDataParallel, Manager, ManagerConfig, Optimizer, WorldSizeMode
+    from tft_algos import (
+        DistributedDataParallel,
+        Manager,
+        ManagerConfig,
+        Optimizer,
+        WorldSizeMode,
+        extend_mesh,
+        reduce_across,
+    )
     from tft_ckpt import CheckpointTransport, HTTPTransport
     from tft_coord import LighthouseClient, ManagerClient, ManagerServer, Timeouts
     from tft_lighthouse import LighthouseServer
@@ -56,10 +64,20 @@ __all__ = [
     "Timeouts",
     "WorldSizeMode",
     "extend_device_mesh",
+    "extend_mesh",
+    "reduce_across",
 ]
 
 _HOMES = {
-    "tft_algos": ("DistributedDataParallel", "Manager", "ManagerConfig", "Optimizer", "WorldSizeMode"),
+    "tft_algos": (
+        "DistributedDataParallel",
+        "Manager",
+        "ManagerConfig",
+        "Optimizer",
+        "WorldSizeMode",
+        "extend_mesh",
+        "reduce_across",
+    ),
     "tft_ckpt": ("CheckpointTransport", "HTTPTransport"),
     "tft_coord": ("LighthouseClient", "ManagerClient", "ManagerServer", "Timeouts"),
     "tft_lighthouse": ("LighthouseServer",),
