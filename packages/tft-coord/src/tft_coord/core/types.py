@@ -313,7 +313,13 @@ class Plan:
 
 
 class Purpose(enum.Enum):
-    """What the ranks of a group agree on in a round."""
+    """What the ranks of a group agree on in a round.
+
+    COMMIT: the step counts. The others are a healing's, in this order. STAGED: each rank has fetched its part.
+    WITHOUT_OWN: no rank needs its own state to make use of what it fetched. MATCHED: each rank's own state fits that.
+    """
 
     COMMIT = "commit"
     STAGED = "staged"
+    WITHOUT_OWN = "without_own"
+    MATCHED = "matched"

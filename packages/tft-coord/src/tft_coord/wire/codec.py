@@ -497,25 +497,34 @@ def decode_vote(data: bytes) -> Vote:
     return _vote_from_wire(_parse(pb.ShouldCommitRequest, data))
 
 
+_PURPOSES = {
+    Purpose.COMMIT: pb.COMMIT,
+    Purpose.STAGED: pb.STAGED,
+    Purpose.WITHOUT_OWN: pb.WITHOUT_OWN,
+    Purpose.MATCHED: pb.MATCHED,
+}
+
+
 def _vote_to_wire(vote: Vote) -> pb.ShouldCommitRequest:
     return pb.ShouldCommitRequest(
         should_commit=vote.yes,
         group_rank=vote.group_rank,
         step=vote.step,
         key=_key_to_wire(vote.key),
-        purpose=pb.STAGED if vote.purpose is Purpose.STAGED else pb.COMMIT,
+        purpose=_PURPOSES[vote.purpose],
     )
 
 
 def _vote_from_wire(message: pb.ShouldCommitRequest) -> Vote:
-    if message.purpose not in (pb.COMMIT, pb.STAGED):
-        raise ProtocolError(f"a vote's purpose is {message.purpose}; this version knows 0 and 1")
+    purpose = next((purpose for purpose, number in _PURPOSES.items() if number == message.purpose), None)
+    if purpose is None:
+        raise ProtocolError(f"a vote's purpose is {message.purpose}; this version knows 0 to {max(_PURPOSES.values())}")
     return Vote(
         group_rank=_count("group_rank", message.group_rank, MAX_WORLD_SIZE),
         step=_count("step", message.step, MAX_INT64),
         yes=message.should_commit,
         key=_key_from_wire(message.key) if message.HasField("key") else None,
-        purpose=Purpose.STAGED if message.purpose == pb.STAGED else Purpose.COMMIT,
+        purpose=purpose,
     )
 
 

@@ -14,8 +14,12 @@ class Purpose(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     COMMIT: _ClassVar[Purpose]
     STAGED: _ClassVar[Purpose]
+    WITHOUT_OWN: _ClassVar[Purpose]
+    MATCHED: _ClassVar[Purpose]
 COMMIT: Purpose
 STAGED: Purpose
+WITHOUT_OWN: Purpose
+MATCHED: Purpose
 
 class RaftMessageRequest(_message.Message):
     __slots__ = ("message",)
