@@ -7,6 +7,7 @@ from tft_algos.errors import (
     Closed,
     ExceptionWithTraceback,
     HealingFailed,
+    NoWeight,
     QuorumBroken,
     SettingError,
     StateUnavailable,
@@ -17,12 +18,13 @@ from tft_algos.errors import (
     UsageError,
 )
 from tft_algos.hsdp import extend_mesh, reduce_across
-from tft_algos.manager import Coordinator, Group, Manager, ManagerConfig, WorldSizeMode
+from tft_algos.manager import Clock, Coordinator, Group, Manager, ManagerConfig, WorldSizeMode
 from tft_algos.optim import Optimizer
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Clock",
     "Closed",
     "Coordinator",
     "DistributedDataParallel",
@@ -31,6 +33,7 @@ __all__ = [
     "HealingFailed",
     "Manager",
     "ManagerConfig",
+    "NoWeight",
     "Optimizer",
     "QuorumBroken",
     "SettingError",

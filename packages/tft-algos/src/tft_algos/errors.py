@@ -41,6 +41,11 @@ class Closed(TrainingError, RuntimeError):
     """The Manager was shut down: make a new one."""
 
 
+class NoWeight(TrainingError, ArithmeticError):
+    """The weights of all that gave something sum to zero, or to no finite number, so there is no mean: give other
+    weights in the next step."""
+
+
 class HealingFailed(TrainingError, RuntimeError):
     """The live state could not be fetched or loaded; the next quorum tries again, with another source if there is one.
 

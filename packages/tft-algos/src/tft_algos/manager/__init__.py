@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from tft_algos.manager.config import ManagerConfig, ResolvedConfig, WorldSizeMode
 from tft_algos.manager.manager import Manager
-from tft_algos.manager.parts import Coordinator, Group, ServerRestarted
+from tft_algos.manager.parts import Clock, Coordinator, Group, ServerRestarted
 
-__all__ = ["Coordinator", "Group", "Manager", "ManagerConfig", "ResolvedConfig", "ServerRestarted", "WorldSizeMode"]
+__all__ = [
+    "Clock",
+    "Coordinator",
+    "Group",
+    "Manager",
+    "ManagerConfig",
+    "ResolvedConfig",
+    "ServerRestarted",
+    "WorldSizeMode",
+]

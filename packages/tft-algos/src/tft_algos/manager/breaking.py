@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final, final
 
-from tft_algos.manager.parts import Group
+from tft_algos.manager.clock import SystemClock
+from tft_algos.manager.parts import Clock, Group
 from tft_coord.core.types import QuorumKey
 
 ABORT_AFTER_S: Final = 0.05
@@ -28,10 +29,12 @@ class Breaker:
 
     Args:
         group: the process group; configured inside `configuring` only.
+        clock: measures the moment after a notice; None: the system's.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, clock: Clock | None = None) -> None:
         self._group = group
+        self._clock = clock or SystemClock()
         self._lock = threading.Lock()
         self._key: QuorumKey | None = None  # that the group is configured for, or is being configured for
         self._configuring = False
@@ -83,7 +86,7 @@ class Breaker:
 
     def _run(self, key: QuorumKey | None, after_s: float) -> None:
         wait_s = after_s
-        while not self._closing.wait(wait_s):
+        while not self._clock.wait(self._closing, wait_s):
             with self._lock:
                 if key is not None and self._key != key:
                     return

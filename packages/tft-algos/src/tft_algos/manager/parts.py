@@ -1,6 +1,6 @@
-"""What a Manager is put together from, as small interfaces: coordination and a process group.
+"""What a Manager is put together from, as small interfaces: coordination, a process group and a clock.
 
-Each has what a step needs and no more, so that a test or another strategy can bring its own. The third part, the
+Each has what a step needs and no more, so that a test or another strategy can bring its own. The fourth part, the
 transport of live state, is `tft_ckpt.CheckpointTransport`.
 
 Law of this file: interfaces and their words; nothing is done here.
@@ -8,6 +8,7 @@ Law of this file: interfaces and their words; nothing is done here.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
@@ -104,4 +105,23 @@ class Coordinator(Protocol):
 
     def close(self) -> None:
         """End everything; again does nothing."""
+        ...
+
+
+class Clock(Protocol):
+    """What a Manager asks of time. Its methods may be called from any thread."""
+
+    def monotonic(self) -> float:
+        """Seconds since whenever; never goes back."""
+        ...
+
+    def wait(self, event: threading.Event, timeout_s: float) -> bool:
+        """Wait until the event is set, or so many seconds; returns whether it is set."""
+        ...
+
+    def after(self, delay_s: float, callback: Callable[[], None]) -> Callable[[], object]:
+        """Have a callback run after so many seconds, on a thread of the clock's; it returns at once.
+
+        Returns: a function that takes it back; where it has run already, that does nothing.
+        """
         ...
