@@ -1,0 +1,402 @@
+"""The example's language model in many processes, a supervisor that starts the dead again, and what each committed.
+
+A trainer is the loop of `examples/train_lm.py` with an injector at every place, and tells of each commit the digest of
+its whole state. The supervisor does what torchrun or a cluster's scheduler does: when a process of a replica group has
+ended, it waits for the others to end and starts the group again.
+
+Law of this file: starting trainers, striking them and listening to them; what must hold stands in the tests.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing.connection
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import init_device_mesh
+
+from examples.train_lm import Settings, Training
+from integration_tests.conftest import Spawn
+from tft_algos import Manager, Optimizer
+from tft_algos.testing import Action, EventInjector, Fault, Place, digest
+from tft_ckpt import HTTPTransport
+from tft_coord.timeouts import Timeouts
+from tft_lighthouse import LighthouseServer
+from tft_pg import ManagedProcessGroup, ProcessGroupGloo, extend_device_mesh
+
+PATIENCE_S: Final = 50.0
+MARGIN_STEPS: Final = 60  # nobody may have passed the step at which all are told to stop
+TIMEOUT: Final = timedelta(seconds=2)
+JOIN_TIMEOUT_MS: Final = 1_000
+HEARTBEAT_TIMEOUT_MS: Final = 2_000
+FOR_EVER: Final = 1_000_000
+HANGS_FOR: Final = 1.5 * TIMEOUT
+TINY: Final = Settings(steps=FOR_EVER, batch=12, context=16, characters=50_000, width=16, layers=1, heads=2)
+NAMES: Final = "abcde"
+OF_RANK_ZERO: Final = (Place.BACKWARD, Place.VOTE, Place.HEALING)
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a trainer told.
+
+    Args:
+        kind: "commit", "failed", "healed", "struck", "loss" or "end".
+        step: committed steps, after a commit.
+        lineage: after a commit: which commits led there.
+        digest: of this process's part of parameters and optimizer.
+        participants: of the step.
+        loss: of the text that is never trained on, at the end.
+        text: the error of a failed step or of the end.
+    """
+
+    kind: str
+    step: int = 0
+    lineage: int = 0
+    digest: str = ""
+    participants: int = 0
+    loss: float = 0.0
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """How a trainer trains.
+
+    Args:
+        lighthouse: address.
+        name: of the replica group.
+        settings: the example's flags; it trains until `steps`, or until it is told another last step.
+        environment: of a launcher; RANK and WORLD_SIZE make it one process of several.
+    """
+
+    lighthouse: str
+    name: str
+    settings: Settings
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+# --- what a trainer does ---
+
+
+def train(spec: Spec, connection: Connection) -> None:
+    """The life of a trainer, in its own process."""
+    torch.set_num_threads(1)
+    logging.getLogger("tft_ckpt").setLevel(logging.ERROR)
+    os.environ.update(spec.environment)
+    lock = threading.Lock()  # a fault strikes on whatever thread
+
+    def tell(event: Event) -> None:
+        with lock:
+            connection.send(event)
+
+    try:
+        _train(spec, connection, tell)
+    except Exception as error:
+        tell(Event("end", text=f"{type(error).__name__}: {error}"))
+        os._exit(1)  # as after a traceback; torch's own group may be in a collective that never ends
+    tell(Event("end"))
+
+
+def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) -> None:
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    store: Any = dist.HashStore()
+    if ranks > 1:
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
+        store = PrefixStore(f"start/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    injector = EventInjector(
+        on_strike=lambda fault: tell(Event("struck", manager.current_step(), text=fault.describe()))
+    )
+    timeouts = Timeouts(heal_timeout_ms=3_000, heartbeat_timeout_ms=HEARTBEAT_TIMEOUT_MS, beat_interval_ms=500)
+    transport = HTTPTransport[Any](timedelta(seconds=60), num_chunks=0, advertise_addr="localhost")
+    with Manager(
+        injector.group(ProcessGroupGloo()),
+        replica_id=spec.name,
+        lighthouse_addr=spec.lighthouse,
+        hostname="localhost",
+        timeout=TIMEOUT,
+        timeouts=timeouts,
+        coordinator=injector.coordinator,
+        checkpoint_transport=injector.transport(transport),
+    ) as manager:
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
+        training = Training(spec.settings, extend_device_mesh(mesh, ManagedProcessGroup(manager)))
+
+        def load(state: dict[str, Any]) -> None:
+            training.load(state)
+            tell(Event("healed", digest=digest(training.take())))
+
+        manager.register_state_dict_fn("training", load, training.take)
+        injector.module(training.model)
+        optimizer = Optimizer(manager, injector.optimizer(training.adam))
+        injector.attach(manager)
+        last = spec.settings.steps
+        while manager.current_step() < last:
+            while connection.poll():
+                match connection.recv():
+                    case Fault() as fault:
+                        injector.inject(fault)
+                    case int(step):
+                        last = step
+            step = manager.current_step()
+            training.set_learning_rate(step)
+            optimizer.zero_grad()
+            place = (manager.participating_rank() or 0) * ranks + rank
+            training.backward(step, place, max(manager.num_participants(), 1) * ranks)
+            error = manager.errored()
+            optimizer.step()
+            if manager.verdict:
+                lineage = manager.state_dict()["lineage"]
+                told = digest(training.take())
+                tell(Event("commit", manager.current_step(), lineage, told, manager.num_participants()))
+            else:
+                tell(Event("failed", manager.current_step(), text=str(error)))
+        tell(Event("loss", manager.current_step(), loss=training.validation_loss()))
+    dist.destroy_process_group()
+
+
+# --- the supervisor's view of them ---
+
+
+class Trainer:
+    """One process, and its events so far."""
+
+    def __init__(self, process: ForkServerProcess, connection: Connection) -> None:
+        self.process = process
+        self.connection = connection
+        self.events: list[Event] = []
+
+    @property
+    def commits(self) -> dict[int, Event]:
+        """By step."""
+        return {event.step: event for event in self.events if event.kind == "commit"}
+
+    @property
+    def step(self) -> int:
+        """Of its last commit."""
+        return max(self.commits, default=0)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.connection.closed
+
+
+class ReplicaGroup:
+    """The processes of one name; `trainers` are those of its last start.
+
+    Args:
+        spawn: the fixture.
+        spec: of each; its environment is made here.
+        ranks: processes.
+    """
+
+    def __init__(self, spawn: Spawn, spec: Spec, ranks: int) -> None:
+        self.name = spec.name
+        self._spawn = spawn
+        self._spec = spec
+        self._ranks = ranks
+        self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if ranks > 1 else None
+        self.starts = 0
+        self.trainers: list[Trainer] = []
+        self.all_trainers: list[tuple[int, Trainer]] = []  # with their ranks
+
+    def start(self) -> None:
+        """Start it, again if it was started before."""
+        self.starts += 1
+        self.trainers = [self._start(rank) for rank in range(self._ranks)]
+        self.all_trainers += enumerate(self.trainers)
+
+    def _start(self, rank: int) -> Trainer:
+        environment: dict[str, str] = {}
+        if self._store is not None:
+            environment = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(self._ranks),
+                "MASTER_ADDR": "localhost",
+                "MASTER_PORT": str(self._store.port),
+                "TORCHELASTIC_RUN_ID": self.name,
+                "TORCHELASTIC_RESTART_COUNT": str(self.starts),
+            }
+        ours, theirs = multiprocessing.connection.Pipe()
+        spec = Spec(self._spec.lighthouse, self.name, self._spec.settings, environment)
+        trainer = Trainer(self._spawn(train, spec, theirs), ours)
+        theirs.close()
+        return trainer
+
+    def send(self, message: object) -> None:
+        for trainer in self.trainers:
+            with suppress(BrokenPipeError):  # it has ended, and is started again
+                trainer.connection.send(message)
+
+    def close(self) -> None:
+        """Let go of its store, which listens."""
+        self._store = None
+
+
+class Cluster:
+    """Replica groups that train together, and whoever ends is started again.
+
+    Args:
+        spawn: the fixture.
+        lighthouse: that they ask.
+        groups: how many.
+        ranks: processes a group.
+        settings: the example's flags.
+    """
+
+    def __init__(
+        self, spawn: Spawn, lighthouse: LighthouseServer, *, groups: int, ranks: int = 1, settings: Settings = TINY
+    ) -> None:
+        self.groups = [
+            ReplicaGroup(spawn, Spec(str(lighthouse.address), name, settings), ranks) for name in NAMES[:groups]
+        ]
+        self._finishing = False
+        for group in self.groups:
+            group.start()
+
+    @property
+    def trainers(self) -> list[Trainer]:
+        """Of the last start of each group."""
+        return [trainer for group in self.groups for trainer in group.trainers]
+
+    @property
+    def step(self) -> int:
+        """The highest that anybody has told of."""
+        return max(trainer.step for trainer in self.trainers)
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Take in events, and start who has ended again, until the condition holds."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            left_s = deadline - time.monotonic()
+            assert left_s > 0, f"not within {PATIENCE_S:g} s: {what}; {self.story()}"
+            self._take_in(left_s)
+            for group in self.groups:
+                if not self._finishing and all(trainer.has_ended for trainer in group.trainers):
+                    group.start()
+
+    def _take_in(self, timeout_s: float) -> None:
+        by_connection = {trainer.connection: trainer for trainer in self.trainers if not trainer.has_ended}
+        for connection in multiprocessing.connection.wait(list(by_connection), timeout_s):
+            assert isinstance(connection, Connection)
+            try:
+                by_connection[connection].events.append(connection.recv())
+            except (EOFError, ConnectionResetError):
+                connection.close()
+
+    def until_together(self, after: int = 0, steps: int = 2) -> None:
+        """Until all groups commit together, so many steps after that one."""
+        number = len(self.groups)
+
+        def together(trainer: Trainer) -> bool:
+            last = list(trainer.commits.values())[-steps:]
+            return len(last) == steps and all(each.participants == number and each.step > after for each in last)
+
+        self.until(lambda: all(together(trainer) for trainer in self.trainers), f"all commit together after {after}")
+
+    def until_others_go_on(self, group: ReplicaGroup, steps: int = 2) -> None:
+        """Until the other groups have committed so many further steps."""
+        others = [trainer for each in self.groups if each is not group for trainer in each.trainers]
+        last = self.step + steps
+        self.until(lambda: all(trainer.step >= last for trainer in others), f"all but {group.name} go on to {last}")
+
+    def strike(self, group: ReplicaGroup, rank: int, action: Action, place: Place, **details: Any) -> None:
+        """Let a fault happen to one rank of a group, and wait until it does; then help as an operator would."""
+        trainer, seen = group.trainers[rank], len(group.trainers[rank].events)
+        fault = Fault(action=action, place=place, replica=group.name, rank=rank, **details)
+        for asked in [*what_leads_to(fault), fault]:
+            trainer.connection.send(asked)
+        if place is Place.SERVING:
+            # Somebody must heal: another group whose state is said to be half written.
+            other = next(each for each in self.groups if each is not group)
+            other.trainers[0].connection.send(Fault(action=Action.FAIL, place=Place.OPTIMIZER, replica=other.name))
+        self.until(
+            lambda: any(each.kind == "struck" and each.text == fault.describe() for each in trainer.events[seen:]),
+            fault.describe(),
+        )
+
+    def kill(self, trainer: Trainer) -> None:
+        """Kill -9, whatever it is in."""
+        trainer.process.kill()
+        self.until(lambda: trainer.has_ended, "who was killed has ended")
+
+    def finish(self) -> list[float]:
+        """Let all stop at one step, and see that they have. Returns: the losses at the end, of each process."""
+        last = self.step + MARGIN_STEPS
+        for group in self.groups:
+            group.send(last)
+        return self.until_finished(last)
+
+    def until_finished(self, last: int) -> list[float]:
+        """See all of them come to the last step. Returns: the losses at the end, of each process."""
+        self.until(lambda: all(any(e.kind == "loss" for e in t.events) for t in self.trainers), "all finish")
+        self._finishing = True
+        self.until(lambda: all(trainer.has_ended for trainer in self.trainers), "all end")
+        for trainer in self.trainers:
+            assert trainer.events[-1] == Event("end"), self.story()
+            assert trainer.step == last, self.story()
+            trainer.process.join(PATIENCE_S)
+            assert trainer.process.exitcode == 0
+        assert len({trainer.commits[last].lineage for trainer in self.trainers}) == 1, self.story()
+        self.check_digests()
+        return [trainer.events[-2].loss for trainer in self.trainers]
+
+    def check_digests(self) -> int:
+        """Who committed the same step after the same steps has the same state. Returns: number of such commits."""
+        told: dict[tuple[int, int, int], dict[str, str]] = {}
+        for group in self.groups:
+            for rank, trainer in group.all_trainers:
+                for event in trainer.events:
+                    if event.kind == "commit":
+                        digests = told.setdefault((rank, event.step, event.lineage), {})
+                        digests[f"{group.name}, process {trainer.process.pid}"] = event.digest
+        for (rank, step, _), digests in told.items():
+            assert len(set(digests.values())) == 1, f"rank {rank}, step {step}: {digests}"
+        return sum(len(digests) > 1 for digests in told.values())
+
+    def story(self) -> str:
+        """What everybody told last."""
+        return "; ".join(
+            f"{group.name}/{rank}, start {group.starts}: {trainer.events[-3:]}"
+            for group in self.groups
+            for rank, trainer in enumerate(group.trainers)
+        )
+
+    def close(self) -> None:
+        for group in self.groups:
+            group.close()
+
+
+def what_leads_to(fault: Fault) -> list[Fault]:
+    """What must happen first, so that the place is come to."""
+    before = {Place.CONFIGURE: Place.REDUCTION, Place.HEALING: Place.OPTIMIZER}.get(fault.place)
+    if before is None:
+        return []
+    return [Fault(action=Action.FAIL, place=before, replica=fault.replica, rank=fault.rank)]
+
+
+@contextmanager
+def training_together(spawn: Spawn, *, groups: int, ranks: int = 1, settings: Settings = TINY) -> Iterator[Cluster]:
+    """A lighthouse and replica groups that have begun to commit together."""
+    with LighthouseServer(
+        "127.0.0.1:0", join_timeout_ms=JOIN_TIMEOUT_MS, heartbeat_timeout_ms=HEARTBEAT_TIMEOUT_MS
+    ) as lighthouse:
+        cluster = Cluster(spawn, lighthouse, groups=groups, ranks=ranks, settings=settings)
+        try:
+            cluster.until_together()
+            yield cluster
+        finally:
+            cluster.close()

@@ -1,0 +1,101 @@
+"""A sharded language model, and a fault at every place of a step: bit-equal at each commit, and all come to the end.
+
+Replica groups train the example's model together. One after the other is struck, by whatever may happen at whatever
+place; who dies of it is started again; and when all commit together, the next is struck. Nobody else ever ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import psutil
+import pytest
+
+from integration_tests.conftest import Spawn
+from integration_tests.language_model import HANGS_FOR, OF_RANK_ZERO, Cluster, training_together
+from tft_algos.testing import Action, Place
+
+CLUSTERS: Final = {"two": (2, 1), "three": (3, 1), "five": (5, 1), "two of two": (2, 2)}
+
+
+@dataclass(frozen=True)
+class Blow:
+    """What happens to a rank, and how it ends.
+
+    Args:
+        action, place: of the fault.
+        ends_by_kill: HANG and STOP: it never ends by itself; the supervisor kills it. Else it goes on after a while.
+    """
+
+    action: Action
+    place: Place
+    ends_by_kill: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.action.value} at {self.place.value}{', killed' if self.ends_by_kill else ''}"
+
+
+EVERY_BLOW: Final = tuple(
+    Blow(action, place, ends_by_kill)
+    for place in Place
+    for action in Action
+    for ends_by_kill in ((False, True) if action in (Action.HANG, Action.STOP) else (False,))
+)
+
+
+def spread(number: int) -> list[Blow]:
+    """Of four parts the numbered one, in which every action occurs; together they have every place."""
+    return [blow for i, blow in enumerate(EVERY_BLOW) if i % 16 == 4 * number]
+
+
+def strike(cluster: Cluster, turn: int, blow: Blow) -> None:
+    """Let it happen to whose turn it is, and wait until all commit together again."""
+    # Who is first among those who hold the state gives it.
+    group = cluster.groups[0 if blow.place is Place.SERVING else turn % len(cluster.groups)]
+    rank = 0 if blow.place in OF_RANK_ZERO else len(group.trainers) - 1
+    starts = {each.name: each.starts for each in cluster.groups}
+    trainer = group.trainers[rank]
+    details = {"hang_for": HANGS_FOR} if blow.action is Action.HANG and not blow.ends_by_kill else {}
+    cluster.strike(group, rank, blow.action, blow.place, **details)
+    if blow.action is Action.STOP or blow.ends_by_kill:
+        if len(cluster.groups) > 2:  # one of two can't know whether the other hangs or the network is cut
+            cluster.until_others_go_on(group)
+        if blow.ends_by_kill:
+            cluster.kill(trainer)
+        else:
+            psutil.Process(trainer.process.pid).resume()
+    cluster.until_together(after=cluster.step)
+    others = [each for each in cluster.groups if each is not group]
+    assert [each.starts for each in others] == [starts[each.name] for each in others], f"{blow}: {cluster.story()}"
+    cluster.check_digests()
+
+
+def test_the_spread_has_every_place_and_every_action() -> None:
+    blows = [blow for number in range(len(CLUSTERS)) for blow in spread(number)]
+    assert {blow.place for blow in blows} == set(Place)
+    assert {blow.action for blow in blows} == set(Action)
+
+
+@pytest.mark.parametrize("size", CLUSTERS)
+def test_a_spread_of_faults(spawn: Spawn, size: str) -> None:
+    groups, ranks = CLUSTERS[size]
+    blows = spread([*CLUSTERS].index(size))
+    with training_together(spawn, groups=groups, ranks=ranks) as cluster:
+        for turn, blow in enumerate(blows):
+            strike(cluster, turn, blow)
+        losses = cluster.finish()
+        assert len(set(losses)) == 1
+        assert cluster.check_digests() > len(blows)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1_200)
+@pytest.mark.parametrize("size", CLUSTERS)
+def test_every_fault_at_every_place(spawn: Spawn, size: str) -> None:
+    groups, ranks = CLUSTERS[size]
+    with training_together(spawn, groups=groups, ranks=ranks) as cluster:
+        for turn, blow in enumerate(EVERY_BLOW):
+            strike(cluster, turn, blow)
+        losses = cluster.finish()
+        assert len(set(losses)) == 1
