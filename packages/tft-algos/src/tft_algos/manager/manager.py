@@ -15,7 +15,6 @@ import contextlib
 import logging
 import os
 import threading
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,23 +31,26 @@ from tft_algos.errors import (
     ExceptionWithTraceback,
     HealingFailed,
     SettingError,
+    StateDiverged,
     StateUnavailable,
     TooManyFailures,
     Unsupported,
     UsageError,
 )
 from tft_algos.manager.breaking import Breaker
+from tft_algos.manager.clock import SystemClock
 from tft_algos.manager.config import ManagerConfig, ResolvedConfig, WorldSizeMode, config_of, from_environment
 from tft_algos.manager.coordinator import GroupCoordinator
 from tft_algos.manager.core import Arrival, CoreSettings, Healing, Phase, StepCore, StepName
+from tft_algos.manager.divergence import StateDigester, combine, describe, differences
 from tft_algos.manager.group_store import own_host
 from tft_algos.manager.healing import Fetch, state_key
-from tft_algos.manager.parts import Coordinator, Group, ServerRestarted
-from tft_algos.manager.reduction import Reduction, fill_with_nothing
+from tft_algos.manager.parts import Clock, Coordinator, Group, ServerRestarted
+from tft_algos.manager.reducer import Reducer
+from tft_algos.manager.reduction import check_weight
 from tft_ckpt import CheckpointTransport, HTTPTransport
 from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest
 from tft_coord.errors import DeadlinePassed, GroupLost
-from tft_pg import DummyWork
 
 T = TypeVar("T")
 LoadState = Callable[[Any], object]
@@ -68,6 +70,7 @@ class Manager:
         min_replica_size: participants without whom no step commits.
         config: all other settings; single ones may be given by keyword instead, see `ManagerConfig`.
         coordinator: speaks for this replica group, or makes what does from the resolved config; None: GroupCoordinator.
+        clock: tells the time, waits and wakes; None: the system's.
     Raises:
         SettingError: a setting or an environment variable is wrong, missing or unknown.
         tft_coord.errors.Unreachable, tft_coord.errors.DeadlinePassed: the group's store, its manager server or the
@@ -83,6 +86,7 @@ class Manager:
         *,
         config: ManagerConfig | None = None,
         coordinator: Coordinator | Callable[[ResolvedConfig], Coordinator] | None = None,
+        clock: Clock | None = None,
         **settings: Any,
     ) -> None:
         if min_replica_size is not None:
@@ -107,14 +111,17 @@ class Manager:
             )
         )
         self._lock = threading.Lock()  # guards the core's errors and notices, of which any thread may tell
-        self._breaker = Breaker(pg)
+        self._clock: Clock = clock or SystemClock()
+        self._breaker = Breaker(pg, self._clock)
         self._user_state: dict[str, tuple[LoadState, TakeState]] = {}
+        self._not_compared: set[str] = set()
+        self._digester = StateDigester()
         self._reading_allowed = True
-        self._reductions: list[Reduction] = []
+        self._reducer = Reducer(pg, self._core, self._clock, self._report)
         self._quorum: Future[None] | None = None
         self._fetch: Fetch | None = None
         self._healed_bytes = 0
-        self._timers: set[threading.Timer] = set()
+        self._alarms: dict[object, Callable[[], object]] = {}  # of the wrapped futures that are not done
         self._closing = threading.Event()
         self._synchronize: Callable[[], None] | None = (
             torch.accelerator.synchronize if torch.accelerator.is_available() else None
@@ -138,13 +145,17 @@ class Manager:
 
     # --- the user's state ----------------------------------------------------------------------------------------
 
-    def register_state_dict_fn(self, key: str, load_state_dict: LoadState, state_dict: TakeState) -> None:
+    def register_state_dict_fn(
+        self, key: str, load_state_dict: LoadState, state_dict: TakeState, *, compared: bool = True
+    ) -> None:
         """Add a piece of user state that a healing member takes from its source.
 
         Args:
             key: its name, the same on every replica.
             load_state_dict: applies it in place; called on the training thread.
             state_dict: gives it; called on the training thread.
+            compared: it is the same on every replica after every commit, so `check_state_every` may compare it. False
+                for what differs rightly, such as a replica's place in its own data.
         Raises: SettingError: there is a piece of that name already, or these are no functions.
         """
         for name, function in (("load_state_dict", load_state_dict), ("state_dict", state_dict)):
@@ -153,6 +164,8 @@ class Manager:
         if key in self._user_state:
             raise SettingError(f"state is registered under {key!r} already; give another key")
         self._user_state[key] = (load_state_dict, state_dict)
+        if not compared:
+            self._not_compared.add(key)
 
     def set_state_dict_fns(self, load_state_dict: LoadState, state_dict: TakeState) -> None:
         """Deprecated: use register_state_dict_fn, which takes a key."""
@@ -206,8 +219,10 @@ class Manager:
         self._settle()
         pause_ms = self._core.pause_ms
         if pause_ms:
-            self._closing.wait(pause_ms / 1_000)
+            self._clock.wait(self._closing, pause_ms / 1_000)
             self._check_open()
+        self._reducer.step_begins()
+        self._check_state()
         request = self._core.quorum_started(
             checkpoint_metadata=self._transport.metadata(),
             group_usable=self._pg.errored() is None,
@@ -246,9 +261,9 @@ class Manager:
 
     def _ask(self, request: RankRequest, timeout: timedelta) -> Arrival:
         """Raises: what the coordinator raises; StaleQuorum: the answer names a quorum that is not held here."""
-        deadline = time.monotonic() + timeout.total_seconds()
+        deadline = self._clock.monotonic() + timeout.total_seconds()
         while True:
-            remaining = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+            remaining = timedelta(seconds=max(deadline - self._clock.monotonic(), 0.001))
             try:
                 answer = self._coordinator.quorum(request, remaining)
             except ServerRestarted:
@@ -263,7 +278,7 @@ class Manager:
     def _configure(self, plan: Plan) -> None:
         """Build the process group for a plan. A failure is an error of the step, not of the quorum."""
         config = self._config
-        begun = time.monotonic()
+        begun = self._clock.monotonic()
         store = f"{plan.store_address}/tft/{config.job}/{plan.key}/{config.rank}"
         try:
             with self._breaker.configuring(plan.key):
@@ -293,7 +308,7 @@ class Manager:
             plan.replica_rank,
             plan.replica_world_size,
             plan.num_participants,
-            1_000 * (time.monotonic() - begun),
+            1_000 * (self._clock.monotonic() - begun),
         )
 
     def _settle(self) -> None:
@@ -304,9 +319,8 @@ class Manager:
         if self._fetch is not None:
             self._fetch.cancel()
             self._fetch = None
-        for reduction in self._reductions:
-            reduction.wait()
-        self._reductions.clear()
+        self._reducer.finish()
+        self._reducer.release()
 
     def _plan(self) -> Plan | None:
         """The plan of this step, waited for; None if there is none. Never raises what the quorum raised."""
@@ -324,6 +338,9 @@ class Manager:
         tensor: torch.Tensor,
         should_quantize: bool = False,
         reduce_op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.AVG,
+        *,
+        weight: float | None = None,
+        timeout: timedelta | None = None,
     ) -> dist.Work:
         """Reduce a tensor over the participants, in place.
 
@@ -331,13 +348,23 @@ class Manager:
         means nothing. A member that does not participate gives what changes nothing: zeros to a sum or a mean, ones to
         a product, the least value to a maximum.
 
+        Between a verdict and the next `start_quorum` it reduces over the members of the quorum that is over, where
+        those give that have committed the step, so that a loss or a count of tokens is that of the step. A failure
+        there is logged and nothing else: `wait()` is False, and the next quorum builds the group anew.
+
         Args:
             tensor: dense; every replica gives the same shape and dtype, in the same order of calls.
             should_quantize: refused; there is no quantized reduction here.
             reduce_op: AVG is the sum divided by the number of participants; SUM, MAX, MIN, PRODUCT and the bitwise ones
                 as they are.
-        Returns: a Work whose wait() is True if the reduction succeeded and False if not.
+            weight: of this replica group in an AVG, such as the number of samples or tokens in its batch: the result is
+                sum(weight * tensor) / sum(weight). Every replica says one, or none does. None: that of `set_weight`.
+            timeout: for this reduction. When it passes, the reduction has failed, and what runs in the process group is
+                ended. None: the process group's own.
+        Returns: a Work whose wait() is True if the reduction succeeded and False if not. Its future, done at the same
+            time, is of `[tensor]` and holds no error.
         Raises: Unsupported: should_quantize. ValueError: AVG of whole numbers. UsageError: no quorum was started.
+            SettingError: the weight is no finite number, is below zero, or belongs to another operation than AVG.
         """
         if should_quantize:
             raise Unsupported(
@@ -351,41 +378,27 @@ class Manager:
             raise ValueError(
                 f"an average needs a floating point tensor, and this one is {tensor.dtype}; use ReduceOp.SUM"
             )
-        plan = self._plan()
-        core = self._core
-        if plan is None:
-            return DummyWork([tensor])
-        if core.error is not None:
-            self._stay_out(plan)
-            return DummyWork([tensor])
-        name = core.name
-        if core.is_participating and plan.replica_world_size == 1:
-            return DummyWork([tensor])
-        broken = core.broken
-        if broken is not None:
-            self._report(broken, name)
-            return DummyWork([tensor])
-        try:
-            if not core.is_participating:
-                fill_with_nothing(tensor, reduce_op)
-            work = self._pg.allreduce([tensor], dist.ReduceOp.SUM if average else reduce_op)
-        except Exception as error:
-            self._report(error, name)
-            self._stay_out(plan)
-            return DummyWork([tensor])
-        reduction = Reduction(
-            work,
-            tensor,
-            divide_by=max(plan.num_participants, 1) if average else 1,
-            report=lambda error: self._report(error, name),
-        )
-        self._reductions.append(reduction)
-        return reduction
+        if weight is not None:
+            weight = check_weight(weight)
+            if not average:
+                raise SettingError(f"a weight belongs to ReduceOp.AVG, and this reduction is {reduce_op}; leave it out")
+        limit = None if timeout is None else self._limit(timeout, timeout)
+        return self._reducer.reduce(tensor, reduce_op, plan=self._plan(), weight=weight, limit=limit)
 
-    def _stay_out(self, plan: Plan) -> None:
-        """The others are in this reduction already, or soon: end it for them, rather than let them wait."""
-        if plan.replica_world_size > 1 and self._pg.errored() is None:
-            self._pg.abort()
+    def set_weight(self, weight: float) -> None:
+        """Say how much this replica group weighs in every AVG of the current step that says no weight itself.
+
+        Gradients that each replica averaged over its own batch become those of all batches together if each weighs as
+        many samples (or tokens) as it has. A member that heals, and a spare, weigh zero whatever they say. The sum of
+        the weights is reduced once a step, beside the first such AVG. The step's end forgets the weight.
+
+        Args:
+            weight: not below zero. Every replica says one in the same steps.
+        Raises: SettingError: it is no finite number or below zero. UsageError: outside a step, or another one than that
+            with which a reduction of this step was weighted already.
+        """
+        self._check_open()
+        self._reducer.set_weight(weight)
 
     def wrap_future(
         self, fut: torch.futures.Future[T], default: T, timeout: timedelta | None = None
@@ -406,15 +419,18 @@ class Manager:
         def end(error: Exception | None, result: T) -> None:
             if not once.acquire(blocking=False):
                 return
-            timer.cancel()
             if error is not None:
                 self._report(error, name)
             wrapped.set_result(result)
 
         def expired() -> None:
+            self._alarms.pop(wrapped, None)
             end(TimeoutError(f"future did not complete within {limit.total_seconds():g} s"), default)
 
         def done(finished: torch.futures.Future[T]) -> None:
+            no_alarm = self._alarms.pop(wrapped, None)
+            if no_alarm is not None:
+                no_alarm()
             try:
                 result = finished.value()
             except Exception as error:
@@ -422,12 +438,8 @@ class Manager:
             else:
                 end(None, result)
 
-        timer = threading.Timer(limit.total_seconds(), expired)
-        timer.name = "tft-future"
-        timer.daemon = True
-        self._timers = {running for running in self._timers if running.is_alive()}
-        timer.start()
-        self._timers.add(timer)
+        if not fut.done():
+            self._alarms[wrapped] = self._clock.after(limit.total_seconds(), expired)
         fut.add_done_callback(done)
         return wrapped
 
@@ -498,14 +510,13 @@ class Manager:
         if core.phase is Phase.IDLE or self._quorum is None:
             raise UsageError("should_commit was called without a start_quorum before it; call start_quorum first")
         plan = self._plan()
-        for reduction in self._reductions:
-            reduction.wait()
-        self._reductions.clear()
+        self._reducer.finish()
         self._raise_fatal()
         if plan is None:
             return self._conclude(False)
         if self._synchronize is not None:
             self._synchronize()
+        self._reducer.release()
         failure = self._pg.errored()
         # On the CPU each reduction has told its own end by now; the abort of a broken quorum leaves the gradients of
         # those that succeeded alone. On a device it may have torn what was only queued.
@@ -573,7 +584,7 @@ class Manager:
                 f"replicas {list(plan.recover_dst_replica_ranks)} heal from replica {self.replica_id}, whose state was "
                 "declared half written by disallow_state_dict_read; call allow_state_dict_read first"
             )
-        begun = time.monotonic()
+        begun = self._clock.monotonic()
         try:
             state = {"user": self._take(), "tft": self._core.snapshot_state()}
         except StateUnavailable as error:
@@ -593,13 +604,15 @@ class Manager:
             "serving step %d to %s, snapshot taken in %.0f ms",
             plan.step,
             [plan.replica_ids[rank] for rank in plan.recover_dst_replica_ranks] or "nobody first",
-            1_000 * (time.monotonic() - begun),
+            1_000 * (self._clock.monotonic() - begun),
         )
 
-    def _take(self) -> dict[str, Any]:
+    def _take(self, *, compared_only: bool = False) -> dict[str, Any]:
         """The user's state, by key. Raises: StateUnavailable: a function of the user's raised."""
         taken = {}
         for key, (_, take) in self._user_state.items():
+            if compared_only and key in self._not_compared:
+                continue
             try:
                 taken[key] = take()
             except Exception as error:
@@ -644,6 +657,7 @@ class Manager:
                 sources=tuple(source.replica_id for source in plan.sources),
             )
         if error is None:
+            self._explain_divergence(plan, state)
             error = self._load(state)
         if error is None:
             self._core.healed(state["tft"])
@@ -697,6 +711,73 @@ class Manager:
                 failure.__cause__ = error
                 return failure
         return None
+
+    # --- whether all hold the same state -------------------------------------------------------------------------
+
+    def _check_state(self) -> None:
+        """Where it is due, make the user's state a part of the lineage that this group reports."""
+        core = self._core
+        if not core.check_is_due(self._config.check_state_every):
+            return
+        if not self._reading_allowed:
+            raise StateUnavailable(
+                f"the state of replica {self.replica_id} is to be compared at step {core.step}, and was declared half "
+                "written by disallow_state_dict_read; call allow_state_dict_read first"
+            )
+        own = ""  # what a rank gives that has no state to show: a group is compared whole
+        try:
+            if not core.torn:
+                own = self._digester.digest(self._take(compared_only=True))
+        except StateUnavailable as error:
+            self._log(logging.ERROR, "can't compare the state, so this replica heals: %s", error)
+        digests: tuple[str, ...] = (own,)
+        if self._config.world_size > 1:
+            name = f"check {core.step}, attempt {core.name.attempt + 1}"
+            try:
+                digests = self._coordinator.gather(name, own, self._config.timeout)
+            except DeadlinePassed as error:
+                digests = ("",)
+                self._log(logging.ERROR, "can't compare the state, so this replica heals: %s", error)
+        core.state_checked(combine(digests) if all(digests) else None)
+
+    def _explain_divergence(self, plan: Plan, state: Mapping[str, Any]) -> None:
+        """Where this replica heals because its state is not that of the others: say what differs.
+
+        Raises: StateDiverged: healing is not wanted, or the last one did not cure it.
+        """
+        core = self._core
+        if not core.diverged_from(state["tft"]):
+            return
+        found: list[tuple[str, str]] = []
+        if plan.step == core.step:
+            theirs = {key: value for key, value in state["user"].items() if key not in self._not_compared}
+            try:
+                found = differences(self._take(compared_only=True), theirs)
+                told = describe(found)
+            except StateUnavailable as error:
+                told = str(error)
+        else:
+            told = f"the others are at step {plan.step} by now, so what differed can't be told any more"
+        source = plan.sources[0].replica_id
+        sentence = (
+            f"the state of replica {self.replica_id}, rank {self._config.rank}, at step {core.step} is not that of "
+            f"{source} ({told})"
+        )
+        if self._config.on_divergence == "heal" and core.divergences < 2:
+            self._log(logging.ERROR, "%s; it heals", sentence)
+            return
+        advice = (
+            "healing did not cure it the last time; look at what its load_state_dict leaves out"
+            if core.divergences > 1
+            else "on_divergence is stop; start this replica again to have it heal"
+        )
+        raise StateDiverged(
+            f"{sentence}; {advice}",
+            replica_id=self.replica_id,
+            source=source,
+            step=core.step,
+            paths=tuple(path for path, _ in found),
+        )
 
     def report_torn(self, error: Exception) -> None:
         """Say that the step was committed and could not be applied: the state here is half written.
@@ -769,11 +850,9 @@ class Manager:
             self._transport.abort()
             self._fetch.cancel()
         self._breaker.close(wait=wait)
-        for timer in self._timers:
-            timer.cancel()
-        if wait:
-            for timer in self._timers - {threading.current_thread()}:
-                timer.join()
+        for no_alarm in list(self._alarms.values()):
+            no_alarm()
+        self._reducer.release()
         self._pg.shutdown()
         self._coordinator.close()
         self._transport.shutdown(wait)

@@ -3,21 +3,32 @@
 A reduction that fails leaves garbage in its tensor. That is harmless as long as nobody steps on it, so the failure is
 reported, the step is voted down, and whoever waits just goes on.
 
-Law of this file: one reduction and its own ending; which reductions there are, and what a failure means, is the
-Manager's.
+A mean that is weighted is a sum of products, divided by the sum of the weights, which is reduced at the same time: both
+are in flight at once, and the division is the last thing that happens.
+
+Law of this file: one reduction and its own ending; which reductions there are, and what a failure means, is decided
+elsewhere.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import numbers
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
+
+from tft_algos.errors import NoWeight, SettingError
+from tft_algos.manager.parts import Clock
+from tft_pg.errors import DeadlinePassed
+
+# A product of one of these with a number of tokens overflows, so they are reduced in a wider copy.
+_WIDER: Final = {torch.float16: torch.float32, torch.complex32: torch.complex64}
 
 
 @contextlib.contextmanager
@@ -56,6 +67,101 @@ def _bounds(dtype: torch.dtype) -> tuple[float, float]:
     return limits.min, limits.max
 
 
+def check_weight(weight: object) -> float:
+    """Raises: SettingError: it can't be a weight."""
+    if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
+        raise SettingError(
+            f"weight is a {type(weight).__name__}; give a number, such as the samples or tokens in this replica's batch"
+        )
+    value = float(weight)
+    if not 0.0 <= value < math.inf:
+        raise SettingError(f"weight is {value:g}; give a finite number that is not below zero")
+    return value
+
+
+def times_weight(tensor: torch.Tensor, weight: float) -> torch.Tensor:
+    """What a member gives to a weighted mean: the tensor itself, multiplied in place, or a wider copy of it."""
+    wider = _WIDER.get(tensor.dtype)
+    with changing(tensor):
+        product = tensor if wider is None else tensor.to(wider)
+        if weight != 1.0:
+            product.mul_(weight)
+    return product
+
+
+@final
+class Denominator:
+    """The sum of the weights, reduced beside the data that it divides.
+
+    Args:
+        work: of the process group.
+        total: one element, float64, on the data's device.
+        name: of the step, for a message.
+        read_later: the sum is on a device, which nobody waits for here; the caller of `failure` has.
+    """
+
+    def __init__(self, work: dist.Work, total: torch.Tensor, *, name: str, read_later: bool) -> None:
+        self.work = work
+        self.read_later = read_later
+        self._total = total
+        self._name = name
+
+    def divide(self, tensor: torch.Tensor) -> None:
+        """Raises: NoWeight: nothing was divided."""
+        if self.read_later:
+            tensor.div_(self._total[0])  # without a dimension, so that the tensor is not copied to another dtype
+            return
+        failure = self.failure()
+        if failure is not None:
+            raise failure
+        total = self._total.item()
+        if total != 1.0:
+            tensor.div_(total)
+
+    def failure(self) -> NoWeight | None:
+        """Why it can divide nothing; waits for the device."""
+        total = float(self._total.item())
+        if 0.0 < total < math.inf:
+            return None
+        return NoWeight(
+            f"the weights of {self._name} sum to {total:g} over all that gave something, so there is no mean; have at "
+            "least one participant give a finite weight above zero"
+        )
+
+
+@final
+class LostReduction(dist.Work):
+    """What is left of a reduction that could not be started: it has ended, and not well.
+
+    Args:
+        tensor: that was to be reduced; it holds what it held.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self._tensor = tensor
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return False
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result([self._tensor])
+        return future
+
+    def is_completed(self) -> bool:
+        return True
+
+    def result(self) -> list[torch.Tensor]:
+        return [self._tensor]
+
+    def synchronize(self) -> None:
+        return None
+
+    def block_current_stream(self) -> None:
+        return None
+
+
 @final
 class Reduction(dist.Work):
     """What `Manager.allreduce` returns.
@@ -65,79 +171,144 @@ class Reduction(dist.Work):
         tensor: that is reduced, in place.
         divide_by: the reduced tensor is divided by this, in place, once; 1 for none.
         report: told of the failure, if there is one, once.
+        abort: ends what runs in the process group; called when a time-out has passed.
+        clock: measures time-outs.
+        into: where the result goes, if `tensor` is a wider copy of it.
+        limit: how long it may take from now on; None: as long as the process group's own time-out allows.
+        name: of the step, for a message.
     """
 
     def __init__(
-        self, work: dist.Work, tensor: torch.Tensor, *, divide_by: int, report: Callable[[Exception], None]
+        self,
+        work: dist.Work,
+        tensor: torch.Tensor,
+        *,
+        divide_by: int | Denominator,
+        report: Callable[[Exception], None],
+        abort: Callable[[], None],
+        clock: Clock,
+        into: torch.Tensor | None = None,
+        limit: timedelta | None = None,
+        name: str = "this step",
     ) -> None:
         super().__init__()
-        self._work = work
+        self._works = (work, divide_by.work) if isinstance(divide_by, Denominator) else (work,)
         self._tensor = tensor
+        self._into = tensor if into is None else into
         self._divide_by = divide_by
         self._report = report
-        self._lock = threading.Lock()
+        self._abort = abort
+        self._clock = clock
+        self._name = name
+        self._lock = threading.RLock()
         self._ended: bool | None = None
+        self._late = False
         self._future: torch.futures.Future[Any] | None = None
+        self._no_alarm: Callable[[], object] | None = None if limit is None else self._alarm(limit)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the tensor holds the result.
 
         Args:
-            timeout: how long at most; None or zero: as long as the process group's own time-out allows.
+            timeout: how long at most; None or zero: as long as the process group's own time-out allows. When it passes
+                the reduction has failed, and what runs in the process group is ended, because the others may have what
+                is lacking here.
         Returns: False if the reduction failed; the failure was reported and the step will not commit.
         """
-        if self._ended is None:
-            try:
-                if timeout:
-                    self._work.wait(timeout)
-                else:
-                    self._work.wait()
-            except Exception as error:
-                self._end(error)
-            else:
-                self._end(None)
-        return bool(self._ended)
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """A future of `[tensor]` that is done when the tensor holds the result, or when the reduction has failed."""
-        if self._future is None:
-            future = self._work.get_future()
-            self._future = future.then(self._end_of_future)
-        return self._future
-
-    def _end_of_future(self, future: torch.futures.Future[Any]) -> list[torch.Tensor]:
+        if self._ended is not None:
+            return self._ended
+        no_alarm = self._alarm(timeout) if timeout else None
         try:
-            future.value()
+            for work in self._works:
+                work.wait()
         except Exception as error:
             self._end(error)
         else:
             self._end(None)
-        return [self._tensor]
+        finally:
+            if no_alarm is not None:
+                no_alarm()
+        return bool(self._ended)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of `[tensor]` that is done when the tensor holds the result, or when the reduction has failed.
+
+        It never holds an error. What is chained to it with `then` sees the mean, not the sum.
+        """
+        if self._future is None:
+            errors: list[Exception] = []
+
+            def noted(future: torch.futures.Future[Any]) -> None:
+                try:
+                    future.value()
+                except Exception as error:
+                    errors.append(error)
+
+            def ended(_: object) -> list[torch.Tensor]:
+                self._end(errors[0] if errors else None)
+                return [self._into]
+
+            # Each is made to end well, for else the first failure would end all, while the other one still runs.
+            futures = [work.get_future().then(noted) for work in self._works]
+            self._future = (
+                torch.futures.collect_all(futures).then(ended) if len(futures) > 1 else futures[0].then(ended)
+            )
+        return self._future
+
+    def release(self) -> None:
+        """The device has done what it holds, or its step is over: no time-out counts any more."""
+        no_alarm, self._no_alarm = self._no_alarm, None
+        if no_alarm is not None:
+            no_alarm()
+
+    def _alarm(self, limit: timedelta) -> Callable[[], object]:
+        return self._clock.after(limit.total_seconds(), lambda: self._too_late(limit))
+
+    def _too_late(self, limit: timedelta) -> None:
+        """On the clock's thread. Whoever waits goes on when the abort has ended what runs, and nothing is written."""
+        with self._lock:
+            if self._late or all(work.is_completed() for work in self._works):
+                return
+            self._late = True
+            self._report(
+                DeadlinePassed(
+                    f"a reduction of {self._name} did not end within {limit.total_seconds():g} s and was aborted; the "
+                    "next step asks for another quorum"
+                )
+            )
+        self._abort()
 
     def _end(self, error: Exception | None) -> None:
         with self._lock:
             if self._ended is not None:
                 return
-            if error is None and self._divide_by != 1:
+            if error is None and not self._late:
                 error = self._divide()
-            if error is not None:
+            if error is not None and not self._late:
                 self._report(error)  # before anybody can see that it has ended, and vote
-            self._ended = error is None
+            self._ended = error is None and not self._late
+        if self._into.device.type == "cpu":
+            self.release()
 
     def _divide(self) -> Exception | None:
         """Raises nothing: whoever waits only goes on."""
         try:
-            with changing(self._tensor):
-                self._tensor.div_(self._divide_by)
+            with changing(self._into):
+                if isinstance(self._divide_by, Denominator):
+                    self._divide_by.divide(self._tensor)
+                elif self._divide_by != 1:
+                    self._tensor.div_(self._divide_by)
+                if self._into is not self._tensor:
+                    self._into.copy_(self._tensor)
         except Exception as error:
             return error
         return None
 
     def is_completed(self) -> bool:
-        return self._ended is not None or self._work.is_completed()
+        return self._ended is not None or all(work.is_completed() for work in self._works)
 
     def result(self) -> list[torch.Tensor]:
-        return [self._tensor]
+        return [self._into]
 
     def synchronize(self) -> None:
         self.wait()

@@ -1,0 +1,205 @@
+"""The reductions of one member: which of them it gives to, with what weight, and what they are divided by.
+
+Inside a step a member either gives or, while it heals or is a spare, takes part with what changes nothing; after an
+error of the step it stays out, and ends for the others what they would wait for in vain. Between a verdict and the next
+quorum nothing is at stake any more: whoever has a usable group takes part, and gives if it has committed the step, so
+that a mean is over those that did. How many they are nobody knows beforehand, so that mean is always a weighted one.
+
+Law of this file: starting reductions and keeping what is in flight; how one ends is `reduction`'s, and what its failure
+means `core`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Final, TypeAlias, final
+
+import torch
+import torch.distributed as dist
+
+from tft_algos.errors import NoWeight, UsageError
+from tft_algos.manager.core import Phase, StepCore, StepName
+from tft_algos.manager.parts import Clock, Group
+from tft_algos.manager.reduction import (
+    Denominator,
+    LostReduction,
+    Reduction,
+    check_weight,
+    fill_with_nothing,
+    times_weight,
+)
+from tft_coord.core.types import Plan
+from tft_pg import DummyWork
+
+ReduceOp: TypeAlias = "dist.ReduceOp | dist.ReduceOp.RedOpType"
+
+_AVG: Final = dist.ReduceOp.AVG
+_SUM: Final = dist.ReduceOp.SUM
+
+
+@final
+class Reducer:
+    """Starts the reductions of one member.
+
+    Args:
+        group: the process group.
+        core: says where the step is; only asked.
+        clock: measures time-outs.
+        report: told of each failure and of the step that it belongs to.
+    """
+
+    def __init__(
+        self, group: Group, core: StepCore, clock: Clock, report: Callable[[Exception, StepName], None]
+    ) -> None:
+        self._group = group
+        self._core = core
+        self._clock = clock
+        self._report = report
+        self._in_flight: list[Reduction] = []
+        self._weight: float | None = None
+        self._denominators: dict[torch.device, Denominator] = {}  # of that weight
+        self._unread: list[tuple[Denominator, StepName]] = []
+
+    def set_weight(self, weight: float) -> None:
+        """See `Manager.set_weight`."""
+        value = check_weight(weight)
+        if self._core.phase is Phase.IDLE:
+            raise UsageError("set_weight was called outside a step; call it after start_quorum, before backward")
+        if self._denominators and value != self._weight:
+            raise UsageError(
+                f"set_weight was called with {value:g} after a reduction of this step was weighted with "
+                f"{self._weight:g}; say one weight a step, before its first reduction"
+            )
+        self._weight = value
+
+    def step_begins(self) -> None:
+        """A new step, whose weight nobody has said yet."""
+        self._weight = None
+        self._denominators.clear()
+        self._unread.clear()
+
+    def finish(self) -> None:
+        """Wait until all that was started has ended."""
+        for reduction in self._in_flight:
+            reduction.wait()
+
+    def release(self) -> None:
+        """The device has done what it holds: read what only it knew, and let go of what has ended."""
+        for reduction in self._in_flight:
+            reduction.release()
+        self._in_flight.clear()
+        for denominator, name in self._unread:
+            failure = denominator.failure()
+            if failure is not None:
+                self._report(failure, name)
+        self._unread.clear()
+
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        reduce_op: ReduceOp,
+        *,
+        plan: Plan | None,
+        weight: float | None,
+        limit: timedelta | None,
+    ) -> dist.Work:
+        """See `Manager.allreduce`.
+
+        Args:
+            plan: of the step; None where there is no quorum.
+            weight: of this reduction alone; None: the step's, if it has one.
+            limit: how long it may take.
+        """
+        core, name = self._core, self._core.name
+        inside = core.phase is not Phase.IDLE
+        if plan is None:
+            return self._nothing(tensor, inside)
+        if inside and core.error is not None:
+            self._stay_out(plan)
+            return DummyWork([tensor])
+        gives = core.is_participating and (inside or core.verdict is True)
+        shared = reduce_op == _AVG and weight is None and inside
+        if reduce_op == _AVG and weight is None:
+            weight = self._weight if inside else 1.0
+        if weight is not None:
+            weight = _effective(weight, gives, plan)
+        if gives and plan.replica_world_size == 1:
+            return self._alone(tensor, weight, name, inside)
+        failure = core.broken or (None if inside else self._group.errored())
+        if failure is not None:
+            self._report(failure, name)
+            return self._nothing(tensor, inside)
+        try:
+            divide_by: int | Denominator = max(plan.num_participants, 1) if reduce_op == _AVG else 1
+            if weight is not None:
+                divide_by = self._denominator(weight, tensor.device, name, shared=shared, inside=inside)
+            if not gives:
+                fill_with_nothing(tensor, reduce_op)
+            data = tensor if weight is None else times_weight(tensor, weight if gives else 1.0)
+            work = self._group.allreduce([data], _SUM if reduce_op == _AVG else reduce_op)
+        except Exception as error:
+            self._report(error, name)
+            self._stay_out(plan)
+            return self._nothing(tensor, inside)
+        reduction = Reduction(
+            work,
+            data,
+            divide_by=divide_by,
+            report=lambda error: self._report(error, name),
+            abort=self._group.abort,
+            clock=self._clock,
+            into=tensor,
+            limit=limit,
+            name=str(name),
+        )
+        self._in_flight.append(reduction)
+        return reduction
+
+    def _denominator(
+        self, weight: float, device: torch.device, name: StepName, *, shared: bool, inside: bool
+    ) -> Denominator:
+        """Start the sum of the weights; the one of the step's own weight only once, for all its reductions."""
+        if shared and device in self._denominators:
+            return self._denominators[device]
+        total = torch.full((1,), weight, dtype=torch.float64, device=device)
+        # Outside a step somebody waits for one number, and may wait for the device as well.
+        read_later = inside and device.type != "cpu"
+        denominator = Denominator(self._group.allreduce([total], _SUM), total, name=str(name), read_later=read_later)
+        if shared:
+            self._denominators[device] = denominator
+        if read_later:
+            self._unread.append((denominator, name))
+        return denominator
+
+    def _alone(self, tensor: torch.Tensor, weight: float | None, name: StepName, inside: bool) -> dist.Work:
+        if weight == 0.0:
+            self._report(
+                NoWeight(
+                    f"the weight of the only participant of {name} is zero, so there is no mean; give a finite weight "
+                    "above zero"
+                ),
+                name,
+            )
+            return self._nothing(tensor, inside)
+        return DummyWork([tensor])
+
+    @staticmethod
+    def _nothing(tensor: torch.Tensor, inside: bool) -> dist.Work:
+        """Inside a step its verdict says what went wrong; outside, only the Work can."""
+        return DummyWork([tensor]) if inside else LostReduction(tensor)
+
+    def _stay_out(self, plan: Plan) -> None:
+        """The others are in this reduction already, or soon: end it for them, rather than let them wait."""
+        if plan.replica_world_size > 1 and self._group.errored() is None:
+            self._group.abort()
+
+
+def _effective(weight: float, gives: bool, plan: Plan) -> float:
+    """What enters the sum of the weights: nothing of who gives nothing.
+
+    The only participant's gradient is the mean, to the last bit, whatever its weight; so that weight is one.
+    """
+    if not gives:
+        return 0.0
+    return weight if plan.num_participants != 1 else float(weight > 0.0)
