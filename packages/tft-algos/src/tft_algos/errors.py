@@ -73,6 +73,41 @@ class QuorumBroken(TrainingError, RuntimeError):
         self.replica_id = replica_id
 
 
+class StateDiverged(TrainingError, RuntimeError):
+    """This replica's state is not that of the others, and healing is not wanted or does not cure it: look at what the
+    message names, mend it, and start this replica again.
+
+    Args:
+        message: one sentence.
+        replica_id: of this replica.
+        source: replica id of the one whose state it was compared with.
+        step: committed steps at which they were compared.
+        paths: what differs on this rank, such as `optimizer.param_groups.0.lr`; empty if only other ranks differ.
+    """
+
+    def __init__(self, message: str, *, replica_id: str, source: str, step: int, paths: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.replica_id = replica_id
+        self.source = source
+        self.step = step
+        self.paths = paths
+
+
+class CheckpointFailed(TrainingError, RuntimeError):
+    """A durable checkpoint could not be written, or none can be read: make room or mend what the message names.
+
+    Args:
+        message: one sentence.
+        path: of the directory it is about.
+        step: committed steps of the state; None where that is not known.
+    """
+
+    def __init__(self, message: str, *, path: str, step: int | None) -> None:
+        super().__init__(message)
+        self.path = path
+        self.step = step
+
+
 class StateUnavailable(TrainingError, RuntimeError):
     """The user's state can't be taken or loaded now: change what the message names."""
 

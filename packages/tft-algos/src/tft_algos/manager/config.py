@@ -14,7 +14,7 @@ import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from tft_algos.errors import SettingError, UnknownSetting
 from tft_ckpt import CheckpointTransport
@@ -69,6 +69,10 @@ class ManagerConfig:
         checkpoint_transport: moves live state. Default: an HTTPTransport with these time-outs.
         init_sync: at step 0 all replicas take the weights of one.
         max_retries: failed steps in a row that are allowed; None: any number.
+        check_state_every: compare the registered state with the other replicas' whenever that many steps more are
+            committed; the same on every replica. Default 0: never.
+        on_divergence: what a replica does whose state turns out not to be that of most: "heal", or "stop": raise
+            StateDiverged.
         quorum_retries: tries again inside the manager server; env TORCHFT_QUORUM_RETRIES. Default 0.
         job: jobs of different names on one lighthouse never meet; env TFT_JOB_ID. Default "default".
         token: the job's shared secret, shown to and demanded of everybody; env TFT_TOKEN or TFT_TOKEN_FILE.
@@ -95,12 +99,17 @@ class ManagerConfig:
     checkpoint_transport: CheckpointTransport[Any] | None = None
     init_sync: bool = True
     max_retries: int | None = None
+    check_state_every: int = 0
+    on_divergence: Literal["heal", "stop"] = "heal"
     quorum_retries: int | None = None
     job: str | None = None
     token: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self._check_whole("min_replica_size", 1)
+        self._check_whole("check_state_every", 0)
+        if self.on_divergence not in ("heal", "stop"):
+            raise SettingError(f'on_divergence is {self.on_divergence!r}; give "heal" or "stop"')
         for name in ("timeout", "quorum_timeout", "connect_timeout", "heal_timeout", "heartbeat_interval"):
             self._check_duration(name)
         for name in ("use_async_quorum", "init_sync"):
@@ -168,6 +177,8 @@ class ResolvedConfig:
     checkpoint_transport: CheckpointTransport[Any] | None
     init_sync: bool
     max_retries: int | None
+    check_state_every: int
+    on_divergence: Literal["heal", "stop"]
     quorum_retries: int
     job: str
     token: str | None = field(repr=False)
@@ -274,6 +285,8 @@ def from_environment(
         checkpoint_transport=config.checkpoint_transport,
         init_sync=config.init_sync,
         max_retries=config.max_retries,
+        check_state_every=config.check_state_every,
+        on_divergence=config.on_divergence,
         quorum_retries=retries if retries is not None else _whole(environ, "TORCHFT_QUORUM_RETRIES", 0) or 0,
         job=job,
         token=_token(config, environ),

@@ -86,6 +86,13 @@ class GroupCoordinator:
     def listen(self, listener: Callable[[LossNotice | GroupLost], None]) -> None:
         self._listener = listener
 
+    def gather(self, name: str, value: str, timeout: timedelta) -> tuple[str, ...]:
+        if self._config.world_size == 1:
+            return (value,)
+        return self._store.gather(
+            f"{self.replica_id}/{name}", value, self._config.rank, self._config.world_size, timeout
+        )
+
     def source_metadata(self, address: str, timeout: timedelta) -> str:
         config = self._config
         within = min(timeout, config.connect_timeout)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from tft_algos.errors import HealingFailed, QuorumBroken, StateUnavailable, UsageError
-from tft_coord.core.lineage import fold_lineage, initial_lineage
+from tft_coord.core.lineage import checked_lineage, fold_lineage, initial_lineage
 from tft_coord.core.types import MAX_INT64, LossNotice, Plan, QuorumKey, RankRequest
 from tft_coord.errors import Closed, GroupLost, ProtocolError, Refused, StaleQuorum
 
@@ -94,6 +94,20 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
+class Check:
+    """What the last look at the user's state did to the lineage, here or at the source that this rank healed from.
+
+    Args:
+        step: at which it was.
+        before, after: the lineage.
+    """
+
+    step: int
+    before: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
 class Vote:
     """What this rank votes, and why.
 
@@ -154,6 +168,50 @@ class StepCore:
         self._fatal: Exception | None = None
         self._group_lost: GroupLost | None = None
         self._notices: list[LossNotice] = []  # of the quorum that is held, and of those that are still to come
+        self.divergences = 0  # checks in a row at which this replica's state was not that of the others
+        self.check: Check | None = None
+        self._looked_at_step = 0
+        self._diverged_at_step = 0
+
+    # --- whether all hold the same state ---------------------------------------------------------------------------
+
+    def check_is_due(self, every: int) -> bool:
+        """Whether the user's state is to be looked at before the next request: once a step, whatever fails in it.
+
+        Args:
+            every: steps between two looks; 0: none.
+        """
+        due = every > 0 and self.step > 0 and self.step % every == 0 and self._looked_at_step != self.step
+        return due and self.lineage is not None
+
+    def state_checked(self, state_digest: bytes | None) -> None:
+        """It was looked at, and becomes part of the lineage, so that the plan heals who holds another one.
+
+        Args:
+            state_digest: of the whole group's state; None: a rank could not give its own. Then the lineage stays, and
+                this group heals from those that could.
+        """
+        self._looked_at_step = self.step
+        if state_digest is not None:
+            assert self.lineage is not None, "a check of a state without a lineage"
+            self.check = Check(self.step, self.lineage, checked_lineage(self.lineage, state_digest))
+            self.lineage = self.check.after
+
+    def diverged_from(self, source: Mapping[str, Any]) -> bool:
+        """Whether this rank heals because a check told its state from the source's, not because it missed a commit.
+
+        Args:
+            source: its `snapshot_state`.
+        """
+        own, theirs = self.check, _check_of(source)
+        if own is None or theirs is None or self.torn:
+            return False
+        if (own.step, own.before) != (theirs.step, theirs.before) or own.after == theirs.after:
+            return False
+        if own.step > self._diverged_at_step:
+            self._diverged_at_step = own.step
+            self.divergences += 1
+        return True
 
     # --- asking --------------------------------------------------------------------------------------------------
 
@@ -251,6 +309,8 @@ class StepCore:
         self.phase = Phase.PLANNED
         if plan.heal:
             self.healing = Healing.FETCHING
+        elif self.check is not None and self._diverged_at_step < self.check.step == self.step:
+            self.divergences = 0 if plan.replica_rank in plan.up_to_date else self.divergences
         return Arrival(
             plan=plan,
             configure=self.configured != plan.key,
@@ -410,12 +470,21 @@ class StepCore:
         self.failed_heals = 0
         self.commit_failures = 0
         self.healing = Healing.LOADED
+        self.check = _check_of(state)
+        self._looked_at_step = self.step
         self.name = replace(self.name, step=plan.step)
 
     def snapshot_state(self) -> dict[str, Any]:
         """This Manager's part of what a healing member fetches."""
         plan = self._needed_plan()
-        return {"step": plan.step, "batches_committed": self.batches_committed, "lineage": f"{plan.lineage:016x}"}
+        state: dict[str, Any] = {
+            "step": plan.step,
+            "batches_committed": self.batches_committed,
+            "lineage": f"{plan.lineage:016x}",
+        }
+        if self.check is not None:
+            state["check"] = [self.check.step, f"{self.check.before:016x}", f"{self.check.after:016x}"]
+        return state
 
     def check_staged(self, state: Mapping[str, Any]) -> None:
         """Raises: HealingFailed: what was fetched is another state than the plan's reference."""
@@ -475,8 +544,11 @@ class StepCore:
     def state_dict(self) -> dict[str, int | str]:
         """For a durable checkpoint: step, batches_committed, and lineage as 16 hexadecimal digits if it is known."""
         state: dict[str, int | str] = {"step": self.step, "batches_committed": self.batches_committed}
-        if self.lineage is not None:
-            state["lineage"] = f"{self.lineage:016x}"
+        lineage = self.lineage
+        if self.check is not None and lineage == self.check.after:
+            lineage = self.check.before  # whoever loads it looks at it anew, at this very step
+        if lineage is not None:
+            state["lineage"] = f"{lineage:016x}"
         return state
 
     def state_loaded(self, state: Mapping[str, Any]) -> None:
@@ -508,12 +580,23 @@ class StepCore:
         self.step = int(step)  # type: ignore[arg-type]  # checked above
         self.batches_committed = int(batches)  # type: ignore[arg-type]
         self.lineage = lineage
+        self.check = None
+        self._looked_at_step = self._diverged_at_step = self.divergences = 0
         self.live = False
         self.torn = False
 
     def _needed_plan(self) -> Plan:
         assert self.plan is not None, "asked about a plan's reference without a plan"
         return self.plan
+
+
+def _check_of(state: Mapping[str, Any]) -> Check | None:
+    """The last check that a source's `snapshot_state` tells of; None if it tells of none, or of nothing readable."""
+    try:
+        step, before, after = state["check"]
+        return Check(int(step), int(before, 16), int(after, 16))
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def _identity(notice: LossNotice) -> tuple[QuorumKey, str, int, bool]:

@@ -16,10 +16,10 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
-from torch.distributed import DistStoreError, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, DistStoreError, Store, TCPStore  # type: ignore[attr-defined]
 
 from tft_algos.errors import SettingError
 from tft_algos.manager.config import ResolvedConfig
@@ -31,6 +31,7 @@ MANAGER_ADDR_KEY = "manager_addr"
 REPLICA_ID_KEY = "replica_id"
 WORLD_SIZE_KEY = "world_size"
 HOLDER_KEY = "holder_of_rank"
+GATHER_KEY = "gathered"
 
 RETRY_S = 0.1
 
@@ -49,6 +50,7 @@ class GroupStore:
     address: str
     run_scope: str
     group_scope: str
+    _given: list[str] = field(default_factory=list, repr=False)  # at most one key, of the last exchange
 
     def publish(self, *, replica_id: str, manager_addr: str) -> None:
         """Group rank 0 tells the other ranks who they are and where their manager server is."""
@@ -93,6 +95,28 @@ class GroupStore:
                 "group a RANK of its own, and every start of the group another TORCHELASTIC_RESTART_COUNT, as torchrun "
                 "does"
             )
+
+    def gather(self, name: str, value: str, rank: int, world_size: int, timeout: timedelta) -> tuple[str, ...]:
+        """Give all ranks a value, and take theirs; returns them in rank order.
+
+        What a rank gave is taken away when it gives again, when all have long read it: between two exchanges lies a
+        vote of all of them.
+
+        Raises: DeadlinePassed: a rank gave none in time, or the store does not answer.
+        """
+        keys = [f"{self.run_scope}/{GATHER_KEY}/{name}/{place}" for place in range(world_size)]
+        try:
+            if self._given:
+                self.store.delete_key(self._given.pop())
+            self.store.set(keys[rank], value)
+            self._given.append(keys[rank])
+            self.store.wait(keys, timeout)
+            return tuple(found.decode() for found in self.store.multi_get(keys))
+        except (DistStoreError, DistNetworkError) as error:
+            raise DeadlinePassed(
+                f"rank {rank} waited {timeout.total_seconds():g} s in the store {self.address} for what the others "
+                f"of its replica group give for {name!r}; look whether one of them hangs"
+            ) from error
 
     def predecessor(self) -> str:
         """The replica id of the start before this one, or ""."""

@@ -95,6 +95,17 @@ class Coordinator(Protocol):
         """
         ...
 
+    def gather(self, name: str, value: str, timeout: timedelta) -> tuple[str, ...]:
+        """Give every rank of this replica group one's value, and take theirs. Called by all ranks, or by none.
+
+        Args:
+            name: of this exchange; the same on all ranks, and another one each time.
+            value: a line of text.
+        Returns: the values, in rank order.
+        Raises: DeadlinePassed: a rank gave none in time, or the group's store does not answer.
+        """
+        ...
+
     def source_metadata(self, address: str, timeout: timedelta) -> str:
         """Where the state of this group rank can be fetched, asked of a source's manager server."""
         ...

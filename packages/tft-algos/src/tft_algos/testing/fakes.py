@@ -80,7 +80,8 @@ class ScriptedCoordinator:
         verdicts: to its votes, in order; what the Manager voted, where the list has ended.
         replica_id: of the group.
 
-    `requests` and `votes` hold what was asked and voted; `listener` is the Manager's, to be told of losses.
+    `requests`, `votes` and `gathered` hold what was asked, voted and given to the other ranks of the group, who give
+    `other_ranks`; `listener` is the Manager's, to be told of losses.
     """
 
     def __init__(
@@ -95,6 +96,8 @@ class ScriptedCoordinator:
         self.replica_id = replica_id
         self.requests: list[RankRequest] = []
         self.votes: list[tuple[QuorumKey, int, bool, Purpose]] = []
+        self.gathered: list[tuple[str, str]] = []
+        self.other_ranks: tuple[str, ...] = ()
         self.healed_bytes = 0
         self.closed = False
         self.listener: Callable[[LossNotice | GroupLost], None] = lambda _: None
@@ -114,6 +117,10 @@ class ScriptedCoordinator:
         if isinstance(verdict, Exception):
             raise verdict
         return verdict
+
+    def gather(self, name: str, value: str, timeout: timedelta) -> tuple[str, ...]:
+        self.gathered.append((name, value))
+        return (value, *self.other_ranks)
 
     def listen(self, listener: Callable[[LossNotice | GroupLost], None]) -> None:
         self.listener = listener

@@ -30,6 +30,16 @@ def fold_lineage(lineage: int, key: QuorumKey, step: int) -> int:
     return _digest(b"tft.commit", struct.pack("<QQQQ", lineage, key.quorum_id, key.nonce, step))
 
 
+def checked_lineage(lineage: int, state_digest: bytes) -> int:
+    """The lineage of a state whose bytes were looked at; replicas that hold other bytes then have other lineages.
+
+    Args:
+        lineage: before.
+        state_digest: of the replica group's state, the same number of bytes everywhere.
+    """
+    return _digest(b"tft.check", struct.pack("<Q", lineage), state_digest)
+
+
 def adopted_lineage(key: QuorumKey, step: int, replica_id: str, *, created_ms: int = 0) -> int:
     """The lineage that a state without one is given by the first quorum that makes it the reference.
 

@@ -122,6 +122,9 @@ class StruckCoordinator:
     def listen(self, listener: Callable[[LossNotice | GroupLost], None]) -> None:
         self._inside.listen(listener)
 
+    def gather(self, name: str, value: str, timeout: timedelta) -> tuple[str, ...]:
+        return self._inside.gather(name, value, timeout)
+
     def source_metadata(self, address: str, timeout: timedelta) -> str:
         return self._inside.source_metadata(address, timeout)
 

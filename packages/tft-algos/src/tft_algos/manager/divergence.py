@@ -1,0 +1,189 @@
+"""Whether replicas that should hold the same state do: a digest of it, and what differs where two states do.
+
+Every reduction gives all replicas the same gradients, so whoever started from the same state holds the same state, bit
+for bit, after every commit. A flipped bit, a learning rate that was set on one side only, or a load function that
+forgets something breaks that without an error. So each replica reduces its state to a few bytes now and then; who
+gets others than most is the one that has gone astray, and the two states, laid side by side, say where.
+
+A tensor's digest is the sum of its 64-bit words, each times an odd number that belongs to its place. Whole numbers
+that wrap around: it is the same in whatever order a device adds them, no change of one word leaves it as it was, and
+it is made where the tensor is, so that nothing but the sums leaves an accelerator.
+
+Law of this file: functions of states; nothing is changed, and nobody is asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, final
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tft_algos.errors import StateUnavailable
+
+CHUNK_WORDS: Final = 1 << 20  # of which one product is in memory at a time
+MOST_DIFFERENCES: Final = 16
+MOST_CHARACTERS: Final = 80
+
+_PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_SPREAD: Final = -7_046_029_254_386_353_131  # 2**64 / golden ratio, as a signed word
+_MIX: Final = -4_658_895_280_553_007_687
+
+
+@final
+class StateDigester:
+    """Makes digests, and keeps what is needed for every one of them: 8 MiB a device."""
+
+    def __init__(self) -> None:
+        self._weights: dict[torch.device, torch.Tensor] = {}
+
+    def digest(self, state: Mapping[str, Any]) -> str:
+        """Reduce a state to one number.
+
+        Args:
+            state: mappings, lists and tuples of tensors and plain data; of a DTensor the part that is here counts.
+                Mappings may be in any order.
+        Returns: 32 hexadecimal digits; equal for states that are equal bit for bit, on devices of the same kind or not.
+        Raises: StateUnavailable: something in it is neither; the message says where.
+        """
+        total = hashlib.blake2b(digest_size=16)
+        sums: list[torch.Tensor] = []
+        for path, leaf in leaves(state):
+            total.update(f"{path}\0".encode())
+            if isinstance(leaf, torch.Tensor):
+                part = local_part(leaf, path)
+                total.update(f"{part.dtype} {tuple(part.shape)}\0".encode())
+                sums.extend(self._sums(part))
+            else:
+                total.update(f"{_plain(leaf, path)}\0".encode())
+        for device in dict.fromkeys(one.device for one in sums):  # one wait for each device
+            words = torch.stack([one for one in sums if one.device == device]).cpu()
+            total.update(words.numpy().tobytes())
+        return total.hexdigest()
+
+    def _sums(self, part: torch.Tensor) -> Iterator[torch.Tensor]:
+        octets = as_octets(part)
+        whole = octets.numel() // 8 * 8
+        if octets.storage_offset() % 8:
+            octets = octets.clone()
+        words, rest = octets[:whole].view(torch.int64), octets[whole:].to(torch.int64)
+        for piece in (*words.split(CHUNK_WORDS), rest):
+            if piece.numel():
+                yield (piece * self._weights_on(piece.device)[: piece.numel()]).sum()
+
+    def _weights_on(self, device: torch.device) -> torch.Tensor:
+        if device not in self._weights:
+            words = torch.arange(1, CHUNK_WORDS + 1, dtype=torch.int64, device=device) * _SPREAD
+            words = (words ^ (words >> 29)) * _MIX
+            self._weights[device] = (words ^ (words >> 32)) | 1
+        return self._weights[device]
+
+
+def combine(digests: Sequence[str]) -> bytes:
+    """The digest of a replica group from those of its ranks, in rank order."""
+    return hashlib.blake2b(" ".join(digests).encode(), digest_size=16).digest()
+
+
+def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Where two states differ.
+
+    Args:
+        own, other: as for `StateDigester.digest`.
+    Returns: for each place at which they do its path and how, in the order of the paths. Values are cut to 80
+        characters; of tensors the number of elements is told.
+    """
+    ours, theirs = dict(leaves(own)), dict(leaves(other))
+    found = []
+    for path in sorted({*ours, *theirs}):
+        if path not in theirs:
+            found.append((path, "is here and not at the source"))
+        elif path not in ours:
+            found.append((path, "is at the source and not here"))
+        else:
+            how = _difference(ours[path], theirs[path], path)
+            if how:
+                found.append((path, how))
+    return found
+
+
+def describe(found: Sequence[tuple[str, str]]) -> str:
+    """The differences as one piece of text, the first 16 of them in full."""
+    if not found:
+        return "no difference on this rank"
+    told = "; ".join(f"{path}: {how}" for path, how in found[:MOST_DIFFERENCES])
+    more = len(found) - MOST_DIFFERENCES
+    return f"{told}; and {more} more" if more > 0 else told
+
+
+def leaves(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every tensor, piece of plain data and empty container of a state, with its path, as `optimizer.param_groups.0.lr`.
+
+    Mappings are walked in the order of their keys' text, so that the order of insertion does not matter.
+    """
+    if isinstance(state, Mapping):
+        pairs = sorted(((str(key), value) for key, value in state.items()), key=lambda pair: pair[0])
+    elif isinstance(state, list | tuple):
+        pairs = [(str(index), value) for index, value in enumerate(state)]
+    else:
+        yield path, state
+        return
+    if not pairs:
+        yield path, None
+    for key, value in pairs:
+        yield from leaves(value, f"{path}.{key}" if path else key)
+
+
+def local_part(leaf: torch.Tensor, path: str) -> torch.Tensor:
+    """What of a tensor is on this rank. Raises: StateUnavailable: it has no plain memory."""
+    part = leaf.detach()
+    if isinstance(part, DTensor):
+        part = part.to_local()
+    if part.layout is not torch.strided or part.is_meta or part.is_quantized:
+        raise StateUnavailable(
+            f"{path} is a tensor without plain memory ({part.layout}, on {part.device}), which can't be compared; "
+            "register what it belongs to with compared=False"
+        )
+    return part
+
+
+def as_octets(part: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, in one row."""
+    return part.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _plain(leaf: Any, path: str) -> str:
+    if not isinstance(leaf, _PLAIN):
+        raise StateUnavailable(
+            f"{path} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which can't be compared; hold tensors and "
+            "plain data, or register what it belongs to with compared=False"
+        )
+    if isinstance(leaf, float):
+        return leaf.hex()
+    return f"{type(leaf).__name__} {leaf!r}"
+
+
+def _difference(own: Any, other: Any, path: str) -> str:
+    if isinstance(own, torch.Tensor) and isinstance(other, torch.Tensor):
+        ours, theirs = local_part(own, path), local_part(other, path)
+        if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+            return (
+                f"{ours.dtype} of shape {tuple(ours.shape)} here, {theirs.dtype} of shape {tuple(theirs.shape)} at the "
+                "source"
+            )
+        unequal = as_octets(ours).cpu() != as_octets(theirs).cpu()
+        count = int(unequal.view(-1, ours.element_size()).any(dim=1).sum()) if unequal.numel() else 0
+        if count == 1 == ours.numel():
+            return f"{_short(ours.item())} here, {_short(theirs.item())} at the source"
+        return f"{count} of {ours.numel()} elements differ" if count else ""
+    if isinstance(own, torch.Tensor) or isinstance(other, torch.Tensor):
+        return f"a {type(own).__name__} here, a {type(other).__name__} at the source"
+    if _plain(own, path) == _plain(other, path):
+        return ""
+    return f"{_short(own)} here, {_short(other)} at the source"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 3] + "..."
