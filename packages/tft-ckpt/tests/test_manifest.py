@@ -452,7 +452,7 @@ json_values = st.recursive(
     max_leaves=10,
 )
 tags = st.sampled_from(
-    ["list", "tuple", "dict", "odict", "ddict", "counter", "named", "size", "tensor", "int", "float", "bytes", "device"]
+    ["list", "tuple", "dict", "odict", "ddict", "counter", "named", "size", "tensor", "shard", "int", "float", "bytes"]
 )
 tagged = st.recursive(
     json_values, lambda inner: st.tuples(tags, st.lists(inner, max_size=5)).map(lambda t: [t[0], *t[1]])

@@ -14,6 +14,7 @@ from tft_ckpt.errors import (
 )
 from tft_ckpt.http import HTTPTransport, ReceiveReport
 from tft_ckpt.key import StateKey
+from tft_ckpt.sharding import LocalShard, Placement, Sharding
 from tft_ckpt.transport import CheckpointTransport
 from tft_ckpt.tree import Limits, register_named_tuple
 
@@ -26,7 +27,10 @@ __all__ = [
     "DeadlinePassed",
     "HTTPTransport",
     "Limits",
+    "LocalShard",
+    "Placement",
     "ReceiveReport",
+    "Sharding",
     "StateCorrupt",
     "StateKey",
     "StateMismatch",

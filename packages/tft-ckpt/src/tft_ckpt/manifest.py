@@ -11,7 +11,10 @@ What a manifest may contain is decided in `_Reader`, before anything is built fr
 
 The form, version 1: b"TFTSTATE", version u32, body length u64, xxh3-64 of (version, length, body) u64, little-endian;
 then the body, an object with "key", "chunk_bytes", "segments" ([offset, length] each), "sums" (16 hex digits a chunk)
-and "state" (see `tree`). A tensor is ["tensor", dtype, shape, stride or null, segment or -1, byte offset in segment].
+and "state" (see `tree`). A tensor is ["tensor", dtype, shape, stride or null, segment or -1, byte offset in segment]. A
+DTensor is ["shard", shape, stride, placements, mesh shape, names of the mesh's dimensions or null, place in the mesh or
+null, the tensor that is the part of it here]; a placement is null (each process has all), the dimension that is cut, or
+[dimension, split factor].
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import xxhash
 
 from tft_ckpt.errors import StateCorrupt, StateUnsupported, WrongSetting
 from tft_ckpt.key import StateKey
+from tft_ckpt.sharding import MAX_DIMENSIONS, MAX_ELEMENTS, MAX_SIZE, LocalShard, Sharding
 from tft_ckpt.tree import DTYPES, Limits, Node, TreeReader, TreeWriter
 
 __all__ = [
@@ -51,9 +55,6 @@ CHUNK_BYTES_MAX = 1 << 30
 
 _HEADER = struct.Struct("<8sIQQ")
 _SUMMED = struct.Struct("<IQ")
-_MAX_DIMENSIONS = 64
-_MAX_SIZE = 1 << 48
-_MAX_ELEMENTS = 1 << 62
 # The largest element; a segment starts at a multiple of it in its storage, so that every offset stays whole.
 _MAX_ITEM_BYTES = 16
 
@@ -82,6 +83,7 @@ class TensorLeaf:
         segment: index of its segment, or -1 if it has no elements.
         offset: of its first element in the run, in bytes.
         length: from its first element's first byte to its last's last, in bytes.
+        sharding: of what it is a part, or None if it is whole.
     """
 
     path: str
@@ -91,6 +93,7 @@ class TensorLeaf:
     segment: int
     offset: int
     length: int
+    sharding: Sharding | None
 
 
 @final
@@ -137,7 +140,7 @@ class Layout:
         return tuple(found)
 
     def build(self, data: memoryview) -> Any:
-        """The state, its tensors looking into the run.
+        """The state, its tensors looking into the run, and a LocalShard in the place of each DTensor.
 
         Args:
             data: writable, at least data_bytes long, its first byte at a multiple of 64; is not copied, and lives as
@@ -149,12 +152,16 @@ class Layout:
             for segment in self.segments
         ]
 
-        def on_leaf(leaf: TensorLeaf) -> torch.Tensor:
+        def tensor_of(leaf: TensorLeaf) -> torch.Tensor:
             if leaf.segment < 0:
                 return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype)
             offset = (leaf.offset - self.segments[leaf.segment].offset) // leaf.dtype.itemsize
             tensor = torch.empty(0, dtype=leaf.dtype)
             return tensor.set_(storages[leaf.segment], offset, leaf.shape, leaf.stride)
+
+        def on_leaf(leaf: TensorLeaf) -> torch.Tensor | LocalShard:
+            tensor = tensor_of(leaf)
+            return tensor if leaf.sharding is None else LocalShard(tensor, leaf.sharding)
 
         reader = _Reader(self.segments, limits=_NO_LIMITS, source="")
         return reader.tree(on_leaf).read(self.root)
@@ -242,7 +249,7 @@ class _SegmentPlan:
         tensor = _plain(path, tensor)
         dtype = str(tensor.dtype).removeprefix("torch.")
         shape, stride = list(tensor.shape), list(tensor.stride())
-        if len(shape) > _MAX_DIMENSIONS or any(number > _MAX_SIZE for number in shape + stride):
+        if len(shape) > MAX_DIMENSIONS or any(number > MAX_SIZE for number in shape + stride):
             raise StateUnsupported(f"{path} has a shape or stride beyond what travels: {shape}, {stride}", path=path)
         node = ["tensor", dtype, shape, None if tuple(stride) == _contiguous(shape) else stride, -1, 0]
         if tensor.numel() == 0:
@@ -286,13 +293,9 @@ def _plain(path: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as one whose storage holds its values, or a refusal with its path."""
     kind = type(tensor)
     if kind not in (torch.Tensor, torch.nn.Parameter):
-        advice = (
-            "send its local shard, to_local(), and make the DTensor again on the receiver's own mesh"
-            if kind.__name__ == "DTensor"
-            else "send the plain tensors that it is made of"
-        )
         raise StateUnsupported(
-            f"{path} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass, which can't travel; {advice}",
+            f"{path} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass, which can't travel; send the plain "
+            "tensors that it is made of",
             path=path,
         )
     if tensor.is_meta:
@@ -449,15 +452,17 @@ class _Reader:
     def tree(self, on_leaf: Any) -> TreeReader:
         """A reader of one whole state, which gives on_leaf each TensorLeaf and puts the answer in its place."""
 
-        def on_tensor(path: str, node: list[Node]) -> object:
-            return on_leaf(self._leaf(path, node, reader))
+        def on_tensor(path: str, node: Node, sharding: Sharding | None) -> object:
+            return on_leaf(self._leaf(path, node, sharding, reader))
 
         reader = TreeReader(on_tensor, limits=self._limits, source=self._source)
         return reader
 
-    def _leaf(self, path: str, node: list[Node], reader: TreeReader) -> TensorLeaf:
-        if len(node) != 6 or type(node[1]) is not str or node[1] not in DTYPES:
-            raise reader.corrupt(path, "its tensor has an unknown dtype or form")
+    def _leaf(self, path: str, node: Node, sharding: Sharding | None, reader: TreeReader) -> TensorLeaf:
+        if type(node) is not list or len(node) != 6 or node[0] != "tensor":
+            raise reader.corrupt(path, "its tensor has an unknown form")
+        if type(node[1]) is not str or node[1] not in DTYPES:
+            raise reader.corrupt(path, "its tensor has an unknown dtype")
         dtype = DTYPES[node[1]]
         shape = self._sizes(node[2], path, reader)
         stride = _contiguous(shape) if node[3] is None else self._sizes(node[3], path, reader)
@@ -467,23 +472,29 @@ class _Reader:
         elements = 1
         for size in shape:
             elements *= max(size, 1)
-        if elements > _MAX_ELEMENTS:
+        if elements > MAX_ELEMENTS:
             raise reader.corrupt(path, "its tensor has too many elements")
+        if sharding is not None:
+            try:
+                sharding.check_part(shape)
+            except WrongSetting as error:
+                raise reader.corrupt(path, str(error)[:300]) from None
         length = _extent(shape, stride) * dtype.itemsize
         if length == 0:
             if segment != -1 or offset != 0:
                 raise reader.corrupt(path, "its tensor is empty, yet lies somewhere")
-            return TensorLeaf(path, dtype, shape, stride, -1, 0, 0)
+            return TensorLeaf(path, dtype, shape, stride, -1, 0, 0, sharding)
         if not 0 <= segment < len(self._segments) or offset < 0 or offset % dtype.itemsize:
             raise reader.corrupt(path, "its tensor lies in no segment")
         if offset + length > self._segments[segment].length:
             raise reader.corrupt(path, "its tensor reaches past its segment")
-        return TensorLeaf(path, dtype, shape, stride, segment, self._segments[segment].offset + offset, length)
+        place = self._segments[segment].offset + offset
+        return TensorLeaf(path, dtype, shape, stride, segment, place, length, sharding)
 
     def _sizes(self, node: Node, path: str, reader: TreeReader) -> tuple[int, ...]:
-        if type(node) is not list or len(node) > _MAX_DIMENSIONS:
+        if type(node) is not list or len(node) > MAX_DIMENSIONS:
             raise reader.corrupt(path, "its tensor's shape or stride is no short list")
-        if any(type(size) is not int or not 0 <= size <= _MAX_SIZE for size in node):
+        if any(type(size) is not int or not 0 <= size <= MAX_SIZE for size in node):
             raise reader.corrupt(path, "its tensor's shape or stride has a bad number")
         return tuple(node)
 

@@ -2,8 +2,9 @@
 
 Whatever sits in a state dict is either a container that we know, a piece of plain data that we know, or a tensor. The
 first two are written as JSON: null, booleans, short integers, finite floats and strings as themselves, all else as an
-array that opens with its type's tag. A tensor is handed to a callback and leaves one array behind. Everything is
-matched by exact type: a subclass may carry more than we can see, so it is refused with its path.
+array that opens with its type's tag. A tensor is handed to a callback and leaves one array behind; a DTensor does so
+for the part of it that lies here, in an array that says of what that is a part. Everything is matched by exact type: a
+subclass may carry more than we can see, so it is refused with its path.
 
 Reading is the mirror image and trusts nothing: it makes only the types listed here, by calling only the constructors
 listed here, and counts as it goes.
@@ -27,6 +28,7 @@ from typing import Any, TypeVar, final
 import torch
 
 from tft_ckpt.errors import StateCorrupt, StateUnsupported, WrongSetting
+from tft_ckpt.sharding import MAX_MESH_DIMENSIONS, LocalShard, Placement, Sharding, part_of
 
 __all__ = ["DTYPES", "Limits", "TreeReader", "TreeWriter", "register_named_tuple"]
 
@@ -117,7 +119,8 @@ class TreeWriter:
     """Turns one state into one node; used once.
 
     Args:
-        on_tensor: is given (path, tensor) for every tensor, depth first, and returns its node.
+        on_tensor: is given (path, tensor) for every tensor, depth first, and returns its node; of a DTensor it is given
+            the part that lies here.
         limits: what is larger is refused.
     """
 
@@ -142,10 +145,27 @@ class TreeWriter:
             raise StateUnsupported(
                 f"{path[:200]} is nested deeper than {self._limits.depth}; is it its own member?", path=path
             )
-        if isinstance(value, torch.Tensor):
-            return self._on_tensor(path, value)
+        if isinstance(value, torch.Tensor | LocalShard):
+            part = part_of(value, path)
+            return self._on_tensor(path, value) if part is None else self._write_shard(path, part)  # type: ignore[arg-type]
         leaf = self._write_leaf(value)
         return self._write_container(value, path, depth) if leaf is _NO_LEAF else leaf
+
+    def _write_shard(self, path: str, part: LocalShard) -> Node:
+        sharding = part.sharding
+        return [
+            "shard",
+            list(sharding.shape),
+            list(sharding.stride),
+            [
+                placement.dim if placement.split_factor is None else [placement.dim, placement.split_factor]
+                for placement in sharding.placements
+            ],
+            list(sharding.mesh_shape),
+            None if sharding.mesh_dim_names is None else list(sharding.mesh_dim_names),
+            None if sharding.coordinate is None else list(sharding.coordinate),
+            self._on_tensor(path, part.local),
+        ]
 
     def _write_leaf(self, value: object) -> Node:
         if value is None or type(value) is bool or type(value) is str:
@@ -238,12 +258,15 @@ class TreeReader:
     """Turns one node, of which nothing is believed, into one state; used once.
 
     Args:
-        on_tensor: is given (path, node) for every tensor node, depth first, and returns what takes its place.
+        on_tensor: is given (path, node, sharding) for every tensor node, depth first, and returns what takes its place;
+            sharding says of what the tensor is a part, or is None if it is whole.
         limits: what is larger is refused.
         source: the address that the node came from, for the errors.
     """
 
-    def __init__(self, on_tensor: Callable[[str, list[Node]], object], *, limits: Limits, source: str) -> None:
+    def __init__(
+        self, on_tensor: Callable[[str, Node, Sharding | None], object], *, limits: Limits, source: str
+    ) -> None:
         self._on_tensor = on_tensor
         self._limits = limits
         self._source = source
@@ -275,13 +298,36 @@ class TreeReader:
             raise self.corrupt(path, "it is neither plain nor tagged")
         tag = node[0]
         if tag == "tensor":
-            return self._on_tensor(path, node)
+            return self._on_tensor(path, node, None)
+        if tag == "shard":
+            if len(node) != 8:
+                raise self.corrupt(path, "its shard lacks a part, or has one too many")
+            return self._on_tensor(path, node[7], self._read_sharding(node, path))
         if tag in _LEAF_READERS:
             try:
                 return _LEAF_READERS[tag](*node[1:])
             except (TypeError, ValueError, KeyError, RuntimeError, struct.error, binascii.Error):
                 raise self.corrupt(path, f"its {tag} can't be read") from None
         return self._read_container(tag, node, path, depth)
+
+    def _read_sharding(self, node: list[Node], path: str) -> Sharding:
+        shape, stride, placements, mesh_shape, names, coordinate = node[1:7]
+        if type(placements) is not list or len(placements) > MAX_MESH_DIMENSIONS:
+            raise self.corrupt(path, "its placements are no short list")
+        try:
+            return Sharding(
+                shape=_as_tuple(shape),
+                stride=_as_tuple(stride),
+                placements=tuple(
+                    Placement(*placement) if type(placement) is list else Placement(placement)
+                    for placement in placements
+                ),
+                mesh_shape=_as_tuple(mesh_shape),
+                mesh_dim_names=None if names is None else _as_tuple(names),
+                coordinate=None if coordinate is None else _as_tuple(coordinate),
+            )
+        except (TypeError, WrongSetting) as error:
+            raise self.corrupt(path, f"there can't be such a shard ({str(error)[:300]})") from None
 
     def corrupt(self, path: str, sentence: str) -> StateCorrupt:
         """The error for a bad node."""
@@ -361,6 +407,12 @@ class TreeReader:
         if type(node) is list and (not node or type(node[0]) is not str or node[0] not in _LEAF_READERS):
             raise self.corrupt(path, "a key is neither a leaf nor a tuple")
         return self.read(node, path, depth)
+
+
+def _as_tuple(node: Node) -> tuple[Any, ...]:
+    if type(node) is not list:
+        raise TypeError("a list is missing")
+    return tuple(node)
 
 
 def _read_int(text: str) -> int:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from tft_ckpt.sharding import LocalShard, Placement, Sharding, part_of
+
 __all__ = ["assert_same_state", "sample_state"]
 
 
@@ -35,6 +37,7 @@ def sample_state(*, seed: int = 0, num_bytes: int = 1 << 20) -> dict[Any, Any]:
         "empty": torch.empty(0, 4),
         "expanded": torch.tensor([1.0, 2.0]).expand(3, 2),
         "transposed": torch.arange(6.0).view(2, 3).t(),
+        "sharded": sample_shard(torch.arange(12.0).view(3, 4)),
         "optimizer": {"state": optimizer_state, "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.999), "params": [0]}]},
         "scheduler": OrderedDict(milestones=Counter([3, 3, 5]), best=float("inf")),
         "plain": [None, True, -1, 2**100, 0.1, -0.0, float("nan"), 1 + 2j, "text \u00e9 \ud800", b"\x00\xff"],
@@ -43,8 +46,27 @@ def sample_state(*, seed: int = 0, num_bytes: int = 1 << 20) -> dict[Any, Any]:
     }
 
 
+def sample_shard(local: torch.Tensor) -> LocalShard:
+    """A part of a tensor that has twice its rows, as the second of two processes has it."""
+    rows, *sizes = local.shape
+    return LocalShard(
+        local,
+        Sharding(
+            shape=(2 * rows, *sizes),
+            stride=tuple(local.stride()),
+            placements=(Placement(), Placement(0)),
+            mesh_shape=(1, 2),
+            mesh_dim_names=("dp", "shard"),
+            coordinate=(0, 1),
+        ),
+    )
+
+
 def assert_same_state(actual: object, expected: object, path: str = "state") -> None:
-    """Raise AssertionError, naming the leaf, unless the two states are the same to the bit, sharing included."""
+    """Raise AssertionError, naming the leaf, unless the two states are the same to the bit, sharing included.
+
+    A DTensor is the same as a LocalShard of the same part; both may stand on either side.
+    """
     tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
     _compare(actual, expected, path, tensors)
     for index, (first, first_expected) in enumerate(tensors):
@@ -54,6 +76,12 @@ def assert_same_state(actual: object, expected: object, path: str = "state") -> 
 
 
 def _compare(actual: object, expected: object, path: str, tensors: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    expected_part = part_of(expected, path)
+    if expected_part is not None:
+        part = part_of(actual, path)
+        assert part is not None, f"{path}: {type(actual)} is no part of a sharded tensor"
+        assert part.sharding == expected_part.sharding, f"{path}: {part.sharding} is not {expected_part.sharding}"
+        actual, expected = part.local, expected_part.local
     if isinstance(expected, torch.Tensor):
         assert isinstance(actual, torch.Tensor), path
         _compare_tensors(actual, expected, path)

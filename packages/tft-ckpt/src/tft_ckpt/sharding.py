@@ -1,0 +1,270 @@
+"""A process's part of a tensor that several processes share, and how the whole is cut.
+
+A DTensor is three things: the part that lies here, the way in which the whole was cut, and the process groups of a
+mesh. The first two can travel. The groups can't: they exist in the processes that made them alone. So what arrives is a
+record of the part and the cut, and whoever has a mesh of the same form makes a DTensor of it again.
+
+Law of this file: values and their checks; no communication. Torch's DTensor is looked up only where somebody else has
+imported it, since importing it is slow, or where one is made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, final
+
+import torch
+
+from tft_ckpt.errors import StateUnsupported, WrongSetting
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["LocalShard", "Placement", "Sharding"]
+
+MAX_DIMENSIONS: Final = 64
+MAX_SIZE: Final = 1 << 48
+MAX_ELEMENTS: Final = 1 << 62
+MAX_MESH_DIMENSIONS: Final = 16
+MAX_NAME_LENGTH: Final = 100
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What the processes along one dimension of a mesh have of a tensor.
+
+    Fields:
+        dim: the tensor's dimension that is cut among them, 0 the first; None: each has all of it.
+        split_factor: None: each has one piece. Else each has that many, as torch's _StridedShard has it, by which FSDP2
+            cuts what tensor parallelism has cut before.
+    """
+
+    dim: int | None = None
+    split_factor: int | None = None
+
+    def __str__(self) -> str:
+        if self.dim is None:
+            return "Replicate()"
+        return f"Shard({self.dim})" if self.split_factor is None else f"_StridedShard({self.dim}, {self.split_factor})"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How a tensor is cut, and which part of it one process has. Equal values mean equal parts.
+
+    Fields:
+        shape, stride: of the whole, in elements.
+        placements: one for each dimension of the mesh.
+        mesh_shape: number of processes in each of its dimensions.
+        mesh_dim_names: their names, or None if they have none.
+        coordinate: this process's place in the mesh, or None if it is not in it and has nothing of the tensor.
+    Raises: WrongSetting: there can't be such a sharding; one sentence names the fault.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    mesh_shape: tuple[int, ...]
+    mesh_dim_names: tuple[str, ...] | None
+    coordinate: tuple[int, ...] | None
+
+    def __post_init__(self) -> None:
+        for name, most in (("shape", MAX_DIMENSIONS), ("stride", MAX_DIMENSIONS), ("mesh_shape", MAX_MESH_DIMENSIONS)):
+            _check_sizes(name, getattr(self, name), most)
+        if len(self.stride) != len(self.shape):
+            raise WrongSetting(f"a sharded tensor has {len(self.shape)} dimensions and {len(self.stride)} strides")
+        if _product(self.shape) > MAX_ELEMENTS or _product(self.mesh_shape) > MAX_SIZE or 0 in self.mesh_shape:
+            raise WrongSetting(f"a tensor of shape {self.shape} on a mesh of shape {self.mesh_shape} can't be")
+        self._check_mesh()
+        if type(self.placements) is not tuple or len(self.placements) != len(self.mesh_shape):
+            raise WrongSetting(f"a mesh of {len(self.mesh_shape)} dimensions needs as many placements")
+        for placement in self.placements:
+            self._check_placement(placement)
+
+    def _check_mesh(self) -> None:
+        names, coordinate = self.mesh_dim_names, self.coordinate
+        if names is not None and (
+            type(names) is not tuple
+            or len(names) != len(self.mesh_shape)
+            or any(type(name) is not str or len(name) > MAX_NAME_LENGTH for name in names)
+        ):
+            raise WrongSetting(f"a mesh of {len(self.mesh_shape)} dimensions needs as many names, and short ones")
+        if coordinate is not None:
+            _check_sizes("coordinate", coordinate, MAX_MESH_DIMENSIONS)
+            if len(coordinate) != len(self.mesh_shape) or any(
+                place >= size for place, size in zip(coordinate, self.mesh_shape, strict=True)
+            ):
+                raise WrongSetting(f"{coordinate} is no place in a mesh of shape {self.mesh_shape}")
+
+    def _check_placement(self, placement: Placement) -> None:
+        if type(placement) is not Placement:
+            raise WrongSetting(f"a placement is a {type(placement).__name__}; give a Placement")
+        dim, factor = placement.dim, placement.split_factor
+        if dim is not None and (type(dim) is not int or not 0 <= dim < len(self.shape)):
+            raise WrongSetting(f"dimension {dim!r} is cut of a tensor that has {len(self.shape)}")
+        if factor is not None and (dim is None or type(factor) is not int or not 1 <= factor <= MAX_SIZE):
+            raise WrongSetting(f"a split factor is {factor!r} where dimension {dim!r} is cut")
+
+    def check_part(self, shape: Sequence[int]) -> None:
+        """Raises: WrongSetting: a part of this shape can't be this process's."""
+        if self.coordinate is None:
+            if _product(shape) and 0 not in shape:
+                raise WrongSetting(f"a process outside of the mesh has a part of shape {tuple(shape)}")
+            return
+        cut = {placement.dim for placement in self.placements}
+        if len(shape) != len(self.shape) or any(
+            part > whole or (part < whole and dim not in cut)
+            for dim, (part, whole) in enumerate(zip(shape, self.shape, strict=True))
+        ):
+            raise WrongSetting(f"a part of shape {tuple(shape)} can't be of {self}")
+
+    def __str__(self) -> str:
+        names = "" if self.mesh_dim_names is None else f" {self.mesh_dim_names}"
+        return (
+            f"shape {self.shape} as {', '.join(str(placement) for placement in self.placements) or 'one'} at "
+            f"{self.coordinate} of mesh {self.mesh_shape}{names}"
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalShard:
+    """One process's part of a tensor: what a DTensor in a state is for who receives it.
+
+    Fields:
+        local: the part, a plain tensor.
+        sharding: of what it is a part.
+    Raises: WrongSetting: the two do not fit together.
+    """
+
+    local: torch.Tensor
+    sharding: Sharding
+
+    def __post_init__(self) -> None:
+        self.sharding.check_part(self.local.shape)
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> LocalShard:
+        """This process's part of a DTensor, without a copy and without communication.
+
+        Raises: StateUnsupported: it holds a sum that was not reduced yet, or is cut in a way that can't be described.
+        """
+        return _part_of(tensor, "the DTensor")
+
+    def to_dtensor(self, mesh: DeviceMesh) -> DTensor:
+        """A DTensor over the part, without a copy (unless it has to move to the mesh's device), and without
+        communication.
+
+        Args:
+            mesh: of the form that `sharding` says, with this process at the same place in it.
+        Raises: WrongSetting: it is of another form, or this process stands elsewhere in it.
+        """
+        from torch.distributed import tensor as dtensor
+
+        sharding = self.sharding
+        theirs = (sharding.mesh_shape, sharding.mesh_dim_names, sharding.coordinate)
+        if form_of(mesh) != theirs:
+            raise WrongSetting(f"the part is of {sharding}, and this mesh has the form {form_of(mesh)}")
+        placements: list[dtensor.Placement] = []
+        for placement in sharding.placements:
+            if placement.dim is None:
+                placements.append(dtensor.Replicate())
+            elif placement.split_factor is None:
+                placements.append(dtensor.Shard(placement.dim))
+            else:
+                strided = dtensor.placement_types._StridedShard
+                placements.append(strided(placement.dim, split_factor=placement.split_factor))
+        with torch.no_grad():
+            return dtensor.DTensor.from_local(
+                self.local,
+                mesh,
+                placements,
+                run_check=False,
+                shape=torch.Size(sharding.shape),
+                stride=sharding.stride,
+            )
+
+
+def form_of(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[str, ...] | None, tuple[int, ...] | None]:
+    """A mesh's shape, its dimensions' names, and this process's place in it."""
+    names, coordinate = mesh.mesh_dim_names, mesh.get_coordinate()
+    return (
+        tuple(mesh.shape),
+        None if names is None else tuple(names),
+        None if coordinate is None else tuple(coordinate),
+    )
+
+
+def part_of(value: object, path: str) -> LocalShard | None:
+    """This process's part, if the value is a DTensor or was one; else None.
+
+    Raises: StateUnsupported: it can't travel.
+    """
+    if type(value) is LocalShard:
+        return value
+    module = sys.modules.get("torch.distributed.tensor")
+    return _part_of(value, path) if module is not None and type(value) is module.DTensor else None
+
+
+def _part_of(tensor: Any, path: str) -> LocalShard:
+    types = sys.modules["torch.distributed.tensor.placement_types"]
+    placements = []
+    for placement in tensor.placements:
+        # By exact type: a subclass may mean more than its dimension.
+        if type(placement) is types.Replicate:
+            placements.append(Placement())
+        elif type(placement) is types.Shard:
+            placements.append(Placement(placement.dim % tensor.ndim))
+        elif type(placement) is types._StridedShard:
+            placements.append(Placement(placement.dim % tensor.ndim, int(placement.split_factor)))
+        else:
+            raise StateUnsupported(
+                f"{path} is a DTensor with the placement {placement!r}, which can't travel; reduce it first, with "
+                "redistribute() or full_tensor()",
+                path=path,
+            )
+    # One dimension may be cut along several of the mesh's, and torch may have done so in any order.
+    order = getattr(tensor._spec, "shard_order", None) or ()
+    if any(later < earlier for entry in order for earlier, later in itertools.pairwise(entry.mesh_dims)):
+        raise StateUnsupported(
+            f"{path} is a DTensor that was cut in the order {order}, which can't travel; redistribute() it to the "
+            "order of the mesh's dimensions",
+            path=path,
+        )
+    mesh_shape, names, coordinate = form_of(tensor.device_mesh)
+    try:
+        sharding = Sharding(
+            shape=tuple(tensor.shape),
+            stride=tuple(tensor.stride()),
+            placements=tuple(placements),
+            mesh_shape=mesh_shape,
+            mesh_dim_names=names,
+            coordinate=coordinate,
+        )
+        with torch.no_grad():
+            local = tensor.to_local()
+            if type(local).__name__ == "AsyncCollectiveTensor":
+                local = local.wait()
+        return LocalShard(local, sharding)
+    except WrongSetting as error:
+        raise StateUnsupported(f"{path} is a DTensor that can't travel: {error}", path=path) from error
+
+
+def _check_sizes(name: str, sizes: object, most: int) -> None:
+    if type(sizes) is not tuple or len(sizes) > most:
+        raise WrongSetting(f"the {name} of a sharded tensor is no tuple of at most {most} numbers")
+    if any(type(size) is not int or not 0 <= size <= MAX_SIZE for size in sizes):
+        raise WrongSetting(f"the {name} of a sharded tensor has a bad number")
+
+
+def _product(sizes: Sequence[int]) -> int:
+    total = 1
+    for size in sizes:
+        total *= max(size, 1)
+    return total
