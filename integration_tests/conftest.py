@@ -82,7 +82,10 @@ def nothing_left() -> Iterator[None]:
 def forkserver() -> ForkServerContext:
     """A context whose children are forked from a server that has torch imported: one is up in some 20 ms."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "tft_algos"])  # an optimizer imports the second
+    # An optimizer imports the second; the last two take half a second in each process of a sharded model.
+    context.set_forkserver_preload(
+        ["torch", "torch._dynamo", "tft_algos", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
+    )
     return context
 
 
