@@ -25,13 +25,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tft_algos import Manager, Optimizer, SettingError
+from tft_algos import Manager, Optimizer, SettingError, extend_mesh
 from tft_coord.errors import CoordinationError
-from tft_pg import ManagedProcessGroup, ProcessGroupGloo, extend_device_mesh
+from tft_pg import ProcessGroupGloo
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,8 @@ class Training:
         """Become what another process at this place has taken."""
         parameters = list(self.model.parameters())
         for parameter, part in zip(parameters, state["model"].values(), strict=True):
-            parameter.data.to_local().copy_(part)
+            assert isinstance(parameter, DTensor)
+            parameter.to_local().data.copy_(part)
         for number, values in state["optimizer"]["state"].items():
             mesh, placements = parameters[number].device_mesh, parameters[number].placements
             shape, stride = parameters[number].shape, parameters[number].stride()
@@ -196,10 +198,10 @@ def main(replica: int, replicas: int, settings: Settings) -> None:
     if ranks > 1:
         dist.init_process_group("gloo")  # the processes of this replica group
     else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     with Manager(ProcessGroupGloo(), replica_id=f"replica_{replica}") as manager:
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
-        training = Training(settings, extend_device_mesh(mesh, ManagedProcessGroup(manager)))
+        training = Training(settings, extend_mesh(manager, mesh))
         manager.register_state_dict_fn("training", training.load, training.take)
         optimizer = Optimizer(manager, training.adam)
         while manager.current_step() < settings.steps:

@@ -24,17 +24,17 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 
 from examples.train_lm import Settings, Training
 from integration_tests.conftest import Spawn
-from tft_algos import Manager, Optimizer
+from tft_algos import Manager, Optimizer, extend_mesh
 from tft_algos.testing import Action, EventInjector, Fault, Place, digest
 from tft_ckpt import HTTPTransport
 from tft_coord.timeouts import Timeouts
 from tft_lighthouse import LighthouseServer
-from tft_pg import ManagedProcessGroup, ProcessGroupGloo, extend_device_mesh
+from tft_pg import ProcessGroupGloo
 
 PATIENCE_S: Final = 50.0
 MARGIN_STEPS: Final = 60  # nobody may have passed the step at which all are told to stop
@@ -112,7 +112,7 @@ def train(spec: Spec, connection: Connection) -> None:
 
 def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) -> None:
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    store: Any = dist.HashStore()
+    store: Any = HashStore()
     if ranks > 1:
         store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
         store = PrefixStore(f"start/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
@@ -133,7 +133,7 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
         checkpoint_transport=injector.transport(transport),
     ) as manager:
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
-        training = Training(spec.settings, extend_device_mesh(mesh, ManagedProcessGroup(manager)))
+        training = Training(spec.settings, extend_mesh(manager, mesh))
 
         def load(state: dict[str, Any]) -> None:
             training.load(state)
@@ -286,6 +286,7 @@ class Cluster:
             self._take_in(left_s)
             for group in self.groups:
                 if not self._finishing and all(trainer.has_ended for trainer in group.trainers):
+                    assert all(trainer.commits for trainer in group.trainers), f"ended at once; {self.story()}"
                     group.start()
 
     def _take_in(self, timeout_s: float) -> None:
