@@ -124,6 +124,10 @@ class Sharding:
         ):
             raise WrongSetting(f"a part of shape {tuple(shape)} can't be of {self}")
 
+    def fits(self, mesh: DeviceMesh) -> bool:
+        """Whether a mesh has the same form, and this process the same place in it."""
+        return form_of(mesh) == (self.mesh_shape, self.mesh_dim_names, self.coordinate)
+
     def __str__(self) -> str:
         names = "" if self.mesh_dim_names is None else f" {self.mesh_dim_names}"
         return (
@@ -168,8 +172,7 @@ class LocalShard:
         from torch.distributed import tensor as dtensor
 
         sharding = self.sharding
-        theirs = (sharding.mesh_shape, sharding.mesh_dim_names, sharding.coordinate)
-        if form_of(mesh) != theirs:
+        if not sharding.fits(mesh):
             raise WrongSetting(f"the part is of {sharding}, and this mesh has the form {form_of(mesh)}")
         placements: list[dtensor.Placement] = []
         for placement in sharding.placements:

@@ -48,6 +48,7 @@ from tft_algos.manager.healing import Fetch, state_key
 from tft_algos.manager.parts import Clock, Coordinator, Group, ServerRestarted
 from tft_algos.manager.reducer import Reducer
 from tft_algos.manager.reduction import check_weight
+from tft_algos.manager.shards import has_shards, place_shards
 from tft_ckpt import CheckpointTransport, HTTPTransport
 from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest
 from tft_coord.errors import DeadlinePassed, GroupLost
@@ -650,12 +651,13 @@ class Manager:
         except HealingFailed as failure:
             error = failure
         self._healed_bytes += fetch.received_bytes
-        if not self._all_ranks_staged(plan, error is None):
-            error = error or HealingFailed(
-                f"another rank of replica {self.replica_id} could not fetch step {plan.step}; a group heals whole, so "
-                "the next quorum tries again",
-                sources=tuple(source.replica_id for source in plan.sources),
-            )
+        if not self._agree(plan, error is None, Purpose.STAGED):
+            error = error or self._other_rank_failed(plan, "fetch")
+        if error is None:
+            try:
+                state = self._place(plan, state)
+            except HealingFailed as failure:
+                error = failure
         if error is None:
             self._explain_divergence(plan, state)
             error = self._load(state)
@@ -690,12 +692,47 @@ class Manager:
             )
         return state
 
-    def _all_ranks_staged(self, plan: Plan, staged: bool) -> bool:
+    def _agree(self, plan: Plan, yes: bool, purpose: Purpose) -> bool:
+        """Whether all ranks of this group say yes."""
         if self._config.world_size == 1:
-            return staged
-        return self._coordinator.vote(
-            plan.step, staged, self._config.heal_timeout, key=plan.key, purpose=Purpose.STAGED
+            return yes
+        try:
+            return self._coordinator.vote(plan.step, yes, self._config.heal_timeout, key=plan.key, purpose=purpose)
+        except DeadlinePassed:
+            self._raise_fatal()  # why nobody answered, where that was told while we waited
+            raise
+
+    def _other_rank_failed(self, plan: Plan, what: str) -> HealingFailed:
+        return HealingFailed(
+            f"another rank of replica {self.replica_id} could not {what} step {plan.step}; a group heals whole, so the "
+            "next quorum tries again",
+            sources=tuple(source.replica_id for source in plan.sources),
         )
+
+    def _place(self, plan: Plan, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A staged state with DTensors on this process's own meshes; nothing is loaded.
+
+        The meshes are those of the user's own state. The functions that give it may run collectives over the ranks of
+        this group, so all ranks call them, at the same time, or none does; and all have found their meshes before one
+        of them loads.
+
+        Raises: HealingFailed: on this rank or another one, the state does not fit.
+        """
+        if self._agree(plan, not has_shards(state["user"]), Purpose.WITHOUT_OWN):
+            return state
+        self._raise_fatal()  # a rank that was lost makes it a no as well, and there is nobody to run a collective with
+        error: HealingFailed | None = None
+        user: Any = None
+        try:
+            user = place_shards(state["user"], self._take())
+        except HealingFailed as failure:
+            error = failure
+        except StateUnavailable as failure:
+            error = HealingFailed(f"the meshes for the fetched state can't be found: {failure}")
+            error.__cause__ = failure
+        if not self._agree(plan, error is None, Purpose.MATCHED):
+            raise error or self._other_rank_failed(plan, "find the meshes for")
+        return {**state, "user": user}
 
     def _load(self, state: Mapping[str, Any]) -> Exception | None:
         """Apply a staged state, on the training thread."""
