@@ -71,6 +71,9 @@ def rigs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield make
     for rig in made:
         rig.manager.shutdown()
+    for thread in threading.enumerate():
+        if thread.name == "tft-pg-timer":
+            thread.join(5)  # it ends by itself, once nothing is pending any more
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("tft-")]
 
 

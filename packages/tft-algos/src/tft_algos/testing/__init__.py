@@ -6,7 +6,7 @@ Law of this folder: public, and used by this project's own tests; nothing here r
 from __future__ import annotations
 
 from tft_algos.testing.digest import digest
-from tft_algos.testing.fakes import FakeGroup, MemoryTransport, ScriptedCoordinator, plan_of
+from tft_algos.testing.fakes import FakeGroup, ManualClock, MemoryTransport, ScriptedCoordinator, plan_of
 from tft_algos.testing.injector import Action, EventInjector, Fault, InjectedError, NotStruck, Place
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "FakeGroup",
     "Fault",
     "InjectedError",
+    "ManualClock",
     "MemoryTransport",
     "NotStruck",
     "Place",

@@ -136,6 +136,46 @@ class ScriptedCoordinator:
 
 
 @final
+class ManualClock:
+    """A clock that stands still until the test lets time pass.
+
+    `waited_s` holds what was waited for in vain; such a wait is over at once, and time has passed.
+    """
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.waited_s: list[float] = []
+        self._alarms: list[tuple[float, Callable[[], None]]] = []
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def wait(self, event: threading.Event, timeout_s: float) -> bool:
+        if not event.is_set():
+            self.waited_s.append(timeout_s)
+            self.pass_s(timeout_s)
+        return event.is_set()
+
+    def after(self, delay_s: float, callback: Callable[[], None]) -> Callable[[], object]:
+        alarm = (self.now_s + delay_s, callback)
+        self._alarms.append(alarm)
+        return lambda: self._alarms.remove(alarm) if alarm in self._alarms else None
+
+    @property
+    def num_alarms(self) -> int:
+        """That are set and not due."""
+        return len(self._alarms)
+
+    def pass_s(self, seconds: float) -> None:
+        """So many seconds pass; what is due runs, in order, on the calling thread."""
+        self.now_s += seconds
+        due = sorted((alarm for alarm in self._alarms if alarm[0] <= self.now_s), key=lambda alarm: alarm[0])
+        self._alarms = [alarm for alarm in self._alarms if alarm not in due]
+        for _, callback in due:
+            callback()
+
+
+@final
 class FakeGroup:
     """A process group of which this process is the only one that exists; the others are a number.
 
