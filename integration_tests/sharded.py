@@ -168,6 +168,11 @@ class Processes:
         self._connections: dict[Place, Connection] = {}
         self.events: dict[Place, list[Event]] = {}
 
+    def store(self) -> int:
+        """The port of a store that lives as long as these processes."""
+        self._stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+        return int(self._stores[-1].port)
+
     def start(
         self,
         target: Callable[..., None],
@@ -177,10 +182,8 @@ class Processes:
         lighthouse: str = "",
     ) -> list[Place]:
         """Start all processes of some replica groups; they share a store."""
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._stores.append(store)
-        size = shape[0] * shape[1]
-        places = [Place(i, rank, shape, store.port, lighthouse) for i in replicas for rank in range(size)]
+        port, size = self.store(), shape[0] * shape[1]
+        places = [Place(i, rank, shape, port, lighthouse) for i in replicas for rank in range(size)]
         for place in places:
             ours, theirs = multiprocessing.connection.Pipe()
             self._spawn(target, place, theirs, *arguments)
