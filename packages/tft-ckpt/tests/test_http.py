@@ -30,7 +30,7 @@ from tft_ckpt import (
     WrongSetting,
 )
 from tft_ckpt.buffers import Buffer
-from tft_ckpt.http import server
+from tft_ckpt.http import app
 from tft_ckpt.http.address import advertised_url, listen, parse_url
 from tft_ckpt.http.routes import KEY_HEADER, WAIT_HEADER, data_path, manifest_path
 from tft_ckpt.manifest import decode
@@ -547,6 +547,6 @@ def test_a_reader_that_has_hung_up_meanwhile_can_be_sent_off_all_the_same() -> N
             transport.abort()
             while ours.fileno() >= 0:
                 await asyncio.sleep(0)
-            server._break(transport)
+            app._break(transport)
 
     asyncio.run(asyncio.wait_for(hang_up_first(), BOUND.total_seconds()))

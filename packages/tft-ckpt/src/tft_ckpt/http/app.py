@@ -1,0 +1,393 @@
+"""What the server's loop does: the routes, the connections, and their end.
+
+Importing aiohttp takes a tenth of a second, so the server's thread imports this file, and a trainer that has its port
+already goes on meanwhile.
+
+Law of this file: aiohttp and one event loop, whose thread alone calls what is here. What to answer is the shelf's
+decision; here it is only said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import socket
+import struct
+import threading
+from typing import NoReturn, final
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.typedefs import Handler, Middleware
+
+from tft_ckpt.errors import WrongSetting
+from tft_ckpt.http.routes import DATA_ROUTE, KEY_HEADER, MANIFEST_ROUTE, WAIT_HEADER, WAIT_MS_MAX, authorization
+from tft_ckpt.key import StateKey
+from tft_ckpt.shelf import Found, Refused, Shelf
+from tft_ckpt.snapshot import Snapshot
+
+__all__ = ["App"]
+
+# One write to a socket: long enough that the loop's own work does not count, short enough that readers take turns.
+_PIECE_BYTES = 1 << 20
+# aiohttp waits for the socket to take everything only after writes longer than this; a shorter last piece is therefore
+# sent from a copy, because the buffer may be used again as soon as the handler returns.
+_UNDRAINED_BYTES = 64 << 10
+
+_NO_LINGERING = struct.pack("ii", 1, 0)
+
+_log = logging.getLogger("tft_ckpt.http")
+
+
+@final
+class App:
+    """Serves one shelf from `serve` to `stop`.
+
+    Args:
+        loop: its own; all methods are called there.
+        listener: bound and listening; closed at the end.
+        shelf, lock: of the states, shared with the trainer's side, which takes the lock as well.
+        token: what readers must present, or None.
+        silence_s: a reader that takes nothing for so long is sent off, and so is a connection that asks for nothing.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        listener: socket.socket,
+        *,
+        shelf: Shelf,
+        lock: threading.Lock,
+        token: str | None,
+        silence_s: float,
+    ) -> None:
+        self._loop = loop
+        self._listener = listener
+        self._shelf = shelf
+        self._lock = lock
+        self._token = token
+        self._silence_s = silence_s
+        self._stop = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._summing: dict[Snapshot, asyncio.Task[None]] = {}
+        self._transports: dict[Snapshot, set[asyncio.Transport]] = {}
+        self._answering: set[asyncio.BaseTransport | None] = set()
+        self._answered: set[asyncio.BaseTransport | None] = set()  # since the last look at the idle
+
+    def stop(self) -> None:
+        """Close the port and every connection; `serve` then ends."""
+        self._stop.set()
+
+    async def serve(self) -> None:
+        """Answer readers until `stop`. Raises: what keeps the server from starting; the port is closed then."""
+        app = web.Application(middlewares=[self._mark(), self._guard()])
+        app.router.add_get(MANIFEST_ROUTE, self._manifest, allow_head=False)
+        app.router.add_get(DATA_ROUTE, self._data, allow_head=False)
+        runner = web.AppRunner(
+            app,
+            handle_signals=False,
+            handler_cancellation=True,
+            access_log=None,
+            logger=_log_of_requests(),
+            shutdown_timeout=0.05,
+        )
+        try:
+            await runner.setup()
+            await web.SockSite(runner, self._listener).start()
+        except BaseException:
+            self._listener.close()
+            raise
+        assert runner.server is not None, "a runner that was set up has a server"
+        self._loop.create_task(self._send_off_the_idle(runner.server), name="tft-ckpt-idle")
+        await self._stop.wait()
+        with self._lock:
+            held = self._shelf.clear()
+        self.send_off(held)
+        self.wake()
+        # First no more are accepted, and those just accepted become known to the runner, which will close them: asyncio
+        # (of 3.11 at least) forgets to close a connection whose listener was closed in the turn that accepted it.
+        self._loop.remove_reader(self._listener.fileno())
+        await _turns()
+        await runner.cleanup()
+        await self._end_tasks()
+
+    async def _end_tasks(self) -> None:
+        tasks = asyncio.all_tasks(self._loop) - {asyncio.current_task(self._loop)}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # A closed transport closes its socket in the loop's next turn.
+        await _turns()
+
+    async def _send_off_the_idle(self, server: web.Server) -> None:
+        """Break each connection that has asked for nothing for silence_s: its descriptor is one that readers need."""
+        idle_since: dict[asyncio.Transport, float] = {}
+        while True:
+            await asyncio.sleep(self._silence_s / 2)
+            now, answered = self._loop.time(), self._answered
+            self._answered = set()
+            idle = [each.transport for each in server.connections if each.transport not in self._answering]
+            idle_since = {
+                transport: now if transport in answered else idle_since.get(transport, now)
+                for transport in idle
+                if isinstance(transport, asyncio.Transport)
+            }
+            for transport, since in idle_since.items():
+                if now - since >= self._silence_s:
+                    _break(transport)
+
+    def wake(self) -> None:
+        """Have those that wait look again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def send_off(self, snapshots: list[Snapshot]) -> None:
+        """Break the connections on which these are read."""
+        for snapshot in snapshots:
+            for transport in self._transports.get(snapshot, ()):
+                _break(transport)
+
+    def published(self, snapshot: Snapshot, expected: bool) -> None:
+        """A snapshot is up; somebody will ask for it if `expected`."""
+        if expected:
+            self._start_summing(snapshot)
+        self.wake()
+
+    def _start_summing(self, snapshot: Snapshot) -> None:
+        if snapshot.manifest_bytes is not None or snapshot in self._summing or self._stop.is_set():
+            return
+        with self._lock:
+            leased = self._shelf.lease(snapshot)
+        if leased:
+            self._summing[snapshot] = self._loop.create_task(self._sum(snapshot), name="tft-ckpt-sum")
+
+    async def _sum(self, snapshot: Snapshot) -> None:
+        try:
+            while not snapshot.sum_next_chunk():
+                await asyncio.sleep(0)
+                with self._lock:
+                    if not self._shelf.is_offered(snapshot):
+                        break
+        finally:
+            del self._summing[snapshot]
+            self._release(snapshot)
+            self.wake()
+
+    def _release(self, snapshot: Snapshot) -> None:
+        with self._lock:
+            self._shelf.release(snapshot)
+
+    # ---- handlers ----
+
+    def _mark(self) -> Middleware:
+        @web.middleware
+        async def mark(request: web.Request, handler: Handler) -> web.StreamResponse:
+            transport = request.transport
+            self._answering.add(transport)
+            try:
+                return await handler(request)
+            finally:
+                self._answering.discard(transport)
+                self._answered.add(transport)
+
+        return mark
+
+    def _guard(self) -> Middleware:
+        expected = None if self._token is None else authorization(self._token).encode("utf-8")
+
+        @web.middleware
+        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+            given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
+            if expected is not None and not hmac.compare_digest(given, expected):
+                raise web.HTTPUnauthorized(
+                    text="this job's token is missing or wrong; give every process of the job the same one",
+                    headers={"www-authenticate": "Bearer"},
+                )
+            return await handler(request)
+
+        return guard
+
+    async def _manifest(self, request: web.Request) -> web.StreamResponse:
+        key, until = _key(request), self._loop.time() + _wait_s(request)
+        while True:
+            changed = self._changed
+            with self._lock:
+                found = self._found(key)
+            if found is not None and found.manifest_bytes is not None:
+                return web.Response(body=found.manifest_bytes, content_type="application/octet-stream")
+            if found is not None:
+                self._start_summing(found)
+            await self._change(changed, key, until)
+
+    async def _data(self, request: web.Request) -> web.StreamResponse:
+        key, until = _key(request), self._loop.time() + _wait_s(request)
+        while True:
+            changed = self._changed
+            with self._lock:
+                found = self._found(key)
+                if found is not None:
+                    # Under the same lock as the look-up: else the trainer could take the buffer in between.
+                    self._shelf.lease(found)
+            if found is not None:
+                break
+            await self._change(changed, key, until)
+        try:
+            return await self._send(request, found)
+        finally:
+            self._release(found)
+
+    def _found(self, key: StateKey) -> Snapshot | None:
+        """The snapshot, or None if it may still come, or an answer that it won't."""
+        if self._stop.is_set():
+            raise web.HTTPServiceUnavailable(text="this source is shutting down; ask another one")
+        match self._shelf.look_up(key):
+            case Found(snapshot):
+                return snapshot
+            case Refused(offered, sentence) if offered == key:
+                raise web.HTTPGone(text=sentence, headers={KEY_HEADER: str(offered)})
+            case Refused(offered, sentence):
+                raise web.HTTPConflict(text=sentence, headers={KEY_HEADER: str(offered)})
+            case _:
+                return None
+
+    async def _change(self, changed: asyncio.Event, key: StateKey, until: float) -> None:
+        try:
+            await asyncio.wait_for(changed.wait(), max(0.0, until - self._loop.time()))
+        except asyncio.TimeoutError:
+            raise web.HTTPServiceUnavailable(text=f"state {key} is not here yet; ask again") from None
+
+    async def _send(self, request: web.Request, snapshot: Snapshot) -> web.StreamResponse:
+        data = snapshot.data
+        start, stop = _range(request, len(data))
+        ranged = "range" in request.headers
+        response = web.StreamResponse(status=206 if ranged else 200)
+        response.content_type = "application/octet-stream"
+        response.content_length = stop - start
+        response.headers["accept-ranges"] = "bytes"
+        if ranged:
+            response.headers["content-range"] = f"bytes {start}-{stop - 1}/{len(data)}"
+        transport = request.transport
+        if transport is None:
+            raise ConnectionResetError("the reader has left")
+        assert isinstance(transport, asyncio.Transport), transport
+        # Zero: a write returns only when the socket has taken all of it, and then nothing else looks into the buffer.
+        transport.set_write_buffer_limits(0)
+        watch = _SilenceWatch(self._loop, transport, self._silence_s)
+        self._transports.setdefault(snapshot, set()).add(transport)
+        try:
+            await response.prepare(request)
+            for at in range(start, stop, _PIECE_BYTES):
+                piece: memoryview | bytes = data[at : min(at + _PIECE_BYTES, stop)]
+                await response.write(piece if len(piece) > _UNDRAINED_BYTES else bytes(piece))
+                watch.pieces += 1
+            await response.write_eof()
+        except ConnectionResetError:
+            # aiohttp finds the connection closed as well, and goes on to the next one.
+            _log.info("a reader of state %s left before its end", snapshot.key)
+        finally:
+            watch.end()
+            self._transports[snapshot].discard(transport)
+            if not self._transports[snapshot]:
+                del self._transports[snapshot]
+        return response
+
+
+@final
+class _SilenceWatch:
+    """Breaks a connection whose other side takes nothing for too long.
+
+    Fields:
+        pieces: writes completed so far; the handler counts.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, silence_s: float) -> None:
+        self.pieces = 0
+        self._loop = loop
+        self._transport = transport
+        self._silence_s = silence_s
+        self._seen = (0, 0)
+        self._timer = loop.call_later(silence_s, self._look)
+
+    def _look(self) -> None:
+        seen = (self.pieces, self._transport.get_write_buffer_size())
+        if seen == self._seen:
+            _break(self._transport)
+            return
+        self._seen = seen
+        self._timer = self._loop.call_later(self._silence_s, self._look)
+
+    def end(self) -> None:
+        self._timer.cancel()
+
+
+@final
+class _WithoutTraces(logging.Filter):
+    """One sentence for what a stranger sent or a reader left; the traceback stays where a bug of ours is logged."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        # Of UnicodeError: aiohttp quotes an Expect header in its answer, whatever bytes that is made of.
+        if isinstance(error, (HttpProcessingError, ConnectionError, UnicodeError)):
+            # Without what follows the first colon: that is what was sent, which may be long, or a token.
+            why = error.message if isinstance(error, HttpProcessingError) else str(error)
+            what = record.getMessage()
+            record.msg = "%s: the request can't be read or answered, so its connection ends (%s)"
+            record.args = (what, why.partition(":")[0].strip())
+            record.levelno, record.levelname = logging.WARNING, "WARNING"
+            record.exc_info = record.exc_text = None
+        return True
+
+
+def _log_of_requests() -> logging.Logger:
+    """What aiohttp complains to about requests. Its own place, so that nothing of the program's logging is changed."""
+    log = logging.Logger(f"{_log.name}.requests")
+    log.parent = _log
+    log.addFilter(_WithoutTraces())
+    return log
+
+
+async def _turns() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def _break(transport: asyncio.Transport) -> None:
+    # Without lingering: what the reader did not take would else stay in the kernel, and the reader would never hear.
+    sock = transport.get_extra_info("socket")
+    if sock is not None:
+        with contextlib.suppress(OSError):  # the reader was faster: its socket is closed, and its request not yet over
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGERING)
+    transport.abort()
+
+
+def _key(request: web.Request) -> StateKey:
+    try:
+        return StateKey.parse(request.match_info["key"])
+    except WrongSetting as error:
+        raise web.HTTPBadRequest(text=str(error)) from None
+
+
+def _wait_s(request: web.Request) -> float:
+    text = request.headers.get(WAIT_HEADER, "0")
+    if not (text.isascii() and text.isdigit() and len(text) <= 9):
+        _refuse(f"{WAIT_HEADER} is no number of milliseconds")
+    return min(int(text), WAIT_MS_MAX) / 1e3
+
+
+def _refuse(sentence: str) -> NoReturn:
+    raise web.HTTPBadRequest(text=sentence)
+
+
+def _range(request: web.Request, length: int) -> tuple[int, int]:
+    try:
+        span = range(length)[request.http_range]
+    except ValueError:
+        span = range(0)
+    if not span and (length or "range" in request.headers):
+        raise web.HTTPRequestRangeNotSatisfiable(
+            text=f"the data has {length} bytes; ask for one range of them",
+            headers={"content-range": f"bytes */{length}"},
+        )
+    return span.start, span.stop
