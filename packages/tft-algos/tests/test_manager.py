@@ -23,7 +23,7 @@ from tft_algos import (
     UsageError,
 )
 from tft_algos.manager import ServerRestarted, reduction
-from tft_algos.testing import FakeGroup, MemoryTransport, plan_of
+from tft_algos.testing import FakeGroup, ManualClock, MemoryTransport, plan_of
 from tft_ckpt import StateUnsupported
 from tft_coord.core.types import Purpose, QuorumKey
 from tft_coord.errors import DeadlinePassed, GroupLost, Refused
@@ -313,7 +313,37 @@ def test_a_wrapped_future_that_never_ends_is_reported(rigs: Any) -> None:
     assert "future did not complete within 0.001 s" in str(rig.manager.errored())
 
 
+def test_wrapped_futures_cost_no_thread_each_and_leave_nothing(rigs: Any) -> None:
+    clock = ManualClock()
+    rig = rigs(plan_of(7), clock=clock)
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    threads = threading.active_count()
+    futures: list[torch.futures.Future[int]] = [torch.futures.Future() for _ in range(100)]
+    wrapped = [rig.manager.wrap_future(future, -1, timedelta(seconds=5)) for future in futures]
+    assert (threading.active_count(), clock.num_alarms) == (threads, 100)
+    for future in futures[1:]:
+        future.set_result(4)
+    assert clock.num_alarms == 1
+    clock.pass_s(5)
+    assert [each.wait() for each in wrapped] == [-1, *[4] * 99]
+    late: torch.futures.Future[int] = torch.futures.Future()
+    rig.manager.wrap_future(late, -1)
+    assert clock.num_alarms == 1
+    rig.manager.shutdown()
+    assert clock.num_alarms == 0
+
+
 # --- the quorum -------------------------------------------------------------------------------------------------------
+
+
+def test_what_fails_again_and_again_is_asked_for_after_a_pause(rigs: Any) -> None:
+    clock = ManualClock()
+    rig = rigs(*[DeadlinePassed("late")] * 5, plan_of(7, size=2), clock=clock)
+    for _ in range(5):
+        assert not rig.step()
+    assert rig.step()
+    assert clock.waited_s == [0.01, 0.02, 0.04, 0.08]
 
 
 def test_after_one_failed_quorum_the_manager_is_usable_again(rigs: Any) -> None:
@@ -580,6 +610,44 @@ def test_the_log_says_what_happened_where(rigs: Any, caplog: pytest.LogCaptureFi
     assert "reconfigured: quorum 7.0000000000000007, rank 0 of 2, 1 participants" in text
     assert "serving step 0 to ['replica_1']" in text
     assert "should_commit=False enough_replicas=True errored=50% gone" in text
+
+
+def test_quorums_verdicts_and_errors_are_records_for_machines(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
+    clock = ManualClock()
+    rig = rigs(plan_of(7, size=2, participants=[0]), QuorumKey(7, 7), DeadlinePassed("late"), clock=clock)
+    for name in ("tft_quorums", "tft_commits", "tft_errors"):
+        caplog.set_level(logging.INFO, name)
+    configure = rig.group.configure
+    rig.group.configure = lambda *args, **kwargs: (clock.pass_s(1.5), configure(*args, **kwargs))
+    assert rig.step()
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    rig.manager.report_error(ValueError("not a number"))
+    assert not rig.manager.should_commit()
+    rig.step()
+
+    def told(logger: logging.Logger, *names: str) -> list[tuple[Any, ...]]:
+        records = [record for record in caplog.records if record.name == logger.name]
+        who = {(vars(record)["job_id"], vars(record)["replica_id"], vars(record)["rank"]) for record in records}
+        assert who == {("default", "replica_0", 0)}
+        return [tuple(vars(record)[name] for name in ("quorum_id", "step", *names)) for record in records]
+
+    names = ("replica_world_size", "num_participants", "heal", "reconfigured", "duration_s")
+    assert told(rig.manager.quorum_logger, *names) == [(7, 0, 2, 1, False, True, 1.5), (7, 1, 2, 2, False, False, 0.0)]
+    verdicts = [(7, 0, True, 1), (7, 1, False, 2), (None, 1, False, 0)]
+    assert told(rig.manager.commits_logger, "commit_result", "num_participants") == verdicts
+    assert told(rig.manager.errors_logger, "error_type", "error", "counts") == [
+        (7, 1, "ValueError", "not a number", True),
+        (None, 1, "DeadlinePassed", "late", True),
+    ]
+
+
+def test_nobody_listens_so_nothing_is_recorded(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    rig = rigs(plan_of(7))
+    assert rig.step()
+    assert not [record for record in caplog.records if record.name.startswith("tft_commits")]
+    assert not any(logging.getLogger(name).handlers for name in ("tft_quorums", "tft_commits", "tft_errors"))
 
 
 def test_shutdown_ends_all_parts_and_may_be_repeated(rigs: Any) -> None:

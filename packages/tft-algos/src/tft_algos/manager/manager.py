@@ -46,6 +46,7 @@ from tft_algos.manager.divergence import StateDigester, combine, describe, diffe
 from tft_algos.manager.group_store import own_host
 from tft_algos.manager.healing import Fetch, state_key
 from tft_algos.manager.parts import Clock, Coordinator, Group, ServerRestarted
+from tft_algos.manager.records import Records
 from tft_algos.manager.reducer import Reducer
 from tft_algos.manager.reduction import check_weight
 from tft_algos.manager.shards import has_shards, place_shards
@@ -72,6 +73,8 @@ class Manager:
         config: all other settings; single ones may be given by keyword instead, see `ManagerConfig`.
         coordinator: speaks for this replica group, or makes what does from the resolved config; None: GroupCoordinator.
         clock: tells the time, waits and wakes; None: the system's.
+    Attributes:
+        quorum_logger, commits_logger, errors_logger: of the records for machines, see `tft_algos.manager.records`.
     Raises:
         SettingError: a setting or an environment variable is wrong, missing or unknown.
         tft_coord.errors.Unreachable, tft_coord.errors.DeadlinePassed: the group's store, its manager server or the
@@ -142,6 +145,12 @@ class Manager:
             self._transport.shutdown(wait=False)
             self._executor.shutdown(wait=False)
             raise
+        self._records = Records(
+            job_id=self._config.job, replica_id=self._coordinator.replica_id, rank=self._config.rank
+        )
+        self.quorum_logger = self._records.quorums
+        self.commits_logger = self._records.commits
+        self.errors_logger = self._records.errors
         self._coordinator.listen(self._told)
 
     # --- the user's state ----------------------------------------------------------------------------------------
@@ -246,6 +255,7 @@ class Manager:
 
     def _negotiate(self, request: RankRequest, timeout: timedelta) -> None:
         """On the quorum thread: from the request to a configured group."""
+        begun = self._clock.monotonic()
         try:
             arrival = self._ask(request, timeout)
             if arrival.heal:
@@ -254,9 +264,16 @@ class Manager:
                 self._quorum_broke(loss)  # the notice came before its quorum
             if arrival.configure:
                 self._configure(arrival.plan)
+            self._records.quorum(
+                self._core.name,
+                arrival.plan,
+                reconfigured=arrival.configure and self._core.configured == arrival.plan.key,
+                duration_s=self._clock.monotonic() - begun,
+            )
         except Exception as error:
             with self._lock:
                 self._core.quorum_failed(error)
+            self._records.error(self._core.name, error, counts=True)
             self._log(logging.WARNING, "no quorum: %s", error)
             raise
 
@@ -299,6 +316,7 @@ class Manager:
         except Exception as error:
             with self._lock:
                 self._core.configure_failed(error)
+            self._records.error(self._core.name, error, counts=True)
             self._log(logging.WARNING, "could not configure quorum %s: %s", plan.key, error)
             return
         self._core.group_configured()
@@ -462,6 +480,7 @@ class Manager:
     def _report(self, error: Exception, name: StepName | None) -> None:
         with self._lock:
             counts = self._core.error_reported(error, name)
+        self._records.error(name or self._core.name, error, counts=counts)
         if counts:
             self._log(logging.WARNING, "this step will not commit: %s", error)
         else:
@@ -474,6 +493,7 @@ class Manager:
         if isinstance(news, GroupLost):
             with self._lock:
                 self._core.group_lost(news)
+            self._records.error(self._core.name, news, counts=True)
             self._log(logging.ERROR, "%s", news)
             self._breaker.break_all()
             return
@@ -558,6 +578,7 @@ class Manager:
 
     def _conclude(self, verdict: bool) -> bool:
         error = self._core.error
+        self._records.commit(self._core.name, verdict, num_participants=self._core.num_participants)
         outcome = self._core.verdict_arrived(verdict)
         if outcome.exhausted:
             raise TooManyFailures(
@@ -674,6 +695,7 @@ class Manager:
             return
         with self._lock:
             self._core.heal_failed(error, by_source=not in_vain)
+        self._records.error(self._core.name, error, counts=True)
         self._log(logging.WARNING, "%s", error)
         if not self._config.use_async_quorum:
             # The others count on this group's gradients: end the reduction for them, rather than let them wait.
@@ -822,6 +844,7 @@ class Manager:
         This group heals, whole, before its gradients count again. `Optimizer` calls it when the optimizer raises.
         """
         self._core.optimizer_raised()
+        self._records.error(self._core.name, error, counts=False)
         self._log(logging.WARNING, "the optimizer raised after the commit, so this replica heals: %r", error)
 
     # --- facts ---------------------------------------------------------------------------------------------------

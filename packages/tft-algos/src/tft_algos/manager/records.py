@@ -1,0 +1,82 @@
+"""What a Manager tells machines: one log record for each quorum, each verdict and each error.
+
+A dashboard or an experiment tracker wants facts with names, not sentences. They are attributes of ordinary log records,
+so that whoever wants them attaches a handler of their own, and nobody pays who does not. Three loggers, all at level
+INFO, which is off unless somebody sets it:
+
+    logging.getLogger("tft_commits").setLevel(logging.INFO)
+    logging.getLogger("tft_commits").addHandler(MyHandler())
+
+Every record has these attributes:
+
+- `job_id`: the job's name; `replica_id`: full id of this replica group; `rank`: group rank.
+- `quorum_id`: of the quorum that the event belongs to; None where there is none.
+- `step`: committed steps before the one that the event belongs to.
+
+And besides:
+
+- `tft_quorums`, when a step's plan has come and its group is built, or could not be: `replica_world_size`: members;
+  `num_participants`: those whose gradients count; `heal`: this group heals; `reconfigured`: the process group was built
+  anew; `duration_s`: seconds since the quorum was asked for.
+- `tft_commits`, at a verdict: `commit_result`: whether the optimizer steps; `num_participants`.
+- `tft_errors`, when something has failed: `error`: its text; `error_type`: the name of its class; `counts`: the step
+  fails by it (else it came when its step was over).
+
+Law of this file: names and attributes of records. A library configures no logging: no handler, no level, no formatter.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final, final
+
+from tft_algos.manager.core import StepName
+from tft_coord.core.types import Plan
+
+QUORUMS: Final = "tft_quorums"
+COMMITS: Final = "tft_commits"
+ERRORS: Final = "tft_errors"
+
+
+@final
+class Records:
+    """Writes the records of one Manager.
+
+    Args:
+        job_id, replica_id, rank: who tells.
+    """
+
+    def __init__(self, *, job_id: str, replica_id: str, rank: int) -> None:
+        self._who = {"job_id": job_id, "replica_id": replica_id, "rank": rank}
+        self.quorums = logging.getLogger(QUORUMS)
+        self.commits = logging.getLogger(COMMITS)
+        self.errors = logging.getLogger(ERRORS)
+
+    def quorum(self, name: StepName, plan: Plan, *, reconfigured: bool, duration_s: float) -> None:
+        """A step's plan has come, and its group is built or could not be."""
+        self._write(
+            self.quorums,
+            name,
+            "quorum",
+            replica_world_size=plan.replica_world_size,
+            num_participants=plan.num_participants,
+            heal=plan.heal,
+            reconfigured=reconfigured,
+            duration_s=duration_s,
+        )
+
+    def commit(self, name: StepName, committed: bool, *, num_participants: int) -> None:
+        """A verdict has come."""
+        self._write(self.commits, name, "commit", commit_result=committed, num_participants=num_participants)
+
+    def error(self, name: StepName, error: Exception, *, counts: bool) -> None:
+        """Something has failed."""
+        if self.errors.isEnabledFor(logging.INFO):
+            told = {"error": str(error), "error_type": type(error).__name__, "counts": counts}
+            self._write(self.errors, name, "error", **told)
+
+    def _write(self, logger: logging.Logger, name: StepName, event: str, **facts: object) -> None:
+        if logger.isEnabledFor(logging.INFO):
+            quorum_id = None if name.key is None else name.key.quorum_id
+            where = {"quorum_id": quorum_id, "step": name.step}
+            logger.info("%s of step %d", event, name.step, extra={**self._who, **where, **facts})
