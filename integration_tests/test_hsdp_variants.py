@@ -232,7 +232,7 @@ def see(parameter: torch.Tensor) -> None:
 def compare_seen(model: nn.Module, step: int, place: Place) -> None:
     usual(model, step, place)
     for parameter in model.parameters():
-        assert torch.equal(parameter.seen, local(parameter.grad))
+        assert torch.equal(parameter.seen, local(parameter.grad))  # type: ignore[attr-defined]
 
 
 class Chunked(nn.Module):
