@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from tft_algos import Manager, Optimizer, SettingError, extend_mesh
 from tft_coord.errors import CoordinationError
@@ -110,13 +109,6 @@ def read_text(characters: int) -> Tensor:
     return torch.frombuffer(text[:characters], dtype=torch.uint8).long()
 
 
-def parts(value: Any) -> Any:
-    """A state with each sharded tensor replaced by this process's part of it."""
-    if isinstance(value, DTensor):
-        return value.to_local()
-    return {key: parts(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-
 class Training:
     """Model, optimizer and text of one process.
 
@@ -162,23 +154,6 @@ class Training:
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         return loss.item()
 
-    def take(self) -> dict[str, Any]:
-        """The state that goes to whoever heals: this process's part."""
-        return {"model": parts(self.model.state_dict()), "optimizer": parts(self.adam.state_dict())}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Become what another process at this place has taken."""
-        parameters = list(self.model.parameters())
-        for parameter, part in zip(parameters, state["model"].values(), strict=True):
-            assert isinstance(parameter, DTensor)
-            parameter.to_local().data.copy_(part)
-        for number, values in state["optimizer"]["state"].items():
-            mesh, placements = parameters[number].device_mesh, parameters[number].placements
-            shape, stride = parameters[number].shape, parameters[number].stride()
-            for name in ("exp_avg", "exp_avg_sq"):
-                values[name] = DTensor.from_local(values[name], mesh, placements, shape=shape, stride=stride)
-        self.adam.load_state_dict(state["optimizer"])
-
     @torch.no_grad()
     def validation_loss(self) -> float:
         """Of text that is never trained on."""
@@ -202,7 +177,8 @@ def main(replica: int, replicas: int, settings: Settings) -> None:
     with Manager(ProcessGroupGloo(), replica_id=f"replica_{replica}") as manager:
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
         training = Training(settings, extend_mesh(manager, mesh))
-        manager.register_state_dict_fn("training", training.load, training.take)
+        manager.register_state_dict_fn("model", training.model.load_state_dict, training.model.state_dict)
+        manager.register_state_dict_fn("optimizer", training.adam.load_state_dict, training.adam.state_dict)
         optimizer = Optimizer(manager, training.adam)
         while manager.current_step() < settings.steps:
             step = manager.current_step()

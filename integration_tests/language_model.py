@@ -16,16 +16,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any, Final
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from examples.train_lm import Settings, Training
 from integration_tests.conftest import Spawn
@@ -53,7 +55,7 @@ class Event:
     """What a trainer told.
 
     Args:
-        kind: "commit", "failed", "healed", "struck", "loss" or "end".
+        kind: "ready", "commit", "failed", "struck", "loss" or "end".
         step: committed steps, after a commit.
         lineage: after a commit: which commits led there.
         digest: of this process's part of parameters and optimizer.
@@ -79,12 +81,14 @@ class Spec:
         lighthouse: address.
         name: of the replica group.
         settings: the example's flags; it trains until `steps`, or until it is told another last step.
+        hold_at: at this many committed steps it waits until it is told the last step.
         environment: of a launcher; RANK and WORLD_SIZE make it one process of several.
     """
 
     lighthouse: str
     name: str
     settings: Settings
+    hold_at: int = FOR_EVER
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -134,18 +138,15 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
     ) as manager:
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
         training = Training(spec.settings, extend_mesh(manager, mesh))
-
-        def load(state: dict[str, Any]) -> None:
-            training.load(state)
-            tell(Event("healed", digest=digest(training.take())))
-
-        manager.register_state_dict_fn("training", load, training.take)
+        manager.register_state_dict_fn("model", training.model.load_state_dict, training.model.state_dict)
+        manager.register_state_dict_fn("optimizer", training.adam.load_state_dict, training.adam.state_dict)
         injector.module(training.model)
         optimizer = Optimizer(manager, injector.optimizer(training.adam))
         injector.attach(manager)
-        last = spec.settings.steps
-        while manager.current_step() < last:
-            while connection.poll():
+        tell(Event("ready"))
+        last: int | None = None
+        while manager.current_step() < (last or spec.settings.steps):
+            while connection.poll() or (last is None and manager.current_step() == spec.hold_at):
                 match connection.recv():
                     case Fault() as fault:
                         injector.inject(fault)
@@ -160,12 +161,19 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
             optimizer.step()
             if manager.verdict:
                 lineage = manager.state_dict()["lineage"]
-                told = digest(training.take())
+                told = digest(local(training.model.state_dict()), local(training.adam.state_dict()))
                 tell(Event("commit", manager.current_step(), lineage, told, manager.num_participants()))
             else:
                 tell(Event("failed", manager.current_step(), text=str(error)))
         tell(Event("loss", manager.current_step(), loss=training.validation_loss()))
     dist.destroy_process_group()
+
+
+def local(value: Any) -> Any:
+    """A state with each DTensor replaced by this process's part."""
+    if isinstance(value, DTensor):
+        return value.to_local()
+    return {key: local(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 # --- the supervisor's view of them ---
@@ -231,8 +239,7 @@ class ReplicaGroup:
                 "TORCHELASTIC_RESTART_COUNT": str(self.starts),
             }
         ours, theirs = multiprocessing.connection.Pipe()
-        spec = Spec(self._spec.lighthouse, self.name, self._spec.settings, environment)
-        trainer = Trainer(self._spawn(train, spec, theirs), ours)
+        trainer = Trainer(self._spawn(train, replace(self._spec, environment=environment), theirs), ours)
         theirs.close()
         return trainer
 
@@ -255,13 +262,22 @@ class Cluster:
         groups: how many.
         ranks: processes a group.
         settings: the example's flags.
+        hold_at: at this step all wait until they are told the last one.
     """
 
     def __init__(
-        self, spawn: Spawn, lighthouse: LighthouseServer, *, groups: int, ranks: int = 1, settings: Settings = TINY
+        self,
+        spawn: Spawn,
+        lighthouse: LighthouseServer,
+        *,
+        groups: int,
+        ranks: int = 1,
+        settings: Settings = TINY,
+        hold_at: int = FOR_EVER,
     ) -> None:
         self.groups = [
-            ReplicaGroup(spawn, Spec(str(lighthouse.address), name, settings), ranks) for name in NAMES[:groups]
+            ReplicaGroup(spawn, Spec(str(lighthouse.address), name, settings, hold_at), ranks)
+            for name in NAMES[:groups]
         ]
         self._finishing = False
         for group in self.groups:
@@ -298,15 +314,26 @@ class Cluster:
             except (EOFError, ConnectionResetError):
                 connection.close()
 
-    def until_together(self, after: int = 0, steps: int = 2) -> None:
-        """Until all groups commit together, so many steps after that one."""
-        number = len(self.groups)
+    def are_together(self, after: int = 0, steps: int = 2) -> bool:
+        """Whether all groups have committed together, so many steps after that one."""
 
         def together(trainer: Trainer) -> bool:
             last = list(trainer.commits.values())[-steps:]
-            return len(last) == steps and all(each.participants == number and each.step > after for each in last)
+            return len(last) == steps and all(
+                each.participants == len(self.groups) and each.step > after for each in last
+            )
 
-        self.until(lambda: all(together(trainer) for trainer in self.trainers), f"all commit together after {after}")
+        return all(together(trainer) for trainer in self.trainers)
+
+    def until_together(self, after: int = 0, unless_at: int = FOR_EVER) -> None:
+        """Until they have, or the first has come to that other step."""
+        self.until(
+            lambda: self.step >= unless_at or self.are_together(after), f"all commit together after step {after}"
+        )
+
+    def until_step(self, step: int) -> None:
+        """Until the first has committed it."""
+        self.until(lambda: self.step >= step, f"somebody commits step {step}")
 
     def until_others_go_on(self, group: ReplicaGroup, steps: int = 2) -> None:
         """Until the other groups have committed so many further steps."""
@@ -329,20 +356,24 @@ class Cluster:
             fault.describe(),
         )
 
+    def until_stopped(self, process: psutil.Process) -> None:
+        """Until SIGSTOP, of which nobody is told, has arrived."""
+        deadline = time.monotonic() + PATIENCE_S
+        while process.status() != psutil.STATUS_STOPPED:
+            assert time.monotonic() < deadline, f"process {process.pid} does not stop; {self.story()}"
+            time.sleep(0.01)
+
     def kill(self, trainer: Trainer) -> None:
         """Kill -9, whatever it is in."""
         trainer.process.kill()
         self.until(lambda: trainer.has_ended, "who was killed has ended")
 
-    def finish(self) -> list[float]:
+    def finish(self, last: int | None = None) -> list[float]:
         """Let all stop at one step, and see that they have. Returns: the losses at the end, of each process."""
-        last = self.step + MARGIN_STEPS
+        last = last or self.step + MARGIN_STEPS
+        self.until(lambda: all(trainer.events for trainer in self.trainers), "all are ready")
         for group in self.groups:
             group.send(last)
-        return self.until_finished(last)
-
-    def until_finished(self, last: int) -> list[float]:
-        """See all of them come to the last step. Returns: the losses at the end, of each process."""
         self.until(lambda: all(any(e.kind == "loss" for e in t.events) for t in self.trainers), "all finish")
         self._finishing = True
         self.until(lambda: all(trainer.has_ended for trainer in self.trainers), "all end")
@@ -390,12 +421,12 @@ def what_leads_to(fault: Fault) -> list[Fault]:
 
 
 @contextmanager
-def training_together(spawn: Spawn, *, groups: int, ranks: int = 1, settings: Settings = TINY) -> Iterator[Cluster]:
-    """A lighthouse and replica groups that have begun to commit together."""
+def training_together(spawn: Spawn, **details: Any) -> Iterator[Cluster]:
+    """A lighthouse and a Cluster with those details, which has begun to commit together."""
     with LighthouseServer(
         "127.0.0.1:0", join_timeout_ms=JOIN_TIMEOUT_MS, heartbeat_timeout_ms=HEARTBEAT_TIMEOUT_MS
     ) as lighthouse:
-        cluster = Cluster(spawn, lighthouse, groups=groups, ranks=ranks, settings=settings)
+        cluster = Cluster(spawn, lighthouse, **details)
         try:
             cluster.until_together()
             yield cluster

@@ -64,7 +64,9 @@ def strike(cluster: Cluster, turn: int, blow: Blow) -> None:
         if blow.ends_by_kill:
             cluster.kill(trainer)
         else:
-            psutil.Process(trainer.process.pid).resume()
+            process = psutil.Process(trainer.process.pid)
+            cluster.until_stopped(process)
+            process.resume()
     cluster.until_together(after=cluster.step)
     others = [each for each in cluster.groups if each is not group]
     assert [each.starts for each in others] == [starts[each.name] for each in others], f"{blow}: {cluster.story()}"

@@ -1,0 +1,61 @@
+"""A run in which groups are killed and come back ends with the loss of the same run without, within the seeds' noise.
+
+The same number of committed steps, the same seeds; the loss is that of text which is never trained on. What a step
+trains on does not depend on who takes part in it, so what differs is only the order in which numbers were added.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from typing import Final
+
+import pytest
+
+from examples.train_lm import Settings
+from integration_tests.conftest import Spawn
+from integration_tests.language_model import MARGIN_STEPS, TINY, training_together
+
+SEEDS: Final = (0, 1, 2)
+STEPS_BETWEEN: Final = 30  # from when all train together to the next kill
+LONG: Final = Settings(steps=400, batch=24, context=32, characters=200_000, width=32, layers=2)
+SHORT: Final = replace(TINY, steps=150)
+SAME_SEED: Final = 0.02  # of the loss; what rounding alone makes of it
+
+
+def train(spawn: Spawn, settings: Settings, *, groups: int, kills: bool) -> tuple[float, int]:
+    """One run. Returns: the loss at the end, and how many processes were killed in it."""
+    hold_at = settings.steps - MARGIN_STEPS  # who comes back has these steps to join in
+    with training_together(spawn, groups=groups, settings=settings, hold_at=hold_at) as cluster:
+        killed = 0
+        while kills and (begun := cluster.step) + STEPS_BETWEEN < hold_at:
+            cluster.until_step(begun + STEPS_BETWEEN)
+            cluster.kill(cluster.groups[killed % groups].trainers[0])
+            killed += 1
+            cluster.until_together(after=cluster.step, unless_at=hold_at)
+        losses = cluster.finish(settings.steps)
+    assert len(set(losses)) == 1
+    return losses[0], killed
+
+
+def test_a_short_run_with_kills_reaches_the_loss_of_the_same_run_without(spawn: Spawn) -> None:
+    without, _ = train(spawn, SHORT, groups=3, kills=False)
+    with_kills, killed = train(spawn, SHORT, groups=3, kills=True)
+    assert killed >= 1
+    assert without < 4  # from ln 128 = 4.85
+    assert abs(with_kills - without) < SAME_SEED
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1_200)
+@pytest.mark.parametrize("groups", [2, 3, 5])
+def test_the_means_of_three_seeds_differ_by_less_than_their_standard_deviation(spawn: Spawn, groups: int) -> None:
+    runs = {
+        kills: [train(spawn, replace(LONG, seed=seed), groups=groups, kills=kills) for seed in SEEDS]
+        for kills in (False, True)
+    }
+    without, with_kills = ([loss for loss, _ in runs[kills]] for kills in (False, True))
+    story = f"{groups} groups, losses without {without}, with {with_kills}, killed {[n for _, n in runs[True]]}"
+    print(story)
+    assert all(killed >= 3 for _, killed in runs[True]), story
+    assert abs(statistics.mean(with_kills) - statistics.mean(without)) <= statistics.stdev(without), story
