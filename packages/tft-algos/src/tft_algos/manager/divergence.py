@@ -5,9 +5,9 @@ for bit, after every commit. A flipped bit, a learning rate that was set on one 
 forgets something breaks that without an error. So each replica reduces its state to a few bytes now and then; who
 gets others than most is the one that has gone astray, and the two states, laid side by side, say where.
 
-A tensor's digest is the sum of its 64-bit words, each times an odd number that belongs to its place. Whole numbers
-that wrap around: it is the same in whatever order a device adds them, no change of one word leaves it as it was, and
-it is made where the tensor is, so that nothing but the sums leaves an accelerator.
+A tensor's digest is the sum of its 64-bit words, each mixed, and times an odd number that belongs to its place. The
+numbers are whole and wrap around: it is the same in whatever order a device adds them, no change of one word leaves it
+as it was, and it is made where the tensor is, so that nothing but the sums leaves an accelerator.
 
 Law of this file: functions of states; nothing is changed, and nobody is asked.
 """
@@ -71,7 +71,9 @@ class StateDigester:
         words, rest = octets[:whole].view(torch.int64), octets[whole:].to(torch.int64)
         for piece in (*words.split(CHUNK_WORDS), rest):
             if piece.numel():
-                yield (piece * self._weights_on(piece.device)[: piece.numel()]).sum()
+                # The high bits alone, which is where signs are, would tell few places apart.
+                mixed = piece.bitwise_xor(piece >> 32)
+                yield mixed.mul_(self._weights_on(piece.device)[: piece.numel()]).sum()
 
     def _weights_on(self, device: torch.device) -> torch.Tensor:
         if device not in self._weights:
@@ -118,7 +120,7 @@ def describe(found: Sequence[tuple[str, str]]) -> str:
 
 
 def leaves(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every tensor, piece of plain data and empty container of a state, with its path, as `optimizer.param_groups.0.lr`.
+    """Every tensor, piece of plain data and empty container of a state, with its path: `optimizer.param_groups.0.lr`.
 
     Mappings are walked in the order of their keys' text, so that the order of insertion does not matter.
     """
