@@ -230,7 +230,24 @@ class Processes:
         self._stores.clear()
 
     def finish(self, places: list[Place]) -> None:
-        self.until(lambda events: bool(events) and events[-1].kind == "end", places, "they end")
+        self.until(ended, places, "they end")
+
+    def failure_until_end(self, places: list[Place]) -> str:
+        """Take in events until all of these have ended. Returns: what went wrong, or the empty string."""
+        told = -1
+        try:
+            while told < (told := min(len(self.events[place]) for place in places)):
+                due = told + 1
+                self.until(lambda events: len(events) >= due or ended(events), places, f"event {due}")  # noqa: B023
+        except AssertionError as error:
+            return str(error)
+        return ""
+
+    def passed(self, places: list[Place]) -> set[str]:
+        """What all of these have passed."""
+        return set.intersection(
+            *({event.text for event in self.events[place] if event.kind == "passed"} for place in places)
+        )
 
 
 @contextmanager
@@ -239,6 +256,11 @@ def listening(spawn: Spawn) -> Iterator[Processes]:
     processes = Processes(spawn)
     yield processes
     processes.close()
+
+
+def ended(events: list[Event]) -> bool:
+    """Whether a process has told that it ends."""
+    return bool(events) and events[-1].kind == "end"
 
 
 def count(events: list[Event], participants: int) -> int:

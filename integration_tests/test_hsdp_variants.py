@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from typing import Any
@@ -452,21 +452,9 @@ def train(place: Place, connection: Connection, world_port: int) -> None:
 # --- what must hold ---
 
 
-@dataclass
-class Outcome:
-    """Of all variants.
-
-    Args:
-        passed: those that all processes have passed.
-        failure: the first one's; empty if there was none.
-    """
-
-    passed: set[str] = field(default_factory=set)
-    failure: str = ""
-
-
 @pytest.fixture(scope="module")
-def outcome(forkserver: ForkServerContext) -> Iterator[Outcome]:
+def passed(forkserver: ForkServerContext) -> Iterator[tuple[set[str], str]]:
+    """The variants that all processes have passed, and the first failure, if there was one."""
     with (
         LighthouseServer("127.0.0.1:0", min_replicas=2, join_timeout_ms=10_000) as server,
         spawning(forkserver) as spawn,
@@ -478,18 +466,11 @@ def outcome(forkserver: ForkServerContext) -> Iterator[Outcome]:
             for replica in (0, 1)
             for place in processes.start(train, world_port, shape=(2, 1), replicas=(replica,), lighthouse=address)
         ]
-        outcome = Outcome()
-        try:
-            for number in range(len(VARIANTS)):
-                processes.until(lambda events, due=number: len(events) > due, places, "the next variant")  # type: ignore[misc]
-            processes.finish(places)
-        except AssertionError as error:
-            outcome.failure = str(error)
-        told = [{event.text for event in processes.events[place] if event.kind == "passed"} for place in places]
-        outcome.passed = set.intersection(*told)
-        yield outcome
+        failure = processes.failure_until_end(places)
+        yield processes.passed(places), failure
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_each_way_is_torchs_hybrid_sharding_bit_for_bit(outcome: Outcome, name: str) -> None:
-    assert name in outcome.passed, outcome.failure
+def test_each_way_is_torchs_hybrid_sharding_bit_for_bit(passed: tuple[set[str], str], name: str) -> None:
+    names, failure = passed
+    assert name in names, failure
