@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import warnings
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.join import Join
 
-from tft_algos import DistributedDataParallel, Unsupported
-from tft_algos.ddp import _Backward
+from tft_algos import DistributedDataParallel, Unsupported, UsageError, backward
 from tft_coord.errors import GroupLost
-from tft_pg.work import DummyWork
+from tft_pg.work import DummyWork, PendingWork
 
 
 class Sums:
@@ -20,8 +26,16 @@ class Sums:
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.errors: list[Exception] = []
+        self.attempt = 1
+        self.verdict: bool | None = None
 
-    def allreduce(self, tensor: torch.Tensor) -> dist.Work:
+    def current_step(self) -> int:
+        return 7
+
+    def is_participating(self) -> bool:
+        return True
+
+    def allreduce(self, tensor: torch.Tensor, reduce_op: Any = None) -> dist.Work:
         self.sizes.append(tensor.numel())
         return Doubled(tensor)
 
@@ -37,6 +51,12 @@ class Doubled(dist.Work):
     def wait(self, timeout: Any = None) -> bool:
         self.tensor.mul_(2)
         return True
+
+
+def row_of(manager: Any, monkeypatch: pytest.MonkeyPatch) -> backward.BackwardReductions:
+    """Its row of reductions, whose end is called by hand."""
+    monkeypatch.setattr(backward, "at_end_of_backward", lambda _: None)
+    return backward.reductions_of(manager)
 
 
 class OtherOrder(torch.nn.Module):
@@ -103,7 +123,9 @@ def test_without_synchronization_gradients_add_up_and_are_reduced_once() -> None
     assert module.a.bias.grad.tolist() == [4.0] * 300
 
 
-def test_a_group_is_averaged_inside_first_and_passed_on_in_the_order_of_the_buckets() -> None:
+def test_a_group_is_averaged_inside_first_and_passed_on_in_the_order_of_the_buckets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Slow(dist.Work):
         """Ends only when it is waited for."""
 
@@ -126,19 +148,19 @@ def test_a_group_is_averaged_inside_first_and_passed_on_in_the_order_of_the_buck
             self.sizes.append(tensors[0].numel())
             return Slow() if len(self.sizes) == 1 else DummyWork(tensors)
 
-    manager, inside = Sums(), Inside()
-    backward = _Backward(manager, inside)  # type: ignore[arg-type]
+    manager: Any = Sums()
+    inside: Any = Inside()
+    row = row_of(manager, monkeypatch)
     first, second = torch.full((2,), 4.0), torch.full((3,), 4.0)
-    backward._ends = True  # the engine's callback is called by hand
-    backward.reduce(first)
-    backward.reduce(second)
+    row.start(manager, first, group=inside)
+    row.start(manager, second, group=inside)
     assert (inside.sizes, manager.sizes) == ([2, 3], [])
-    backward.end()
+    row.end()
     assert manager.sizes == [2, 3]
     assert (first.tolist(), second.tolist()) == ([4.0] * 2, [4.0] * 3)
 
 
-def test_a_reduction_that_fails_inside_the_group_is_the_end_of_the_group() -> None:
+def test_a_reduction_that_fails_inside_the_group_is_the_end_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(dist.Work):
         def wait(self, timeout: Any = None) -> bool:
             raise RuntimeError("Connection closed by peer")
@@ -153,17 +175,276 @@ def test_a_reduction_that_fails_inside_the_group_is_the_end_of_the_group() -> No
         def allreduce(self, tensors: list[torch.Tensor], op: object) -> dist.Work:
             return Broken()
 
-    manager = Sums()
-    backward = _Backward(manager, Inside())  # type: ignore[arg-type]
-    backward._ends = True
-    backward.reduce(torch.ones(2))
-    backward.end()
+    manager: Any = Sums()
+    row = row_of(manager, monkeypatch)
+    other: Any = Inside()
+    row.start(manager, torch.ones(2), group=other)
+    row.end()
     assert [type(error) for error in manager.errors] == [GroupLost]
     assert "Connection closed by peer" in str(manager.errors[0])
 
 
-def test_what_can_not_work_is_refused_with_a_sentence() -> None:
-    with pytest.raises(Unsupported, match="find_unused_parameters does not exist here"):
-        made(find_unused_parameters=True)
-    with pytest.raises(Unsupported, match="static_graph needs gradient_as_bucket_view"):
-        made(static_graph=True, gradient_as_bucket_view=False)
+def test_reductions_of_two_models_share_one_row_whoever_is_ready_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Inside:
+        """A group whose first reduction ends last."""
+
+        def size(self) -> int:
+            return 1
+
+        def allreduce(self, tensors: list[torch.Tensor], op: object) -> dist.Work:
+            work = PendingWork(on_timeout=lambda limit: TimeoutError(), limit=timedelta(seconds=1))
+            pending.append(work)
+            return work
+
+    pending: list[PendingWork] = []
+    manager: Any = Sums()
+    inside: Any = Inside()
+    row = row_of(manager, monkeypatch)
+    for size in (2, 3):  # of one model, of another
+        row.start(manager, torch.ones(size), group=inside)
+    row.start(manager, torch.ones(4))  # of a third, whose replica group is this process
+    pending[1].finish([])
+    row.start(manager, torch.ones(5))
+    assert manager.sizes == []
+    pending[0].finish([])
+    row.end()
+    assert manager.sizes == [2, 3, 4, 5]
+
+
+def test_what_a_pass_that_raised_has_left_is_not_reduced_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Never(dist.Work):
+        def is_completed(self) -> bool:
+            return False
+
+    class Inside:
+        def size(self) -> int:
+            return 2
+
+        def allreduce(self, tensors: list[torch.Tensor], op: object) -> dist.Work:
+            return Never()
+
+    manager: Any = Sums()
+    row = row_of(manager, monkeypatch)
+    other: Any = Inside()
+    row.start(manager, torch.ones(2), group=other)
+    manager.attempt += 1
+    row.start(manager, torch.ones(3))
+    row.end()
+    assert manager.sizes == [3]
+
+
+def test_a_backward_pass_after_the_vote_is_refused() -> None:
+    manager, model, _ = made()
+    manager.verdict = True
+    with pytest.raises(UsageError, match=r"after step 7 was voted on; call zero_grad\(\) before it"):
+        model(torch.ones(1, 300)).sum().backward()
+
+
+def test_reductions_overlap_the_backward_pass() -> None:
+    """By the order of events: buckets are handed over before the gradients of what was used first are there."""
+    torch.manual_seed(0)
+    manager = Sums()
+    module = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    model = DistributedDataParallel(manager, module, bucket_cap_mb=0.015)  # type: ignore[arg-type]
+    handed_over: list[int] = []
+    for parameter in module.parameters():
+        parameter.register_hook(lambda _: handed_over.append(len(manager.sizes)))
+    for _ in range(2):
+        manager.sizes.clear()
+        handed_over.clear()
+        model(torch.ones(1, 64)).sum().backward()
+        assert len(manager.sizes) == 4
+        assert handed_over[-1] == 3  # when the last gradient came, three buckets were on their way
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"gradient_as_bucket_view": False}])
+def test_a_reentrant_pass_that_fills_the_last_bucket_has_waited_too(kwargs: dict[str, Any]) -> None:
+    class Checkpointed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.utils.checkpoint.checkpoint(self.first, x, use_reentrant=True)
+            result: torch.Tensor = self.second(y)
+            return result
+
+    manager, module = Sums(), Checkpointed()
+    alone = Checkpointed()
+    alone.load_state_dict(module.state_dict())
+    model = DistributedDataParallel(manager, module, bucket_cap_mb=0.00005, **kwargs)  # type: ignore[arg-type]
+    for _ in range(2):
+        for each in (model, alone):
+            each.zero_grad()
+            each(torch.ones(1, 4, requires_grad=True)).sum().backward()
+        for ours, theirs in zip(module.parameters(), alone.parameters(), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            assert torch.equal(ours.grad, 2 * theirs.grad)
+
+
+def test_mixed_dtypes_have_buckets_of_their_own_and_the_same_in_every_step() -> None:
+    manager = Sums()
+    module = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
+    module[1].bfloat16()
+    module[2].bfloat16()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x = module[0](x).bfloat16()
+        result: torch.Tensor = module[3](module[2](module[1](x)).float())
+        return result
+
+    module.forward = forward  # type: ignore[method-assign]
+    model = DistributedDataParallel(manager, module, bucket_cap_mb=0.003)  # type: ignore[arg-type]
+    seen = []
+    for _ in range(3):
+        manager.sizes.clear()
+        model(torch.ones(1, 32)).sum().backward()
+        seen.append(list(manager.sizes))
+        model.zero_grad()
+    assert seen == [seen[0]] * 3
+    assert len(seen[0]) >= 3
+
+
+def test_autocast_reduces_in_the_dtype_of_the_parameters() -> None:
+    manager, model, module = made()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(torch.ones(1, 300)).sum()
+    loss.backward()
+    assert manager.sizes
+    assert {parameter.grad.dtype for parameter in module.parameters() if parameter.grad is not None} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"init_sync": False},
+        {"forward_sync_buffers": False},
+        {"forward_sync_buffers": True},
+        {"batched_grad_copy": True},
+        {"bucket_cap_mb_list": [0.4, 0.4, 0.4]},
+        {"dim": 0, "device_ids": None, "output_device": None},
+        {"find_unused_parameters": True},
+        {"find_unused_parameters": True, "batched_grad_copy": True},
+    ],
+)
+def test_the_other_arguments_of_torchs_class_work(kwargs: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    manager, module, alone = Sums(), OtherOrder(), OtherOrder()
+    alone.load_state_dict(module.state_dict())
+    if "bucket_cap_mb_list" not in kwargs:
+        kwargs |= {"bucket_cap_mb": 0.5}
+    model = DistributedDataParallel(manager, module, **kwargs)  # type: ignore[arg-type]
+    seen = []
+    for _ in range(3):
+        manager.sizes.clear()
+        for each in (model, alone):
+            each.zero_grad()
+            each(torch.ones(2, 300)).square().mean().backward()
+        for ours, theirs in zip(module.parameters(), alone.parameters(), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            assert torch.equal(ours.grad, 2 * theirs.grad)
+        seen.append(list(manager.sizes))
+    assert len(seen[0]) > 1
+    assert seen == [seen[0]] * 3
+
+
+def test_buffers_stay_those_of_the_replica_group() -> None:
+    manager = Sums()
+    norm = torch.nn.BatchNorm1d(4)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), norm)
+    model = DistributedDataParallel(manager, module)  # type: ignore[arg-type]
+    model(torch.randn(8, 4)).sum().backward()
+    assert norm.num_batches_tracked is not None
+    assert norm.num_batches_tracked.item() == 1
+    assert sum(manager.sizes) == sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("what", ["the wrapper", "the module"])
+def test_it_is_compiled(what: str) -> None:
+    torch.manual_seed(0)
+    manager, module = Sums(), OtherOrder()
+    alone = OtherOrder()
+    alone.load_state_dict(module.state_dict())
+    inner: Any = torch.compile(module, backend="aot_eager") if what == "the module" else module
+    model: Any = DistributedDataParallel(manager, inner, bucket_cap_mb=1)  # type: ignore[arg-type]
+    if what == "the wrapper":
+        model = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        manager.sizes.clear()
+        model.zero_grad()
+        alone.zero_grad()
+        model(torch.ones(2, 300)).square().mean().backward()
+        alone(torch.ones(2, 300)).square().mean().backward()
+        assert sum(manager.sizes) == sum(parameter.numel() for parameter in module.parameters())
+        for ours, theirs in zip(module.parameters(), alone.parameters(), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            torch.testing.assert_close(ours.grad, 2 * theirs.grad)
+    torch._dynamo.reset()
+
+
+# --- what does not exist ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "sentence"),
+    [
+        ({"static_graph": True, "gradient_as_bucket_view": False}, "static_graph needs gradient_as_bucket_view"),
+        ({"mixed_precision": object()}, "mixed_precision does not exist here: .* use torch.autocast"),
+        ({"delay_all_reduce_named_params": [], "param_to_hook_all_reduce": None}, "would not be reduced across"),
+        ({"skip_all_reduce_unused_params": True}, "a bucket that one replica skips"),
+        ({"device_mesh": object()}, "give the mesh's own group as process_group"),
+    ],
+)
+def test_what_can_not_work_is_refused_with_a_sentence(kwargs: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(Unsupported, match=sentence):
+        made(**kwargs)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    with pytest.raises(Unsupported, match="make the Embedding with sparse=False"):
+        DistributedDataParallel(Sums(), torch.nn.Embedding(4, 4, sparse=True))  # type: ignore[arg-type]
+
+
+def test_torchs_reducer_in_python_is_refused() -> None:
+    with (
+        torch._dynamo.config.patch(optimize_ddp="python_reducer"),
+        pytest.raises(Unsupported, match="another mode than 'python_reducer'"),
+    ):
+        made()
+
+
+def test_a_module_without_anything_to_train_is_refused_by_torch() -> None:
+    with pytest.raises(RuntimeError, match="doesn't have any parameter that requires a gradient"):
+        DistributedDataParallel(Sums(), torch.nn.Linear(1, 1).requires_grad_(False))  # type: ignore[arg-type]
+
+
+def test_other_hooks_than_the_managers_are_refused() -> None:
+    _, model, module = made()
+    with pytest.raises(Unsupported, match="so powerSGD_hook can't be registered"):
+        model.register_comm_hook(None, powerSGD_hook.powerSGD_hook)
+    with pytest.raises(Unsupported, match="so fp16_compress_hook can't be registered"):
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    with pytest.raises(Unsupported, match="FP16_COMPRESS can't be registered"):
+        model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)  # type: ignore[attr-defined]
+    with pytest.raises(Unsupported, match="SGD would step in the backward pass, before the vote"):
+        model._register_fused_optim(torch.optim.SGD, lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own import
+        from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    with pytest.raises(Unsupported, match="they would step before the vote"):
+        model(torch.ones(1, 300))
+
+
+def test_join_and_copies_are_refused() -> None:
+    _, model, _ = made()
+    with pytest.raises(Unsupported, match="shuts its Manager down, and the others go on"):
+        model.join()
+    with pytest.raises(Unsupported, match="shuts its Manager down"), Join([model]):
+        pass
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"save the module's state_dict\(\)"):
+            copied(model)

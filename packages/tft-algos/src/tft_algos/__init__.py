@@ -21,6 +21,7 @@ from tft_algos.errors import (
 from tft_algos.hsdp import extend_mesh, reduce_across
 from tft_algos.manager import Clock, Coordinator, Group, Manager, ManagerConfig, WorldSizeMode
 from tft_algos.optim import Optimizer
+from tft_algos.pure_ddp import PureDistributedDataParallel
 
 __version__ = "0.1.0"
 
@@ -36,6 +37,7 @@ __all__ = [
     "ManagerConfig",
     "NoWeight",
     "Optimizer",
+    "PureDistributedDataParallel",
     "QuorumBroken",
     "SettingError",
     "StateDiverged",

@@ -7,24 +7,38 @@ and wait for all of them when the backward pass is done.
 One thing torch may not do here is to change the buckets: it lays them out by definition order, and again, once, in the
 order in which the first gradients came. A newcomer would then exchange other sizes than those who were here before,
 which Gloo answers by ending the process. So the second layout is made at the start, of all parameters in the reverse
-order of their definition, the same on every replica and in every step.
+order of their definition, the same on every replica and in every step. (With find_unused_parameters torch makes no
+second layout.)
 
 Law of this file: what differs from torch's class; no reduction is implemented here.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from typing import Any, final
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn, final
 
 import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
+from tft_algos.backward import at_end_of_backward, reductions_of
 from tft_algos.errors import SettingError, Unsupported
 from tft_algos.manager import Manager
-from tft_coord.errors import GroupLost
-from tft_pg import ProcessGroupDummy
+from tft_pg import Collective, DummyWork, ProcessGroup, ProcessGroupDummy
+
+# Arguments of torch's class that can't hold here, and what to do instead.
+_REFUSED = {
+    "mixed_precision": "it needs the place of the hook that reduces across replicas; use torch.autocast, or parameters "
+    "of the dtype that you want",
+    "delay_all_reduce_named_params": "those parameters would not be reduced across replicas; leave it out",
+    "param_to_hook_all_reduce": "it goes with delay_all_reduce_named_params, which does not exist here; leave it out",
+    "skip_all_reduce_unused_params": "a bucket that one replica skips and another does not would end both; leave it "
+    "out",
+    "device_mesh": "the groups of a mesh are fixed, and replicas come and go; give the mesh's own group as "
+    "process_group, if this replica group has several processes",
+}
 
 
 @final
@@ -34,15 +48,31 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     After `backward` the gradients are averages over the participants. A failed reduction never raises: the step is
     voted down. Only one among the processes of this group is fatal to it, and `should_commit` then raises GroupLost.
 
+    - Accumulation: backward passes under `no_sync()` add up, and the first one outside reduces the sum. All of them
+      belong to the step that the last `zero_grad` began: members change between steps only, and a member that heals
+      gives zeros in that one reduction, however often it accumulated. Every replica has one pass outside `no_sync()`
+      a step for each pass of the others; how many are inside is its own business.
+    - Several models on one Manager, in one backward pass or in several: their reductions share one row, so every
+      replica runs the same passes in the same order.
+    - Buffers (BatchNorm's) are broadcast inside the replica group as torch does, and not across: each replica group
+      keeps the statistics of its own data, and a replica that heals takes its source's with the state.
+    - Unused parameters, with find_unused_parameters: one that has a gradient on no participant has None after the
+      backward pass; one that has a gradient on some gets the mean over all, zeros counting for the others. A member
+      that heals, or is a spare, counts as using nothing. Every replica's loss uses at least one parameter.
+    - static_graph: torch learns in the first step which parameters are never used; it has to be so on every replica.
+    - With torch.compile compile the wrapper, or the module before it is wrapped.
+
     Args:
         manager: averages over its participants.
         module: to be trained. Every replica gives the same parameters in the same order.
         process_group: the processes of this replica group, where it has more than one; gradients are averaged inside
             it first, then across. None: this process is the group.
-        kwargs: torch's own, but find_unused_parameters. `gradient_as_bucket_view` is True unless given: it saves a
-            copy of every gradient.
-    Raises: Unsupported: find_unused_parameters; whether a parameter was used would have to be agreed on by all.
-        SettingError: this release of torch can't hold one layout of buckets.
+        kwargs: torch's own, as of torch 2.13. `gradient_as_bucket_view` is True unless given: it saves a copy of every
+            gradient.
+    Raises: Unsupported: mixed_precision, delay_all_reduce_named_params, skip_all_reduce_unused_params, device_mesh, an
+        Embedding with sparse gradients, or torch's reducer in Python: none of them can hold here.
+        SettingError: this release of torch can't hold one layout of buckets. RuntimeError: no parameter requires a
+        gradient.
     """
 
     def __init__(
@@ -52,19 +82,42 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         process_group: dist.ProcessGroup | None = None,
         **kwargs: Any,
     ) -> None:
-        if kwargs.get("find_unused_parameters"):
-            raise Unsupported(
-                "find_unused_parameters does not exist here; use every parameter in each step, or freeze those that "
-                "are not used with requires_grad_(False) before wrapping"
-            )
+        for name, instead in _REFUSED.items():
+            if kwargs.get(name) not in (None, False):
+                raise Unsupported(f"{name} does not exist here: {instead}")
+        if any(getattr(part, "sparse", False) is True for part in module.modules()):
+            raise Unsupported("sparse gradients are not reduced across replicas; make the Embedding with sparse=False")
         kwargs.setdefault("gradient_as_bucket_view", True)
-        if kwargs.get("static_graph") and not kwargs["gradient_as_bucket_view"]:
+        static = bool(kwargs.get("static_graph"))
+        if static and not kwargs["gradient_as_bucket_view"]:
             # Torch then copies the first step's gradients out of the buckets before anybody has waited for them.
             raise Unsupported("static_graph needs gradient_as_bucket_view here; leave gradient_as_bucket_view out")
-        group = process_group if process_group is not None else ProcessGroupDummy(0, 1)
-        super().__init__(module, process_group=group, **kwargs)
+        group: dist.ProcessGroup = process_group if process_group is not None else ProcessGroupDummy(0, 1)
+        # What torch then reduces itself, through its group, is the map of used parameters. With a static graph it does
+        # so in its own first step alone, which is not that of the others, so that stays inside the replica group.
+        maps = _UsedMaps(manager, group, process_group) if kwargs.get("find_unused_parameters") and not static else None
+        self._keeps_layout = maps is not None
+        super().__init__(module, process_group=maps or group, **kwargs)
+        if self._use_python_reducer:
+            raise Unsupported(
+                "torch's reducer in Python asks for a process group that does not change; set "
+                "torch._dynamo.config.optimize_ddp to another mode than 'python_reducer'"
+            )
+        row = reductions_of(manager)
+
+        def reduce(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+            """Its future is done at once, because the end of the pass waits before torch reads the bucket."""
+            buffer = bucket.buffer()
+            row.start(manager, buffer, group=process_group)
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            done.set_result(buffer)
+            return done
+
         # Torch compares a hook's annotations with types, and ours are strings; a lambda has none.
-        self.register_comm_hook(_Backward(manager, process_group), lambda state, bucket: _reduce(state, bucket))
+        super().register_comm_hook(None, lambda _, bucket: reduce(bucket))
+        if maps is not None:
+            maps.parameters = self._build_params_for_reducer()[0]
+            return
         self.reducer._push_all_rebuilt_params()
         if not self.reducer._rebuild_buckets():
             raise SettingError(
@@ -73,71 +126,115 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             )
 
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
-        # Gradients come in about the reverse order of definition, and buckets are laid out in the reducer's order.
+        # Gradients come in about the reverse order of definition, and the second layout is in the reducer's order.
         parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        if self._keeps_layout:
+            return parameters, sparse
         return parameters[::-1], sparse[::-1]
+
+    # --- what torch's class has and this one can't -------------------------------------------------------------------
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
+        """Raises: Unsupported: the hook's place is taken, by the one that reduces across replicas."""
+        raise Unsupported(
+            f"the gradients are reduced across replicas by the Manager, in the place of a communication hook, so "
+            f"{getattr(hook, '__qualname__', hook)} can't be registered; optimizers that step in the backward pass "
+            "can't be used for the same reason: they would step before the vote"
+        )
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> NoReturn:
+        raise Unsupported(
+            f"the gradients are reduced across replicas by the Manager, in the place of a communication hook, so "
+            f"{comm_hook_type} can't be registered"
+        )
+
+    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> NoReturn:
+        raise Unsupported(f"{optim.__name__} would step in the backward pass, before the vote; wrap it in Optimizer")
+
+    def join(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises: Unsupported: a replica that has no data left leaves instead, which costs the others nothing."""
+        raise Unsupported(
+            "join does not exist here: a replica whose data has ended shuts its Manager down, and the others go on"
+        )
+
+    def join_hook(self, **kwargs: Any) -> NoReturn:
+        """Raises: Unsupported, as `join`."""
+        self.join()
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "a DistributedDataParallel is bound to its Manager and can't be copied or pickled; save the module's "
+            "state_dict()"
+        )
 
 
 @final
-class _Backward:
-    """The reductions of one backward pass, started in the order of the buckets, waited for at its end.
+class _UsedMaps(ProcessGroup):
+    """The group whose allreduce torch calls for one thing: to learn which parameters were used by anybody.
+
+    It does so when the last bucket is on its way, so a parameter has a gradient now iff it was used, in this pass or in
+    one that it adds up with; that is what is counted, over the participants.
 
     Args:
-        manager: reduces across the groups.
-        process_group: reduces inside this one; None where it is one process.
+        manager: sums across.
+        group: for everything else.
+        inside: the processes of this replica group; None: this process is the group.
+
+    `parameters` are the reducer's, in its order.
     """
 
-    def __init__(self, manager: Manager, process_group: dist.ProcessGroup | None) -> None:
+    def __init__(self, manager: Manager, group: dist.ProcessGroup, inside: dist.ProcessGroup | None) -> None:
+        super().__init__()
         self._manager = manager
-        self._group = process_group
-        self._inside: deque[tuple[dist.Work, torch.Tensor]] = deque()
-        self._across: list[dist.Work] = []
-        self._ends = False
+        self._group = group
+        self._inside = inside
+        self.parameters: Sequence[torch.nn.Parameter] = ()
 
-    def reduce(self, buffer: torch.Tensor) -> None:
-        """A bucket is full; called by torch within the backward pass."""
-        if not self._ends:
-            self._ends = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.end)
-        if self._group is None:
-            self._across.append(self._manager.allreduce(buffer))
-            return
-        if buffer.is_floating_point() or buffer.is_complex():
-            # Divided before it is summed, so that the sum is the mean of the group.
-            buffer.div_(self._group.size())
-        self._inside.append((self._group.allreduce([buffer], dist.ReduceOp.SUM), buffer))
-        while self._inside and self._inside[0][0].is_completed():
-            self._pass_on()
+    def _run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
+        if collective.name != "allreduce":
+            work: dist.Work = getattr(self._group, collective.name)(*args, **kwargs)
+            return work
+        (counts,) = collective.results(args, kwargs)
+        counts.copy_(torch.tensor([parameter.grad is not None for parameter in self.parameters]))
 
-    def end(self) -> None:
-        """The backward pass is done: wait until every bucket holds its average."""
-        self._ends = False
-        while self._inside:
-            self._pass_on()
-        for work in self._across:
-            work.wait()
-        self._across.clear()
+        def done(succeeded: bool) -> None:
+            if succeeded and not self._manager.is_participating():
+                at_end_of_backward(lambda: self._forget(counts))  # after torch has given out the gradients
 
-    def _pass_on(self) -> None:
-        """The first bucket reduced inside the group goes on across, so that the order is the same everywhere."""
-        work, buffer = self._inside.popleft()
-        try:
-            work.wait()
-        except RuntimeError as error:
-            # Torch's own groups don't come back, so neither does this replica: should_commit raises it.
-            lost = GroupLost(
-                f"a reduction among the processes of this replica failed ({error}); end this process and start the "
-                "group again"
-            )
-            lost.__cause__ = error
-            self._manager.report_error(lost)
-        self._across.append(self._manager.allreduce(buffer))
+        reductions_of(self._manager).start(self._manager, counts, group=self._inside, average=False, done=done)
+        return DummyWork([counts])  # torch looks at it after the end of the pass, which waits
 
+    def _forget(self, counts: torch.Tensor) -> None:
+        """A parameter that only this replica used, which does not participate, has no gradient anywhere else."""
+        for parameter, count in zip(self.parameters, counts.tolist(), strict=True):
+            if count == 0:
+                parameter.grad = None
 
-def _reduce(state: _Backward, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Torch's hook for a full bucket. Its future is done at once, because `end` waits before torch reads the bucket."""
-    buffer = bucket.buffer()
-    state.reduce(buffer)
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(buffer)
-    return done
+    def size(self) -> int:
+        return self._group.size()
+
+    def rank(self) -> int:
+        return self._group.rank()
+
+    def getBackendName(self) -> str:
+        return "tft-used-maps"
+
+    def __repr__(self) -> str:
+        return f"_UsedMaps({self._group!r})"
+
+    # Its life is the Manager's and the other group's; torch never asks.
+
+    def configure(self, store_addr: str, rank: int, world_size: int, **identity: Any) -> NoReturn:
+        raise Unsupported("the group of a DistributedDataParallel is configured by its Manager")
+
+    def abort(self) -> NoReturn:
+        raise Unsupported("the group of a DistributedDataParallel is aborted by its Manager")
+
+    def errored(self) -> None:
+        return None
+
+    def set_timeout(self, timeout: timedelta) -> NoReturn:
+        raise Unsupported("the time-out of a DistributedDataParallel's reductions is its Manager's")
+
+    def shutdown(self) -> None:
+        """Nothing: it holds nothing."""

@@ -1,60 +1,156 @@
 """The optimizer of a training loop, wrapped so that a step is a transaction.
 
 `zero_grad` begins a step of the Manager, `step` ends it: the wrapped optimizer steps if the group commits, and is left
-alone if not. Everything else is the wrapped optimizer's own, so that schedulers, clipping and checkpoints see what
-they know.
+alone if not. Several wrapped optimizers share a step: the first `zero_grad` begins it, the first `step` has it voted
+on. Everything else is the wrapped optimizer's own, so that schedulers, clipping and checkpoints see what they know.
 
-Law of this file: forwarding, and the two calls to the Manager.
+Law of this file: forwarding, and which call begins and ends a step of the Manager.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, final
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from tft_algos.errors import UsageError
+from tft_algos.errors import Unsupported, UsageError
 from tft_algos.manager import Manager
+
+_FRAMES_BETWEEN = 4  # of a scheduler's and a profiler's wrapping, between torch's function and ours
+_INITIALIZES_STATE = ("torch.distributed.checkpoint.state_dict", "_init_optim_state")
 
 
 @final
 class Optimizer(torch.optim.Optimizer):
     """A `torch.optim.Optimizer` whose steps are committed by a Manager.
 
+    A loop: `zero_grad()`, forward, backward, `step()`. Several optimizers on one Manager, each in its own wrapper,
+    commit together if all their `zero_grad` come before the first `step`; all backward passes do, too. Where they
+    alternate (`a.zero_grad`, backward, `a.step`, `b.zero_grad`, backward, `b.step`), each has steps of its own.
+
+    A step that was voted down left the parameters alone, here and not necessarily on the other replicas, so whatever
+    counts steps must not move on either. `step` says whether it stepped:
+
+        if optimizer.step():
+            scheduler.step()
+
+    Register the scheduler's state at the Manager beside the optimizer's, so that a replica that heals goes on with the
+    others' learning rate. With a `torch.amp.GradScaler`, `scaler.step(optimizer)` returns what `step` returned, and
+    None if it skipped it because of infinities; that leaves the step open, without a vote, and the next `zero_grad`
+    begins the next. The gradients are averages, so every replica skips the same steps.
+
     Args:
         manager: decides whether a step counts.
-        optim: does the step. Its hooks run when it steps, so not for a step that was voted down.
+        optim: does the step. Its hooks run when it steps, so not for a step that was voted down. It may be a container
+            of optimizers whose own `zero_grad` and `step` call this wrapper's, if they call its parts' when the wrapper
+            calls them in turn.
+    Raises: Unsupported: `optim` can't step without a closure, as LBFGS.
     """
 
     def __init__(self, manager: Manager, optim: torch.optim.Optimizer) -> None:
         # The base's own __init__ would make a second set of groups and states; all of that is the wrapped one's.
+        closure = inspect.signature(optim.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise Unsupported(
+                f"{type(optim).__name__} evaluates the model again through a closure, outside the step that is "
+                "committed; use an optimizer that steps without one"
+            )
         self.manager = manager
         self.optim = optim
+        self._attempt = 0  # of the Manager's, that this one has joined
+        self._has_stepped = False
+        self._inside: str | None = None  # which of the wrapped optimizer's methods runs
+        self._initialized_state = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Begin a step: start the quorum, and clear the gradients."""
-        self.manager.start_quorum()
-        self.optim.zero_grad(set_to_none)
+        """Begin a step: start the quorum, and clear the gradients.
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        Joins the step that is open, unless this optimizer has joined it already: then a new one begins.
+
+        Raises: UsageError: called by the wrapped optimizer's own zero_grad. Also what `Manager.start_quorum` raises.
+        """
+        if self._initialized_state:
+            self._initialized_state = False
+            self.optim.zero_grad(set_to_none)
+            return
+        with self._calling("zero_grad"):
+            manager = self.manager
+            attempt = manager.attempt
+            if attempt == 0 or attempt == self._attempt or manager.verdict is not None:
+                try:
+                    manager.start_quorum()
+                finally:
+                    self._attempt = manager.attempt
+            self._attempt = manager.attempt
+            self._has_stepped = False
+            self.optim.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], float] | None = None) -> bool:  # type: ignore[override]
         """End a step: the wrapped optimizer steps if the group commits.
 
-        Raises: UsageError: a closure was given; it would run the model again, outside the step that is committed.
-            Also what `Manager.should_commit` and the wrapped optimizer raise.
+        Returns: whether it stepped.
+        Raises: UsageError: a closure was given, which would run the model again, outside the step that is committed; no
+            zero_grad came before, or another optimizer has begun another step since; this one has stepped already; or
+            it is called by the wrapped optimizer's own step. Also what `Manager.should_commit` and the wrapped
+            optimizer raise; if the latter, this replica heals before its gradients count again.
         """
         if closure is not None:
             raise UsageError(
                 "a step that is committed can't re-evaluate the model through a closure; compute the loss before step()"
             )
-        if not self.manager.should_commit():
-            return
-        try:
+        if not self.optim.state and _torch_initializes_state():
+            # Not a step of the training: gradients and learning rates are zero.
             self.optim.step()
-        except Exception as error:
-            self.manager.report_torn(error)
-            raise
+            self._initialized_state = True
+            return True
+        with self._calling("step"):
+            self._check_turn()
+            manager = self.manager
+            verdict = manager.verdict
+            if verdict is None:
+                verdict = manager.should_commit()
+            self._has_stepped = True
+            if not verdict:
+                return False
+            try:
+                self.optim.step()
+            except Exception as error:
+                manager.report_torn(error)
+                raise
+            return True
+
+    def _check_turn(self) -> None:
+        """Raises: UsageError: there is no step that this optimizer could end."""
+        attempt = self.manager.attempt
+        if self._attempt == 0:
+            raise UsageError("step() was called before zero_grad(); call zero_grad() before the forward pass")
+        if self._attempt != attempt:
+            raise UsageError(
+                f"step() would end attempt {self._attempt}, but another optimizer's zero_grad() has begun attempt "
+                f"{attempt} since; call zero_grad() of all optimizers that step together before the first step()"
+            )
+        if self._has_stepped:
+            raise UsageError(f"step() was called twice in attempt {attempt}; call zero_grad() before the next one")
+
+    @contextlib.contextmanager
+    def _calling(self, method: str) -> Iterator[None]:
+        """Raises: UsageError: the wrapped optimizer calls back instead of doing what it was called for."""
+        if self._inside is not None:
+            kind = type(self.optim).__name__
+            raise UsageError(
+                f"{kind}.{self._inside}(), called by its wrapper, called the wrapper's {method}() in turn; when the "
+                f"wrapper calls it, {kind} has to call its own optimizers' (keep a flag that says who calls)"
+            )
+        self._inside = method
+        try:
+            yield
+        finally:
+            self._inside = None
 
     # --- the wrapped optimizer's own ---------------------------------------------------------------------------------
 
@@ -98,7 +194,22 @@ class Optimizer(torch.optim.Optimizer):
         return self.optim.register_load_state_dict_post_hook(hook, prepend)
 
     def __getstate__(self) -> NoReturn:
-        raise TypeError("an Optimizer is bound to its Manager and can't be pickled; save its state_dict()")
+        raise TypeError("an Optimizer is bound to its Manager and can't be copied or pickled; save its state_dict()")
 
     def __repr__(self) -> str:
         return f"Optimizer({self.optim!r})"
+
+
+def _torch_initializes_state() -> bool:
+    """Whether the caller is torch's checkpoint code, which makes an optimizer's state by a step that does nothing.
+
+    It says so by nothing else than being the caller.
+    """
+    frame = sys._getframe(2)
+    for _ in range(_FRAMES_BETWEEN):
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) == _INITIALIZES_STATE:
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False

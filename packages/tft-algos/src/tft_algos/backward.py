@@ -1,0 +1,122 @@
+"""The reductions of a Manager's backward passes, in one order on every replica.
+
+A reduction across replica groups is matched with those of the others by its place in the row: the third here meets the
+third there. Where a replica group has several processes, each gradient is reduced among them first, and when that ends
+is a matter of chance; so what is passed on across goes strictly in the order in which it was started, over all the
+models of one Manager. The end of the backward pass waits for all of it, so that clipping sees averages.
+
+Law of this file: the order and the waiting; what is reduced, and when it is ready, is the business of its callers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import final
+
+import torch
+import torch.distributed as dist
+
+from tft_algos.errors import UsageError
+from tft_algos.manager import Manager
+from tft_coord.errors import GroupLost
+from tft_pg import DummyWork
+
+Done = Callable[[bool], None]
+
+_of_manager: weakref.WeakKeyDictionary[Manager, BackwardReductions] = weakref.WeakKeyDictionary()
+
+
+def reductions_of(manager: Manager) -> BackwardReductions:
+    """The one row of a Manager, shared by all models that are trained with it."""
+    return _of_manager.setdefault(manager, BackwardReductions())
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Have a function called when the backward pass that runs is done; in the order in which they were given."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+@final
+class BackwardReductions:
+    """Starts reductions in the order of the calls, and waits for them at the end of the backward pass."""
+
+    def __init__(self) -> None:
+        self._attempt = 0
+        self._inside: deque[tuple[dist.Work, Callable[[], dist.Work], Done | None]] = deque()
+        self._across: list[tuple[dist.Work, Done | None]] = []
+
+    def start(
+        self,
+        manager: Manager,
+        tensor: torch.Tensor,
+        *,
+        group: dist.ProcessGroup | None = None,
+        average: bool = True,
+        done: Done | None = None,
+    ) -> None:
+        """Reduce a tensor in place, inside this replica group and then over the participants.
+
+        Called within a backward pass, at whose end the tensor holds the result.
+
+        Args:
+            manager: whose row this is.
+            tensor: dense; on every replica the same shape and dtype in the same place of the row.
+            group: the processes of this replica group; None: this process is the group.
+            average: a mean; else a sum.
+            done: called at the end of the backward pass with whether the reduction across succeeded.
+        Raises: UsageError: this step was voted on already, so that no vote would cover the reduction.
+        """
+        if manager.verdict is not None:
+            raise UsageError(
+                f"a backward pass reduces gradients after step {manager.current_step()} was voted on; call zero_grad() "
+                "before it, and step() after the last backward pass of a step"
+            )
+        if manager.attempt != self._attempt:
+            # What a backward pass that raised has left behind belongs to a step that is over for the others too.
+            self._attempt = manager.attempt
+            self._inside.clear()
+            self._across.clear()
+        # Once for each tensor: a pass may have passes inside, whose ends come first.
+        at_end_of_backward(self.end)
+        inside: dist.Work = DummyWork([tensor])
+        if group is not None:
+            if average:
+                tensor.div_(group.size())  # before it is summed, so that the sum is the mean of the group
+            inside = group.allreduce([tensor], dist.ReduceOp.SUM)
+        across = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+        self._inside.append((inside, lambda: self._reduced_inside(manager, inside, tensor, across), done))
+        while self._inside and self._inside[0][0].is_completed():
+            self._pass_on()
+
+    def end(self) -> None:
+        """Wait until everything that was started is reduced; again does nothing."""
+        while self._inside:
+            self._pass_on()
+        works, self._across = self._across, []
+        for work, done in works:
+            succeeded = work.wait()
+            if done is not None:
+                done(succeeded)
+
+    def _pass_on(self) -> None:
+        """The first one goes on across, when it is reduced inside the group."""
+        _, across, done = self._inside.popleft()
+        self._across.append((across(), done))
+
+    @staticmethod
+    def _reduced_inside(
+        manager: Manager, inside: dist.Work, tensor: torch.Tensor, across: dist.ReduceOp.RedOpType
+    ) -> dist.Work:
+        try:
+            inside.wait()
+        except RuntimeError as error:
+            # Torch's own groups don't come back, so neither does this replica: should_commit raises it.
+            lost = GroupLost(
+                f"a reduction among the processes of this replica failed ({error}); end this process and start the "
+                "group again"
+            )
+            lost.__cause__ = error
+            manager.report_error(lost)
+        return manager.allreduce(tensor, reduce_op=across)

@@ -1,0 +1,142 @@
+"""Data parallelism without torch's reducer: one reduction a parameter.
+
+Each parameter's gradient is handed to the Manager when it is there, in the reverse order of definition, and the end of
+the backward pass waits for all of them. It has no buckets, so it is slower with many small parameters, and nothing of
+torch's DistributedDataParallel can stand in its way.
+
+Law of this file: when a gradient is ready and what becomes of it; the order across models is `backward`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn, final
+
+import torch
+
+from tft_algos.backward import at_end_of_backward, reductions_of
+from tft_algos.errors import UsageError
+from tft_algos.manager import Manager
+
+
+@final
+class PureDistributedDataParallel(torch.nn.Module):
+    """Gradients are averages over the participants of a Manager when `backward` returns.
+
+    Every backward pass outside `no_sync()` reduces every parameter that required a gradient when the module was
+    wrapped, so replicas may use different ones: a parameter that has a gradient on no participant has None afterwards,
+    and one that has a gradient on some gets the mean over all, zeros counting for the others. A member that heals, or
+    is a spare, counts as using nothing. A failed reduction never raises: the step is voted down.
+
+    Args:
+        manager: averages over its participants.
+        module: to be trained. Every replica gives the same parameters in the same order. Replica groups of one process
+            only: inside a group nothing is reduced.
+    Raises: UsageError, from `backward`: a parameter got gradients twice in one pass, as with re-entrant activation
+        checkpointing; or the step was voted on already.
+    """
+
+    def __init__(self, manager: Manager, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self._pass = _Pass(manager, [parameter for parameter in module.parameters() if parameter.requires_grad][::-1])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add to the gradients and reduce nothing; the first one outside reduces the sum."""
+        before, self._pass.reduces = self._pass.reduces, False
+        try:
+            yield
+        finally:
+            self._pass.reduces = before
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "a PureDistributedDataParallel is bound to its Manager and can't be copied or pickled; save the module's "
+            "state_dict()"
+        )
+
+
+@final
+class _Pass:
+    """One backward pass after the other: what is ready is reduced in the order of the parameters.
+
+    Args:
+        manager: reduces.
+        parameters: in the order in which they are reduced.
+
+    `reduces` is False while gradients only add up.
+    """
+
+    def __init__(self, manager: Manager, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.reduces = True
+        self._manager = manager
+        self._row = reductions_of(manager)
+        self._parameters = parameters
+        self._places = {parameter: place for place, parameter in enumerate(parameters)}
+        self._attempt = 0
+        self._task = -1  # autograd's number of the pass whose end was asked for
+        self._is_ready = [False] * len(parameters)
+        self._next = 0
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._accumulated)
+
+    def _accumulated(self, parameter: torch.nn.Parameter) -> None:
+        """A gradient is there; called by autograd within the backward pass."""
+        if not self.reduces:
+            return
+        if self._manager.attempt != self._attempt:
+            self._attempt = self._manager.attempt
+            self._begin()  # what a pass that raised has left is over
+        place = self._places[parameter]
+        if self._is_ready[place]:
+            raise UsageError(
+                f"parameter {place} from the end, of shape {list(parameter.shape)}, got gradients twice in one "
+                "backward pass; use checkpoint(..., use_reentrant=False), and each parameter in one graph a pass"
+            )
+        self._is_ready[place] = True
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            at_end_of_backward(self._end)
+        while self._next < len(self._parameters) and self._is_ready[self._next]:
+            gradient = self._parameters[self._next].grad
+            assert gradient is not None, "a gradient that was accumulated is gone"
+            self._row.start(self._manager, gradient)
+            self._next += 1
+
+    def _begin(self) -> None:
+        self._is_ready = [False] * len(self._parameters)
+        self._next = 0
+        self._task = -1
+
+    def _end(self) -> None:
+        """The pass is done: the other replicas wait for the parameters that were not used here, too."""
+        if not any(self._is_ready):
+            return  # a pass inside this one has ended it
+        counts = torch.tensor(
+            [parameter.grad is not None for parameter in self._parameters],
+            dtype=torch.int32,
+            device=self._parameters[0].device,
+        )
+        unused: dict[torch.nn.Parameter, torch.Tensor] = {}
+        for parameter in self._parameters[self._next :]:
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = unused[parameter] = torch.zeros_like(parameter, requires_grad=False)
+            self._row.start(self._manager, gradient)
+        self._begin()
+        outcome: list[bool] = []
+        self._row.start(self._manager, counts, average=False, done=outcome.append)
+        self._row.end()
+        if outcome != [True]:
+            return
+        for parameter, count in zip(self._parameters, counts.tolist(), strict=True):
+            if count == 0:
+                parameter.grad = None
+            elif parameter in unused:
+                parameter.grad = unused[parameter]
