@@ -83,6 +83,7 @@ class Spec:
         settings: the example's flags; it trains until `steps`, or until it is told another last step.
         hold_at: at this many committed steps it waits until it is told the last step.
         environment: of a launcher; RANK and WORLD_SIZE make it one process of several.
+        details: for a trainer that is not this file's.
     """
 
     lighthouse: str
@@ -90,6 +91,7 @@ class Spec:
     settings: Settings
     hold_at: int = FOR_EVER
     environment: dict[str, str] = field(default_factory=dict)
+    details: Any = None
 
 
 # --- what a trainer does ---
@@ -209,13 +211,15 @@ class ReplicaGroup:
         spawn: the fixture.
         spec: of each; its environment is made here.
         ranks: processes.
+        trainer: what each does.
     """
 
-    def __init__(self, spawn: Spawn, spec: Spec, ranks: int) -> None:
+    def __init__(self, spawn: Spawn, spec: Spec, ranks: int, trainer: Callable[[Spec, Connection], None]) -> None:
         self.name = spec.name
         self._spawn = spawn
         self._spec = spec
         self._ranks = ranks
+        self._trainer = trainer
         self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if ranks > 1 else None
         self.starts = 0
         self.trainers: list[Trainer] = []
@@ -239,7 +243,7 @@ class ReplicaGroup:
                 "TORCHELASTIC_RESTART_COUNT": str(self.starts),
             }
         ours, theirs = multiprocessing.connection.Pipe()
-        trainer = Trainer(self._spawn(train, replace(self._spec, environment=environment), theirs), ours)
+        trainer = Trainer(self._spawn(self._trainer, replace(self._spec, environment=environment), theirs), ours)
         theirs.close()
         return trainer
 
@@ -263,6 +267,8 @@ class Cluster:
         ranks: processes a group.
         settings: the example's flags.
         hold_at: at this step all wait until they are told the last one.
+        trainer: what each process does: that of this file, or another that tells of the same events.
+        details: for that one.
     """
 
     def __init__(
@@ -274,9 +280,11 @@ class Cluster:
         ranks: int = 1,
         settings: Settings = TINY,
         hold_at: int = FOR_EVER,
+        trainer: Callable[[Spec, Connection], None] = train,
+        details: Any = None,
     ) -> None:
         self.groups = [
-            ReplicaGroup(spawn, Spec(str(lighthouse.address), name, settings, hold_at), ranks)
+            ReplicaGroup(spawn, Spec(str(lighthouse.address), name, settings, hold_at, details=details), ranks, trainer)
             for name in NAMES[:groups]
         ]
         self._finishing = False
