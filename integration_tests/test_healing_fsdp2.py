@@ -1,0 +1,251 @@
+"""FSDP2 inside replica groups that are killed at any place of a step and healed: no hang, no mix-up, bit-equal.
+
+Each group of two processes begins with weights of its own, uneven and empty shards among them, so that equal digests
+come from healing alone. What a function of the user's gives holds DTensors, and what the other one gets does too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from integration_tests.conftest import Spawn
+from integration_tests.language_model import (
+    FOR_EVER,
+    HEARTBEAT_TIMEOUT_MS,
+    OF_RANK_ZERO,
+    TIMEOUT,
+    Cluster,
+    Event,
+    ReplicaGroup,
+    Spec,
+    local,
+    training_together,
+)
+from tft_algos import Manager, Optimizer, extend_mesh, reduce_across
+from tft_algos.testing import Action, EventInjector, Fault, Place, digest
+from tft_ckpt import HTTPTransport
+from tft_coord.timeouts import Timeouts
+from tft_pg import ProcessGroupGloo
+
+SOAK_RUNS: Final = 20
+SOAK_FAULTS: Final = 4
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the trainers shard, and give and take their state.
+
+    Args:
+        extended: FSDP2 over the extended mesh; else over the group's own, with FSDP2's all-reduce hook.
+        by_torch: the state is that of torch.distributed.checkpoint.state_dict; else the modules' own.
+        use_async_quorum: as the Manager has it.
+    """
+
+    extended: bool
+    by_torch: bool
+    use_async_quorum: bool = True
+
+    def __str__(self) -> str:
+        return ", ".join(
+            [
+                "extended mesh" if self.extended else "all-reduce hook",
+                "torch's state" if self.by_torch else "plain state",
+                "async" if self.use_async_quorum else "sync",
+            ]
+        )
+
+
+def train(spec: Spec, connection: Connection) -> None:
+    """The life of a trainer, in its own process."""
+    torch.set_num_threads(1)
+    logging.getLogger("tft_ckpt").setLevel(logging.ERROR)
+    os.environ.update(spec.environment)
+    lock = threading.Lock()  # a fault strikes on whatever thread
+
+    def tell(event: Event) -> None:
+        with lock:
+            connection.send(event)
+
+    try:
+        _train(spec, connection, tell)
+    except Exception as error:
+        tell(Event("end", text=f"{type(error).__name__}: {error}"))
+        os._exit(1)  # as after a traceback; torch's own group may be in a collective that never ends
+    tell(Event("end"))
+
+
+def make_model() -> nn.Module:
+    """Parameters of 13, 5 and 1 rows, so that of two shards the second is smaller, or empty."""
+    return nn.Sequential(nn.Linear(6, 13), nn.ReLU(), nn.Linear(13, 5), nn.LayerNorm(5), nn.Linear(5, 1, bias=False))
+
+
+def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) -> None:
+    way: Way = spec.details
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    every_start = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
+    store = PrefixStore(f"start/{os.environ['TORCHELASTIC_RESTART_COUNT']}", every_start)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    torch.manual_seed(os.getpid())
+    injector = EventInjector(
+        on_strike=lambda fault: tell(Event("struck", manager.current_step(), text=fault.describe()))
+    )
+    timeouts = Timeouts(heal_timeout_ms=3_000, heartbeat_timeout_ms=HEARTBEAT_TIMEOUT_MS, beat_interval_ms=500)
+    transport = HTTPTransport[Any](timedelta(seconds=60), num_chunks=0, advertise_addr="localhost")
+    with Manager(
+        injector.group(ProcessGroupGloo()),
+        replica_id=spec.name,
+        lighthouse_addr=spec.lighthouse,
+        hostname="localhost",
+        timeout=TIMEOUT,
+        timeouts=timeouts,
+        use_async_quorum=way.use_async_quorum,
+        coordinator=injector.coordinator,
+        checkpoint_transport=injector.transport(transport),
+    ) as manager:
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
+        if way.extended:
+            mesh = extend_mesh(manager, mesh)["dp", "shard"]
+        model = make_model()
+        for layer in (model[0], model[2]):  # type: ignore[index]
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        if not way.extended:
+            reduce_across(manager, model)
+        adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        assert any(parameter.to_local().numel() == 0 for parameter in model.parameters()) == (rank == 1)  # type: ignore[attr-defined]
+
+        def take() -> dict[str, Any]:
+            if not way.by_torch:
+                return {"model": model.state_dict(), "optimizer": adam.state_dict()}
+            parameters, moments = get_state_dict(model, adam)
+            return {"model": parameters, "optimizer": moments}
+
+        def load(state: dict[str, Any]) -> None:
+            assert all(isinstance(each, DTensor) for each in state["model"].values())
+            if way.by_torch:
+                set_state_dict(model, adam, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+            else:
+                model.load_state_dict(state["model"])
+                adam.load_state_dict(state["optimizer"])
+            tell(Event("healed", manager.current_step()))
+
+        manager.register_state_dict_fn("training", load, take)
+        injector.module(model)
+        optimizer = Optimizer(manager, injector.optimizer(adam))
+        injector.attach(manager)
+        tell(Event("ready"))
+        last: int | None = None
+        while manager.current_step() < (last or FOR_EVER):
+            while connection.poll():
+                match connection.recv():
+                    case Fault() as fault:
+                        injector.inject(fault)
+                    case int(step):
+                        last = step
+            optimizer.zero_grad()
+            model(torch.randn(4, 6)).square().mean().backward()
+            error = manager.errored()
+            optimizer.step()
+            if manager.verdict:
+                lineage = manager.state_dict()["lineage"]
+                told = digest(local(model.state_dict()), local(adam.state_dict()))
+                tell(Event("commit", manager.current_step(), lineage, told, manager.num_participants()))
+            else:
+                tell(Event("failed", manager.current_step(), text=str(error)))
+        tell(Event("loss", manager.current_step()))
+    dist.destroy_process_group()
+
+
+def kill_at(cluster: Cluster, turn: int, place: Place) -> None:
+    """Kill a process of one group at a place, and wait until all groups commit together again."""
+    # Who is first among those who hold the state gives it.
+    group = cluster.groups[0 if place is Place.SERVING else turn % 2]
+    starts = [each.starts + (each is group) for each in cluster.groups]
+    cluster.strike(group, 0 if place in OF_RANK_ZERO else 1, Action.KILL, place)
+    cluster.until(lambda: group.starts == starts[cluster.groups.index(group)], "the whole group is started again")
+    check_healed(cluster, group)
+    assert [each.starts for each in cluster.groups] == starts, cluster.story()
+
+
+def fail_to_serve(cluster: Cluster) -> None:
+    """Let one rank of the only source refuse, so that no rank of the other group loads, until it has asked again."""
+    starts = [each.starts for each in cluster.groups]
+    cluster.strike(cluster.groups[0], 1, Action.FAIL, Place.SERVING)
+    check_healed(cluster, cluster.groups[1])
+    assert [each.starts for each in cluster.groups] == starts, cluster.story()
+
+
+def check_healed(cluster: Cluster, group: ReplicaGroup) -> None:
+    cluster.until_together(after=cluster.step)
+    assert all(any(each.kind == "healed" for each in trainer.events) for trainer in group.trainers), cluster.story()
+    cluster.check_digests()
+
+
+def finish(cluster: Cluster) -> None:
+    """End it, and look at all that was ever told."""
+    cluster.finish()
+    told = [event.text for group in cluster.groups for _, trainer in group.all_trainers for event in trainer.events]
+    assert not [text for text in told if "mixed torch.Tensor" in text or "is a part of" in text]
+
+
+IN_CI: Final = {
+    Way(extended=True, by_torch=True): (Place.REDUCTION, Place.OPTIMIZER),
+    Way(extended=False, by_torch=False, use_async_quorum=False): (Place.BACKWARD, Place.HEALING),
+}
+ALL_WAYS: Final = [
+    Way(extended, by_torch, use_async_quorum)
+    for extended in (True, False)
+    for by_torch in (True, False)
+    for use_async_quorum in (True, False)
+]
+
+
+@pytest.mark.parametrize("way", IN_CI, ids=str)
+def test_a_killed_group_heals_bit_equal(spawn: Spawn, way: Way) -> None:
+    with training_together(spawn, groups=2, ranks=2, trainer=train, details=way) as cluster:
+        for turn, place in enumerate(IN_CI[way]):
+            kill_at(cluster, turn, place)
+        fail_to_serve(cluster)
+        finish(cluster)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("way", IN_CI, ids=str)
+def test_where_a_source_is_killed_as_it_serves_another_group_serves_on(spawn: Spawn, way: Way) -> None:
+    with training_together(spawn, groups=3, ranks=2, trainer=train, details=way) as cluster:
+        for turn in range(2):
+            kill_at(cluster, turn, Place.SERVING)
+        finish(cluster)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", range(SOAK_RUNS))
+def test_a_group_killed_at_random_places_heals_bit_equal(spawn: Spawn, seed: int) -> None:
+    choice = random.Random(seed)
+    with training_together(spawn, groups=2, ranks=2, trainer=train, details=ALL_WAYS[seed % len(ALL_WAYS)]) as cluster:
+        for _ in range(SOAK_FAULTS):
+            place = choice.choice(list(Place))
+            if place is Place.SERVING:  # of two groups one holds the state alone then, and its death would be the end
+                fail_to_serve(cluster)
+            else:
+                kill_at(cluster, choice.randrange(2), place)
+        finish(cluster)
