@@ -28,9 +28,10 @@ class Sums:
         self.errors: list[Exception] = []
         self.attempt = 1
         self.verdict: bool | None = None
+        self.step = 7
 
     def current_step(self) -> int:
-        return 7
+        return self.step
 
     def is_participating(self) -> bool:
         return True
@@ -231,6 +232,45 @@ def test_what_a_pass_that_raised_has_left_is_not_reduced_in_the_next_step(monkey
     row.start(manager, torch.ones(3))
     row.end()
     assert manager.sizes == [3]
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_after_a_pass_that_raised_the_next_step_is_like_every_other(where: str, kwargs: dict[str, Any]) -> None:
+    def fail(_: torch.Tensor) -> torch.Tensor:
+        raise MemoryError("no room")
+
+    manager, model, module = made(**kwargs)
+    failing = module.a.weight if where == "first" else module.b.weight
+    seen = []
+    for _ in range(3):
+        manager.sizes.clear()
+        model(torch.ones(2, 300)).sum().backward()
+        seen.append(list(manager.sizes))
+        assert module.a.bias.grad is not None
+        assert module.a.bias.grad.tolist() == [4.0] * 300
+        manager.attempt, manager.step = manager.attempt + 1, manager.step + 1
+        model.zero_grad()
+        handle = failing.register_hook(fail)
+        with pytest.raises(MemoryError):
+            model(torch.ones(2, 300)).sum().backward()
+        handle.remove()
+        manager.attempt += 1
+        model.zero_grad()
+    assert seen == [seen[0]] * 3
+
+
+def test_a_parameter_that_was_not_used_in_a_step_that_counted_is_named_by_torch() -> None:
+    manager, model, module = made()
+    model(torch.ones(2, 300)).sum().backward()
+    module.forward = lambda x: module.a(x)  # type: ignore[method-assign]
+    for _ in range(2):
+        manager.attempt, manager.step = manager.attempt + 1, manager.step + 1
+        if manager.attempt == 3:
+            with pytest.raises(RuntimeError, match="find_unused_parameters=True"):
+                model(torch.ones(2, 300))
+        else:
+            model(torch.ones(2, 300)).sum().backward()
 
 
 def test_a_backward_pass_after_the_vote_is_refused() -> None:

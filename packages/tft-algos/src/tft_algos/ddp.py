@@ -47,6 +47,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     After `backward` the gradients are averages over the participants. A failed reduction never raises: the step is
     voted down. Only one among the processes of this group is fatal to it, and `should_commit` then raises GroupLost.
+    A backward pass that raises by itself (out of memory, say) ends the step, not the training: give the error to
+    `Manager.report_error`, and go on with the next `zero_grad`.
 
     - Accumulation: backward passes under `no_sync()` add up, and the first one outside reduces the sum. All of them
       belong to the step that the last `zero_grad` began: members change between steps only, and a member that heals
@@ -97,6 +99,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         # so in its own first step alone, which is not that of the others, so that stays inside the replica group.
         maps = _UsedMaps(manager, group, process_group) if kwargs.get("find_unused_parameters") and not static else None
         self._keeps_layout = maps is not None
+        self._manager = manager
+        self._begun_attempt = self._begun_step = 0
         super().__init__(module, process_group=maps or group, **kwargs)
         if self._use_python_reducer:
             raise Unsupported(
@@ -117,6 +121,10 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         super().register_comm_hook(None, lambda _, bucket: reduce(bucket))
         if maps is not None:
             maps.parameters = self._build_params_for_reducer()[0]
+        self._lay_out_buckets()
+
+    def _lay_out_buckets(self) -> None:
+        if self._keeps_layout:
             return
         self.reducer._push_all_rebuilt_params()
         if not self.reducer._rebuild_buckets():
@@ -131,6 +139,27 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         if self._keeps_layout:
             return parameters, sparse
         return parameters[::-1], sparse[::-1]
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # it asks what differs in every step
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        attempt = self._manager.attempt
+        if attempt != self._begun_attempt:
+            step = self._manager.current_step()
+            if self._begun_attempt and step == self._begun_step:
+                self._forget_pass_that_raised()
+            self._begun_attempt, self._begun_step = attempt, step
+        return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _forget_pass_that_raised(self) -> None:
+        """After a step that did not commit: torch still waits for the gradients of a pass that raised, if one did.
+
+        After one that committed it would be a parameter that was not used, and torch's error says so.
+        """
+        try:
+            self.reducer._check_reducer_finalized()
+        except RuntimeError:
+            self.reducer._reset_state()
+            self._lay_out_buckets()
 
     # --- what torch's class has and this one can't -------------------------------------------------------------------
 
