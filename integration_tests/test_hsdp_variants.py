@@ -236,7 +236,7 @@ def compare_seen(model: nn.Module, step: int, place: Place) -> None:
 
 
 class Chunked(nn.Module):
-    """Its head is called by itself for each part of a batch, so that it is reduced several times in a backward pass."""
+    """Its head is called by itself for each part of a batch, and reduced each time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +256,10 @@ def chunked(meshes: Meshes) -> nn.Module:
 def train_chunks(model: nn.Module, step: int, place: Place) -> None:
     assert isinstance(model, Chunked)
     out = model(batch(step, place))
-    torch.stack([model.head(chunk).square().mean() for chunk in out.chunk(2)]).mean().backward()
+    leaf = out.detach().requires_grad_()
+    for chunk in leaf.chunk(2):
+        (model.head(chunk).square().mean() / 2).backward()
+    out.backward(leaf.grad)
 
 
 def tensor_parallel(meshes: Meshes) -> nn.Module:
