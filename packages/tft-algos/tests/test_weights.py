@@ -88,6 +88,14 @@ def test_who_does_not_participate_weighs_zero(rigs: Any, plan: dict[str, Any]) -
     assert tensor.tolist() == [1.0, 1.0]
 
 
+def test_what_weighs_zero_adds_nothing_even_if_it_is_no_number(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2), others=4.0)
+    rig.manager.start_quorum()
+    tensor = torch.tensor([1.0, float("nan")])
+    assert rig.manager.allreduce(tensor, weight=0).wait()
+    assert tensor.tolist() == [1.0, 1.0]
+
+
 def test_the_weights_of_a_step_are_summed_once_for_all_its_means(rigs: Any) -> None:
     rig = rigs(plan_of(7, size=2), QuorumKey(7, 7), others=5)
     rig.manager.start_quorum()

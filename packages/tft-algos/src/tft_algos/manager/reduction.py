@@ -84,7 +84,9 @@ def times_weight(tensor: torch.Tensor, weight: float) -> torch.Tensor:
     wider = _WIDER.get(tensor.dtype)
     with changing(tensor):
         product = tensor if wider is None else tensor.to(wider)
-        if weight != 1.0:
+        if weight == 0.0:
+            product.zero_()  # what is no number stays none when it is multiplied
+        elif weight != 1.0:
             product.mul_(weight)
     return product
 

@@ -1,0 +1,118 @@
+"""A strategy of your own: a step's mean is over the first K of M replicas to be ready; who is late gives nothing.
+
+With M replicas a step lasts as long as the slowest of them. Here each computes its gradient in pieces, and draws a
+ticket when it is done. Once K tickets are gone the others stop after their next piece, and weigh zero in the mean. So a
+straggler costs the others one piece, not a whole step. (Backup workers, arXiv 1604.00981.)
+
+    tft-lighthouse --min_replicas 3                                                                     # shell 1
+    TFT_LIGHTHOUSE=http://localhost:29510 python custom_strategy.py --replica 0                        # 0, 1: shells 2, 3
+    TFT_LIGHTHOUSE=http://localhost:29510 python custom_strategy.py --replica 2 --piece_s 0.05          # shell 4
+
+It is put together from parts: a process group of one's own around ProcessGroupGloo, which also uses the quorum's store,
+and the Manager's weights. Steps, healing and votes stay the Manager's.
+"""
+
+import argparse
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tft_algos import Group, Manager, Optimizer
+from tft_algos.testing import digest
+from tft_pg import ProcessGroupGloo, create_store_client
+
+PIECES = 8
+
+
+class Tickets(Group):
+    """A process group whose members can draw tickets in a round, at the store of the quorum that it is built for."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._store: Any = None
+        self._round = 0
+
+    def configure(self, store_addr: str, rank: int, world_size: int, **identity: Any) -> None:
+        self._group.configure(store_addr, rank, world_size, **identity)
+        self._store = create_store_client(f"{store_addr}/tickets", timedelta(seconds=10))
+        self._round = 0
+
+    def next_round(self) -> None:
+        """Every member of a quorum comes here once a step; where one did not, tickets are lost, and nothing worse."""
+        self._round += 1
+
+    def draw(self, tickets: int = 1) -> int:
+        """The number on the ticket, 1 for the first; with none, how many are gone."""
+        number: int = self._store.add(str(self._round), tickets)
+        return number
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: dist.ReduceOp | dist.ReduceOp.RedOpType) -> dist.Work:
+        return self._group.allreduce(tensors, opts)
+
+    def errored(self) -> Exception | None:
+        return self._group.errored()
+
+    def abort(self) -> None:
+        self._group.abort()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._group.set_timeout(timeout)
+
+    def shutdown(self) -> None:
+        self._store = None
+        self._group.shutdown()
+
+
+def first_k(manager: Manager, tickets: Tickets, k: int, pieces: list[torch.Tensor], loss_of: Any) -> bool:
+    """Compute a gradient in pieces, as long as fewer than k others are ready; returns whether it counts."""
+    try:
+        for number, piece in enumerate(pieces, start=1):
+            (loss_of(piece) / len(pieces)).backward()
+            if number == 1:
+                participates = manager.is_participating()  # waits for the quorum, which the first piece needs not
+                tickets.next_round()
+            if number < len(pieces) and tickets.draw(0) >= k:
+                return False
+        return participates and tickets.draw() <= k
+    except dist.DistError as error:  # the store was that of a replica which has died
+        manager.report_error(error)
+        return False
+
+
+def main(steps: int, replica: int, k: int, piece_s: float) -> None:
+    torch.manual_seed(0)
+    teacher = torch.nn.Linear(32, 1)
+    torch.manual_seed(1 + replica)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def loss_of(inputs: torch.Tensor) -> torch.Tensor:
+        time.sleep(piece_s)
+        return torch.nn.functional.mse_loss(model(inputs), teacher(inputs).detach())
+
+    tickets = Tickets(ProcessGroupGloo())
+    with Manager(tickets, min_replica_size=k, replica_id=f"replica_{replica}") as manager:
+        manager.register_state_dict_fn("model", model.load_state_dict, model.state_dict)
+        optimizer = Optimizer(manager, sgd)
+        while manager.current_step() < steps:
+            optimizer.zero_grad()
+            counts = first_k(manager, tickets, k, [torch.randn(16, 32) for _ in range(PIECES)], loss_of)
+            manager.set_weight(float(counts))
+            for work in [manager.allreduce(each.grad) for each in model.parameters() if each.grad is not None]:
+                work.wait()
+            optimizer.step()
+            if manager.verdict:
+                step, members, how = manager.current_step(), manager.num_participants(), ("late", "counted")[counts]
+                print(f"step {step} {how} of {members}, {digest(model.state_dict())}", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("steps", type=int, nargs="?", default=200)
+    parser.add_argument("--replica", type=int, default=0)
+    parser.add_argument("--k", type=int, default=2, help="replicas over which the mean is taken")
+    parser.add_argument("--piece_s", type=float, default=0.0, help="seconds more for each piece")
+    main(**vars(parser.parse_args()))

@@ -1,0 +1,58 @@
+"""The example of a strategy of one's own: the mean is over the first two of three replicas."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from integration_tests.conftest import ROOT, Launch
+from tft_lighthouse import LighthouseServer
+
+EXAMPLE: Final = ROOT / "examples" / "custom_strategy.py"
+STEPS: Final = 30
+PIECE_S: Final = 0.05
+K: Final = 2
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[LighthouseServer]:
+    with LighthouseServer("127.0.0.1:0", min_replicas=3, join_timeout_ms=5_000) as server:
+        yield server
+
+
+def commits(process: subprocess.Popen[str]) -> dict[int, tuple[bool, int, str]]:
+    """By step: whether the replica's own gradient counted, participants, digest."""
+    output, _ = process.communicate(timeout=55)
+    assert process.returncode == 0, output
+    lines = re.findall(r"^step (\d+) (counted|late) of (\d+), (\w+)$", output, re.MULTILINE)
+    return {int(step): (how == "counted", int(members), digest) for step, how, members, digest in lines}
+
+
+def test_it_is_short_enough_to_copy() -> None:
+    assert len(EXAMPLE.read_text(encoding="utf-8").splitlines()) < 120
+
+
+def test_the_mean_is_over_the_first_two_of_three(launch: Launch, lighthouse: LighthouseServer, tmp_path: Path) -> None:
+    processes = [
+        launch(
+            [sys.executable, str(EXAMPLE), str(STEPS), "--replica", str(replica), "--piece_s", str(piece_s)],
+            env={"TFT_LIGHTHOUSE": str(lighthouse.address)},
+            cwd=tmp_path,
+        )
+        for replica, piece_s in enumerate((0.0, 0.0, PIECE_S))
+    ]
+    told = [commits(process) for process in processes]
+    slow = told[2]
+    assert sorted(slow) == list(range(1, STEPS + 1))
+    for step in slow:
+        counted, members, digests = zip(*(of_one[step] for of_one in told), strict=True)
+        assert len(set(digests)) == 1, f"step {step}: {digests}"
+        # In the first step one replica's weights go to the others, which give nothing.
+        assert sum(counted) == min(K, members[0]), f"step {step}: {counted}"
+    assert sum(counted for counted, _, _ in slow.values()) < STEPS / 2
