@@ -1,0 +1,245 @@
+"""The divergence guard, in real processes: who has gone astray is found, named and healed, or stopped."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing.connection
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from integration_tests.conftest import Spawn
+from tft_algos import DistributedDataParallel, Manager, Optimizer, StateDiverged
+from tft_algos.testing import digest
+from tft_lighthouse import LighthouseServer
+from tft_pg import ProcessGroupGloo
+
+PATIENCE_S = 50.0
+EVERY = 4
+MARGIN_STEPS = 60  # nobody may have passed the step at which all are told to stop
+
+
+@dataclass(frozen=True)
+class Spec:
+    """How a replica trains.
+
+    Args:
+        lighthouse: address.
+        name: of the replica group.
+        steps: after which it ends; None: when it is told to.
+        learning_rate: at its start.
+        spoil: what is spoilt after five commits: "lr", or "bit": the last bit of one weight.
+        cures: its load function loads the learning rate too.
+        environment: of a launcher.
+    """
+
+    lighthouse: str
+    name: str
+    steps: int | None = 30
+    learning_rate: float = 0.01
+    spoil: str = ""
+    cures: bool = True
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+class Telling(logging.Handler):
+    """Sends each error that is logged, as text."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(logging.ERROR)
+        self._connection = connection
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._connection.send(record.getMessage())
+
+
+def train(spec: Spec, connection: Connection) -> None:
+    """The life of a trainer; it tells (step, digest) of each commit, each error as
+    text, and how it ended."""
+    torch.set_num_threads(1)
+    os.environ.update(spec.environment)
+    logging.getLogger("tft_algos.manager").addHandler(Telling(connection))
+    rank = int(spec.environment.get("RANK", "0"))
+    torch.manual_seed(sum(spec.name.encode()) + 1000 * rank)
+    model = torch.nn.Linear(16, 16)
+    adam = torch.optim.AdamW(model.parameters(), lr=spec.learning_rate)
+
+    def load(state: dict[str, Any]) -> None:
+        kept = adam.param_groups[0]["lr"]
+        adam.load_state_dict(state)
+        if not spec.cures:
+            adam.param_groups[0]["lr"] = kept
+
+    try:
+        with Manager(
+            ProcessGroupGloo(),
+            replica_id=spec.name,
+            lighthouse_addr=spec.lighthouse,
+            hostname="localhost",
+            timeout=timedelta(seconds=20),
+            check_state_every=EVERY,
+        ) as manager:
+            manager.register_state_dict_fn("model", model.load_state_dict, model.state_dict)
+            manager.register_state_dict_fn("optimizer", load, adam.state_dict)
+            manager.register_state_dict_fn("place", lambda _: None, lambda: {"name": spec.name}, compared=False)
+            ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, adam)
+            last = spec.steps
+            while last is None or manager.current_step() < last:
+                if connection.poll():
+                    last = connection.recv()
+                before = manager.current_step()
+                optimizer.zero_grad()
+                ddp(torch.randn(4, 16)).square().mean().backward()
+                optimizer.step()
+                step = manager.current_step()
+                if before < step == 5 and spec.spoil == "lr":
+                    adam.param_groups[0]["lr"] *= 2
+                elif before < step == 5 and spec.spoil == "bit":
+                    model.weight.detach().view(torch.int32)[3, 3] ^= 1
+                if step > before:
+                    connection.send((step, digest(model.state_dict(), adam.state_dict())))
+    except StateDiverged as error:
+        connection.send(error.paths)
+        connection.send(f"StateDiverged: {error}")
+    connection.send(None)
+
+
+class Replica:
+    """The test's end of a trainer."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.digests: dict[int, str] = {}
+        self.errors: list[str] = []
+        self.paths: tuple[str, ...] | None = None
+        self.ended = False
+
+    def take_in(self) -> None:
+        match self.connection.recv():
+            case None:
+                self.ended = True
+            case (int(step), str(text)):
+                self.digests[step] = text
+            case str(error):
+                self.errors.append(error)
+            case paths:
+                self.paths = paths
+
+
+Run = Callable[..., list[Replica]]
+
+
+@pytest.fixture
+def run(spawn: Spawn) -> Iterator[Run]:
+    """`run(*specs, min_replicas=3)` trains them to their ends; who has none is told to when the last one has ended."""
+    lighthouses: list[LighthouseServer] = []
+
+    def start(*specs: dict[str, Any], min_replicas: int = 2) -> list[Replica]:
+        lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=min_replicas, join_timeout_ms=20_000)
+        lighthouses.append(lighthouse)
+        replicas = []
+        for spec in specs:
+            ours, theirs = multiprocessing.connection.Pipe()
+            spawn(train, Spec(str(lighthouse.address), **spec), theirs)
+            theirs.close()
+            replicas.append(Replica(ours))
+        deadline = time.monotonic() + PATIENCE_S
+        told = False
+        while waiting := {each.connection: each for each in replicas if not each.ended}:
+            ready = multiprocessing.connection.wait(list(waiting), max(deadline - time.monotonic(), 0))
+            assert ready, [(each.digests, each.errors) for each in replicas]
+            for connection in ready:
+                waiting[connection].take_in()  # type: ignore[index]
+            if replicas[-1].ended and specs[0].get("steps", 0) is None and not told:
+                told = True
+                last = max(max(each.digests) for each in replicas) + MARGIN_STEPS
+                for connection in set(waiting) - {replicas[-1].connection}:
+                    connection.send(last)
+        return replicas
+
+    yield start
+    for lighthouse in lighthouses:
+        lighthouse.shutdown()
+
+
+def assert_equal_digests(replicas: list[Replica], steps: range) -> None:
+    for step in steps:
+        assert len({replica.digests[step] for replica in replicas}) == 1, f"step {step}"
+
+
+@pytest.mark.parametrize("spoil", ["lr", "bit"])
+def test_who_has_gone_astray_is_named_with_what_differs_and_healed(run: Run, spoil: str) -> None:
+    replicas = run(*({"name": name, "spoil": spoil if name == "b" else ""} for name in "abc"), min_replicas=3)
+    first, astray, last = replicas
+    assert_equal_digests([first, last], range(1, 31))
+    # Spoilt after step 5, found at the next multiple of four, equal from the commit on that follows.
+    assert all(astray.digests[step] != first.digests[step] for step in range(6, 9))
+    assert_equal_digests(replicas, range(9, 31))
+    (error,) = astray.errors
+    assert "the state of replica b:" in error
+    assert "at step 8 is not that of " in error
+    assert error.endswith("it heals")
+    if spoil == "lr":
+        assert "optimizer.param_groups.0.lr: 0.02 here, 0.01 at the source" in error
+    else:
+        assert "model.weight: " in error
+        assert "param_groups" not in error
+    assert "place" not in error
+    assert (first.errors, last.errors) == ([], [])
+
+
+def test_a_newcomer_that_kept_its_own_learning_rate_is_named_and_stopped(run: Run) -> None:
+    """What its load function leaves out is found at the first check after its healing, and at the second it ends."""
+    newcomer_state = {"learning_rate": 0.5, "cures": False}
+    first, second, newcomer = run(
+        *({"name": name, "steps": None} for name in "ab"), {"name": "c", "steps": None, **newcomer_state}
+    )
+    assert_equal_digests([first, second], range(max(newcomer.digests), max(first.digests)))
+    found, end = newcomer.errors
+    for error in (found, end):
+        assert "the state of replica c:" in error
+        assert "optimizer.param_groups.0.lr: 0.5 here, 0.01 at the source" in error
+    assert found.endswith("it heals")
+    assert end.startswith("StateDiverged: ")
+    assert end.endswith("healing did not cure it the last time; look at what its load_state_dict leaves out")
+    at_steps = [int(error.partition("at step ")[2].split()[0]) for error in (found, end)]
+    assert at_steps == [at_steps[0], at_steps[0] + EVERY]
+    assert max(newcomer.digests) == at_steps[1]
+    assert newcomer.paths is not None
+    assert "optimizer.param_groups.0.lr" in newcomer.paths
+    assert (first.errors, second.errors) == ([], [])
+
+
+def test_a_group_of_two_ranks_is_compared_and_healed_whole(run: Run) -> None:
+    stores = {name: TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for name in "ab"}
+    replicas = run(
+        *(
+            {
+                "name": name,
+                "spoil": "bit" if (name, rank) == ("b", 1) else "",
+                "environment": {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": "2",
+                    "MASTER_ADDR": "localhost",
+                    "MASTER_PORT": str(stores[name].port),
+                },
+            }
+            for name in "ab"
+            for rank in range(2)
+        )
+    )
+    for rank in range(2):
+        assert_equal_digests([replicas[rank], replicas[2 + rank]], range(9, 31))
+    sound, spoilt = replicas[2:]
+    assert "rank 0, at step 8 is not that of a:" in sound.errors[0]
+    assert "(no difference on this rank); it heals" in sound.errors[0]
+    assert "model.weight: " in spoilt.errors[0]
+    assert [len(replica.errors) for replica in replicas] == [0, 0, 1, 1]
