@@ -5,7 +5,7 @@ ticket when it is done. Once K tickets are gone the others stop after their next
 straggler costs the others one piece, not a whole step. (Backup workers, arXiv 1604.00981.)
 
     tft-lighthouse --min_replicas 3                                                                     # shell 1
-    TFT_LIGHTHOUSE=http://localhost:29510 python custom_strategy.py --replica 0                        # 0, 1: shells 2, 3
+    TFT_LIGHTHOUSE=http://localhost:29510 python custom_strategy.py --replica 0                      # 0, 1: shells 2, 3
     TFT_LIGHTHOUSE=http://localhost:29510 python custom_strategy.py --replica 2 --piece_s 0.05          # shell 4
 
 It is put together from parts: a process group of one's own around ProcessGroupGloo, which also uses the quorum's store,
