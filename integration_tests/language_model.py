@@ -43,6 +43,8 @@ MARGIN_STEPS: Final = 60  # nobody may have passed the step at which all are tol
 TIMEOUT: Final = timedelta(seconds=2)
 JOIN_TIMEOUT_MS: Final = 1_000
 HEARTBEAT_TIMEOUT_MS: Final = 2_000
+# A rank that alone has no quorum meets the other in the model's forward pass, where that comes when it has none either.
+QUORUM_TIMEOUT_MS: Final = 10_000
 FOR_EVER: Final = 1_000_000
 HANGS_FOR: Final = 1.5 * TIMEOUT
 TINY: Final = Settings(steps=FOR_EVER, batch=12, context=16, characters=50_000, width=16, layers=1, heads=2)
@@ -126,7 +128,12 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
     injector = EventInjector(
         on_strike=lambda fault: tell(Event("struck", manager.current_step(), text=fault.describe()))
     )
-    timeouts = Timeouts(heal_timeout_ms=3_000, heartbeat_timeout_ms=HEARTBEAT_TIMEOUT_MS, beat_interval_ms=500)
+    timeouts = Timeouts(
+        quorum_timeout_ms=QUORUM_TIMEOUT_MS,
+        heal_timeout_ms=3_000,
+        heartbeat_timeout_ms=HEARTBEAT_TIMEOUT_MS,
+        beat_interval_ms=500,
+    )
     transport = HTTPTransport[Any](timedelta(seconds=60), num_chunks=0, advertise_addr="localhost")
     with Manager(
         injector.group(ProcessGroupGloo()),
@@ -408,11 +415,11 @@ class Cluster:
         return sum(len(digests) > 1 for digests in told.values())
 
     def story(self) -> str:
-        """What everybody told last."""
+        """What everybody told last, those too who have ended."""
         return "; ".join(
-            f"{group.name}/{rank}, start {group.starts}: {trainer.events[-3:]}"
+            f"{group.name}/{rank}: {[f'{each.kind} {each.step} {each.text}'.strip() for each in trainer.events[-3:]]}"
             for group in self.groups
-            for rank, trainer in enumerate(group.trainers)
+            for rank, trainer in group.all_trainers[-3 * len(group.trainers) :]
         )
 
     def close(self) -> None:
