@@ -14,7 +14,15 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard
 
-from tft_algos import Manager, SettingError, Unsupported, extend_mesh, reduce_across
+from tft_algos import (
+    DistributedDataParallel,
+    Manager,
+    SettingError,
+    Unsupported,
+    UsageError,
+    extend_mesh,
+    reduce_across,
+)
 from tft_algos.testing import FakeGroup, plan_of
 from tft_pg import ManagedProcessGroup
 
@@ -22,10 +30,13 @@ from tft_pg import ManagedProcessGroup
 class Recorder:
     """A Manager whose reductions double what they are given, when they are waited for; it notes both."""
 
+    attempt = 1
+    verdict = None
+
     def __init__(self) -> None:
         self.events: list[str] = []
 
-    def allreduce(self, tensor: torch.Tensor) -> Any:
+    def allreduce(self, tensor: torch.Tensor, *, reduce_op: dist.ReduceOp.RedOpType) -> Any:
         recorder, number = self, sum(event.startswith("starts") for event in self.events)
         recorder.events.append(f"starts {number}")
 
@@ -316,3 +327,23 @@ def test_a_torch_that_keeps_its_groups_otherwise_is_refused(
     monkeypatch.delattr(layer._get_fsdp_state()._fsdp_param_groups[0], "_all_reduce_hook")
     with pytest.raises(Unsupported, match=r"keeps what fully_shard made otherwise than 2\.13"):
         reduce_across(manager, model)
+
+
+def test_a_backward_pass_after_the_vote_is_a_mistake(rigs: Any, mesh: DeviceMesh) -> None:
+    rig, model = rigs(plan_of(size=2)), two_layers(mesh)
+    reduce_across(rig.manager, model)
+    rig.manager.start_quorum()
+    assert rig.manager.should_commit()
+    with pytest.raises(UsageError, match="reduces gradients after step 1 was voted on"):
+        model(X).sum().backward()
+
+
+def test_it_shares_one_row_of_reductions_with_other_models_of_its_manager(rigs: Any, mesh: DeviceMesh) -> None:
+    """What is still reduced inside the group goes across before what came after it."""
+    rig, model, small = rigs(plan_of(size=2)), two_layers(mesh), nn.Linear(3, 1, bias=False)
+    replicated = DistributedDataParallel(rig.manager, small, dist.new_group([0]))
+    reduce_across(rig.manager, model)
+    rig.manager.start_quorum()
+    (model(X).sum() + replicated(X).sum()).backward()
+    assert rig.manager.should_commit()
+    assert [call.numel() for call in rig.group.calls] == [3, 12, 12]

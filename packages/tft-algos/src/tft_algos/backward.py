@@ -54,6 +54,7 @@ class BackwardReductions:
         *,
         group: dist.ProcessGroup | None = None,
         average: bool = True,
+        wait: bool = False,
         done: Done | None = None,
     ) -> None:
         """Reduce a tensor in place, inside this replica group and then over the participants.
@@ -65,6 +66,7 @@ class BackwardReductions:
             tensor: dense; on every replica the same shape and dtype in the same place of the row.
             group: the processes of this replica group; None: this process is the group.
             average: a mean; else a sum.
+            wait: for everything that was started; then it may be called outside of a backward pass too.
             done: called at the end of the backward pass with whether the reduction across succeeded.
         Raises: UsageError: this step was voted on already, so that no vote would cover the reduction.
         """
@@ -79,7 +81,8 @@ class BackwardReductions:
             self._inside.clear()
             self._across.clear()
         # Once for each tensor: a pass may have passes inside, whose ends come first.
-        at_end_of_backward(self.end)
+        if not wait:
+            at_end_of_backward(self.end)
         inside: dist.Work = DummyWork([tensor])
         if group is not None:
             if average:
@@ -89,6 +92,8 @@ class BackwardReductions:
         self._inside.append((inside, lambda: self._reduced_inside(manager, inside, tensor, across), done))
         while self._inside and self._inside[0][0].is_completed():
             self._pass_on()
+        if wait:
+            self.end()
 
     def end(self) -> None:
         """Wait until everything that was started is reduced; again does nothing."""

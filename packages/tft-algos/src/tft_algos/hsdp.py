@@ -11,7 +11,7 @@ tensor's memory as gradients, and nobody reads those before the backward pass is
 beside the rest of the backward pass, and is waited for at its end. Where FSDP2 computes with the tensor at once, in
 another dtype, onto a gradient that is there already, in another memory or in a user's hook, the hook waits.
 
-Law of this file: how FSDP2 comes to the Manager; no reduction is implemented here.
+Law of this file: how FSDP2 comes to the Manager; the order of reductions, and the waiting, are `backward`'s.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from tft_algos.backward import reductions_of
 from tft_algos.errors import SettingError, Unsupported
 from tft_algos.manager import Manager
 from tft_pg import ManagedProcessGroup, ProcessGroup, extend_device_mesh
@@ -77,9 +78,8 @@ def reduce_across(manager: Manager, *models: torch.nn.Module) -> None:
         found = list(_parts_of(model))
         _check(model, found)
         parts.update((id(part.group), part) for part in found)
-    backward = _Backward(manager)
     for part in parts.values():
-        part.set_hook(backward)
+        part.set_hook(_hook(manager, part))
 
 
 def _checked(manager: Manager) -> Manager:
@@ -133,8 +133,7 @@ class _Part:
     def has_hook(self) -> bool:
         return self.group._all_reduce_hook is not None
 
-    def set_hook(self, backward: _Backward) -> None:
-        hook = _hook(backward, self)
+    def set_hook(self, hook: Callable[[torch.Tensor], None]) -> None:
         if self.alone:
             self.module.set_all_reduce_hook(hook)
         else:
@@ -218,37 +217,12 @@ def _check(model: torch.nn.Module, parts: list[_Part]) -> None:
         )
 
 
-@final
-class _Backward:
-    """The reductions of a backward pass, waited for at its end at the latest.
+def _hook(manager: Manager, part: _Part) -> Callable[[torch.Tensor], None]:
+    row = reductions_of(manager)
 
-    Args:
-        manager: reduces.
-    """
-
-    def __init__(self, manager: Manager) -> None:
-        self._manager = manager
-        self._running: list[dist.Work] = []
-
-    def reduce(self, part: _Part, tensor: torch.Tensor) -> None:
-        """A part's gradients are reduced inside the replica group; torch calls this on the backward pass's thread."""
-        self._running.append(self._manager.allreduce(tensor))
-        # A schedule of pipeline parallelism has its last reductions when its backward passes are over.
-        if torch._C._current_graph_task_id() == -1 or not part.takes_memory_of(tensor):
-            self.end()
-            return
-        # Each asks to be waited for, because a backward pass that raised has never come to its end.
-        torch.autograd.Variable._execution_engine.queue_callback(self.end)
-
-    def end(self) -> None:
-        """Wait until every gradient so far is an average."""
-        running, self._running = self._running, []
-        for work in running:
-            work.wait()
-
-
-def _hook(backward: _Backward, part: _Part) -> Callable[[torch.Tensor], None]:
     def reduce_across_replica_groups(reduced_inside: torch.Tensor) -> None:
-        backward.reduce(part, reduced_inside)
+        # A schedule of pipeline parallelism has its last reductions when its backward passes are over.
+        outside = torch._C._current_graph_task_id() == -1
+        row.start(manager, reduced_inside, wait=outside or not part.takes_memory_of(reduced_inside))
 
     return reduce_across_replica_groups
