@@ -13,6 +13,7 @@ from tft_algos.errors import HealingFailed
 from tft_algos.manager import healing
 from tft_algos.manager.healing import Fetch, state_key
 from tft_algos.testing import MemoryTransport, plan_of
+from tft_coord.core.types import QuorumKey
 from tft_coord.errors import DeadlinePassed, Unreachable
 
 
@@ -109,3 +110,18 @@ def test_who_refuses_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     fetch, transport = fetch_from(sources, monkeypatch)
     fetch.run()
     assert transport.received_from == [(0, "at replica_0", ["at replica_2"])]
+
+
+@pytest.mark.parametrize("attempts_later", [0, 1], ids=["before the next step", "later"])
+def test_state_that_is_registered_right_after_a_healing_is_healed_too(rigs: Any, attempts_later: int) -> None:
+    shelf: dict[Any, Any] = {}
+    assert rigs(plan_of(7, size=2, healing=[1]), checkpoint_transport=MemoryTransport(shelf)).step()
+    again = [QuorumKey(7, 7)] * (1 + attempts_later)
+    member = rigs(plan_of(7, rank=1, size=2, healing=[1]), *again, checkpoint_transport=MemoryTransport(shelf))
+    assert member.step()
+    for _ in range(attempts_later):
+        assert member.step()
+    member.manager.register_state_dict_fn("late", lambda _: None, lambda: 1)
+    member.step()
+    # Whoever registers long after a healing has the piece as everybody else has it.
+    assert member.coordinator.requests[-1].torn == (attempts_later == 0)

@@ -119,6 +119,7 @@ class Manager:
         self._breaker = Breaker(pg, self._clock)
         self._user_state: dict[str, tuple[LoadState, TakeState]] = {}
         self._not_compared: set[str] = set()
+        self._healed_in: int | None = None  # the last attempt in which the user's state came from a source
         self._digester = StateDigester()
         self._reading_allowed = True
         self._reducer = Reducer(pg, self._core, self._clock, self._report)
@@ -160,6 +161,9 @@ class Manager:
     ) -> None:
         """Add a piece of user state that a healing member takes from its source.
 
+        It may come as late as after the first step. A replica that has healed in that step has not got this piece then,
+        so it heals once more.
+
         Args:
             key: its name, the same on every replica.
             load_state_dict: applies it in place; called on the training thread.
@@ -176,6 +180,9 @@ class Manager:
         self._user_state[key] = (load_state_dict, state_dict)
         if not compared:
             self._not_compared.add(key)
+        if self._healed_in == self.attempt:
+            self._core.optimizer_raised()
+            self._log(logging.INFO, "state was registered under %r after the healing, so this replica heals again", key)
 
     def set_state_dict_fns(self, load_state_dict: LoadState, state_dict: TakeState) -> None:
         """Deprecated: use register_state_dict_fn, which takes a key."""
@@ -684,6 +691,7 @@ class Manager:
             error = self._load(state)
         if error is None:
             self._core.healed(state["tft"])
+            self._healed_in = self.attempt
             self._log(
                 logging.INFO,
                 "healed from %s to step %d: %d bytes in %.2f s",
