@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.join import Join
 
 from tft_algos import DistributedDataParallel, Unsupported, UsageError, backward
+from tft_algos.testing import plan_of
 from tft_coord.errors import GroupLost
 from tft_pg.work import DummyWork, PendingWork
 
@@ -423,6 +424,55 @@ def test_it_is_compiled(what: str) -> None:
             assert theirs.grad is not None
             torch.testing.assert_close(ours.grad, 2 * theirs.grad)
     torch._dynamo.reset()
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def two_replicas(rigs: Any) -> Any:
+    """A Manager of two replicas, of which the other gives zeros and uses nothing; a step has begun."""
+    rig = rigs(plan_of(7, size=2), others=0)
+    rig.manager.start_quorum()
+    return rig
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32], ids=["a bucket", "the map of used parameters"])
+@pytest.mark.parametrize("failing", ["failing_call", "failing_wait"])
+def test_a_reduction_that_fails_ends_in_a_no(
+    rigs: Any, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, failing: str
+) -> None:
+    rig = two_replicas(rigs)
+    working = rig.group.allreduce
+
+    def allreduce(tensors: list[torch.Tensor], opts: Any) -> dist.Work:
+        if tensors[0].dtype == dtype:
+            setattr(rig.group, failing, RuntimeError("Connection closed by peer"))
+        work: dist.Work = working(tensors, opts)
+        return work
+
+    monkeypatch.setattr(rig.group, "allreduce", allreduce)
+    module = OtherOrder()
+    model = DistributedDataParallel(rig.manager, module, find_unused_parameters=True)
+    model(torch.ones(1, 300)).sum().backward()
+    assert "Connection closed by peer" in str(rig.manager.errored())
+    assert not rig.manager.should_commit()
+
+
+def test_an_error_before_the_first_bucket_ends_in_a_no(rigs: Any) -> None:
+    rig = two_replicas(rigs)
+    model = DistributedDataParallel(rig.manager, OtherOrder(), find_unused_parameters=True)
+    rig.manager.report_error(RuntimeError("lost"))
+    model(torch.ones(1, 300)).sum().backward()
+    assert rig.group.calls == []
+    assert not rig.manager.should_commit()
+
+
+def test_gradients_are_those_that_clipping_sees(rigs: Any) -> None:
+    rig = two_replicas(rigs)
+    module = torch.nn.Linear(4, 1, bias=False)
+    model = DistributedDataParallel(rig.manager, module)
+    model(torch.full((1, 4), 4.0)).sum().backward()
+    assert torch.nn.utils.clip_grad_norm_(module.parameters(), 100.0).item() == 4.0  # of [2, 2, 2, 2]
 
 
 # --- what does not exist ----------------------------------------------------------------------------------------------
