@@ -877,6 +877,11 @@ class Manager:
         """Whether that step was committed; None while should_commit has not said it."""
         return self._core.verdict
 
+    @property
+    def torn(self) -> bool:
+        """Whether the state here is half written, because an optimizer or a load function raised, so that it heals."""
+        return self._core.torn
+
     def current_step(self) -> int:
         """Committed steps, 0 at the start."""
         return self._core.step

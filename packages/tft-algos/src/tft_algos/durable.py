@@ -1,0 +1,536 @@
+"""Durable checkpoints beside live ones: what a job goes on from when every replica is gone.
+
+As long as one replica lives, newcomers heal from it and no disk is needed. A durable checkpoint is for the day when
+none does. All replicas hold the same state after a commit, so one of them writes it: the participant with the smallest
+replica id, its ranks together, through torch.distributed.checkpoint. Nobody is asked who that is; the plan says it.
+
+A checkpoint is a directory `step-N`. It comes into being by one rename, when everything in it is on the disk, and
+carries a manifest with the digest of each file. So whenever the writer dies, what is called `step-N` is whole; and
+what is not whole any more is not taken. A writer that is at work holds a lock, which ends with its process: what
+writers left behind that hold none is removed by the next one.
+
+The directory is the user's own disk, not the wire. Torch's reader unpickles what it finds there, once the digests are
+right; they tell what broke, not who meant harm: who can write there can run code in the job.
+
+Law of this file: files, and the order in which they appear. What is in a state is torch's, the lineage the Manager's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import time
+import uuid
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.stateful import Stateful
+
+from tft_algos.errors import CheckpointFailed, SettingError
+from tft_algos.manager import Manager
+from tft_algos.optim import Optimizer
+
+logger = logging.getLogger("tft_algos.durable")
+
+FORMAT: Final = 1
+MANIFEST: Final = "manifest"
+WRITING: Final = ".tft-writing-"
+REMOVING: Final = ".tft-removing-"
+LOCK: Final = ".lock"
+MOST_MANIFEST_BYTES: Final = 64 << 20
+READ_BYTES: Final = 1 << 20
+LOOKS: Final = 3
+
+_NAME: Final = re.compile(r"step-(0|[1-9][0-9]{0,13})(?:\.([1-9][0-9]{0,3}))?")
+_TAKEN: Final = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
+
+
+class _Unfit(Exception):
+    """A directory is no whole checkpoint; the message says what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Manifest:
+    """What a checkpoint says of itself.
+
+    Args:
+        step: committed steps.
+        manager: what `Manager.state_dict` gave.
+        files: size in bytes and digest of each file, by name.
+    """
+
+    step: int
+    manager: dict[str, Any]
+    files: dict[str, tuple[int, str]]
+
+
+@final
+class DurableCheckpoint:
+    """Writes checkpoints of a job into a directory, and resumes from the newest whole one.
+
+    Every rank of every replica group makes one, with the same arguments, and calls `load` once before it trains and
+    `save_if_due` after each `optimizer.step()`.
+
+    Args:
+        manager: of this process.
+        directory: that all ranks of a group see; groups that see it too resume from it, others heal.
+        model: any module, FSDP2's and DDP's among them.
+        optimizers: the model's, wrapped or not.
+        others: what else is the same on every replica: schedulers, counters. What rank 0 has is saved.
+        every: committed steps from one checkpoint to the next.
+        keep: whole checkpoints that stay; older ones are removed.
+        process_group: torch's, of this replica group's ranks; None: the default group. Not used by a group of one.
+    Raises: SettingError: an argument can't work.
+    """
+
+    def __init__(
+        self,
+        manager: Manager,
+        directory: str | os.PathLike[str],
+        *,
+        model: torch.nn.Module,
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+        others: Mapping[str, Stateful] | None = None,
+        every: int = 1,
+        keep: int = 2,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        for name, value in (("every", every), ("keep", keep)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise SettingError(f"{name} is {value!r}; give a whole number, at least 1")
+        self._manager = manager
+        self._directory = Path(directory)
+        self._model = model
+        listed = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+        self._optimizers = [each.optim if isinstance(each, Optimizer) else each for each in listed]
+        self._others = dict(others or {})
+        self._every = every
+        self._keep = keep
+        self._rank, self._world_size = manager.config.rank, manager.config.world_size
+        self._group: dist.ProcessGroup | None = None
+        if self._world_size > 1:
+            group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
+            if group is None or group.size() != self._world_size:
+                has = "there is none" if group is None else f"this one has {group.size()}"
+                raise SettingError(
+                    f"a checkpoint of a replica group with {self._world_size} ranks needs a process group of them, and "
+                    f"{has}; call torch.distributed.init_process_group, or give process_group"
+                )
+            self._group = group
+
+    # --- writing -------------------------------------------------------------------------------------------------
+
+    def save_if_due(self) -> Path | None:
+        """Write a checkpoint, if the step that has just ended was committed, is a multiple of `every`, and this group
+        is the elected one.
+
+        A checkpoint that can't be written is logged as an error and the training goes on: the disk may have room
+        again by the next one. Use `save` to have it raised.
+
+        Returns: the checkpoint; None if none was written.
+        """
+        if self._manager.current_step() % self._every:
+            return None
+        try:
+            return self.save()
+        except CheckpointFailed as error:
+            logger.error("[%s/%d] %s", self._manager.replica_id, self._rank, error)
+            return None
+
+    def save(self) -> Path | None:
+        """Write a checkpoint, if the step that has just ended was committed and this group is the elected one.
+
+        Called by all ranks of a group, between `optimizer.step()` and the next `zero_grad()`. Meanwhile the others
+        train on; who writes for longer than the lighthouse's join_timeout heals afterwards.
+
+        Returns: the checkpoint, complete and on the disk; None: another group writes it, or nothing was committed.
+        Raises: CheckpointFailed: on every rank; nothing is left of it, and the earlier ones are as they were.
+        """
+        manager = self._manager
+        if not manager.verdict or manager.torn or manager.participating_rank() != 0:
+            return None
+        step = manager.current_step()
+        begun = time.monotonic()
+        writer = _Writer(self._directory, f"{manager.replica_id} {manager.attempt}", step)
+        try:
+            with self._explaining(step, "write"):
+                self._on_rank_0(writer.begin, step)
+                with _without_dcp_warnings():
+                    save(
+                        self._state(),
+                        storage_writer=FileSystemWriter(writer.place),
+                        process_group=self._group,
+                        no_dist=self._group is None,
+                    )
+                path = self._directory / f"step-{step}"
+                number = self._on_rank_0(lambda: writer.publish(manager.state_dict()), step)
+                if number:
+                    path = path.with_name(f"{path.name}.{number}")
+            if self._rank == 0:
+                _retire(self._directory, path, self._keep)
+        finally:
+            writer.close()
+        logger.info(
+            "[%s/%d - step %d] wrote %s in %.0f ms",
+            manager.replica_id,
+            self._rank,
+            step,
+            path,
+            1_000 * (time.monotonic() - begun),
+        )
+        return path
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    def load(self, step: int | None = None) -> int | None:
+        """Resume: take over the newest whole checkpoint, in place, the Manager's state with it.
+
+        Called by all ranks of a group before they train. The number of replica groups may be another than the
+        writer's; so may the ranks of a group, where torch can reshard the state. Groups that load the same checkpoint
+        go on from it without healing.
+
+        Args:
+            step: that very checkpoint; None: the newest. What is newer stays, and would be taken the next time.
+        Returns: its committed steps; None: the directory has no checkpoint, so there is nothing to go on from.
+        Raises: CheckpointFailed: there are checkpoints and none is whole, or it does not fit this model.
+        """
+        found: list[_Manifest] = []
+
+        def choose() -> int:
+            path, manifest = _newest(self._directory, step)
+            if path is None or manifest is None:
+                return -1
+            found.append(manifest)
+            return _place_of(path)[0] * 10_000 + _place_of(path)[1]
+
+        with self._explaining(step, "read"):
+            chosen = self._on_rank_0(choose, step)
+            if chosen < 0:
+                return None
+            step, number = divmod(chosen, 10_000)
+            path = self._directory / (f"step-{step}.{number}" if number else f"step-{step}")
+            manifest = found[0] if found else _read_manifest(path)
+        with self._explaining(step, "load", path):
+            state = self._state()
+            with _without_dcp_warnings():
+                load(
+                    state,
+                    storage_reader=FileSystemReader(path),
+                    process_group=self._group,
+                    no_dist=self._group is None,
+                )
+            set_model_state_dict(self._model, state["model"])
+            if self._optimizers:
+                set_optimizer_state_dict(self._model, self._optimizers, state["optimizer"])
+            for key, other in self._others.items():
+                other.load_state_dict(state["others"][key][0])
+        self._manager.load_state_dict(manifest.manager)
+        logger.info("[%s/%d] resumed step %d from %s", self._manager.replica_id, self._rank, step, path)
+        return step
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _state(self) -> dict[str, Any]:
+        """What is saved; for loading, where it goes to."""
+        state: dict[str, Any] = {"model": get_model_state_dict(self._model)}
+        if self._optimizers:
+            state["optimizer"] = get_optimizer_state_dict(self._model, self._optimizers)
+        if self._others:
+            # A tuple is one leaf to torch, so what is inside may have other keys at every save.
+            state["others"] = {key: (other.state_dict(),) for key, other in self._others.items()}
+        return state
+
+    def _on_rank_0(self, act: Any, step: int | None) -> int:
+        """Have rank 0 do something, and all ranks know its number, or that it failed.
+
+        Raises: on rank 0 what it raised; on the others CheckpointFailed.
+        """
+        error: Exception | None = None
+        told = torch.full((1,), -2, dtype=torch.int64)
+        if self._rank == 0:
+            try:
+                told[0] = act() or 0
+            except Exception as raised:
+                error = raised
+        if self._group is not None:
+            on_cpu = "cpu:" in str(dist.get_backend_config(self._group))
+            told = told if on_cpu else told.to(torch.accelerator.current_accelerator())
+            dist.broadcast(told, group_src=0, group=self._group)
+        if error is not None:
+            raise error
+        if told.item() == -2:
+            raise CheckpointFailed(
+                f"rank 0 of replica {self._manager.replica_id} could not use {self._directory}; its own error says why",
+                path=str(self._directory),
+                step=step,
+            )
+        return int(told.item())
+
+    @contextlib.contextmanager
+    def _explaining(self, step: int | None, verb: str, path: Path | None = None) -> Iterator[None]:
+        """Whatever goes wrong inside is an error that names the place and the step."""
+        try:
+            yield
+        except CheckpointFailed:
+            raise
+        except (Exception, CheckpointException) as error:
+            where = path or self._directory
+            of_step = "" if step is None else f" of step {step}"
+            cause: BaseException = error
+            if isinstance(error, CheckpointException) and error.failures:
+                rank, (cause, _) = min(error.failures.items())
+                of_step += f" (rank {rank})"
+            advice = {
+                "write": "make room or mend the permissions; the earlier checkpoints are as they were",
+                "read": "mend the permissions, or give another directory",
+                "load": "give the model, the optimizers and the others that were saved",
+            }[verb]
+            raise CheckpointFailed(
+                f"replica {self._manager.replica_id} could not {verb} the checkpoint{of_step} in {where}: "
+                f"{type(cause).__name__}: {cause}; {advice}",
+                path=str(where),
+                step=step,
+            ) from error
+
+
+@final
+class _Writer:
+    """One attempt to write one checkpoint; on rank 0, save for `place`."""
+
+    def __init__(self, directory: Path, unique: str, step: int) -> None:
+        name = hashlib.blake2b(unique.encode(), digest_size=8).hexdigest()
+        self.place = directory / f"{WRITING}{step}-{name}"
+        self._directory = directory
+        self._step = step
+        self._lock: int | None = None
+
+    def begin(self) -> None:
+        """Remove what dead writers left, and make a place that says that its writer lives."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(self._directory)
+        self._lock = _take_lock(_lock_of(self.place))
+        if self._lock is None:
+            raise FileExistsError(f"{self.place} is being written already")
+        shutil.rmtree(self.place, ignore_errors=True)
+        self.place.mkdir()
+
+    def publish(self, manager: Mapping[str, Any]) -> int:
+        """Make what is in the place a checkpoint; returns the number behind its name, 0 for none."""
+        files = {path.name: (path.stat().st_size, _digest_of(path)) for path in sorted(self.place.iterdir())}
+        body = json.dumps(
+            {"format": FORMAT, "step": self._step, "manager": dict(manager), "files": files}, sort_keys=True
+        ).encode()
+        with (self.place / MANIFEST).open("wb") as stream:
+            stream.write(hashlib.blake2b(body, digest_size=32).hexdigest().encode() + b"\n" + body)
+            stream.flush()
+            os.fsync(stream.fileno())
+        _sync_directory(self.place)
+        number = 0
+        while True:
+            # A name is never taken from another: so there is no moment without a whole checkpoint.
+            path = self._directory / (f"step-{self._step}.{number}" if number else f"step-{self._step}")
+            if path.exists():
+                with contextlib.suppress(_Unfit):
+                    if _verify(path).manager.get("lineage") == manager.get("lineage"):
+                        shutil.rmtree(self.place)  # another writer of this very step was first
+                        return number
+            else:
+                try:
+                    self.place.rename(path)
+                except OSError as error:
+                    if error.errno not in _TAKEN:
+                        raise
+                    continue
+                _sync_directory(self._directory)
+                return number
+            number += 1
+
+    def close(self) -> None:
+        """Leave nothing behind but a checkpoint."""
+        if self._lock is not None:
+            shutil.rmtree(self.place, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                _lock_of(self.place).unlink()
+            os.close(self._lock)
+            self._lock = None
+
+
+def _lock_of(place: Path) -> Path:
+    return place.with_name(place.name + LOCK)
+
+
+def _take_lock(path: Path) -> int | None:
+    """Lock a file, made where there is none; returns its descriptor, or None if a living process has it."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):
+                if os.fstat(descriptor).st_ino == path.stat().st_ino:
+                    return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # whoever had it removed the file meanwhile: what we hold is the lock of nothing
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Remove what writers left behind that live no more, and what they were about to remove."""
+    for path in directory.iterdir():
+        if path.name.startswith(REMOVING):
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name.startswith(WRITING):
+            place = path.with_name(path.name.removesuffix(LOCK))
+            lock = _take_lock(_lock_of(place))
+            if lock is not None:
+                shutil.rmtree(place, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    _lock_of(place).unlink()
+                os.close(lock)
+
+
+def _retire(directory: Path, newest: Path, keep: int) -> None:
+    """Remove whole checkpoints that are older than the newest, but for the `keep` - 1 newest of them.
+
+    Newer ones are another writer's and stay; so does what is called like a checkpoint and has no manifest of ours.
+    """
+    older = []
+    for path in _checkpoints(directory):
+        if _place_of(path) < _place_of(newest):
+            with contextlib.suppress(_Unfit, OSError):
+                _read_manifest(path)
+                older.append(path)
+    for path in older[keep - 1 :]:
+        away = path.with_name(f"{REMOVING}{uuid.uuid4().hex}")
+        try:
+            path.rename(away)
+        except OSError as error:
+            logger.warning("could not remove the old checkpoint %s: %s", path, error)
+            continue
+        shutil.rmtree(away, ignore_errors=True)
+
+
+def _checkpoints(directory: Path) -> list[Path]:
+    """What is called like a checkpoint, newest first."""
+    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=_place_of, reverse=True)
+
+
+def _place_of(path: Path) -> tuple[int, int]:
+    """Step and number of a checkpoint's name."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None, f"{path} is not called like a checkpoint"
+    return int(match[1]), int(match[2] or 0)
+
+
+def _newest(directory: Path, step: int | None) -> tuple[Path | None, _Manifest | None]:
+    """The newest whole checkpoint, or that of a step; (None, None) if the directory has none at all.
+
+    Raises: CheckpointFailed: there are some, and none is whole.
+    """
+    unfit: dict[str, str] = {}
+    for _ in range(LOOKS):  # old ones are removed while we look, when a job writes there
+        try:
+            candidates = _checkpoints(directory)
+        except FileNotFoundError:
+            candidates = []
+        candidates = [path for path in candidates if step is None or _place_of(path)[0] == step]
+        unfit.clear()
+        for path in candidates:
+            try:
+                return path, _verify(path)
+            except _Unfit as error:
+                unfit[path.name] = str(error)
+                logger.warning("%s is no whole checkpoint and is not taken: %s", path, error)
+        if not unfit and step is None:
+            return None, None
+    told = "; ".join(f"{name}: {reason}" for name, reason in unfit.items()) or "there is none of that step"
+    raise CheckpointFailed(
+        f"no checkpoint in {directory} is whole ({told}); give another directory, or an empty one to begin anew",
+        path=str(directory),
+        step=step,
+    )
+
+
+def _verify(path: Path) -> _Manifest:
+    """Look at every byte. Raises: _Unfit: it is no whole checkpoint."""
+    manifest = _read_manifest(path)
+    try:
+        there = {entry.name for entry in path.iterdir()} - {MANIFEST}
+        if there != set(manifest.files):
+            raise _Unfit(f"its files are not those of its manifest: {sorted(there ^ set(manifest.files))[:4]}")
+        for name, (size, digest) in manifest.files.items():
+            if (path / name).stat().st_size != size:
+                raise _Unfit(f"{name} has {(path / name).stat().st_size} bytes, and had {size}")
+            if _digest_of(path / name) != digest:
+                raise _Unfit(f"{name} was changed")
+    except OSError as error:
+        raise _Unfit(f"it can't be read: {error}") from error
+    return manifest
+
+
+def _read_manifest(path: Path) -> _Manifest:
+    """Raises: _Unfit: there is none, or it was not written like this."""
+    try:
+        with (path / MANIFEST).open("rb") as stream:
+            digest, _, body = stream.read(MOST_MANIFEST_BYTES).partition(b"\n")
+    except OSError as error:
+        raise _Unfit(f"its manifest can't be read: {error}") from error
+    if hashlib.blake2b(body, digest_size=32).hexdigest().encode() != digest:
+        raise _Unfit("its manifest was changed")
+    said = json.loads(body)
+    if said["format"] != FORMAT:
+        raise _Unfit(f"its format is {said['format']}, and this release reads {FORMAT}")
+    if said["step"] != _place_of(path)[0]:
+        raise _Unfit(f"it is one of step {said['step']}")
+    files = {name: (size, digest) for name, (size, digest) in said["files"].items()}
+    return _Manifest(said["step"], said["manager"], files)
+
+
+def _digest_of(path: Path) -> str:
+    total = hashlib.blake2b(digest_size=32)
+    with path.open("rb") as stream:
+        while chunk := stream.read(READ_BYTES):
+            total.update(chunk)
+    return total.hexdigest()
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _without_dcp_warnings() -> Iterator[None]:
+    """Torch warns of a save in a single process, which is what a group of one means."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
+        yield
