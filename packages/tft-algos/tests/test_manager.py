@@ -413,6 +413,37 @@ def test_a_manager_server_that_ended_in_the_vote_counts_as_no(rigs: Any) -> None
     assert rig.coordinator.requests[1].held is None
 
 
+def test_what_start_quorum_and_should_commit_say_reaches_the_coordinator(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2), QuorumKey(7, 7), timeout=timedelta(seconds=3), quorum_timeout=timedelta(seconds=4))
+    limits: list[timedelta] = []
+    ask, vote = rig.coordinator.quorum, rig.coordinator.vote
+
+    def asked(request: Any, timeout: timedelta) -> Any:
+        limits.append(timeout)
+        return ask(request, timeout)
+
+    def voted(step: int, yes: bool, timeout: timedelta, **about: Any) -> Any:
+        limits.append(timeout)
+        return vote(step, yes, timeout, **about)
+
+    rig.coordinator.quorum, rig.coordinator.vote = asked, voted
+    assert rig.step()
+    rig.manager.start_quorum(allow_heal=False, shrink_only=True, timeout=timedelta(seconds=8))
+    assert rig.manager.should_commit(timeout=timedelta(seconds=9))
+    assert [round(limit.total_seconds()) for limit in limits] == [4, 3, 8, 9]
+    said = [(request.allow_heal, request.shrink_only) for request in rig.coordinator.requests]
+    assert said == [(True, False), (False, True)]
+
+
+def test_who_participated_can_be_asked_until_the_next_quorum_is_started(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=3, rank=1), DeadlinePassed("late"), verdicts=[True])
+    assert rig.step()
+    manager = rig.manager
+    assert (manager.num_participants(), manager.participating_rank(), manager.is_participating()) == (3, 1, True)
+    manager.start_quorum()
+    assert (manager.num_participants(), manager.participating_rank(), manager.is_participating()) == (0, None, False)
+
+
 def test_the_time_out_reaches_the_process_group_when_it_was_said(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rigs().group.timeout is None
     monkeypatch.setenv("TORCHFT_TIMEOUT_SEC", "1.5")
@@ -481,6 +512,21 @@ def test_a_synchronous_healing_that_fails_ends_the_reduction_for_the_others(rigs
     rig.manager.start_quorum()
     assert rig.group.errored() is not None
     assert isinstance(rig.manager.errors()[0], HealingFailed)
+
+
+def test_state_under_several_keys_registered_after_the_quorum_was_started_travels(rigs: Any) -> None:
+    shelf: dict[Any, Any] = {}
+    scheduler = {"source": {"last_epoch": 7}, "member": {"last_epoch": 0}}
+    source = rigs(plan_of(7, size=2, healing=[1]), checkpoint_transport=MemoryTransport(shelf))
+    member = rigs(plan_of(7, rank=1, size=2, healing=[1]), checkpoint_transport=MemoryTransport(shelf))
+    source.weights.tensor.fill_(8.0)
+    for name, rig in (("source", source), ("member", member)):
+        rig.manager.start_quorum()
+        own = scheduler[name]
+        rig.manager.register_state_dict_fn("scheduler", own.update, own.copy)
+        assert rig.manager.should_commit()
+    assert member.weights.tensor.tolist() == [8.0, 8.0]
+    assert scheduler["member"] == {"last_epoch": 7}
 
 
 def test_state_registered_under_other_keys_is_refused_whole(rigs: Any) -> None:

@@ -73,7 +73,8 @@ class ManagerConfig:
             committed; the same on every replica. Default 0: never.
         on_divergence: what a replica does whose state turns out not to be that of most: "heal", or "stop": raise
             StateDiverged.
-        quorum_retries: tries again inside the manager server; env TORCHFT_QUORUM_RETRIES. Default 0.
+        quorum_retries: torchft's number of attempts of a quorum; env TORCHFT_QUORUM_RETRIES. Default 0. Whatever it is,
+            the lighthouse is dialled until quorum_timeout has passed.
         job: jobs of different names on one lighthouse never meet; env TFT_JOB_ID. Default "default".
         token: the job's shared secret, shown to and demanded of everybody; env TFT_TOKEN or TFT_TOKEN_FILE.
     Raises: SettingError: a value can't work; one sentence names it.
