@@ -6,6 +6,7 @@ is torch's own mesh of all processes; where a replica group dies, the reference 
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import signal
@@ -177,6 +178,7 @@ def exchange(place: Place, connection: Connection, mesh: DeviceMesh, training: T
     assert funcol.all_reduce(tokens, "max", (mesh, 0)).tolist() == [2, 20]
     assert funcol.all_reduce(-tokens, "max", mesh["dp"]).tolist() == [-1, -10]
     loss = torch.tensor(float(place.replica))
+    assert funcol.all_reduce(loss, "sum", pg).item() == funcol.all_reduce(loss, "max", (mesh, 0)).item() == 1.0
     dist.all_reduce(loss, op=ReduceOp.AVG, group=pg)
     assert loss.item() == 0.5
     dist.all_reduce(loss, group=pg)
@@ -249,6 +251,9 @@ def test_two_replica_groups_are_torchs_hybrid_sharding_bit_for_bit_and_one_that_
 class Participants:
     """A Manager whose participants all give the same."""
 
+    attempt = 1
+    verdict = None
+
     def __init__(self, number: int) -> None:
         self._number = number
 
@@ -261,24 +266,38 @@ class Participants:
         return self._number
 
 
+def summing(model: nn.Sequential, factor: float) -> nn.Sequential:
+    """FSDP2 sums, and divides by a factor of the user's."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(factor)
+            module.set_force_sum_reduction_for_comms(True)  # Gloo has no PREMUL_SUM
+    return model
+
+
 def compare_gradients(place: Place, connection: Connection, shape: tuple[int, int]) -> None:
     """Compare what FSDP2 makes of several shards' gradients with their mean, in each dtype."""
     initialize(place.port, place.rank, place.world_size)
     place = replace(place, shape=shape)
-    pg = ManagedProcessGroup(Participants(3))
-    mesh = extend_device_mesh(init_device_mesh("cpu", shape, mesh_dim_names=NAMES), pg)
+    manager: Any = Participants(3)
+    pg = ManagedProcessGroup(manager)
+    inner = init_device_mesh("cpu", shape, mesh_dim_names=NAMES)
+    mesh = extend_device_mesh(inner, pg)
     alone = unsharded_model().double()
     for shard in range(shape[0]):
         x = batch(0, replace(place, rank=shard * shape[1])).double()
         (alone(x).square().mean() / shape[0]).backward()
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)):
-        for factor in (None, shape[0] * pg.size()):
-            policy = MixedPrecisionPolicy(reduce_dtype=dtype)
-            model = make_model(mesh, data_parallel=("dp", "shard"), mp_policy=policy)
-            for module in model.modules():
-                if factor is not None and isinstance(module, FSDPModule):
-                    module.set_gradient_divide_factor(factor)
-                    module.set_force_sum_reduction_for_comms(True)  # Gloo has no PREMUL_SUM
+        policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+        extended = functools.partial(make_model, mesh, data_parallel=("dp", "shard"), mp_policy=policy)
+        hooked = functools.partial(make_model, inner, data_parallel=("shard",), mp_policy=policy)
+        over_mesh = [extended(), summing(extended(), shape[0] * pg.size())]
+        by_hook = [hooked(), summing(hooked(), shape[0])]
+        if shape[0] > 2 and dtype == torch.float32:
+            over_mesh.append(extended(reshard_after_forward=2))
+            by_hook.append(hooked(reshard_after_forward=2))
+        reduce_across(manager, *by_hook)
+        for model in over_mesh + by_hook:
             model(batch(0, place)).square().mean().backward()
             for parameter, expected in zip(model.parameters(), alone.parameters(), strict=True):
                 gradient = parameter.grad.full_tensor().double()  # type: ignore[union-attr]
