@@ -10,6 +10,7 @@ import logging
 import os
 import random
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -124,6 +125,7 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
         if way.extended:
             mesh = extend_mesh(manager, mesh)["dp", "shard"]
         model = make_model()
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         for layer in (model[0], model[2]):  # type: ignore[index]
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)

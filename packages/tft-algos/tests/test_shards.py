@@ -184,7 +184,7 @@ def test_a_whole_tensor_where_a_part_belongs_is_refused() -> None:
 
 
 def test_a_part_for_which_there_is_no_mesh_is_refused() -> None:
-    with pytest.raises(HealingFailed, match="missing here, and no mesh here has that form"):
+    with pytest.raises(HealingFailed, match="missing here, and nothing else here is on a mesh of that form"):
         place_shards({"a": fetched(sharded(mesh_of("shard")))}, {"b": sharded(mesh_of("tp")), "c": torch.ones(1)})
 
 

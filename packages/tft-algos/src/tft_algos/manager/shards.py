@@ -102,10 +102,13 @@ class _Placer:
             meshes = self._meshes(sharding, of_that_name) or meshes
         if len(meshes) == 1:
             return meshes[0]
-        found = f"{len(meshes)} different meshes here have" if meshes else "no mesh here has"
+        if meshes:
+            found = f"{len(meshes)} different meshes here have that form; give one of their dimensions another name"
+        else:
+            found = "nothing else here is on a mesh of that form; give the sharded parameters in the state too"
         raise HealingFailed(
-            f"{_name(path)} is a part of {sharding} at the source and missing here, and {found} that form; give this "
-            "state before the first step too, or name the meshes' dimensions differently"
+            f"{_name(path)} is a part of {sharding} at the source and missing here, and {found}, or have the "
+            "optimizer's state before its first step"
         )
 
     def _meshes(self, sharding: Sharding, tensors: Sequence[DTensor]) -> list[DeviceMesh]:
