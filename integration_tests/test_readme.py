@@ -1,4 +1,4 @@
-"""What the READMEs print is what happens: every Python block runs, every command of a console block is there."""
+"""What the READMEs and the how-to pages print is what happens: Python blocks run, commands of console blocks exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from integration_tests.conftest import Spawn
 from tft_lighthouse import LighthouseServer
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-READMES: Final = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md"))]
+READMES: Final = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md")), ROOT / "docs/hsdp.md"]
 
 
 def blocks(readme: Path, language: str) -> list[str]:
