@@ -254,6 +254,11 @@ class ReplicaGroup:
         theirs.close()
         return trainer
 
+    @property
+    def has_finished(self) -> bool:
+        """Whether all its processes have ended as they were told."""
+        return all(trainer.events[-1:] == [Event("end")] for trainer in self.trainers)
+
     def send(self, message: object) -> None:
         for trainer in self.trainers:
             with suppress(BrokenPipeError):  # it has ended, and is started again
@@ -294,7 +299,6 @@ class Cluster:
             ReplicaGroup(spawn, Spec(str(lighthouse.address), name, settings, hold_at, details=details), ranks, trainer)
             for name in NAMES[:groups]
         ]
-        self._finishing = False
         for group in self.groups:
             group.start()
 
@@ -316,7 +320,7 @@ class Cluster:
             assert left_s > 0, f"not within {PATIENCE_S:g} s: {what}; {self.story()}"
             self._take_in(left_s)
             for group in self.groups:
-                if not self._finishing and all(trainer.has_ended for trainer in group.trainers):
+                if all(trainer.has_ended for trainer in group.trainers) and not group.has_finished:
                     assert all(trainer.commits for trainer in group.trainers), f"ended at once; {self.story()}"
                     group.start()
 
@@ -389,8 +393,8 @@ class Cluster:
         self.until(lambda: all(trainer.events for trainer in self.trainers), "all are ready")
         for group in self.groups:
             group.send(last)
-        self.until(lambda: all(any(e.kind == "loss" for e in t.events) for t in self.trainers), "all finish")
-        self._finishing = True
+        for step in range(self.step, last, MARGIN_STEPS):  # each within the patience that there is for one wait
+            self.until_step(step)
         self.until(lambda: all(trainer.has_ended for trainer in self.trainers), "all end")
         for trainer in self.trainers:
             assert trainer.events[-1] == Event("end"), self.story()

@@ -17,7 +17,9 @@ from tft_lighthouse import LighthouseServer
 EXAMPLE: Final = ROOT / "examples" / "train_lm.py"
 SMALL: Final = ("--width=32", "--layers=1", "--context=32", "--batch=12", "--characters=100000", "--print_every=10")
 TORCHRUN: Final = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max_restarts=3")
-SECONDS_TO_END: Final = 50
+SECONDS_TO_END: Final = 120
+
+pytestmark = pytest.mark.timeout(180)  # eight interpreters import torch, on a machine that may be busy
 
 
 @pytest.fixture
@@ -84,7 +86,7 @@ def test_torchrun_starts_a_killed_process_again_and_both_groups_end_with_the_sam
     assert 2 < float(losses.pop()) < 3.5
 
 
-@pytest.mark.parametrize("wrong", ["--reductions=1", "--replica_group_id=7", "--batch=1"])
+@pytest.mark.parametrize("wrong", ["--replica_group_id=7", "--batch=1"])
 def test_what_is_wrong_is_said_in_one_sentence(launch: Launch, wrong: str) -> None:
     process = launch([sys.executable, str(EXAMPLE), wrong])
     output, _ = process.communicate(timeout=SECONDS_TO_END)
