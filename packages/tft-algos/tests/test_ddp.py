@@ -15,7 +15,7 @@ import torch.utils.checkpoint
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 
-from tft_algos import DistributedDataParallel, Unsupported, UsageError, backward
+from tft_algos import DistributedDataParallel, PureDistributedDataParallel, Unsupported, UsageError, backward
 from tft_algos.testing import plan_of
 from tft_coord.errors import GroupLost
 from tft_pg.work import DummyWork, PendingWork
@@ -467,6 +467,16 @@ def test_an_error_before_the_first_bucket_ends_in_a_no(rigs: Any) -> None:
     assert not rig.manager.should_commit()
 
 
+def test_after_a_pass_that_raised_the_others_need_not_wait_for_what_it_left_out(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2), plan_of(8, size=2), others=0)
+    rig.manager.start_quorum()
+    rig.manager.report_error(MemoryError("no room"))
+    assert not rig.manager.should_commit()
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    assert [request.needs_configure for request in rig.coordinator.requests] == [False, True]
+
+
 def test_gradients_are_those_that_clipping_sees(rigs: Any) -> None:
     rig = two_replicas(rigs)
     module = torch.nn.Linear(4, 1, bias=False)
@@ -493,9 +503,10 @@ def test_what_can_not_work_is_refused_with_a_sentence(kwargs: dict[str, Any], se
         made(**kwargs)
 
 
-def test_sparse_gradients_are_refused() -> None:
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, PureDistributedDataParallel])
+def test_sparse_gradients_are_refused(wrapper: Any) -> None:
     with pytest.raises(Unsupported, match="make the Embedding with sparse=False"):
-        DistributedDataParallel(Sums(), torch.nn.Embedding(4, 4, sparse=True))  # type: ignore[arg-type]
+        wrapper(Sums(), torch.nn.Sequential(torch.nn.Embedding(4, 4, sparse=True)))
 
 
 def test_torchs_reducer_in_python_is_refused() -> None:

@@ -18,7 +18,7 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from tft_algos.errors import UsageError
+from tft_algos.errors import Unsupported, UsageError
 from tft_algos.manager import Manager
 from tft_coord.errors import GroupLost
 from tft_pg import DummyWork
@@ -36,6 +36,13 @@ def reductions_of(manager: Manager) -> BackwardReductions:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Have a function called when the backward pass that runs is done; in the order in which they were given."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def refuse_sparse(module: torch.nn.Module) -> None:
+    """Raises: Unsupported: a part of the module makes sparse gradients."""
+    embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    if any(isinstance(part, embeddings) and part.sparse for part in module.modules()):
+        raise Unsupported("sparse gradients are not reduced across replicas; make the Embedding with sparse=False")
 
 
 @final

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from tft_algos.backward import at_end_of_backward, reductions_of
+from tft_algos.backward import at_end_of_backward, reductions_of, refuse_sparse
 from tft_algos.errors import SettingError, Unsupported
 from tft_algos.manager import Manager
 from tft_pg import Collective, DummyWork, ProcessGroup, ProcessGroupDummy
@@ -87,8 +87,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         for name, instead in _REFUSED.items():
             if kwargs.get(name) not in (None, False):
                 raise Unsupported(f"{name} does not exist here: {instead}")
-        if any(getattr(part, "sparse", False) is True for part in module.modules()):
-            raise Unsupported("sparse gradients are not reduced across replicas; make the Embedding with sparse=False")
+        refuse_sparse(module)
         kwargs.setdefault("gradient_as_bucket_view", True)
         static = bool(kwargs.get("static_graph"))
         if static and not kwargs["gradient_as_bucket_view"]:

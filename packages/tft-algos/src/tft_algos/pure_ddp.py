@@ -15,7 +15,7 @@ from typing import Any, NoReturn, final
 
 import torch
 
-from tft_algos.backward import at_end_of_backward, reductions_of
+from tft_algos.backward import at_end_of_backward, reductions_of, refuse_sparse
 from tft_algos.errors import UsageError
 from tft_algos.manager import Manager
 
@@ -33,12 +33,13 @@ class PureDistributedDataParallel(torch.nn.Module):
         manager: averages over its participants.
         module: to be trained. Every replica gives the same parameters in the same order. Replica groups of one process
             only: inside a group nothing is reduced.
-    Raises: UsageError, from `backward`: a parameter got gradients twice in one pass, as with re-entrant activation
+    Raises: Unsupported: an Embedding with sparse gradients. UsageError, from `backward`: a parameter got gradients twice in one pass, as with re-entrant activation
         checkpointing; or the step was voted on already.
     """
 
     def __init__(self, manager: Manager, module: torch.nn.Module) -> None:
         super().__init__()
+        refuse_sparse(module)
         self.module = module
         self._pass = _Pass(manager, [parameter for parameter in module.parameters() if parameter.requires_grad][::-1])
 

@@ -226,6 +226,8 @@ class StepCore:
             allow_heal, shrink_only: as in `Manager.start_quorum`.
         Returns: the request to send to the manager server.
         """
+        # After an error of its own this rank may have left out reductions in which the others still wait.
+        left_others = self.plan is not None and bool(self._errors)
         self.name = StepName(attempt=self.name.attempt + 1, step=self.step)
         self.plan = None
         self.phase = Phase.ASKED
@@ -243,7 +245,7 @@ class StepCore:
             commit_failures=self.commit_failures,
             # Without a key there is nothing that could be unusable: the first plan configures.
             needs_configure=self.held is not None
-            and not (group_usable and self.configured == self.held and not self.losses),
+            and not (group_usable and self.configured == self.held and not self.losses and not left_others),
             failed_heals=self.failed_heals,
             shrink_only=shrink_only,
             init_sync=self._settings.init_sync,
