@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import signal
 import threading
 import warnings
 from collections.abc import Callable
@@ -134,7 +135,12 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
         adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
         assert any(parameter.to_local().numel() == 0 for parameter in model.parameters()) == (rank == 1)  # type: ignore[attr-defined]
 
+        dies_in_take = False
+
         def take() -> dict[str, Any]:
+            if dies_in_take:
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.barrier()
             if not way.by_torch:
                 return {"model": model.state_dict(), "optimizer": adam.state_dict()}
             parameters, moments = get_state_dict(model, adam)
@@ -160,6 +166,8 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
                 match connection.recv():
                     case Fault() as fault:
                         injector.inject(fault)
+                    case "die in take":
+                        dies_in_take = True
                     case int(step):
                         last = step
             optimizer.zero_grad()
@@ -187,6 +195,20 @@ def kill_at(cluster: Cluster, turn: int, place: Place) -> None:
     assert [each.starts for each in cluster.groups] == starts, cluster.story()
 
 
+def kill_in_own_state_function(cluster: Cluster) -> None:
+    """Kill a rank of a group that heals while the other waits for it in a collective of the user's."""
+    group = cluster.groups[1]
+    starts = [each.starts + (each is group) for each in cluster.groups]
+    ended = group.trainers[0]
+    group.trainers[1].connection.send("die in take")
+    group.trainers[0].connection.send(Fault(action=Action.FAIL, place=Place.OPTIMIZER, replica=group.name))
+    cluster.until(lambda: group.starts == starts[1], "the whole group is started again")
+    check_healed(cluster, group)
+    assert [each.starts for each in cluster.groups] == starts, cluster.story()
+    assert ended.events[-1].kind == "end"
+    assert ended.events[-1].text
+
+
 def fail_to_serve(cluster: Cluster) -> None:
     """Let one rank of the only source refuse, so that no rank of the other group loads, until it has asked again."""
     starts = [each.starts for each in cluster.groups]
@@ -209,7 +231,7 @@ def finish(cluster: Cluster) -> None:
 
 
 IN_CI: Final = {
-    Way(extended=True, by_torch=True): (Place.REDUCTION, Place.OPTIMIZER),
+    Way(extended=True, by_torch=True): (Place.REDUCTION,),
     Way(extended=False, by_torch=False, use_async_quorum=False): (Place.BACKWARD, Place.HEALING),
 }
 ALL_WAYS: Final = [
@@ -225,7 +247,10 @@ def test_a_killed_group_heals_bit_equal(spawn: Spawn, way: Way) -> None:
     with training_together(spawn, groups=2, ranks=2, trainer=train, details=way) as cluster:
         for turn, place in enumerate(IN_CI[way]):
             kill_at(cluster, turn, place)
-        fail_to_serve(cluster)
+        if way.use_async_quorum:
+            kill_in_own_state_function(cluster)
+        else:
+            fail_to_serve(cluster)
         finish(cluster)
 
 
@@ -245,8 +270,10 @@ def test_a_group_killed_at_random_places_heals_bit_equal(spawn: Spawn, seed: int
     choice = random.Random(seed)
     with training_together(spawn, groups=2, ranks=2, trainer=train, details=ALL_WAYS[seed % len(ALL_WAYS)]) as cluster:
         for _ in range(SOAK_FAULTS):
-            place = choice.choice(list(Place))
-            if place is Place.SERVING:  # of two groups one holds the state alone then, and its death would be the end
+            place = choice.choice([None, *Place])
+            if place is None:
+                kill_in_own_state_function(cluster)
+            elif place is Place.SERVING:  # of two groups one holds the state alone then, and its death would be the end
                 fail_to_serve(cluster)
             else:
                 kill_at(cluster, choice.randrange(2), place)

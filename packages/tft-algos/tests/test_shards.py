@@ -323,3 +323,16 @@ def test_whose_group_is_lost_before_that_takes_nothing(rigs: Any, verdict: Any) 
     with pytest.raises(GroupLost, match="rank 0 was killed"):
         member.step()
     assert (own.taken, own.loaded) == ([], [])
+
+
+def test_a_rank_that_is_lost_in_a_collective_of_the_users_loses_its_group(rigs: Any, use_async_quorum: bool) -> None:
+    member, _, own = healing(rigs, use_async_quorum=use_async_quorum, **TWO)
+
+    def take() -> object:
+        member.coordinator.listener(GroupLost("rank 0 was killed"))
+        raise RuntimeError("connection closed by peer")
+
+    member.manager._user_state["model"] = (own.load, take)
+    with pytest.raises(GroupLost, match="rank 0 was killed"):
+        member.step()
+    assert own.loaded == []

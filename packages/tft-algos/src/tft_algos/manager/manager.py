@@ -250,6 +250,7 @@ class Manager:
         if not self._config.use_async_quorum:
             self.wait_quorum()
             self._give_or_take_state()
+            self._raise_fatal()  # who was told meanwhile that its group is lost has nobody to train with
 
     def wait_quorum(self) -> None:
         """Wait until the plan is here and the process group is configured.
