@@ -244,6 +244,9 @@ def test_who_does_not_participate_counts_as_using_nothing(store: str, plan: dict
                 else DistributedDataParallel(manager, model, find_unused_parameters=True)
             )
             manager.start_quorum()
+            if rank == 1:  # how often a member accumulates is its own business
+                with model.no_sync():
+                    model(data(0, rank, 1), 2).square().sum().backward()
             model(data(0, rank), rank).square().sum().backward()
             assert manager.errored() is None
             return gradients(model.module)
@@ -394,4 +397,45 @@ def test_mixed_dtypes_are_bit_equal_to_torchs_own(store: str, autocast: bool, pu
     check_equal(
         with_ours(store, 2, train, pure=pure, **({} if pure else kwargs)),
         with_torchs(store, 2, train, gradient_as_bucket_view=True, **kwargs),
+    )
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"find_unused_parameters": True}, {"pure": True}], ids=str)
+def test_unequal_batches_with_weights_give_the_gradient_of_all_samples(store: str, kwargs: dict[str, Any]) -> None:
+    samples = [data(0, 0)[:1], data(0, 1)[:3], data(0, 2)]
+
+    def one(rank: int) -> Grads:
+        with manager_of(store, rank, 3) as manager:
+            module = seeded(OtherOrder)
+            model: Any = (
+                PureDistributedDataParallel(manager, module)
+                if "pure" in kwargs
+                else DistributedDataParallel(manager, module, bucket_cap_mb=0.0003, **kwargs)
+            )
+            manager.start_quorum()
+            manager.set_weight(len(samples[rank]))
+            with model.no_sync():
+                (model(samples[rank]).square().sum(1).mean() / 2).backward()
+            (model(samples[rank]).square().sum(1).mean() / 2).backward()
+            assert manager.should_commit(), manager.errored()
+            return gradients(module)
+
+    alone = seeded(OtherOrder)
+    alone(torch.cat(samples)).square().sum(1).mean().backward()
+    for grads in together(3, one):
+        for ours, expected in zip(grads, gradients(alone), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
+
+
+# --- a static graph ---------------------------------------------------------------------------------------------------
+
+
+def test_parameters_that_are_never_used_are_left_alone_with_a_static_graph(store: str) -> None:
+    train = train_branches([[[(0, 2)], [(0, 2)]]] * 3)
+    check_equal(
+        with_ours(store, 2, train, static_graph=True),
+        with_torchs(store, 2, train, static_graph=True, gradient_as_bucket_view=True),
     )

@@ -266,6 +266,24 @@ def test_optimizers_that_alternate_have_steps_of_their_own() -> None:
     assert manager.calls == ["start_quorum", "should_commit"] * 4
 
 
+def test_a_manager_counts_what_they_share_once(rigs: Any) -> None:
+    rig = rigs(plan_of(7), *[QuorumKey(7, 7)] * 4, verdicts=[True, False, True, True, True])
+    parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizers = [Optimizer(rig.manager, torch.optim.SGD([parameter], lr=0.5)) for parameter in parameters]
+    stepped = []
+    for _ in range(3):  # together
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        (parameters[0] + parameters[1]).backward()
+        stepped += [optimizer.step() for optimizer in optimizers]
+    for optimizer, parameter in zip(optimizers, parameters, strict=True):  # in turn
+        optimizer.zero_grad()
+        parameter.backward()
+        stepped.append(optimizer.step())
+    assert stepped == [True, True, False, False, True, True, True, True]
+    assert (len(rig.coordinator.votes), rig.manager.current_step()) == (5, 4)
+
+
 def test_a_step_that_the_user_began_is_joined() -> None:
     optimizer, parameter, manager = wrapped()
     manager.start_quorum()

@@ -33,8 +33,8 @@ class PureDistributedDataParallel(torch.nn.Module):
         manager: averages over its participants.
         module: to be trained. Every replica gives the same parameters in the same order. Replica groups of one process
             only: inside a group nothing is reduced.
-    Raises: Unsupported: an Embedding with sparse gradients. UsageError, from `backward`: a parameter got gradients twice in one pass, as with re-entrant activation
-        checkpointing; or the step was voted on already.
+    Raises: Unsupported: an Embedding with sparse gradients. UsageError, from `backward`: a parameter got gradients
+        twice in one pass, as with re-entrant activation checkpointing; or the step was voted on already.
     """
 
     def __init__(self, manager: Manager, module: torch.nn.Module) -> None:

@@ -94,6 +94,7 @@ class Reducer:
             if failure is not None:
                 self._report(failure, name)
         self._unread.clear()
+        self._denominators.clear()  # a backend's Work keeps connections
 
     def reduce(
         self,
@@ -114,10 +115,10 @@ class Reducer:
         core, name = self._core, self._core.name
         inside = core.phase is not Phase.IDLE
         if plan is None:
-            return self._nothing(tensor, inside)
+            return LostReduction(tensor)
         if inside and core.error is not None:
             self._stay_out(plan)
-            return DummyWork([tensor])
+            return LostReduction(tensor)
         gives = core.is_participating and (inside or core.verdict is True)
         shared = reduce_op == _AVG and weight is None and inside
         if reduce_op == _AVG and weight is None:
@@ -125,11 +126,11 @@ class Reducer:
         if weight is not None:
             weight = _effective(weight, gives, plan)
         if gives and plan.replica_world_size == 1:
-            return self._alone(tensor, weight, name, inside)
+            return self._alone(tensor, weight, name)
         failure = core.broken or (None if inside else self._group.errored())
         if failure is not None:
             self._report(failure, name)
-            return self._nothing(tensor, inside)
+            return LostReduction(tensor)
         try:
             divide_by: int | Denominator = max(plan.num_participants, 1) if reduce_op == _AVG else 1
             if weight is not None:
@@ -141,7 +142,7 @@ class Reducer:
         except Exception as error:
             self._report(error, name)
             self._stay_out(plan)
-            return self._nothing(tensor, inside)
+            return LostReduction(tensor)
         reduction = Reduction(
             work,
             data,
@@ -172,7 +173,7 @@ class Reducer:
             self._unread.append((denominator, name))
         return denominator
 
-    def _alone(self, tensor: torch.Tensor, weight: float | None, name: StepName, inside: bool) -> dist.Work:
+    def _alone(self, tensor: torch.Tensor, weight: float | None, name: StepName) -> dist.Work:
         if weight == 0.0:
             self._report(
                 NoWeight(
@@ -181,13 +182,8 @@ class Reducer:
                 ),
                 name,
             )
-            return self._nothing(tensor, inside)
+            return LostReduction(tensor)
         return DummyWork([tensor])
-
-    @staticmethod
-    def _nothing(tensor: torch.Tensor, inside: bool) -> dist.Work:
-        """Inside a step its verdict says what went wrong; outside, only the Work can."""
-        return DummyWork([tensor]) if inside else LostReduction(tensor)
 
     def _stay_out(self, plan: Plan) -> None:
         """The others are in this reduction already, or soon: end it for them, rather than let them wait."""
