@@ -1,0 +1,65 @@
+"""Checkpoints on disk beside live ones: kill all replica groups at once, start some of them again, and they go on.
+
+    tft-lighthouse --min_replicas 1                                                           # shell 1
+    TFT_LIGHTHOUSE=http://localhost:29510 REPLICA_GROUP_ID=0 python durable_checkpoint.py     # shell 2
+    TFT_LIGHTHOUSE=http://localhost:29510 REPLICA_GROUP_ID=1 python durable_checkpoint.py     # shell 3
+
+Or, with two processes a replica group, `torchrun --standalone --nproc_per_node=2 durable_checkpoint.py` in shells 2 and
+3. As long as one group lives, those that come back heal from it, and the disk is not read for more than a start.
+"""
+
+import argparse
+import logging
+import os
+
+import torch
+import torch.distributed as dist
+
+from tft_algos import DistributedDataParallel, Manager, Optimizer, SettingError
+from tft_algos.durable import DurableCheckpoint
+from tft_algos.errors import CheckpointFailed
+from tft_coord.errors import CoordinationError
+from tft_pg import ProcessGroupGloo
+
+
+def main(steps: int, directory: str, every: int) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    replica = int(os.environ.get("REPLICA_GROUP_ID", "0"))
+    torch.manual_seed(replica)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
+    with Manager(ProcessGroupGloo(), replica_id=f"replica_{replica}", check_state_every=100) as manager:
+        for key, part in (("model", model), ("optimizer", adam), ("scheduler", scheduler)):
+            manager.register_state_dict_fn(key, part.load_state_dict, part.state_dict)  # what is alive heals from it
+        if manager.config.world_size > 1:  # the processes of this replica group
+            dist.init_process_group("gloo")
+        ddp = DistributedDataParallel(manager, model, dist.group.WORLD if dist.is_initialized() else None)
+        optimizer = Optimizer(manager, adam)
+        checkpoint = DurableCheckpoint(
+            manager, directory, model=model, optimizers=optimizer, others={"scheduler": scheduler}, every=every
+        )
+        print(f"resumed step {checkpoint.load()}")  # None: there is nothing to go on from
+        while manager.current_step() < steps:
+            batch = torch.randn(64, 32)
+            optimizer.zero_grad()  # starts the quorum
+            loss = torch.nn.functional.mse_loss(ddp(batch), batch.flip(1))
+            loss.backward()  # averages the gradients
+            optimizer.step()  # steps if the group commits
+            if manager.verdict:
+                scheduler.step()
+            if checkpoint.save_if_due():  # one group writes, the others train on
+                print(f"step {manager.current_step()} participants {manager.num_participants()} loss {loss:.4f}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS)
+    parser.add_argument("steps", type=int, nargs="?", default=2000)
+    parser.add_argument("--directory", default="checkpoints")
+    parser.add_argument("--every", type=int, default=100)
+    try:
+        main(**vars(parser.parse_args()))
+    except (SettingError, CheckpointFailed, CoordinationError) as error:  # nothing that a traceback would help with
+        parser.exit(2, f"{parser.prog}: {error}\n")

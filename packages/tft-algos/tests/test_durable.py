@@ -1,0 +1,336 @@
+"""Durable checkpoints in one process: what is written, what is taken, and what is left alone."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tft_algos import Manager, Optimizer, SettingError, durable
+from tft_algos.durable import DurableCheckpoint
+from tft_algos.errors import CheckpointFailed
+from tft_algos.testing import digest, plan_of
+
+
+class StepSource:
+    """What a checkpoint asks of a Manager, for a test to set."""
+
+    def __init__(self) -> None:
+        self.replica_id = uuid.uuid4().hex
+        self.attempt = 0
+        self.verdict: bool | None = True
+        self.torn = False
+        self.rank: int | None = 0
+        self.config = SimpleNamespace(rank=0, world_size=1)
+        self.lineage = "0" * 16
+        self.loaded: Any = None
+        self.step = 0
+
+    def current_step(self) -> int:
+        return self.step
+
+    def participating_rank(self) -> int | None:
+        return self.rank
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "batches_committed": 3 * self.step, "lineage": self.lineage}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state
+
+
+class Job:
+    """A model that is trained, and its checkpoints."""
+
+    def __init__(self, directory: Path, seed: int = 0, make: Any = torch.optim.AdamW, **settings: Any) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Linear(3, 2)
+        self.optimizer = make(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        self.manager = StepSource()
+        self.checkpoint = DurableCheckpoint(
+            self.manager,  # type: ignore[arg-type]
+            directory,
+            model=self.model,
+            optimizers=self.optimizer,
+            others={"scheduler": self.scheduler},
+            **settings,
+        )
+
+    def train(self, steps: int = 1) -> Path | None:
+        path = None
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.model(torch.ones(1, 3)).sum().backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            self.manager.step += 1
+            self.manager.attempt += 1
+            path = self.checkpoint.save()
+        return path
+
+    def digest(self) -> str:
+        return digest(self.model.state_dict(), self.optimizer.state_dict(), self.scheduler.state_dict())
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.AdamW,
+        torch.optim.SGD,
+        lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
+        lambda parameters, lr: torch.optim.AdamW([{"params": [each], "lr": lr} for each in parameters]),
+    ],
+    ids=["adamw", "sgd", "momentum", "groups"],
+)
+def test_what_was_saved_is_loaded_whole(tmp_path: Path, make: Any) -> None:
+    job = Job(tmp_path / "new" / "directory", make=make)
+    path = job.train(3)
+    assert path == tmp_path / "new" / "directory" / "step-3"
+    again = Job(tmp_path / "new" / "directory", seed=1, make=make)
+    assert again.digest() != job.digest()
+    assert again.checkpoint.load() == 3
+    assert again.digest() == job.digest()
+    assert again.manager.loaded == job.manager.state_dict()
+
+
+def test_an_empty_directory_and_none_at_all_have_nothing_to_go_on_from(tmp_path: Path) -> None:
+    for directory in (tmp_path, tmp_path / "nowhere"):
+        job = Job(directory)
+        before = job.digest()
+        assert job.checkpoint.load() is None
+        assert (job.digest(), job.manager.loaded) == (before, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("verdict", False), ("verdict", None), ("torn", True), ("rank", 1), ("rank", None)]
+)
+def test_only_the_elected_writer_writes_and_only_what_was_committed(tmp_path: Path, name: str, value: Any) -> None:
+    job = Job(tmp_path)
+    setattr(job.manager, name, value)
+    assert job.train() is None
+    assert names(tmp_path) == []
+
+
+def test_it_is_due_every_so_many_steps(tmp_path: Path) -> None:
+    job = Job(tmp_path, every=3)
+    for step in range(1, 8):
+        job.manager.step = job.manager.attempt = step
+        assert job.checkpoint.save_if_due() == (tmp_path / f"step-{step}" if step in (3, 6) else None)
+
+
+def test_as_many_are_kept_as_was_said_and_what_is_not_ours_stays(tmp_path: Path) -> None:
+    for name in ("step-1", "step-x", "notes", f"{durable.REMOVING}1"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-1" / "mine").touch()
+    (tmp_path / "step-3").touch()
+    Job(tmp_path, keep=2).train(6)
+    assert names(tmp_path) == ["notes", "step-1", "step-3", "step-5", "step-6", "step-x"]
+    newest = Job(tmp_path, keep=1)
+    newest.manager.step = 6
+    newest.train()
+    assert names(tmp_path) == ["notes", "step-1", "step-3", "step-7", "step-x"]
+
+
+def test_a_slow_writer_removes_nothing_that_is_newer(tmp_path: Path) -> None:
+    fast, slow = Job(tmp_path), Job(tmp_path, keep=1)
+    fast.manager.step = 9
+    fast.train()
+    slow.manager.step = 4
+    slow.train()
+    assert names(tmp_path) == ["step-10", "step-5"]
+    assert Job(tmp_path).checkpoint.load() == 10
+
+
+def tamper_manifest(path: Path) -> None:
+    manifest = path / durable.MANIFEST
+    manifest.write_bytes(manifest.read_bytes().replace(b'"batches_committed": 9', b'"batches_committed": 8'))
+
+
+def tamper_data(path: Path) -> None:
+    (data,) = path.glob("*.distcp")
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+
+
+SPOILERS: dict[str, Callable[[Path], object]] = {
+    "a bit": tamper_data,
+    "cut": lambda path: os.truncate(next(path.glob("*.distcp")), 10),
+    "gone": lambda path: (path / ".metadata").unlink(),
+    "more": lambda path: (path / "__1_0.distcp").touch(),
+    "manifest": tamper_manifest,
+    "manifest cut": lambda path: os.truncate(path / durable.MANIFEST, 100),
+    "no manifest": lambda path: (path / durable.MANIFEST).unlink(),
+    "empty": lambda path: (shutil.rmtree(path), path.mkdir()),
+    "another step's": lambda path: (shutil.rmtree(path), shutil.copytree(path.with_name("step-2"), path)),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILERS.values(), ids=SPOILERS)
+def test_what_is_not_whole_is_not_taken(tmp_path: Path, spoil: Callable[[Path], object], caplog: Any) -> None:
+    job = Job(tmp_path)
+    job.train(2)
+    wanted = job.digest()
+    spoil(job.train() or tmp_path)
+    again = Job(tmp_path, seed=1)
+    with caplog.at_level(logging.WARNING, logger="tft_algos.durable"):
+        assert again.checkpoint.load() == 2
+    assert again.digest() == wanted
+    assert "step-3 is no whole checkpoint and is not taken" in caplog.text
+
+
+def test_where_none_is_whole_nothing_begins_anew_by_itself(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    tamper_data(job.train() or tmp_path)
+    before = job.digest()
+    with pytest.raises(CheckpointFailed, match=r"no checkpoint in .* is whole \(step-1: __0_0.distcp was changed\)"):
+        job.checkpoint.load()
+    assert job.digest() == before
+
+
+def test_a_step_can_be_chosen(tmp_path: Path) -> None:
+    Job(tmp_path).train(3)
+    again = Job(tmp_path)
+    assert again.checkpoint.load(2) == 2
+    with pytest.raises(CheckpointFailed, match="there is none of that step"):
+        again.checkpoint.load(1)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_place(tmp_path: Path) -> None:
+    Job(tmp_path).train()
+    other = DurableCheckpoint(StepSource(), tmp_path, model=torch.nn.Linear(3, 4))  # type: ignore[arg-type]
+    with pytest.raises(
+        CheckpointFailed, match=r"could not load the checkpoint of step 1 .*step-1: .*give the model"
+    ) as e:
+        other.load()
+    assert (e.value.path, e.value.step) == (str(tmp_path / "step-1"), 1)
+
+
+def test_two_writers_of_one_step_agree_on_one(tmp_path: Path) -> None:
+    first, second = Job(tmp_path), Job(tmp_path)
+    assert first.train() == second.train() == tmp_path / "step-1"
+    assert names(tmp_path) == ["step-1"]
+
+
+def test_another_history_and_a_broken_one_get_a_name_of_their_own(tmp_path: Path) -> None:
+    Job(tmp_path).train()
+    other = Job(tmp_path, seed=1)
+    other.manager.lineage = "1" * 16
+    assert other.train() == tmp_path / "step-1.1"
+    tamper_data(tmp_path / "step-1.1")
+    third = Job(tmp_path, seed=2)
+    third.manager.lineage = "1" * 16
+    assert third.train() == tmp_path / "step-1.2"
+    again = Job(tmp_path, seed=3)
+    assert again.checkpoint.load() == 1
+    assert again.digest() == third.digest()
+
+
+def test_a_name_that_is_taken_at_the_last_moment_is_not_overwritten(tmp_path: Path, monkeypatch: Any) -> None:
+    """The other writer's rename comes between our look and ours."""
+    first, second = Job(tmp_path), Job(tmp_path)
+    rename = Path.rename
+
+    def late(self: Path, target: Path) -> Path:
+        if second.manager.attempt and not first.manager.attempt and self.name.startswith(durable.WRITING):
+            first.train()
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", late)
+    assert second.train() == tmp_path / "step-1"
+    assert names(tmp_path) == ["step-1"]
+
+
+def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_stay(tmp_path: Path) -> None:
+    for name in ("dead", "living"):
+        (tmp_path / f"{durable.WRITING}1-{name}").mkdir()
+        (tmp_path / f"{durable.WRITING}1-{name}{durable.LOCK}").touch()
+    (tmp_path / f"{durable.WRITING}2-bare").mkdir()
+    living = os.open(tmp_path / f"{durable.WRITING}1-living{durable.LOCK}", os.O_RDWR)
+    try:
+        fcntl.flock(living, fcntl.LOCK_EX)
+        Job(tmp_path).train()
+    finally:
+        os.close(living)
+    assert names(tmp_path) == [f"{durable.WRITING}1-living", f"{durable.WRITING}1-living{durable.LOCK}", "step-1"]
+
+
+@pytest.mark.parametrize("when", ["writing", "publishing"])
+def test_a_full_disk_names_place_and_step_and_the_training_goes_on(
+    tmp_path: Path, monkeypatch: Any, caplog: Any, when: str
+) -> None:
+    job = Job(tmp_path)
+    job.train()
+
+    def full(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        if when == "writing":
+            patched.setattr("os.fsync", full)
+        else:
+            patched.setattr(durable, "_digest_of", full)
+        with pytest.raises(
+            CheckpointFailed, match=r"could not write the checkpoint of step 2.* No space left"
+        ) as raised:
+            job.train()
+        assert (raised.value.path, raised.value.step) == (str(tmp_path), 2)
+        with caplog.at_level(logging.ERROR, logger="tft_algos.durable"):
+            assert job.checkpoint.save_if_due() is None
+    assert "No space left on device" in caplog.text
+    assert names(tmp_path) == ["step-1"]
+    assert job.train() == tmp_path / "step-3"
+
+
+def test_a_place_that_is_no_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointFailed, match=r"could not write the checkpoint of step 1 in .*file"):
+        Job(tmp_path / "file").train()
+    with pytest.raises(CheckpointFailed, match=r"could not read the checkpoint in .*file"):
+        Job(tmp_path / "file").checkpoint.load()
+
+
+@pytest.mark.parametrize("settings", [{"every": 0}, {"keep": 0}, {"every": 1.5}, {"keep": True}])
+def test_settings_that_can_t_work_are_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(SettingError, match=next(iter(settings))):
+        Job(tmp_path, **settings)
+
+
+def test_a_group_of_several_needs_its_process_group(tmp_path: Path) -> None:
+    manager = StepSource()
+    manager.config.world_size = 2
+    with pytest.raises(SettingError, match="with 2 ranks needs a process group of them, and there is none"):
+        DurableCheckpoint(manager, tmp_path, model=torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+def test_with_a_manager_and_a_wrapped_optimizer(tmp_path: Path, rigs: Any) -> None:
+    rig = rigs(plan_of())
+    manager: Manager = rig.manager
+    model = torch.nn.Linear(3, 2)
+    optimizer = Optimizer(manager, torch.optim.AdamW(model.parameters()))
+    checkpoint = DurableCheckpoint(manager, tmp_path, model=model, optimizers=[optimizer])
+    assert checkpoint.save_if_due() is None
+    optimizer.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert checkpoint.save_if_due() == tmp_path / "step-1"
+    said = json.loads((tmp_path / "step-1" / durable.MANIFEST).read_bytes().partition(b"\n")[2])
+    assert said["manager"] == manager.state_dict()
+    again = rigs().manager
+    assert DurableCheckpoint(again, tmp_path, model=model, optimizers=[optimizer]).load() == 1
+    assert (again.current_step(), again.state_dict()) == (1, manager.state_dict())
