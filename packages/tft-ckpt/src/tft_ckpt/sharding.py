@@ -114,7 +114,7 @@ class Sharding:
     def check_part(self, shape: Sequence[int]) -> None:
         """Raises: WrongSetting: a part of this shape can't be this process's."""
         if self.coordinate is None:
-            if _product(shape) and 0 not in shape:
+            if 0 not in shape:
                 raise WrongSetting(f"a process outside of the mesh has a part of shape {tuple(shape)}")
             return
         cut = {placement.dim for placement in self.placements}

@@ -70,6 +70,9 @@ class CheckpointTransport(ABC, Generic[T]):
     ) -> T:
         """Fetch a state, waiting for a source that has not offered it yet.
 
+        Where the source's state has a DTensor there is a LocalShard: a mesh can't travel, so it is for who receives it
+        to make a DTensor of it, with `to_dtensor`.
+
         Args:
             src_rank: replica rank of the source, for messages.
             metadata: the source's.

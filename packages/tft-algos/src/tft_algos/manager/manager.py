@@ -67,8 +67,11 @@ class Manager:
 
     Args:
         pg: the process group across replica groups; configured, and at the end shut down, by this Manager.
-        load_state_dict: applies a healthy peer's state to this process, in place; called on the training thread.
-        state_dict: gives this process's state: tensors and plain data; called on the training thread.
+        load_state_dict: applies a healthy peer's state to this process, in place; called on the training thread, with
+            DTensors on this process's own meshes where the peer's state has DTensors.
+        state_dict: gives this process's state: tensors, DTensors and plain data; called on the training thread, by all
+            ranks of the group at the same step, so it may run collectives over them. Who heals calls it too if the
+            peer's state has DTensors, to find its own meshes.
         min_replica_size: participants without whom no step commits.
         config: all other settings; single ones may be given by keyword instead, see `ManagerConfig`.
         coordinator: speaks for this replica group, or makes what does from the resolved config; None: GroupCoordinator.
@@ -166,8 +169,8 @@ class Manager:
 
         Args:
             key: its name, the same on every replica.
-            load_state_dict: applies it in place; called on the training thread.
-            state_dict: gives it; called on the training thread.
+            load_state_dict: applies it in place; called on the training thread, as the Manager's own argument.
+            state_dict: gives it; called on the training thread, as the Manager's own argument.
             compared: it is the same on every replica after every commit, so `check_state_every` may compare it. False
                 for what differs rightly, such as a replica's place in its own data.
         Raises: SettingError: there is a piece of that name already, or these are no functions.
@@ -388,8 +391,8 @@ class Manager:
                 sum(weight * tensor) / sum(weight). Every replica says one, or none does. None: that of `set_weight`.
             timeout: for this reduction. When it passes, the reduction has failed, and what runs in the process group is
                 ended. None: the process group's own.
-        Returns: a Work whose wait() is True if the reduction succeeded and False if not. Its future, done at the same
-            time, is of `[tensor]` and holds no error.
+        Returns: a Work whose wait() is True if the tensor holds the result and False if not. Its future, done at the
+            same time, is of `[tensor]` and holds no error.
         Raises: Unsupported: should_quantize. ValueError: AVG of whole numbers. UsageError: no quorum was started.
             SettingError: the weight is no finite number, is below zero, or belongs to another operation than AVG.
         """
@@ -420,7 +423,7 @@ class Manager:
         the weights is reduced once a step, beside the first such AVG. The step's end forgets the weight.
 
         Args:
-            weight: not below zero. Every replica says one in the same steps.
+            weight: not below zero. Every replica says one in the same steps, and every rank of this group the same one.
         Raises: SettingError: it is no finite number or below zero. UsageError: outside a step, or another one than that
             with which a reduction of this step was weighted already.
         """
