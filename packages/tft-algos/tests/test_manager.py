@@ -222,7 +222,7 @@ def test_a_failed_reduction_is_reported_and_never_raised(rigs: Any, moment: str)
     rig = rigs(plan_of(7, size=2), plan_of(8, size=2))
     setattr(rig.group, moment, RuntimeError("the peer died"))
     rig.manager.start_quorum()
-    rig.manager.allreduce(torch.ones(2)).wait()
+    assert not rig.manager.allreduce(torch.ones(2)).wait()
     assert "the peer died" in str(rig.manager.errored())
     assert not rig.manager.should_commit()
     assert rig.coordinator.votes[-1][2] is False
@@ -252,7 +252,7 @@ def test_after_an_error_the_others_are_not_left_waiting_in_a_reduction(rigs: Any
     rig.manager.wait_quorum()
     rig.manager.report_error(ValueError("nan"))
     assert rig.group.errored() is None
-    assert rig.manager.allreduce(torch.ones(2)).wait()
+    assert not rig.manager.allreduce(torch.ones(2)).wait()
     assert rig.group.calls == []
     assert rig.group.errored() is not None
     assert not rig.manager.should_commit()
