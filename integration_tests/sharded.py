@@ -111,7 +111,7 @@ def make_manager(place: Place, **settings: Any) -> Manager:
         ProcessGroupGloo(),
         replica_id=f"replica{place.replica}",
         lighthouse_addr=place.lighthouse,
-        timeout=timedelta(seconds=20),
+        timeout=timedelta(seconds=40),
         hostname="localhost",
         **settings,
     )

@@ -103,7 +103,7 @@ def train(place: Place, connection: Connection) -> None:
 def passed(forkserver: ForkServerContext) -> Iterator[tuple[set[str], str]]:
     """The optimizers that both processes have passed, and the first failure, if there was one."""
     with (
-        LighthouseServer("127.0.0.1:0", join_timeout_ms=10_000) as server,
+        LighthouseServer("127.0.0.1:0", join_timeout_ms=10_000, heartbeat_timeout_ms=20_000) as server,
         spawning(forkserver) as spawn,
         listening(spawn) as processes,
     ):

@@ -197,11 +197,14 @@ def branches(meshes: Meshes, *, unused_too: bool) -> nn.Module:
     sharded(model, meshes, model.first, model.branch)
     assert isinstance(model, FSDPModule)
     model.set_reduce_scatter_unused_params(unused_too)
+    if unused_too:
+        with torch.no_grad():  # torch gives zeros for what has been in a forward pass
+            model(torch.ones(1, 16), with_branch=True)
     return model
 
 
 def train_branches(model: nn.Module, step: int, place: Place, *, replicas_differ: bool) -> None:
-    with_branch = not (step == 1 and (place.replica == 1 or not replicas_differ))
+    with_branch = place.replica == 0 if replicas_differ else step != 1
     model(batch(step, place), with_branch=with_branch).square().mean().backward()
 
 
@@ -459,7 +462,7 @@ def train(place: Place, connection: Connection, world_port: int) -> None:
 def passed(forkserver: ForkServerContext) -> Iterator[tuple[set[str], str]]:
     """The variants that all processes have passed, and the first failure, if there was one."""
     with (
-        LighthouseServer("127.0.0.1:0", min_replicas=2, join_timeout_ms=10_000) as server,
+        LighthouseServer("127.0.0.1:0", min_replicas=2, join_timeout_ms=10_000, heartbeat_timeout_ms=20_000) as server,
         spawning(forkserver) as spawn,
         listening(spawn) as processes,
     ):

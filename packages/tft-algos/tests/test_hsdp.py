@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
@@ -282,8 +283,12 @@ def test_an_extended_mesh_is_not_reduced_twice(manager: Manager, mesh: DeviceMes
 
 
 def test_replicas_inside_the_replica_group_are_refused(manager: Manager) -> None:
-    model = two_layers(init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard")))
+    model: nn.Module = two_layers(init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard")))
     with pytest.raises(SettingError, match="the part '0' of this FSDPSequential is replicated inside"):
+        reduce_across(manager, model)
+    model = nn.Linear(3, 3)
+    replicate(model, mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("replicate",)))
+    with pytest.raises(SettingError, match="this ReplicateLinear is replicated inside the replica group"):
         reduce_across(manager, model)
 
 
