@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tft_algos import HealingFailed
@@ -148,6 +149,40 @@ def test_what_is_saved_on_an_extended_mesh_is_placed_on_another_ones() -> None:
     assert place_shards(fetched(state), both)["state"]["two"]["moment"].device_mesh == meshes[1]
     with pytest.raises(HealingFailed, match=r"state\['state'\]\[0\] .* 2 different meshes here have that form"):
         place_shards(fetched({"model": both["model"], "state": {0: sharded(meshes[0])}}), both)
+    for group in groups:
+        group.unregister()
+        group.shutdown()
+
+
+def test_fsdp2_with_tensor_parallelism_on_an_extended_mesh_is_placed_and_loads() -> None:
+    groups = [ProcessGroupDummy(), ProcessGroupDummy()]
+    inner = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tp"))
+
+    def make(group: ProcessGroupDummy) -> tuple[nn.Module, torch.optim.Optimizer]:
+        mesh = extend_device_mesh(inner, group)
+        model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.LayerNorm(5))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        for layer in (model[0], model[2]):
+            fully_shard(layer, mesh=mesh["dp", "shard"])
+        fully_shard(model, mesh=mesh["dp", "shard"])
+        return model, torch.optim.AdamW(model.parameters())
+
+    source, fresh = make(groups[0]), make(groups[1])
+    for parameter in source[0].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    source[1].step()
+    theirs, own = ({"model": model.state_dict(), "adam": adam.state_dict()} for model, adam in (source, fresh))
+    forms = {LocalShard.of(tensor).sharding.mesh_dim_names for tensor in theirs["model"].values()}
+    assert forms == {("dp", "shard", "tp"), ("dp", "shard")}
+    placed = place_shards(fetched(theirs), own)
+    fresh[0].load_state_dict(placed["model"])
+    fresh[1].load_state_dict(placed["adam"])
+    for parameter, like in zip(fresh[0].parameters(), source[0].parameters(), strict=True):
+        assert isinstance(parameter, DTensor)
+        assert parameter.device_mesh != like.device_mesh
+        assert fresh[1].state[parameter]["exp_avg"].device_mesh == parameter.device_mesh
+    healed = {"model": fresh[0].state_dict(), "adam": fresh[1].state_dict()}
+    assert digest(local(healed)) == digest(local(theirs))
     for group in groups:
         group.unregister()
         group.shutdown()

@@ -117,12 +117,11 @@ def test_a_vote_is_yes_when_both_ranks_say_so_and_its_verdict_is_final(
         # The next round is another; one no decides it.
         assert one.should_commit(1, 4, False, LATE, key=KEY) is False
         assert zero.should_commit(0, 4, True, LATE, key=KEY) is False
-        # Staging is a round of its own.
-        staged = [
-            lambda: zero.should_commit(0, 4, True, LATE, key=KEY, purpose=Purpose.STAGED),
-            lambda: one.should_commit(1, 4, True, LATE, key=KEY, purpose=Purpose.STAGED),
-        ]
-        assert together(*staged) == [True, True]
+        # What a healing agrees on are rounds of their own.
+        for purpose in (Purpose.STAGED, Purpose.WITHOUT_OWN, Purpose.MATCHED):
+            ask = partial(zero.should_commit, 0, 4, True, LATE, key=KEY, purpose=purpose)
+            ask_too = partial(one.should_commit, 1, 4, True, LATE, key=KEY, purpose=purpose)
+            assert together(ask, ask_too) == [True, True]
 
 
 def test_a_vote_that_nobody_joins_is_sealed_as_no_before_its_deadline(server: ManagerServer) -> None:
