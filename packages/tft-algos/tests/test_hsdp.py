@@ -16,7 +16,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Shard
 from torch.distributed.tensor import Shard
 
 from tft_algos import (
-    DistributedDataParallel,
     Manager,
     SettingError,
     Unsupported,
@@ -24,6 +23,7 @@ from tft_algos import (
     extend_mesh,
     reduce_across,
 )
+from tft_algos.backward import reductions_of
 from tft_algos.testing import FakeGroup, plan_of
 from tft_pg import ManagedProcessGroup
 
@@ -343,12 +343,37 @@ def test_a_backward_pass_after_the_vote_is_a_mistake(rigs: Any, mesh: DeviceMesh
         model(X).sum().backward()
 
 
-def test_it_shares_one_row_of_reductions_with_other_models_of_its_manager(rigs: Any, mesh: DeviceMesh) -> None:
-    """What is still reduced inside the group goes across before what came after it."""
-    rig, model, small = rigs(plan_of(size=2)), two_layers(mesh), nn.Linear(3, 1, bias=False)
-    replicated = DistributedDataParallel(rig.manager, small, dist.new_group([0]))
-    reduce_across(rig.manager, model)
-    rig.manager.start_quorum()
-    (model(X).sum() + replicated(X).sum()).backward()
-    assert rig.manager.should_commit()
-    assert [call.numel() for call in rig.group.calls] == [3, 12, 12]
+class Slow:
+    """A group whose reductions take until they are waited for."""
+
+    def size(self) -> int:
+        return 1
+
+    def allreduce(self, tensors: list[torch.Tensor], op: dist.ReduceOp.RedOpType) -> Any:
+        class Work:
+            def is_completed(self) -> bool:
+                return False
+
+            def wait(self) -> bool:
+                return True
+
+        return Work()
+
+
+@pytest.mark.parametrize("extended", [True, False], ids=["extended mesh", "hook"])
+def test_its_reductions_come_after_those_that_other_models_have_on_the_way(
+    rigs: Any, mesh: DeviceMesh, extended: bool
+) -> None:
+    """Another model's gradients are still reduced inside the group, for who knows how long, when a part's are there."""
+    rig = rigs(plan_of(size=2))
+    manager = rig.manager
+    model = two_layers(extend_mesh(manager, mesh) if extended else mesh)
+    if not extended:
+        reduce_across(manager, model)
+    slow: Any = Slow()
+    out = model(X).sum()
+    out.register_hook(lambda gradient: reductions_of(manager).start(manager, torch.ones(5), group=slow))
+    manager.start_quorum()
+    out.backward()
+    assert manager.should_commit()
+    assert [call.numel() for call in rig.group.calls] == [5, 12, 12]

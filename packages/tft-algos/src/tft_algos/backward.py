@@ -82,11 +82,7 @@ class BackwardReductions:
                 f"a backward pass reduces gradients after step {manager.current_step()} was voted on; call zero_grad() "
                 "before it, and step() after the last backward pass of a step"
             )
-        if manager.attempt != self._attempt:
-            # What a backward pass that raised has left behind belongs to a step that is over for the others too.
-            self._attempt = manager.attempt
-            self._inside.clear()
-            self._across.clear()
+        self._forget_others(manager)
         # Once for each tensor: a pass may have passes inside, whose ends come first.
         if not wait:
             at_end_of_backward(self.end)
@@ -102,6 +98,12 @@ class BackwardReductions:
         if wait:
             self.end()
 
+    def pass_on(self, manager: Manager) -> None:
+        """Start across whatever is on its way, so that the manager's next reduction comes after it on every replica."""
+        self._forget_others(manager)
+        while self._inside:
+            self._pass_on()
+
     def end(self) -> None:
         """Wait until everything that was started is reduced; again does nothing."""
         while self._inside:
@@ -111,6 +113,13 @@ class BackwardReductions:
             succeeded = work.wait()
             if done is not None:
                 done(succeeded)
+
+    def _forget_others(self, manager: Manager) -> None:
+        """What a backward pass that raised has left behind belongs to a step that is over for the others too."""
+        if manager.attempt != self._attempt:
+            self._attempt = manager.attempt
+            self._inside.clear()
+            self._across.clear()
 
     def _pass_on(self) -> None:
         """The first one goes on across, when it is reduced inside the group."""

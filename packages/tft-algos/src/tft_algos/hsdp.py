@@ -49,7 +49,7 @@ def extend_mesh(manager: Manager, mesh: DeviceMesh, name: str = "dp", dim: int =
     Raises: SettingError: manager is no Manager. tft_pg.errors.InvalidSetting, tft_pg.errors.Unsupported: as
         `tft_pg.extend_device_mesh`, which says more of such a mesh.
     """
-    return extend_device_mesh(mesh, ManagedProcessGroup(_checked(manager)), name, dim)
+    return extend_device_mesh(mesh, ManagedProcessGroup(_InOrder(_checked(manager))), name, dim)
 
 
 def reduce_across(manager: Manager, *models: torch.nn.Module) -> None:
@@ -80,6 +80,24 @@ def reduce_across(manager: Manager, *models: torch.nn.Module) -> None:
         parts.update((id(part.group), part) for part in found)
     for part in parts.values():
         part.set_hook(_hook(manager, part))
+
+
+@final
+class _InOrder:
+    """A Manager whose reductions come after those that other models of it have on the way."""
+
+    def __init__(self, manager: Manager) -> None:
+        self._manager = manager
+
+    def allreduce(self, tensor: torch.Tensor, *, reduce_op: dist.ReduceOp.RedOpType) -> dist.Work:
+        reductions_of(self._manager).pass_on(self._manager)
+        return self._manager.allreduce(tensor, reduce_op=reduce_op)
+
+    def num_participants(self) -> int:
+        return self._manager.num_participants()
+
+    def __repr__(self) -> str:
+        return repr(self._manager)
 
 
 def _checked(manager: Manager) -> Manager:
