@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from integration_tests.conftest import Spawn
 from tft_algos import DistributedDataParallel, Manager, Optimizer, StateDiverged

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from tft_algos.errors import StateUnavailable
 
-CHUNK_WORDS: Final = 1 << 20  # of which one product is in memory at a time
+CHUNK_WORDS: Final = 1 << 18  # of which one product is in memory at a time
 MOST_DIFFERENCES: Final = 16
 MOST_CHARACTERS: Final = 80
 
@@ -34,10 +34,10 @@ _MIX: Final = -4_658_895_280_553_007_687
 
 @final
 class StateDigester:
-    """Makes digests, and keeps what is needed for every one of them: 8 MiB a device."""
+    """Makes digests, and keeps what is needed for every one of them: 4 MiB a device."""
 
     def __init__(self) -> None:
-        self._weights: dict[torch.device, torch.Tensor] = {}
+        self._kept: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def digest(self, state: Mapping[str, Any]) -> str:
         """Reduce a state to one number.
@@ -71,16 +71,18 @@ class StateDigester:
         words, rest = octets[:whole].view(torch.int64), octets[whole:].to(torch.int64)
         for piece in (*words.split(CHUNK_WORDS), rest):
             if piece.numel():
+                weights, scratch = (kept[: piece.numel()] for kept in self._kept_on(piece.device))
                 # The high bits alone, which is where signs are, would tell few places apart.
-                mixed = piece.bitwise_xor(piece >> 32)
-                yield mixed.mul_(self._weights_on(piece.device)[: piece.numel()]).sum()
+                torch.bitwise_right_shift(piece, 32, out=scratch)
+                yield scratch.bitwise_xor_(piece).mul_(weights).sum()
 
-    def _weights_on(self, device: torch.device) -> torch.Tensor:
-        if device not in self._weights:
+    def _kept_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weights, and room for a product."""
+        if device not in self._kept:
             words = torch.arange(1, CHUNK_WORDS + 1, dtype=torch.int64, device=device) * _SPREAD
             words = (words ^ (words >> 29)) * _MIX
-            self._weights[device] = (words ^ (words >> 32)) | 1
-        return self._weights[device]
+            self._kept[device] = ((words ^ (words >> 32)) | 1, torch.empty_like(words))
+        return self._kept[device]
 
 
 def combine(digests: Sequence[str]) -> bytes:
