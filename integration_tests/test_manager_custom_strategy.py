@@ -15,7 +15,7 @@ from integration_tests.conftest import ROOT, Launch
 from tft_lighthouse import LighthouseServer
 
 EXAMPLE: Final = ROOT / "examples" / "custom_strategy.py"
-STEPS: Final = 30
+STEPS: Final = 20
 PIECE_S: Final = 0.05
 K: Final = 2
 
