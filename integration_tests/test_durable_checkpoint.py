@@ -103,9 +103,9 @@ def die_at(number: int) -> None:
 
     fsync, create_stream = os.fsync, FileSystem.create_stream
 
-    def counted_fsync(descriptor: Any) -> None:
+    def counted_fsync(fd: Any) -> None:
         reached("fsync")
-        fsync(descriptor)
+        fsync(fd)
 
     @contextmanager
     def counted_stream(self: FileSystem, path: Any, mode: str) -> Iterator[Any]:

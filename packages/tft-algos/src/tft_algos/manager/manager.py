@@ -797,8 +797,9 @@ class Manager:
             )
         own = ""  # what a rank gives that has no state to show: a group is compared whole
         try:
+            state = self._take(compared_only=True)  # on every rank, for it may be a collective of the group
             if not core.torn:
-                own = self._digester.digest(self._take(compared_only=True))
+                own = self._digester.digest(state)
         except StateUnavailable as error:
             self._log(logging.ERROR, "can't compare the state, so this replica heals: %s", error)
         digests: tuple[str, ...] = (own,)
