@@ -55,6 +55,8 @@ STEPS_ALONE = 4
 EXCHANGE_AT = 3  # at this step of both they do what is no training
 FOR_EVER = 10_000
 
+pytestmark = pytest.mark.timeout(150)  # on a busy machine
+
 
 # --- what a process does ---
 

@@ -42,6 +42,8 @@ STEPS_ALONE = 3
 MICROBATCHES = 4
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 
+pytestmark = pytest.mark.timeout(150)  # on a busy machine
+
 
 class Stage:
     """One way to train this process's stage of a pipeline.

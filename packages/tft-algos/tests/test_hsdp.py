@@ -206,7 +206,7 @@ def test_gradients_are_means_over_the_participants(rigs: Any, mesh: DeviceMesh) 
 @pytest.mark.parametrize("extended", [True, False], ids=["extended mesh", "hook"])
 def test_a_replica_group_alone_reduces_nothing(rigs: Any, mesh: DeviceMesh, extended: bool) -> None:
     rig = rigs(plan_of())
-    model = two_layers(extend_mesh(rig.manager, mesh) if extended else mesh)
+    model = two_layers(extend_mesh(rig.manager, mesh)["dp", "shard"] if extended else mesh)
     if not extended:
         reduce_across(rig.manager, model)
     rig.manager.start_quorum()
@@ -221,7 +221,7 @@ def test_a_failed_reduction_votes_the_step_down_and_never_raises(
     rigs: Any, mesh: DeviceMesh, where: str, extended: bool
 ) -> None:
     rig = rigs(plan_of(size=2))
-    model = two_layers(extend_mesh(rig.manager, mesh) if extended else mesh)
+    model = two_layers(extend_mesh(rig.manager, mesh)["dp", "shard"] if extended else mesh)
     if not extended:
         reduce_across(rig.manager, model)
     assert isinstance(rig.group, FakeGroup)
@@ -232,9 +232,12 @@ def test_a_failed_reduction_votes_the_step_down_and_never_raises(
     assert "the peer is gone" in str(rig.manager.errors()[0])
 
 
-def test_the_mean_is_weighted_where_the_step_is(rigs: Any, mesh: DeviceMesh) -> None:
-    rig, model, plain = rigs(plan_of(size=2), others=3.0), two_layers(mesh), two_layers(mesh)
-    reduce_across(rig.manager, model)
+@pytest.mark.parametrize("extended", [True, False], ids=["extended mesh", "hook"])
+def test_the_mean_is_weighted_where_the_step_is(rigs: Any, mesh: DeviceMesh, extended: bool) -> None:
+    rig, plain = rigs(plan_of(size=2), others=3.0), two_layers(mesh)
+    model = two_layers(extend_mesh(rig.manager, mesh)["dp", "shard"] if extended else mesh)
+    if not extended:
+        reduce_across(rig.manager, model)
     rig.manager.start_quorum()
     rig.manager.set_weight(5.0)
     for each in (plain, model):
@@ -367,7 +370,7 @@ def test_its_reductions_come_after_those_that_other_models_have_on_the_way(
     """Another model's gradients are still reduced inside the group, for who knows how long, when a part's are there."""
     rig = rigs(plan_of(size=2))
     manager = rig.manager
-    model = two_layers(extend_mesh(manager, mesh) if extended else mesh)
+    model = two_layers(extend_mesh(manager, mesh)["dp", "shard"] if extended else mesh)
     if not extended:
         reduce_across(manager, model)
     slow: Any = Slow()
