@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tft_algos import SettingError, StateDiverged, StateUnavailable
 from tft_algos.manager.core import CoreSettings, StepCore
@@ -19,6 +20,7 @@ from tft_algos.manager.divergence import (
     describe,
     differences,
 )
+from tft_algos.manager.group_store import GroupStore
 from tft_algos.manager.healing import state_key
 from tft_algos.testing import MemoryTransport, plan_of
 from tft_coord.core.lineage import checked_lineage, fold_lineage, initial_lineage
@@ -371,7 +373,9 @@ def test_a_rank_that_is_half_written_gives_the_others_nothing(rigs: Any, monkeyp
     rig.coordinator.other_ranks = ("b" * 32,)
     assert rig.step()
     rig.manager.report_torn(RuntimeError("the optimizer raised"))
+    taken = len(rig.weights.threads)
     assert rig.step()
+    assert len(rig.weights.threads) == taken + 1  # what takes it may be a collective
     assert rig.coordinator.gathered == [("check 1, attempt 2", "")]
 
 
@@ -381,3 +385,23 @@ def test_a_rank_that_is_half_written_gives_the_others_nothing(rigs: Any, monkeyp
 def test_settings_that_can_t_work_are_refused(rigs: Any, settings: dict[str, Any]) -> None:
     with pytest.raises(SettingError, match=next(iter(settings))):
         rigs(**settings)
+
+
+# --- the ranks of a group --------------------------------------------------------------------------------------------
+
+
+def test_ranks_exchange_through_their_store_and_leave_no_more_than_a_key_each() -> None:
+    store = HashStore()
+    ranks = [GroupStore(store, "localhost:1", "run", "group") for _ in range(2)]
+    patience = timedelta(seconds=10)
+    for name in ("one", "two", "three"):
+        store.set(f"run/gathered/{name}/1", f"b {name}")
+        assert ranks[0].gather(name, f"a {name}", 0, 2, patience) == (f"a {name}", f"b {name}")
+        assert ranks[1].gather(name, f"b {name}", 1, 2, patience) == (f"a {name}", f"b {name}")
+    assert store.num_keys() == 2
+
+
+def test_a_rank_that_gives_nothing_is_not_waited_for_for_ever() -> None:
+    store = GroupStore(HashStore(), "localhost:1", "run", "group")
+    with pytest.raises(DeadlinePassed, match=r"rank 0 waited 0.001 s in the store localhost:1 .* for 'check 4'; look"):
+        store.gather("check 4", "a", 0, 2, timedelta(milliseconds=1))
