@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -168,6 +169,10 @@ def tamper_data(path: Path) -> None:
     data.write_bytes(content)
 
 
+def write_manifest(path: Path, body: bytes) -> None:
+    (path / durable.MANIFEST).write_bytes(hashlib.blake2b(body, digest_size=32).hexdigest().encode() + b"\n" + body)
+
+
 SPOILERS: dict[str, Callable[[Path], object]] = {
     "a bit": tamper_data,
     "cut": lambda path: os.truncate(next(path.glob("*.distcp")), 10),
@@ -176,6 +181,15 @@ SPOILERS: dict[str, Callable[[Path], object]] = {
     "manifest": tamper_manifest,
     "manifest cut": lambda path: os.truncate(path / durable.MANIFEST, 100),
     "no manifest": lambda path: (path / durable.MANIFEST).unlink(),
+    "no json": lambda path: write_manifest(path, b"{"),
+    "a list": lambda path: write_manifest(path, b"[]"),
+    "no files": lambda path: write_manifest(path, b'{"format": 1, "step": 3, "manager": {}}'),
+    "later format": lambda path: write_manifest(path, b'{"format": 2}'),
+    "a directory": lambda path: (
+        (path / "data").mkdir(),
+        write_manifest(path, b'{"format": 1, "step": 3, "manager": {}, "files": {"data": [1, ""]}}'),
+        [file.unlink() for file in path.iterdir() if file.is_file() and file.name != durable.MANIFEST],
+    ),
     "empty": lambda path: (shutil.rmtree(path), path.mkdir()),
     "another step's": lambda path: (shutil.rmtree(path), shutil.copytree(path.with_name("step-2"), path)),
 }
@@ -261,13 +275,15 @@ def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_stay(tmp_path
         (tmp_path / f"{durable.WRITING}1-{name}").mkdir()
         (tmp_path / f"{durable.WRITING}1-{name}{durable.LOCK}").touch()
     (tmp_path / f"{durable.WRITING}2-bare").mkdir()
+    (tmp_path / f"{durable.WRITING}3-unreadable{durable.LOCK}").mkdir()
     living = os.open(tmp_path / f"{durable.WRITING}1-living{durable.LOCK}", os.O_RDWR)
     try:
         fcntl.flock(living, fcntl.LOCK_EX)
         Job(tmp_path).train()
     finally:
         os.close(living)
-    assert names(tmp_path) == [f"{durable.WRITING}1-living", f"{durable.WRITING}1-living{durable.LOCK}", "step-1"]
+    stays = [f"{durable.WRITING}1-living", f"{durable.WRITING}1-living{durable.LOCK}"]
+    assert names(tmp_path) == [*stays, f"{durable.WRITING}3-unreadable{durable.LOCK}", "step-1"]
 
 
 @pytest.mark.parametrize("when", ["writing", "publishing"])

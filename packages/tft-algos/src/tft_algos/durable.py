@@ -406,7 +406,11 @@ def _remove_leftovers(directory: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         elif path.name.startswith(WRITING):
             place = path.with_name(path.name.removesuffix(LOCK))
-            lock = _take_lock(_lock_of(place))
+            try:
+                lock = _take_lock(_lock_of(place))
+            except OSError as error:
+                logger.warning("could not look whether the writer of %s lives, so it stays: %s", place, error)
+                continue
             if lock is not None:
                 shutil.rmtree(place, ignore_errors=True)
                 with contextlib.suppress(OSError):
@@ -485,6 +489,8 @@ def _verify(path: Path) -> _Manifest:
         if there != set(manifest.files):
             raise _Unfit(f"its files are not those of its manifest: {sorted(there ^ set(manifest.files))[:4]}")
         for name, (size, digest) in manifest.files.items():
+            if not (path / name).is_file():
+                raise _Unfit(f"{name} is no file")
             if (path / name).stat().st_size != size:
                 raise _Unfit(f"{name} has {(path / name).stat().st_size} bytes, and had {size}")
             if _digest_of(path / name) != digest:
@@ -503,13 +509,16 @@ def _read_manifest(path: Path) -> _Manifest:
         raise _Unfit(f"its manifest can't be read: {error}") from error
     if hashlib.blake2b(body, digest_size=32).hexdigest().encode() != digest:
         raise _Unfit("its manifest was changed")
-    said = json.loads(body)
-    if said["format"] != FORMAT:
-        raise _Unfit(f"its format is {said['format']}, and this release reads {FORMAT}")
-    if said["step"] != _place_of(path)[0]:
-        raise _Unfit(f"it is one of step {said['step']}")
-    files = {name: (size, digest) for name, (size, digest) in said["files"].items()}
-    return _Manifest(said["step"], said["manager"], files)
+    try:
+        said = json.loads(body)
+        if said["format"] != FORMAT:
+            raise _Unfit(f"its format is {said['format']}, and this release reads {FORMAT}")
+        if said["step"] != _place_of(path)[0]:
+            raise _Unfit(f"it is one of step {said['step']}")
+        files = {name: (int(size), str(digest)) for name, (size, digest) in said["files"].items()}
+        return _Manifest(int(said["step"]), dict(said["manager"]), files)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _Unfit(f"its manifest is none of ours: {error!r}") from error
 
 
 def _digest_of(path: Path) -> str:
