@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tft_algos import SettingError, StateDiverged, StateUnavailable
 from tft_algos.manager.core import CoreSettings, StepCore
@@ -138,6 +142,18 @@ def test_a_long_list_of_differences_is_cut() -> None:
     assert describe(found).endswith("15: differs; and 4 more")
     assert describe(found[:16]).endswith("15: differs")
     assert describe([]) == "no difference on this rank"
+
+
+def test_of_a_dtensor_the_part_that_is_here_counts() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        one, other = (DTensor.from_local(torch.full((2, 3), value), mesh, [Shard(0)]) for value in (1.0, 2.0))
+        assert digest({"a": one}) == digest({"a": torch.ones(2, 3)})
+        assert differences({"a": one}, {"a": other}) == [("a", "6 of 6 elements differ")]
+        assert differences({"a": one}, {"a": one.clone()}) == []
+    finally:
+        dist.destroy_process_group()
 
 
 # --- the core --------------------------------------------------------------------------------------------------------
