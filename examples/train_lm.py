@@ -169,7 +169,8 @@ def main(replica: int, replicas: int, settings: Settings) -> None:
         raise SettingError(f"REPLICA_GROUP_ID is {replica} of NUM_REPLICA_GROUPS {replicas}; it counts from 0")
     if settings.batch < replicas * ranks:
         raise SettingError(f"a batch of {settings.batch} is too small for {replicas * ranks} processes")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("tft_algos").setLevel(logging.INFO)  # who joins, who is lost, who heals
     if ranks > 1:
         dist.init_process_group("gloo")  # the processes of this replica group
     else:
@@ -184,7 +185,7 @@ def main(replica: int, replicas: int, settings: Settings) -> None:
             step = manager.current_step()
             training.set_learning_rate(step)
             optimizer.zero_grad()  # starts the quorum
-            # Who heals gives zeros, whatever it computes.
+            # Who takes part is known when the quorum is there. Who heals gives zeros, whatever it computes.
             place = (manager.participating_rank() or 0) * ranks + dist.get_rank()
             loss = training.backward(step, place, max(manager.num_participants(), 1) * ranks)
             optimizer.step()  # steps if the group commits

@@ -38,7 +38,7 @@ from tft_coord.timeouts import Timeouts
 from tft_lighthouse import LighthouseServer
 from tft_pg import ProcessGroupGloo
 
-PATIENCE_S: Final = 50.0
+PATIENCE_S: Final = 60.0
 MARGIN_STEPS: Final = 60  # nobody may have passed the step at which all are told to stop
 TIMEOUT: Final = timedelta(seconds=2)
 JOIN_TIMEOUT_MS: Final = 1_000

@@ -11,7 +11,9 @@ from typing import Final
 import psutil
 import pytest
 
+from examples.train_lm import Settings, main
 from integration_tests.conftest import ROOT, Kill, Launch
+from tft_algos import SettingError
 from tft_lighthouse import LighthouseServer
 
 EXAMPLE: Final = ROOT / "examples" / "train_lm.py"
@@ -86,9 +88,13 @@ def test_torchrun_starts_a_killed_process_again_and_both_groups_end_with_the_sam
     assert 2 < float(losses.pop()) < 3.5
 
 
-@pytest.mark.parametrize("wrong", ["--replica_group_id=7", "--batch=1"])
-def test_what_is_wrong_is_said_in_one_sentence(launch: Launch, wrong: str) -> None:
-    process = launch([sys.executable, str(EXAMPLE), wrong])
+def test_what_is_wrong_is_said_in_one_sentence(launch: Launch) -> None:
+    process = launch([sys.executable, str(EXAMPLE), "--replica_group_id=7"])
     output, _ = process.communicate(timeout=SECONDS_TO_END)
     assert process.returncode == 2
-    assert output.count("\n") == 1, output
+    assert output == "train_lm.py: REPLICA_GROUP_ID is 7 of NUM_REPLICA_GROUPS 2; it counts from 0\n"
+
+
+def test_a_batch_that_not_everybody_gets_a_sequence_of_is_refused() -> None:
+    with pytest.raises(SettingError, match="a batch of 1 is too small for 2 processes"):
+        main(replica=0, replicas=2, settings=Settings(batch=1))
