@@ -255,6 +255,7 @@ def test_a_killed_group_heals_bit_equal(spawn: Spawn, way: Way) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("way", IN_CI, ids=str)
 def test_where_a_source_is_killed_as_it_serves_another_group_serves_on(spawn: Spawn, way: Way) -> None:
     with training_together(spawn, groups=3, ranks=2, trainer=train, details=way) as cluster:
