@@ -84,6 +84,10 @@ class Replica:
         theirs.close()
         self.told: list[Told] = []
 
+    @property
+    def has_ended(self) -> bool:
+        return bool(self.told) and self.told[-1][0] == "ended"
+
     def commits(self, participants: int, since: int = 0) -> int:
         return sum(told[0] == "committed" and told[3] == participants for told in self.told[since:])
 
@@ -101,13 +105,13 @@ def test_the_step_is_lost_and_the_next_ones_commit_together(spawn: Spawn, lighth
     def until(what: str, *, count: int = 0, since: tuple[int, int] = (0, 0)) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not all(
-            replica.commits(2, start) >= count and (what != "end" or replica.told[-1:][0][0] == "ended")
+            replica.commits(2, start) >= count and (what != "end" or replica.has_ended)
             for replica, start in zip(replicas, since, strict=True)
         ):
             left = deadline - time.monotonic()
             assert left > 0, f"not within {PATIENCE_S:g} s: {what}; {[replica.told[-3:] for replica in replicas]}"
             for replica in replicas:
-                if replica.connection.poll(0.01):
+                if not replica.has_ended and replica.connection.poll(0.01):
                     replica.told.append(replica.connection.recv())
 
     until("both commit together", count=5)

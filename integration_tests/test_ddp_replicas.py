@@ -6,6 +6,7 @@ down. The reference is torch's DistributedDataParallel over a process group of i
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,9 @@ from tft_algos import DistributedDataParallel, Manager, PureDistributedDataParal
 from tft_algos.testing import MemoryTransport, ScriptedCoordinator, plan_of
 from tft_coord.core.types import Plan, QuorumKey
 from tft_pg import ProcessGroupGloo
+
+# The stores ask for the names of local addresses, which takes 5 s wherever nobody answers.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 TIMEOUT = timedelta(seconds=30)
 
@@ -89,10 +93,22 @@ def no_threads_are_left() -> Iterator[None]:
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("tft-")]
 
 
-def together(size: int, work: Callable[[int], Any]) -> list[Any]:
-    """What each replica gives, each in a thread of its own."""
+Leave = Callable[[], object]
+
+
+def together(size: int, work: Callable[[int, Leave], Any]) -> list[Any]:
+    """What each replica gives, in a thread of its own; each waits for the others before it shuts its groups down."""
+    done = threading.Barrier(size, timeout=TIMEOUT.total_seconds())
+
+    def one(rank: int) -> Any:
+        try:
+            return work(rank, done.wait)
+        except BaseException:
+            done.abort()
+            raise
+
     with ThreadPoolExecutor(size, thread_name_prefix="replica") as executor:
-        return list(executor.map(work, range(size)))
+        return list(executor.map(one, range(size)))
 
 
 def manager_of(store: str, rank: int, size: int, *plans: dict[str, Any]) -> Manager:
@@ -117,14 +133,16 @@ def manager_of(store: str, rank: int, size: int, *plans: dict[str, Any]) -> Mana
 def with_torchs(store: str, size: int, train: Train, **kwargs: Any) -> list[Any]:
     """What a training gives with torch's DistributedDataParallel: by replica."""
 
-    def one(rank: int) -> Any:
+    def one(rank: int, leave: Leave) -> Any:
         group = ProcessGroupGloo(timeout=TIMEOUT)
         group.configure(f"{store}/reference", rank, size, replica_id=f"r{rank}", quorum_id=1)
         try:
-            return train(
+            given = train(
                 rank,
                 Loop(lambda module: torch.nn.parallel.DistributedDataParallel(module, process_group=group, **kwargs)),
             )
+            leave()
+            return given
         finally:
             group.shutdown()
 
@@ -134,7 +152,7 @@ def with_torchs(store: str, size: int, train: Train, **kwargs: Any) -> list[Any]
 def with_ours(store: str, size: int, train: Train, *, pure: bool = False, **kwargs: Any) -> list[Any]:
     """What the same training gives with ours."""
 
-    def one(rank: int) -> Any:
+    def one(rank: int, leave: Leave) -> Any:
         with manager_of(store, rank, size) as manager:
 
             def wrap(module: torch.nn.Module) -> torch.nn.Module:
@@ -145,7 +163,9 @@ def with_ours(store: str, size: int, train: Train, *, pure: bool = False, **kwar
             def end() -> None:
                 assert manager.should_commit(), manager.errored()
 
-            return train(rank, Loop(wrap, manager.start_quorum, end))
+            given = train(rank, Loop(wrap, manager.start_quorum, end))
+            leave()
+            return given
 
     return together(size, one)
 
@@ -235,7 +255,7 @@ def test_a_parameter_used_only_before_the_pass_that_reduces_is_reduced_with_the_
 @pytest.mark.parametrize("pure", [False, True])
 @pytest.mark.parametrize("plan", [{"healing": [1]}, {"participants": [0]}], ids=["heals", "is a spare"])
 def test_who_does_not_participate_counts_as_using_nothing(store: str, plan: dict[str, Any], pure: bool) -> None:
-    def one(rank: int) -> Grads:
+    def one(rank: int, leave: Leave) -> Grads:
         with manager_of(store, rank, 2, plan) as manager:
             model: Any = seeded(Branches)
             model = (
@@ -249,6 +269,7 @@ def test_who_does_not_participate_counts_as_using_nothing(store: str, plan: dict
                     model(data(0, rank, 1), 2).square().sum().backward()
             model(data(0, rank), rank).square().sum().backward()
             assert manager.errored() is None
+            leave()
             return gradients(model.module)
 
     first, second = together(2, one)
@@ -262,7 +283,7 @@ def test_who_does_not_participate_counts_as_using_nothing(store: str, plan: dict
 
 @pytest.mark.parametrize("used", [[(0,), (1,), (0,), (0,)], [(0,), (0,), (0,), (2,)]], ids=str)
 def test_groups_of_two_processes_sum_the_map_inside_and_across(store: str, used: list[tuple[int, ...]]) -> None:
-    def one(process: int) -> Grads:
+    def one(process: int, leave: Leave) -> Grads:
         group, rank = divmod(process, 2)
         inside = ProcessGroupGloo(timeout=TIMEOUT)
         inside.configure(f"{store}/inside/{group}", rank, 2, replica_id=f"{group}", quorum_id=1)
@@ -274,6 +295,7 @@ def test_groups_of_two_processes_sum_the_map_inside_and_across(store: str, used:
                 manager.start_quorum()
                 model(data(0, process), *used[process]).square().sum().backward()
                 assert manager.should_commit(), manager.errored()
+                leave()
                 return gradients(model.module)
         finally:
             inside.shutdown()
@@ -407,7 +429,7 @@ def test_mixed_dtypes_are_bit_equal_to_torchs_own(store: str, autocast: bool, pu
 def test_unequal_batches_with_weights_give_the_gradient_of_all_samples(store: str, kwargs: dict[str, Any]) -> None:
     samples = [data(0, 0)[:1], data(0, 1)[:3], data(0, 2)]
 
-    def one(rank: int) -> Grads:
+    def one(rank: int, leave: Leave) -> Grads:
         with manager_of(store, rank, 3) as manager:
             module = seeded(OtherOrder)
             model: Any = (
@@ -421,6 +443,7 @@ def test_unequal_batches_with_weights_give_the_gradient_of_all_samples(store: st
                 (model(samples[rank]).square().sum(1).mean() / 2).backward()
             (model(samples[rank]).square().sum(1).mean() / 2).backward()
             assert manager.should_commit(), manager.errored()
+            leave()
             return gradients(module)
 
     alone = seeded(OtherOrder)

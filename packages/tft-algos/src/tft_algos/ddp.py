@@ -47,8 +47,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     After `backward` the gradients are averages over the participants. A failed reduction never raises: the step is
     voted down. Only one among the processes of this group is fatal to it, and `should_commit` then raises GroupLost.
-    A backward pass that raises by itself (out of memory, say) ends the step, not the training: give the error to
-    `Manager.report_error`, and go on with the next `zero_grad`.
+    A backward pass that raises by itself (out of memory, say) ends the step of a replica group of one process, not its
+    training: give the error to `Manager.report_error`, and go on with the next `zero_grad`.
 
     - Accumulation: backward passes under `no_sync()` add up, and the first one outside reduces the sum. All of them
       belong to the step that the last `zero_grad` began: members change between steps only, and a member that heals
