@@ -433,11 +433,12 @@ def lighthouse_of_one() -> Iterator[dict[str, str]]:
 
 
 def printed(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=PATIENCE_S)
+    output, _ = process.communicate(timeout=2 * PATIENCE_S)
     assert process.returncode == 0, output
     return output
 
 
+@pytest.mark.timeout(120)  # seven processes in turn import torch
 def test_the_example_resumes_what_it_saved_under_torchrun_too(launch: Launch, tmp_path: Path) -> None:
     alone = [sys.executable, str(EXAMPLE), "--every", "10"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *alone[1:]]

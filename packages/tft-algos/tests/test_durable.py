@@ -217,6 +217,42 @@ def test_where_none_is_whole_nothing_begins_anew_by_itself(tmp_path: Path) -> No
     assert job.digest() == before
 
 
+def test_what_is_being_read_is_not_removed_until_it_is(tmp_path: Path, monkeypatch: Any) -> None:
+    writer, reader = Job(tmp_path, keep=1), Job(tmp_path, seed=1)
+    writer.train()
+    wanted = writer.digest()
+    verify = durable._verify
+
+    def meanwhile(path: Path) -> Any:
+        manifest = verify(path)
+        if writer.manager.step == 1:
+            writer.train(2)
+        return manifest
+
+    monkeypatch.setattr(durable, "_verify", meanwhile)
+    assert reader.checkpoint.load() == 1
+    assert reader.digest() == wanted
+    assert names(tmp_path) == ["step-1", "step-3"]
+    writer.train()
+    assert names(tmp_path) == ["step-4"]
+
+
+def test_what_is_removed_while_we_look_is_looked_for_anew(tmp_path: Path, monkeypatch: Any) -> None:
+    writer, reader = Job(tmp_path, keep=1), Job(tmp_path, seed=1)
+    writer.train()
+    listed = durable._checkpoints
+
+    def late(directory: Path) -> list[Path]:
+        found = listed(directory)
+        if writer.manager.step == 1:
+            writer.train()
+        return found
+
+    monkeypatch.setattr(durable, "_checkpoints", late)
+    assert reader.checkpoint.load() == 2
+    assert reader.digest() == writer.digest()
+
+
 def test_a_step_can_be_chosen(tmp_path: Path) -> None:
     Job(tmp_path).train(3)
     again = Job(tmp_path)

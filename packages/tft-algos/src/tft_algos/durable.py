@@ -216,10 +216,14 @@ class DurableCheckpoint:
         Returns: its committed steps; None: the directory has no checkpoint, so there is nothing to go on from.
         Raises: CheckpointFailed: there are checkpoints and none is whole, or it does not fit this model.
         """
+        with contextlib.ExitStack() as reading:
+            return self._load(step, reading)
+
+    def _load(self, step: int | None, reading: contextlib.ExitStack) -> int | None:
         found: list[_Manifest] = []
 
         def choose() -> int:
-            path, manifest = _newest(self._directory, step)
+            path, manifest = _newest(self._directory, step, reading)
             if path is None or manifest is None:
                 return -1
             found.append(manifest)
@@ -432,11 +436,34 @@ def _retire(directory: Path, newest: Path, keep: int) -> None:
     for path in older[keep - 1 :]:
         away = path.with_name(f"{REMOVING}{uuid.uuid4().hex}")
         try:
-            path.rename(away)
+            descriptor = os.open(path / MANIFEST, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.rename(away)
+            finally:
+                os.close(descriptor)
+        except BlockingIOError:
+            continue  # it is being read, and goes the next time
         except OSError as error:
             logger.warning("could not remove the old checkpoint %s: %s", path, error)
             continue
         shutil.rmtree(away, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _kept_for_reading(path: Path) -> Iterator[None]:
+    """Where files can be locked, the checkpoint is not removed meanwhile."""
+    try:
+        descriptor = os.open(path / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        yield  # there is nothing to read, as whoever looks will see
+        return
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _checkpoints(directory: Path) -> list[Path]:
@@ -452,8 +479,10 @@ def _place_of(path: Path) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 0)
 
 
-def _newest(directory: Path, step: int | None) -> tuple[Path | None, _Manifest | None]:
+def _newest(directory: Path, step: int | None, reading: contextlib.ExitStack) -> tuple[Path | None, _Manifest | None]:
     """The newest whole checkpoint, or that of a step; (None, None) if the directory has none at all.
+
+    It is not removed until `reading` ends.
 
     Raises: CheckpointFailed: there are some, and none is whole.
     """
@@ -466,11 +495,16 @@ def _newest(directory: Path, step: int | None) -> tuple[Path | None, _Manifest |
         candidates = [path for path in candidates if step is None or _place_of(path)[0] == step]
         unfit.clear()
         for path in candidates:
-            try:
-                return path, _verify(path)
-            except _Unfit as error:
-                unfit[path.name] = str(error)
-                logger.warning("%s is no whole checkpoint and is not taken: %s", path, error)
+            with contextlib.ExitStack() as looking:
+                looking.enter_context(_kept_for_reading(path))
+                try:
+                    manifest = _verify(path)
+                except _Unfit as error:
+                    unfit[path.name] = str(error)
+                    logger.warning("%s is no whole checkpoint and is not taken: %s", path, error)
+                    continue
+                reading.enter_context(looking.pop_all())
+                return path, manifest
         if not unfit and step is None:
             return None, None
     told = "; ".join(f"{name}: {reason}" for name, reason in unfit.items()) or "there is none of that step"
