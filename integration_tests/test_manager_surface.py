@@ -46,7 +46,7 @@ def obey(lighthouse: str, name: str, settings: dict[str, Any], connection: Conne
     ) as manager:
         last = Last()
         manager.quorum_logger.addHandler(last)
-        manager.quorum_logger.setLevel(logging.INFO)
+        manager.quorum_logger.setLevel(logging.DEBUG)
         while (order := connection.recv()) is not None:
             call, arguments = order
             try:

@@ -662,7 +662,7 @@ def test_quorums_verdicts_and_errors_are_records_for_machines(rigs: Any, caplog:
     clock = ManualClock()
     rig = rigs(plan_of(7, size=2, participants=[0]), QuorumKey(7, 7), DeadlinePassed("late"), clock=clock)
     for name in ("tft_quorums", "tft_commits", "tft_errors"):
-        caplog.set_level(logging.INFO, name)
+        caplog.set_level(logging.DEBUG, name)
     configure = rig.group.configure
     rig.group.configure = lambda *args, **kwargs: (clock.pass_s(1.5), configure(*args, **kwargs))
     assert rig.step()
@@ -689,7 +689,7 @@ def test_quorums_verdicts_and_errors_are_records_for_machines(rigs: Any, caplog:
 
 
 def test_nobody_listens_so_nothing_is_recorded(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING)
+    caplog.set_level(logging.INFO)
     rig = rigs(plan_of(7))
     assert rig.step()
     assert not [record for record in caplog.records if record.name.startswith("tft_commits")]

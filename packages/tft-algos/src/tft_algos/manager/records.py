@@ -2,9 +2,9 @@
 
 A dashboard or an experiment tracker wants facts with names, not sentences. They are attributes of ordinary log records,
 so that whoever wants them attaches a handler of their own, and nobody pays who does not. Three loggers, all at level
-INFO, which is off unless somebody sets it:
+DEBUG, so that a program which logs at INFO does not print a line for each step:
 
-    logging.getLogger("tft_commits").setLevel(logging.INFO)
+    logging.getLogger("tft_commits").setLevel(logging.DEBUG)
     logging.getLogger("tft_commits").addHandler(MyHandler())
 
 Every record has these attributes:
@@ -71,12 +71,12 @@ class Records:
 
     def error(self, name: StepName, error: Exception, *, counts: bool) -> None:
         """Something has failed."""
-        if self.errors.isEnabledFor(logging.INFO):
+        if self.errors.isEnabledFor(logging.DEBUG):
             told = {"error": str(error), "error_type": type(error).__name__, "counts": counts}
             self._write(self.errors, name, "error", **told)
 
     def _write(self, logger: logging.Logger, name: StepName, event: str, **facts: object) -> None:
-        if logger.isEnabledFor(logging.INFO):
+        if logger.isEnabledFor(logging.DEBUG):
             quorum_id = None if name.key is None else name.key.quorum_id
             where = {"quorum_id": quorum_id, "step": name.step}
-            logger.info("%s of step %d", event, name.step, extra={**self._who, **where, **facts})
+            logger.debug("%s of step %d", event, name.step, extra={**self._who, **where, **facts})
