@@ -8,19 +8,20 @@ import sys
 import threading
 from pathlib import Path
 
+import grpc
 import pytest
 
 import tft_coord
 from tft_coord.core.effects import RefuseSession
 from tft_coord.core.types import Refusal
-from tft_coord.errors import Closed, SettingError
+from tft_coord.errors import Closed, CoordinationError, SettingError, Unreachable
 from tft_coord.manager_server.link import LighthouseLink
 from tft_coord.security import admits, call_metadata, read_token
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.dial import cancelled
 from tft_coord.transport.loop import THREAD_NAME, LoopShare
 from tft_coord.transport.outbox import Outbox
-from tft_coord.transport.settings import join_host_port, target
+from tft_coord.transport.settings import error_of, join_host_port, target
 from tft_coord.wire import codec
 
 
@@ -69,6 +70,17 @@ def test_an_ipv6_host_is_put_in_brackets() -> None:
     assert join_host_port("::1", 5) == "[::1]:5"
     assert join_host_port("[::1]", 5) == "[::1]:5"
     assert join_host_port("host", 5) == "host:5"
+
+
+@pytest.mark.parametrize(
+    ("details", "error"), [("Internal error from Core", Unreachable), ("lighthouse quorum failed", CoordinationError)]
+)
+def test_a_stream_that_ended_while_it_was_written_to_is_a_broken_one(
+    details: str, error: type[CoordinationError]
+) -> None:
+    nothing = grpc.aio.Metadata()
+    failure = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, details)
+    assert type(error_of(failure, "the session")) is error
 
 
 def test_the_secret_comes_from_the_environment_or_a_file(tmp_path: Path) -> None:
