@@ -29,8 +29,8 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # a quorum of 100,000 members; every part 
 # A server takes less, because anyone may send to it: the largest that it is told is a quorum, of 20,000 members here.
 MAX_REQUEST_BYTES = 8 * 1024 * 1024
 CODE_KEY = "tft-code"  # trailing metadata: which error of ours a status stands for
-# What grpc.aio says of a stream that ended while a message was written (grpc's issue 36066): the other side's own status
-# is overwritten, so that nothing is known but that the stream broke.
+# What grpc.aio says of a stream that ended while a message was written (grpc's issue 36066): the other side's own
+# status is overwritten, so that nothing is known but that the stream broke.
 BROKE_WHILE_WRITING = "Internal error from Core"
 
 Options = list[tuple[str, int]]
