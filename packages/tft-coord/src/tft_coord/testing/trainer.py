@@ -575,7 +575,8 @@ class Trainer(Process):
         started_ms = self.clock.now_ms
         fetched = yield from self._fetch(plan)
         staged = yield from self._vote(replace(vote, purpose=Purpose.STAGED), fetched is not None)
-        if not staged or fetched is None:
+        loads = bool(staged) and (yield from self._fits(plan, vote))
+        if not loads or fetched is None:
             self.failed_heals += 1
             self._outside.marks.hit("a healing failed")
             if fetched is not None and self.world_size > 1:
@@ -592,6 +593,16 @@ class Trainer(Process):
         self._outside.note(self, f"has healed: it holds step {self.step}")
         self._outside.invariants.holds(self.replica_id, self.rank, self.state_held)
         return True
+
+    def _fits(self, plan: Plan, vote: Round) -> Life:
+        """Whether what was fetched can be loaded; for some states the ranks look at their own first, together."""
+        needs_own = (plan.key.nonce + self.rank) % 2 == 1
+        without_own = yield from self._vote(replace(vote, purpose=Purpose.WITHOUT_OWN), not needs_own)
+        if without_own:
+            return True
+        self._outside.marks.hit("a healing needed the rank's own state")
+        matched = yield from self._vote(replace(vote, purpose=Purpose.MATCHED), True)
+        return bool(matched)
 
     def _fetch(self, plan: Plan) -> Life:
         """The reference of the plan from the first source that serves it; the others carry on where one ends."""
