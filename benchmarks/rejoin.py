@@ -1,9 +1,10 @@
 """P4 and P5: what it costs when a killed replica starts again, the survivors and the newcomer, beside torchft.
 
-Three replicas train; one is killed with SIGKILL, and when the others have gone on without it for a while it is started
-again. P4 is the longest time between two commits of a survivor from that start until the newcomer has committed a few
-steps. P5 is the newcomer's: from its construction to its first commit, and from the start of its process to its
-construction. The systems take turns, and so do the replicas that are killed.
+Replicas train; one is killed with SIGKILL, and when the others have gone on without it for a while it is started again.
+P4, with three replicas, is the longest time between two commits of a survivor from that start until the newcomer has
+committed a few steps. P5 is the newcomer's: from its construction to its first commit, and from the start of its
+process to its construction; with two replicas, so that it does not share a core with the others, who take more of it
+the faster they train. The systems take turns, and so do the replicas that are killed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from benchmarks import peer, servers
 from benchmarks.row import Row
 from benchmarks.worker import PATIENCE_S, Worker
 
-REPLICAS: Final = 3
+REPLICAS_OF_P4: Final = 3
+REPLICAS_OF_P5: Final = 2
 HIDDEN: Final = 1024
 STEADY_STEPS: Final = 20
 STEPS_TOGETHER: Final = 5
@@ -45,36 +47,44 @@ class Turn:
     construct_s: float
 
 
-def measure(turns: int) -> dict[str, Row]:
-    """Both rows, by name; a turn is one rejoin in each system."""
+def measure_survivors(turns: int) -> Row:
+    """P4; a turn is one rejoin in each system."""
+    ours, theirs = _measure(turns, REPLICAS_OF_P4)
+    in_steps = ours.gap_s / ours.step_s
+    return Row(
+        name="P4",
+        what="rejoin: survivors' longest gap",
+        ours=f"{ours.gap_s:.3f} s",
+        peer=f"{theirs.gap_s:.3f} s",
+        other=f"{in_steps:.1f} steps of {ours.step_s:.3f} s",
+        ratio=ours.gap_s / theirs.gap_s,
+        bar=f"<= torchft, <= {MAX_STEPS:g} steps",
+        met=ours.gap_s <= theirs.gap_s and in_steps <= MAX_STEPS,
+    )
+
+
+def measure_newcomer(turns: int) -> Row:
+    """P5; a turn is one rejoin in each system."""
+    ours, theirs = _measure(turns, REPLICAS_OF_P5)
+    return Row(
+        name="P5",
+        what="made to commit; started to made",
+        ours=f"{ours.first_commit_s:.2f}; {ours.construct_s:.2f} s",
+        peer=f"{theirs.first_commit_s:.2f}; {theirs.construct_s:.2f} s",
+        other="the ratio is the worst",
+        ratio=max(ours.first_commit_s / theirs.first_commit_s, ours.construct_s / theirs.construct_s),
+        bar="both <= torchft",
+        met=ours.first_commit_s <= theirs.first_commit_s and ours.construct_s <= theirs.construct_s,
+    )
+
+
+def _measure(turns: int, replicas: int) -> tuple[Turn, Turn]:
+    """Medians of ours and of the peer."""
     found: dict[str, list[Turn]] = {"torchft": [], "tft": []}
     for turn in range(turns):
         for system, so_far in found.items():
-            so_far.append(_turn(system, victim=turn % REPLICAS))
-    ours, theirs = (_medians(found[system]) for system in ("tft", "torchft"))
-    in_steps = ours.gap_s / ours.step_s
-    return {
-        "p4": Row(
-            name="P4",
-            what="rejoin: survivors' longest gap",
-            ours=f"{ours.gap_s:.3f} s",
-            peer=f"{theirs.gap_s:.3f} s",
-            other=f"{in_steps:.1f} steps of {ours.step_s:.3f} s",
-            ratio=ours.gap_s / theirs.gap_s,
-            bar=f"<= torchft, <= {MAX_STEPS:g} steps",
-            met=ours.gap_s <= theirs.gap_s and in_steps <= MAX_STEPS,
-        ),
-        "p5": Row(
-            name="P5",
-            what="rejoin: made to commit; started to made",
-            ours=f"{ours.first_commit_s:.2f}; {ours.construct_s:.2f} s",
-            peer=f"{theirs.first_commit_s:.2f}; {theirs.construct_s:.2f} s",
-            other="the ratio is the worst",
-            ratio=max(ours.first_commit_s / theirs.first_commit_s, ours.construct_s / theirs.construct_s),
-            bar="both <= torchft",
-            met=ours.first_commit_s <= theirs.first_commit_s and ours.construct_s <= theirs.construct_s,
-        ),
-    }
+            so_far.append(_turn(system, replicas, victim=turn % replicas))
+    return _medians(found["tft"]), _medians(found["torchft"])
 
 
 def _medians(turns: list[Turn]) -> Turn:
@@ -90,8 +100,8 @@ def _medians(turns: list[Turn]) -> Turn:
 class _Replica:
     """A worker, and when it committed; a thread listens, so that no survivor waits for a full pipe."""
 
-    def __init__(self, system: str, rank: int, port: int) -> None:
-        shape = ["--min-replicas", str(REPLICAS - 1), "--hidden", str(HIDDEN)]
+    def __init__(self, system: str, rank: int, min_replicas: int, port: int) -> None:
+        shape = ["--min-replicas", str(min_replicas), "--hidden", str(HIDDEN)]
         place = ["--rank", str(rank), "--lighthouse", f"http://127.0.0.1:{port}"]
         self.started_s = time.time()
         self.worker = Worker(system, "benchmarks.rejoin_worker", [*shape, *place])
@@ -143,25 +153,25 @@ class _Replica:
         self._listener.join()
 
 
-def _turn(system: str, victim: int) -> Turn:
+def _turn(system: str, together: int, victim: int) -> Turn:
     command = Path(sys.executable).parent / "tft-lighthouse" if system == "tft" else peer.lighthouse_command()
     replicas: list[_Replica] = []
-    with servers.lighthouse(command, min_replicas=REPLICAS - 1) as started:
+    with servers.lighthouse(command, min_replicas=together - 1) as started:
         try:
-            for rank in range(REPLICAS):
-                replicas.append(_Replica(system, rank, started.port))
+            for rank in range(together):
+                replicas.append(_Replica(system, rank, together - 1, started.port))
             for replica in replicas:
-                replica.wait_for(REPLICAS, STEADY_STEPS)
+                replica.wait_for(together, STEADY_STEPS)
             replicas[victim].worker.process.kill()
             survivors = [replica for rank, replica in enumerate(replicas) if rank != victim]
             for survivor in survivors:
-                survivor.wait_for(REPLICAS - 1, STEADY_STEPS)
-            newcomer = _Replica(system, victim, started.port)
+                survivor.wait_for(together - 1, STEADY_STEPS)
+            newcomer = _Replica(system, victim, together - 1, started.port)
             replicas.append(newcomer)
-            newcomer.wait_for(REPLICAS, STEPS_TOGETHER)
+            newcomer.wait_for(together, STEPS_TOGETHER)
             until_s = time.time()
             for survivor in survivors:
-                survivor.wait_for(REPLICAS, STEPS_TOGETHER)
+                survivor.wait_for(together, STEPS_TOGETHER)
             return Turn(
                 gap_s=max(max(survivor.gaps_s(newcomer.started_s, until_s)) for survivor in survivors),
                 step_s=statistics.median(survivors[0].gaps_s(0.0, newcomer.started_s)),

@@ -8,7 +8,6 @@ python -m benchmarks.run --short     few turns, for a quick look; the bars are j
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 from collections.abc import Callable
 from typing import NoReturn, final
@@ -16,18 +15,12 @@ from typing import NoReturn, final
 from benchmarks import failure_stall, lighthouse_start, reconfigure, rejoin, step_overhead
 from benchmarks.row import Row
 
-
-@functools.cache  # two rows of one run
-def _rejoin(short: bool) -> dict[str, Row]:
-    return rejoin.measure(turns=1 if short else 6)
-
-
 ROWS: dict[str, Callable[[bool], Row]] = {
     "p1": lambda short: step_overhead.measure_small(turns=1 if short else 5, steps=100 if short else 300),
     "p2": lambda short: step_overhead.measure_large(turns=1 if short else 5, steps=10 if short else 30),
     "p3": lambda short: failure_stall.measure(turns=1 if short else 6),
-    "p4": lambda short: _rejoin(short)["p4"],
-    "p5": lambda short: _rejoin(short)["p5"],
+    "p4": lambda short: rejoin.measure_survivors(turns=1 if short else 6),
+    "p5": lambda short: rejoin.measure_newcomer(turns=1 if short else 6),
     "p14": lambda short: lighthouse_start.measure(turns=3 if short else 7),
     "p15": lambda short: reconfigure.measure(turns=1 if short else 7, configures=5 if short else 20),
 }

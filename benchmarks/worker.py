@@ -51,7 +51,8 @@ class Worker:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self._lines.put(line)
+            if line.endswith("\n"):  # else it was killed in the middle of one
+                self._lines.put(line)
         self._lines.put("")
 
     def tell(self, order: dict[str, Any]) -> None:
