@@ -99,11 +99,10 @@ class Spec:
 # --- what a trainer does ---
 
 
-def train(spec: Spec, connection: Connection) -> None:
-    """The life of a trainer, in its own process."""
+def live(training: Callable[[Callable[[Event], None]], None], connection: Connection) -> None:
+    """The life of a trainer, in its own process: it tells of its end, whatever that is."""
     torch.set_num_threads(1)
     logging.getLogger("tft_ckpt").setLevel(logging.ERROR)
-    os.environ.update(spec.environment)
     lock = threading.Lock()  # a fault strikes on whatever thread
 
     def tell(event: Event) -> None:
@@ -111,20 +110,32 @@ def train(spec: Spec, connection: Connection) -> None:
             connection.send(event)
 
     try:
-        _train(spec, connection, tell)
+        training(tell)
     except Exception as error:
         tell(Event("end", text=f"{type(error).__name__}: {error}"))
         os._exit(1)  # as after a traceback; torch's own group may be in a collective that never ends
     tell(Event("end"))
 
 
-def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) -> None:
+def join_own_group() -> tuple[int, int]:
+    """Torch's default group of this start of the replica group's processes; returns rank and number."""
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     store: Any = HashStore()
     if ranks > 1:
         store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
         store = PrefixStore(f"start/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    return rank, ranks
+
+
+def train(spec: Spec, connection: Connection) -> None:
+    """The life of a trainer of the language model, in its own process."""
+    os.environ.update(spec.environment)
+    live(lambda tell: _train(spec, connection, tell), connection)
+
+
+def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) -> None:
+    rank, ranks = join_own_group()
     injector = EventInjector(
         on_strike=lambda fault: tell(Event("struck", manager.current_step(), text=fault.describe()))
     )

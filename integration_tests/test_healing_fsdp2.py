@@ -6,11 +6,9 @@ come from healing alone. What a function of the user's gives holds DTensors, and
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import signal
-import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -38,6 +35,8 @@ from integration_tests.language_model import (
     Event,
     ReplicaGroup,
     Spec,
+    join_own_group,
+    live,
     local,
     training_together,
 )
@@ -77,21 +76,8 @@ class Way:
 
 def train(spec: Spec, connection: Connection) -> None:
     """The life of a trainer, in its own process."""
-    torch.set_num_threads(1)
-    logging.getLogger("tft_ckpt").setLevel(logging.ERROR)
     os.environ.update(spec.environment)
-    lock = threading.Lock()  # a fault strikes on whatever thread
-
-    def tell(event: Event) -> None:
-        with lock:
-            connection.send(event)
-
-    try:
-        _train(spec, connection, tell)
-    except Exception as error:
-        tell(Event("end", text=f"{type(error).__name__}: {error}"))
-        os._exit(1)  # as after a traceback; torch's own group may be in a collective that never ends
-    tell(Event("end"))
+    live(lambda tell: _train(spec, connection, tell), connection)
 
 
 def make_model() -> nn.Module:
@@ -101,10 +87,7 @@ def make_model() -> nn.Module:
 
 def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) -> None:
     way: Way = spec.details
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    every_start = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
-    store = PrefixStore(f"start/{os.environ['TORCHELASTIC_RESTART_COUNT']}", every_start)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    rank, ranks = join_own_group()
     torch.manual_seed(os.getpid())
     injector = EventInjector(
         on_strike=lambda fault: tell(Event("struck", manager.current_step(), text=fault.describe()))

@@ -38,7 +38,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import os
 import threading
 import time
@@ -55,13 +54,21 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
-from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from integration_tests.conftest import spawning
-from integration_tests.language_model import FOR_EVER, Cluster, Event, Spec, Trainer, local
+from integration_tests.language_model import (
+    FOR_EVER,
+    Cluster,
+    Event,
+    Spec,
+    Trainer,
+    join_own_group,
+    live,
+    local,
+)
 from tft_algos import Manager, Optimizer
 from tft_algos.testing import digest
 from tft_lighthouse import LighthouseServer
@@ -104,24 +111,12 @@ def reduced_over_groups(manager: Manager, managed: ManagedProcessGroup, name: st
 
 def train(spec: Spec, connection: Connection) -> None:
     """The life of a trainer, in its own process."""
-    torch.set_num_threads(1)
-    logging.getLogger("tft_ckpt").setLevel(logging.ERROR)
     os.environ.update(spec.environment)
-    try:
-        _train(spec, connection, connection.send)
-    except Exception as error:
-        connection.send(Event("end", text=f"{type(error).__name__}: {error}"))
-        os._exit(1)  # as after a traceback; torch's own group may be in a collective that never ends
-    connection.send(Event("end"))
+    live(lambda tell: _train(spec, connection, tell), connection)
 
 
 def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) -> None:
-    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    store: Any = HashStore()
-    if ranks > 1:
-        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
-        store = PrefixStore(f"start/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    _, ranks = join_own_group()
     torch.manual_seed(os.getpid())  # weights of its own, so that it matters that it heals
     with Manager(
         ProcessGroupGloo(),
