@@ -1,4 +1,4 @@
-"""A backward pass that raises in one replica: its step is lost, here and at the others, and nothing else."""
+"""One replica's backward pass raises, which costs a step everywhere, or its batch is thrown away, which costs none."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ LAST_STEP = 30
 Told = tuple[str, int, str, int]
 
 
-def train(lighthouse: str, name: str, kind: str, connection: Connection) -> None:
-    """Tells of every step; told "raise", its next backward pass does; told a number, it ends after that step."""
+def train(lighthouse: str, name: str, kind: str, reports: bool, connection: Connection) -> None:
+    """Tells of every step; told "raise", its next backward pass does; told a number, it ends after that step.
+
+    Told "throw away", it begins its next step and goes on with another batch.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(sum(name.encode()))
     layers = [torch.nn.Linear(16, 16) for _ in range(6)]
@@ -48,7 +51,7 @@ def train(lighthouse: str, name: str, kind: str, connection: Connection) -> None
             )
         )
         optimizer = Optimizer(manager, torch.optim.SGD(module.parameters(), lr=0.01))
-        raises, last = False, None
+        raises, throws_away, last = False, False, None
 
         def maybe(gradient: torch.Tensor) -> torch.Tensor:
             if raises:
@@ -57,7 +60,7 @@ def train(lighthouse: str, name: str, kind: str, connection: Connection) -> None
 
         layers[3].weight.register_hook(maybe)
         while last is None or manager.current_step() < last:
-            raises = False
+            raises = throws_away = False
             if connection.poll():
                 match connection.recv():
                     case int(step):
@@ -65,10 +68,17 @@ def train(lighthouse: str, name: str, kind: str, connection: Connection) -> None
                         continue
                     case "raise":
                         raises = True
+                    case "throw away":
+                        throws_away = True
             optimizer.zero_grad()
+            if throws_away:
+                continue
             try:
                 model(torch.randn(2, 16)).square().mean().backward()
             except MemoryError as error:
+                if not reports:
+                    connection.send(("failed", manager.current_step(), "", 0))
+                    continue
                 manager.report_error(error)
             happened = "committed" if optimizer.step() else "failed"
             connection.send((happened, manager.current_step(), digest(module.state_dict()), manager.num_participants()))
@@ -78,9 +88,9 @@ def train(lighthouse: str, name: str, kind: str, connection: Connection) -> None
 class Replica:
     """The test's end of one."""
 
-    def __init__(self, spawn: Spawn, lighthouse: str, name: str, kind: str) -> None:
+    def __init__(self, spawn: Spawn, lighthouse: str, name: str, kind: str, reports: bool) -> None:
         self.connection, theirs = multiprocessing.connection.Pipe()
-        self.process = spawn(train, lighthouse, name, kind, theirs)
+        self.process = spawn(train, lighthouse, name, kind, reports, theirs)
         theirs.close()
         self.told: list[Told] = []
 
@@ -98,9 +108,13 @@ def lighthouse() -> Iterator[str]:
         yield str(server.address)
 
 
-@pytest.mark.parametrize("kind", ["buckets", "find unused", "pure"])
-def test_the_step_is_lost_and_the_next_ones_commit_together(spawn: Spawn, lighthouse: str, kind: str) -> None:
-    replicas = [Replica(spawn, lighthouse, name, kind) for name in ("a", "b")]
+@pytest.mark.parametrize(
+    ("kind", "reports"), [("buckets", True), ("find unused", True), ("pure", True), ("buckets", False)]
+)
+def test_the_step_is_lost_and_the_next_ones_commit_together(
+    spawn: Spawn, lighthouse: str, kind: str, reports: bool
+) -> None:
+    replicas = [Replica(spawn, lighthouse, name, kind, reports) for name in ("a", "b")]
 
     def until(what: str, *, count: int = 0, since: tuple[int, int] = (0, 0)) -> None:
         deadline = time.monotonic() + PATIENCE_S
@@ -119,6 +133,11 @@ def test_the_step_is_lost_and_the_next_ones_commit_together(spawn: Spawn, lighth
     replicas[1].connection.send("raise")
     until("one has failed and both commit together again", count=12, since=start)
     assert "failed" in [told[0] for told in replicas[1].told[start[1] :]]
+    until("that step is far behind", count=12, since=(len(replicas[0].told), len(replicas[1].told)))
+    start = (len(replicas[0].told), len(replicas[1].told))
+    replicas[1].connection.send("throw away")
+    until("both commit together as before", count=12, since=start)
+    assert not any("failed" in [told[0] for told in r.told[since:]] for r, since in zip(replicas, start, strict=True))
     last = max(replica.told[-1][1] for replica in replicas) + LAST_STEP
     for replica in replicas:
         replica.connection.send(last)

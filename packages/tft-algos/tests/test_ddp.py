@@ -15,8 +15,9 @@ import torch.utils.checkpoint
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 
-from tft_algos import DistributedDataParallel, PureDistributedDataParallel, Unsupported, UsageError, backward
+from tft_algos import DistributedDataParallel, Optimizer, PureDistributedDataParallel, Unsupported, UsageError, backward
 from tft_algos.testing import plan_of
+from tft_coord.core.types import LossNotice, QuorumKey
 from tft_coord.errors import GroupLost
 from tft_pg.work import DummyWork, PendingWork
 
@@ -475,6 +476,78 @@ def test_after_a_pass_that_raised_the_others_need_not_wait_for_what_it_left_out(
     rig.manager.start_quorum()
     rig.manager.wait_quorum()
     assert [request.needs_configure for request in rig.coordinator.requests] == [False, True]
+
+
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, PureDistributedDataParallel])
+def test_a_pass_that_raised_and_was_not_reported_is_never_stepped_on_and_the_others_are_told(
+    rigs: Any, wrapper: Any
+) -> None:
+    def fail(_: torch.Tensor) -> torch.Tensor:
+        raise MemoryError("no room")
+
+    rig = rigs(plan_of(7, size=2), plan_of(8, size=2), others=0)
+    first = torch.nn.Linear(4, 4)
+    module = torch.nn.Sequential(first, torch.nn.Linear(4, 1))
+    model = wrapper(rig.manager, module)
+    optimizer = Optimizer(rig.manager, torch.optim.SGD(module.parameters(), lr=0.1))
+    optimizer.zero_grad()
+    handle = first.weight.register_hook(fail)
+    with pytest.raises(MemoryError):
+        model(torch.ones(1, 4)).sum().backward()
+    handle.remove()
+    with pytest.raises(UsageError, match=r"did not reduce all gradients.*Manager.report_error"):
+        optimizer.step()
+    assert rig.coordinator.votes == []
+    optimizer.zero_grad()
+    model(torch.ones(1, 4)).sum().backward()
+    assert optimizer.step()
+    assert [request.needs_configure for request in rig.coordinator.requests] == [False, True]
+
+
+def test_a_parameter_that_was_not_used_is_named_before_the_step_counts(rigs: Any) -> None:
+    rig = two_replicas(rigs)
+    module = OtherOrder()
+    model = DistributedDataParallel(rig.manager, module)
+    optimizer = Optimizer(rig.manager, torch.optim.SGD(module.parameters(), lr=0.1))
+    optimizer.zero_grad()
+    module.forward = lambda x: module.a(x)  # type: ignore[method-assign]
+    model(torch.ones(1, 300)).sum().backward()
+    with pytest.raises(UsageError, match="find_unused_parameters=True"):
+        optimizer.step()
+    assert rig.coordinator.votes == []
+
+
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, PureDistributedDataParallel])
+def test_a_batch_that_is_thrown_away_before_its_backward_pass_costs_no_step(rigs: Any, wrapper: Any) -> None:
+    rig = rigs(plan_of(7, size=2), others=0)
+    module = torch.nn.Linear(4, 1)
+    model = wrapper(rig.manager, module)
+    optimizer = Optimizer(rig.manager, torch.optim.SGD(module.parameters(), lr=0.1))
+    for value in (float("nan"), float("nan"), 1.0):
+        optimizer.zero_grad()
+        loss = model(torch.full((1, 4), value)).sum()
+        if not torch.isfinite(loss):
+            continue
+        loss.backward()
+        assert optimizer.step()
+    assert (len(rig.coordinator.requests), rig.manager.attempt) == (1, 1)
+
+
+@pytest.mark.parametrize("why", ["reduced", "reported", "lost"])
+def test_a_step_that_is_no_longer_as_it_was_begun_is_not_gone_on_with(rigs: Any, why: str) -> None:
+    rig = rigs(plan_of(7, size=2), plan_of(8, size=2), others=0)
+    optimizer = Optimizer(rig.manager, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
+    optimizer.zero_grad()
+    rig.manager.wait_quorum()
+    if why == "reduced":
+        rig.manager.allreduce(torch.ones(1)).wait()
+    elif why == "reported":
+        rig.manager.report_error(RuntimeError("no"))
+    else:
+        rig.coordinator.listener(LossNotice(key=QuorumKey(7, 7), replica_id="replica_1", session=1, reason="gone"))
+    optimizer.zero_grad()
+    rig.manager.wait_quorum()
+    assert len(rig.coordinator.requests) == 2
 
 
 def test_gradients_are_those_that_clipping_sees(rigs: Any) -> None:

@@ -30,6 +30,7 @@ class Decides:
         self.torn: Exception | None = None
         self.attempt = 0
         self.verdict: bool | None = None
+        self.is_untouched = False  # its steps have reductions
 
     def start_quorum(self) -> None:
         self.calls.append("start_quorum")

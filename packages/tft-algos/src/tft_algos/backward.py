@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import final
+from typing import Protocol, final
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,14 @@ _of_manager: weakref.WeakKeyDictionary[Manager, BackwardReductions] = weakref.We
 def reductions_of(manager: Manager) -> BackwardReductions:
     """The one row of a Manager, shared by all models that are trained with it."""
     return _of_manager.setdefault(manager, BackwardReductions())
+
+
+class Model(Protocol):
+    """What makes reductions in backward passes."""
+
+    def is_in_pass(self) -> bool:
+        """Whether a backward pass has begun to reduce and has not ended; where none runs, it has raised."""
+        ...
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -53,6 +61,15 @@ class BackwardReductions:
         self._attempt = 0
         self._inside: deque[tuple[dist.Work, Callable[[], dist.Work], Done | None]] = deque()
         self._across: list[tuple[dist.Work, Done | None]] = []
+        self._models: weakref.WeakSet[Model] = weakref.WeakSet()
+
+    def add(self, model: Model) -> None:
+        """One more makes its reductions in this row."""
+        self._models.add(model)
+
+    def pass_has_raised(self) -> bool:
+        """Asked outside of backward passes: whether the last one of a model has left out some of its reductions."""
+        return any(model.is_in_pass() for model in self._models)
 
     def start(
         self,

@@ -48,7 +48,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     After `backward` the gradients are averages over the participants. A failed reduction never raises: the step is
     voted down. Only one among the processes of this group is fatal to it, and `should_commit` then raises GroupLost.
     A backward pass that raises by itself (out of memory, say) ends the step of a replica group of one process, not its
-    training: give the error to `Manager.report_error`, and go on with the next `zero_grad`.
+    training: give the error to `Manager.report_error`, or don't, and go on with the next `zero_grad`. Nor does a batch
+    that is thrown away before its backward pass: the next `zero_grad` then goes on with the same step.
 
     - Accumulation: backward passes under `no_sync()` add up, and the first one outside reduces the sum. All of them
       belong to the step that the last `zero_grad` began: members change between steps only, and a member that heals
@@ -121,6 +122,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         if maps is not None:
             maps.parameters = self._build_params_for_reducer()[0]
         self._lay_out_buckets()
+        row.add(self)
 
     def _lay_out_buckets(self) -> None:
         if self._keeps_layout:
@@ -154,11 +156,17 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
         After one that committed it would be a parameter that was not used, and torch's error says so.
         """
+        if self.is_in_pass():
+            self.reducer._reset_state()
+            self._lay_out_buckets()
+
+    def is_in_pass(self) -> bool:
+        """Whether a backward pass has begun to fill buckets and has not filled all of them."""
         try:
             self.reducer._check_reducer_finalized()
         except RuntimeError:
-            self.reducer._reset_state()
-            self._lay_out_buckets()
+            return True
+        return False
 
     # --- what torch's class has and this one can't -------------------------------------------------------------------
 

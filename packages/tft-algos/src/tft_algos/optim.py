@@ -18,6 +18,7 @@ from typing import Any, NoReturn, final
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from tft_algos.backward import reductions_of
 from tft_algos.errors import Unsupported, UsageError
 from tft_algos.manager import Manager
 
@@ -70,7 +71,9 @@ class Optimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begin a step: start the quorum, and clear the gradients.
 
-        Joins the step that is open, unless this optimizer has joined it already: then a new one begins.
+        Joins the step that is open. Where this optimizer has joined it already, as when a batch was thrown away after
+        its forward pass, it goes on with that step if nothing was reduced in it yet, so that the other replicas, who
+        may wait in their reductions, only wait for the next batch; else a new one begins.
 
         Raises: UsageError: called by the wrapped optimizer's own zero_grad. Also what `Manager.start_quorum` raises.
         """
@@ -81,7 +84,7 @@ class Optimizer(torch.optim.Optimizer):
         with self._calling("zero_grad"):
             manager = self.manager
             attempt = manager.attempt
-            if attempt == 0 or attempt == self._attempt or manager.verdict is not None:
+            if attempt == 0 or manager.verdict is not None or (attempt == self._attempt and not self._goes_on()):
                 try:
                     manager.start_quorum()
                 finally:
@@ -95,8 +98,9 @@ class Optimizer(torch.optim.Optimizer):
 
         Returns: whether it stepped.
         Raises: UsageError: a closure was given, which would run the model again, outside the step that is committed; no
-            zero_grad came before, or another optimizer has begun another step since; this one has stepped already; or
-            it is called by the wrapped optimizer's own step. Also what `Manager.should_commit` and the wrapped
+            zero_grad came before, or another optimizer has begun another step since; this one has stepped already; a
+            backward pass of this step has left out gradients, because it raised or because parameters were not used;
+            or it is called by the wrapped optimizer's own step. Also what `Manager.should_commit` and the wrapped
             optimizer raise; if the latter, this replica heals before its gradients count again.
         """
         if closure is not None:
@@ -113,6 +117,12 @@ class Optimizer(torch.optim.Optimizer):
             manager = self.manager
             verdict = manager.verdict
             if verdict is None:
+                if self._has_open_pass():
+                    raise UsageError(
+                        f"step() was called after a backward pass of attempt {self._attempt} that did not reduce all "
+                        "gradients; if it raised, give its error to Manager.report_error, or go on with zero_grad(); "
+                        "if the loss does not depend on all parameters, say find_unused_parameters=True"
+                    )
                 verdict = manager.should_commit()
             self._has_stepped = True
             if not verdict:
@@ -123,6 +133,23 @@ class Optimizer(torch.optim.Optimizer):
                 manager.report_torn(error)
                 raise
             return True
+
+    def _goes_on(self) -> bool:
+        """Whether the step that this optimizer has joined, and did not end, can be gone on with."""
+        if self._has_open_pass():
+            # The others wait for what it left out. An error of this step is what has them told.
+            self.manager.report_error(
+                UsageError(
+                    f"zero_grad() was called after a backward pass of attempt {self._attempt} that did not reduce all "
+                    "gradients, so that step is given up; if the pass raised, this needs no further care"
+                )
+            )
+            return False
+        return self.manager.is_untouched
+
+    def _has_open_pass(self) -> bool:
+        """Whether a backward pass of this step has left out reductions, and nobody has reported why."""
+        return reductions_of(self.manager).pass_has_raised() and self.manager.errored() is None
 
     def _check_turn(self) -> None:
         """Raises: UsageError: there is no step that this optimizer could end."""

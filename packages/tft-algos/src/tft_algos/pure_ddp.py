@@ -83,6 +83,7 @@ class _Pass:
         self._task = -1  # autograd's number of the pass whose end was asked for
         self._is_ready = [False] * len(parameters)
         self._next = 0
+        self._row.add(self)
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._accumulated)
 
@@ -109,6 +110,10 @@ class _Pass:
             assert gradient is not None, "a gradient that was accumulated is gone"
             self._row.start(self._manager, gradient)
             self._next += 1
+
+    def is_in_pass(self) -> bool:
+        """Whether a backward pass has brought gradients and has not ended."""
+        return self._attempt == self._manager.attempt and any(self._is_ready)
 
     def _begin(self) -> None:
         self._is_ready = [False] * len(self._parameters)

@@ -883,6 +883,13 @@ class Manager:
         return self._core.verdict
 
     @property
+    def is_untouched(self) -> bool:
+        """Whether that step is as it was begun: nothing was reduced in it, nothing has failed, nobody has voted."""
+        core = self._core
+        is_open = core.phase in (Phase.ASKED, Phase.PLANNED)
+        return is_open and core.error is None and core.broken is None and not self._reducer.has_reduced
+
+    @property
     def torn(self) -> bool:
         """Whether the state here is half written, because an optimizer or a load function raised, so that it heals."""
         return self._core.torn

@@ -57,6 +57,7 @@ class Reducer:
         self._clock = clock
         self._report = report
         self._in_flight: list[Reduction] = []
+        self.has_reduced = False  # in this step
         self._weight: float | None = None
         self._denominators: dict[torch.device, Denominator] = {}  # of that weight
         self._unread: list[tuple[Denominator, StepName]] = []
@@ -75,6 +76,7 @@ class Reducer:
 
     def step_begins(self) -> None:
         """A new step, whose weight nobody has said yet."""
+        self.has_reduced = False
         self._weight = None
         self._denominators.clear()
         self._unread.clear()
@@ -114,6 +116,7 @@ class Reducer:
         """
         core, name = self._core, self._core.name
         inside = core.phase is not Phase.IDLE
+        self.has_reduced = self.has_reduced or inside
         if plan is None:
             return LostReduction(tensor)
         if inside and core.error is not None:
