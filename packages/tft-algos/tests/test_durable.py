@@ -109,6 +109,51 @@ def test_what_was_saved_is_loaded_whole(tmp_path: Path, make: Any) -> None:
     assert again.manager.loaded == job.manager.state_dict()
 
 
+class Branches(torch.nn.Module):
+    """Of its two parts one is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.used(inputs)
+        return result
+
+
+@pytest.mark.parametrize("settings", [{}, {"momentum": 0.9}], ids=["adamw", "momentum"])
+def test_an_optimizer_that_has_seen_some_gradients_only_is_loaded_as_it_was(
+    tmp_path: Path, settings: dict[str, Any], caplog: Any
+) -> None:
+    make = torch.optim.SGD if settings else torch.optim.AdamW
+    jobs = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = Branches()
+        optimizer = make(model.parameters(), lr=0.1, **settings)
+        manager: Any = StepSource()
+        checkpoint = DurableCheckpoint(manager, tmp_path, model=model, optimizers=optimizer)
+        jobs.append((model, optimizer, manager, checkpoint))
+    (model, optimizer, manager, checkpoint), (other_model, other_optimizer, _, other_checkpoint) = jobs
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    manager.step = 1
+    checkpoint.save()
+    with caplog.at_level(logging.INFO, logger="tft_algos.durable"):
+        assert other_checkpoint.load() == 1
+    assert digest(other_model.state_dict(), other_optimizer.state_dict()) == digest(
+        model.state_dict(), optimizer.state_dict()
+    )
+    assert len(other_optimizer.state) == 2
+    assert "no gradient had reached unused.weight, unused.bias by step 1" in caplog.text
+
+
+def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
+    Job(tmp_path, make=torch.optim.SGD).train()
+    with pytest.raises(CheckpointFailed, match=r"Missing key .*give the model, the optimizers"):
+        Job(tmp_path, make=torch.optim.AdamW).checkpoint.load()
+
+
 def test_an_empty_directory_and_none_at_all_have_nothing_to_go_on_from(tmp_path: Path) -> None:
     for directory in (tmp_path, tmp_path / "nowhere"):
         job = Job(directory)
@@ -190,6 +235,7 @@ SPOILERS: dict[str, Callable[[Path], object]] = {
         write_manifest(path, b'{"format": 1, "step": 3, "manager": {}, "files": {"data": [1, ""]}}'),
         [file.unlink() for file in path.iterdir() if file.is_file() and file.name != durable.MANIFEST],
     ),
+    "a pipe": lambda path: ((path / durable.MANIFEST).unlink(), os.mkfifo(path / durable.MANIFEST)),
     "empty": lambda path: (shutil.rmtree(path), path.mkdir()),
     "another step's": lambda path: (shutil.rmtree(path), shutil.copytree(path.with_name("step-2"), path)),
 }
@@ -289,6 +335,27 @@ def test_another_history_and_a_broken_one_get_a_name_of_their_own(tmp_path: Path
     again = Job(tmp_path, seed=3)
     assert again.checkpoint.load() == 1
     assert again.digest() == third.digest()
+
+
+def test_links_take_names_too_and_are_removed_as_links(tmp_path: Path) -> None:
+    place, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    job = Job(place)
+    (job.train() or place).rename(elsewhere)
+    (place / "step-1").symlink_to(elsewhere)
+    (place / "step-2").symlink_to(tmp_path / "nowhere")
+    assert job.train() == place / "step-2.1"
+    job.train(2)
+    assert names(place) == ["step-2", "step-3", "step-4"]
+    assert durable.MANIFEST in names(elsewhere)
+
+
+def test_a_directory_that_is_lost_after_the_save_ends_nothing(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    def listed(directory: Path) -> list[Path]:
+        raise FileNotFoundError(directory)
+
+    monkeypatch.setattr(durable, "_checkpoints", listed)
+    assert Job(tmp_path).train() == tmp_path / "step-1"
+    assert "could not look for old checkpoints" in caplog.text
 
 
 def test_a_name_that_is_taken_at_the_last_moment_is_not_overwritten(tmp_path: Path, monkeypatch: Any) -> None:

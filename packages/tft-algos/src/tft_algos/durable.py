@@ -39,6 +39,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -62,6 +63,7 @@ LOCK: Final = ".lock"
 MOST_MANIFEST_BYTES: Final = 64 << 20
 READ_BYTES: Final = 1 << 20
 LOOKS: Final = 3
+MOST_NAMED: Final = 8
 
 _NAME: Final = re.compile(r"step-(0|[1-9][0-9]{0,13})(?:\.([1-9][0-9]{0,3}))?")
 _TAKEN: Final = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
@@ -238,16 +240,29 @@ class DurableCheckpoint:
             manifest = found[0] if found else _read_manifest(path)
         with self._explaining(step, "load", path):
             state = self._state()
+            reader = FileSystemReader(path)
+            if self._optimizers:
+                without = _leave_out(state["optimizer"]["state"], reader.read_metadata().planner_data)
+                if without:
+                    logger.info(
+                        "[%s/%d] no gradient had reached %s by step %d, so no optimizer state is there for them",
+                        self._manager.replica_id,
+                        self._rank,
+                        ", ".join(without[:MOST_NAMED]) + (", ..." if len(without) > MOST_NAMED else ""),
+                        step,
+                    )
             with _without_dcp_warnings():
                 load(
                     state,
-                    storage_reader=FileSystemReader(path),
+                    storage_reader=reader,
                     process_group=self._group,
                     no_dist=self._group is None,
                 )
             set_model_state_dict(self._model, state["model"])
             if self._optimizers:
-                set_optimizer_state_dict(self._model, self._optimizers, state["optimizer"])
+                set_optimizer_state_dict(
+                    self._model, self._optimizers, state["optimizer"], options=StateDictOptions(strict=False)
+                )
             for key, other in self._others.items():
                 other.load_state_dict(state["others"][key][0])
         self._manager.load_state_dict(manifest.manager)
@@ -319,6 +334,25 @@ class DurableCheckpoint:
             ) from error
 
 
+def _leave_out(wanted: dict[str, Any], saved: Mapping[str, Sequence[Any]] | None) -> list[str]:
+    """Ask for no optimizer state of parameters of which the checkpoint has none.
+
+    An optimizer makes the state of a parameter at its first gradient, and torch makes that of all parameters before it
+    loads. What the writer had not made yet must not be made here either, and could not be read.
+
+    Args:
+        wanted: what the optimizers here have, by the parameter's name; is changed.
+        saved: the keys of each leaf in the checkpoint, as torch noted them.
+    Returns: the names that were left out; none if the checkpoint has no optimizer state at all, for then it was another
+        kind of optimizer, and torch refuses it.
+    """
+    there = {keys[2] for keys in (saved or {}).values() if tuple(keys[:2]) == ("optimizer", "state") and len(keys) > 2}
+    left_out = [name for name in wanted if name not in there] if there else []
+    for name in left_out:
+        del wanted[name]
+    return left_out
+
+
 @final
 class _Writer:
     """One attempt to write one checkpoint; on rank 0, save for `place`."""
@@ -355,7 +389,7 @@ class _Writer:
         while True:
             # A name is never taken from another: so there is no moment without a whole checkpoint.
             path = self._directory / (f"step-{self._step}.{number}" if number else f"step-{self._step}")
-            if path.exists():
+            if os.path.lexists(path):  # a link that leads nowhere takes the name too
                 with contextlib.suppress(_Unfit):
                     if _verify(path).manager.get("lineage") == manager.get("lineage"):
                         shutil.rmtree(self.place)  # another writer of this very step was first
@@ -407,7 +441,7 @@ def _remove_leftovers(directory: Path) -> None:
     """Remove what writers left behind that live no more, and what they were about to remove."""
     for path in directory.iterdir():
         if path.name.startswith(REMOVING):
-            shutil.rmtree(path, ignore_errors=True)
+            _discard(path)
         elif path.name.startswith(WRITING):
             place = path.with_name(path.name.removesuffix(LOCK))
             try:
@@ -428,7 +462,12 @@ def _retire(directory: Path, newest: Path, keep: int) -> None:
     Newer ones are another writer's and stay; so does what is called like a checkpoint and has no manifest of ours.
     """
     older = []
-    for path in _checkpoints(directory):
+    try:
+        found = _checkpoints(directory)
+    except OSError as error:
+        logger.warning("could not look for old checkpoints in %s: %s", directory, error)
+        return
+    for path in found:
         if _place_of(path) < _place_of(newest):
             with contextlib.suppress(_Unfit, OSError):
                 _read_manifest(path)
@@ -447,14 +486,24 @@ def _retire(directory: Path, newest: Path, keep: int) -> None:
         except OSError as error:
             logger.warning("could not remove the old checkpoint %s: %s", path, error)
             continue
-        shutil.rmtree(away, ignore_errors=True)
+        _discard(away)
+
+
+def _discard(path: Path) -> None:
+    """Remove a checkpoint, or the link by which somebody put one that is elsewhere into the directory."""
+    if path.is_symlink():
+        with contextlib.suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def _kept_for_reading(path: Path) -> Iterator[None]:
     """Where files can be locked, the checkpoint is not removed meanwhile."""
     try:
-        descriptor = os.open(path / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
+        # A pipe of that name would be waited for.
+        descriptor = os.open(path / MANIFEST, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         yield  # there is nothing to read, as whoever looks will see
         return
@@ -537,6 +586,8 @@ def _verify(path: Path) -> _Manifest:
 def _read_manifest(path: Path) -> _Manifest:
     """Raises: _Unfit: there is none, or it was not written like this."""
     try:
+        if not (path / MANIFEST).is_file():
+            raise _Unfit("it has no manifest")
         with (path / MANIFEST).open("rb") as stream:
             digest, _, body = stream.read(MOST_MANIFEST_BYTES).partition(b"\n")
     except OSError as error:
