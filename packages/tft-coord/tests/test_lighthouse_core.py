@@ -247,6 +247,17 @@ class TestUnchanged:
                 AnswerUnchanged(2, table.requests["b"], quorum.key),
             ]
 
+    @pytest.mark.parametrize("differs", [{"min_replica_size": 2}, {"fixed_with_spares": True}], ids=str)
+    def test_members_that_would_take_the_plan_from_different_settings_get_it_whole(
+        self, differs: dict[str, object]
+    ) -> None:
+        table = Table()
+        quorum = table.first_quorum("a", "b")
+        for step in (6, 7, 8):
+            orders = self.next_step(table, step, **differs)
+            assert unchanged(orders) == set()
+            assert {given.key for given in whole(orders).values()} == {quorum.key}
+
     @pytest.mark.parametrize(
         "change",
         [

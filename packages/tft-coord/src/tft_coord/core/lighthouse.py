@@ -700,6 +700,12 @@ class Job:
         if previous is None or previous.key != quorum.key:
             return False
         first = quorum.members[0]
+        # Who hears "unchanged" takes these two from its own settings, where the others take the first member's.
+        if any(
+            (member.fixed_with_spares, member.min_replica_size) != (first.fixed_with_spares, first.min_replica_size)
+            for member in quorum.members
+        ):
+            return False
         return all_at(quorum.members, first.step, first.lineage) and all(
             after.settings == before.settings for before, after in zip(previous.members, quorum.members, strict=True)
         )
