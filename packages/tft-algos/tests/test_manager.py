@@ -718,6 +718,26 @@ def test_what_is_no_process_group_is_refused_by_name(pg: Any, says: str) -> None
         Manager(pg, lighthouse_addr="nowhere:1")
 
 
+@pytest.mark.parametrize("key", [3, "", None, ("model",)])
+def test_state_has_a_name(rigs: Any, key: Any) -> None:
+    with pytest.raises(SettingError, match="give a name, the same on every replica"):
+        rigs(plan_of(7)).manager.register_state_dict_fn(key, print, dict)
+
+
+@pytest.mark.parametrize("error", ["no room", None, RuntimeError])
+def test_what_is_no_error_is_not_reported(rigs: Any, error: Any) -> None:
+    manager = rigs(plan_of(7)).manager
+    manager.start_quorum()
+    with pytest.raises(UsageError, match="give the exception"):
+        manager.report_error(error)
+    assert manager.should_commit()
+
+
+def test_what_is_no_future_is_not_wrapped(rigs: Any) -> None:
+    with pytest.raises(UsageError, match=r"given a int; give a torch\.futures\.Future"):
+        rigs(plan_of(7)).manager.wrap_future(3, 4)
+
+
 def test_state_functions_are_functions(rigs: Any) -> None:
     with pytest.raises(SettingError, match="load_state_dict of 'more' is a dict; give a function"):
         rigs().manager.register_state_dict_fn("more", {}, dict)  # type: ignore[arg-type]

@@ -173,8 +173,10 @@ class Manager:
             state_dict: gives it; called on the training thread, as the Manager's own argument.
             compared: it is the same on every replica after every commit, so `check_state_every` may compare it. False
                 for what differs rightly, such as a replica's place in its own data.
-        Raises: SettingError: there is a piece of that name already, or these are no functions.
+        Raises: SettingError: there is a piece of that name already, the name is no text, or these are no functions.
         """
+        if not isinstance(key, str) or not key:
+            raise SettingError(f"state is registered under {key!r}; give a name, the same on every replica")
         for name, function in (("load_state_dict", load_state_dict), ("state_dict", state_dict)):
             if not callable(function):
                 raise SettingError(f"{name} of {key!r} is a {type(function).__name__}; give a function")
@@ -439,8 +441,10 @@ class Manager:
             fut: any future.
             default: the result in place of an error.
             timeout: None: the Manager's.
-        Raises: SettingError: it is no timedelta.
+        Raises: SettingError: timeout is no timedelta. UsageError: fut is no future.
         """
+        if not isinstance(fut, torch.futures.Future):
+            raise UsageError(f"wrap_future was given a {type(fut).__name__}; give a torch.futures.Future")
         limit = self._limit(timeout, self._config.timeout)
         wrapped: torch.futures.Future[T] = torch.futures.Future()
         name = self._core.name
@@ -476,7 +480,12 @@ class Manager:
     # --- errors --------------------------------------------------------------------------------------------------
 
     def report_error(self, e: Exception) -> None:
-        """Say that this step has failed: later reductions do nothing, and should_commit votes no."""
+        """Say that this step has failed: later reductions do nothing, and should_commit votes no.
+
+        Raises: UsageError: e is no exception.
+        """
+        if not isinstance(e, BaseException):
+            raise UsageError(f"report_error was given a {type(e).__name__}; give the exception: RuntimeError(...)")
         self._report(e, None)
 
     def errored(self) -> ExceptionWithTraceback | None:
