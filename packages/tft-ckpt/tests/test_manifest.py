@@ -253,6 +253,8 @@ def test_a_state_larger_than_the_limits_is_refused() -> None:
         encoded([1, 2, 3], limits=Limits(nodes=3))
     with pytest.raises(StateUnsupported, match="limit of 100"):
         encoded([torch.ones(100)], limits=Limits(data_bytes=100))
+    with pytest.raises(StateUnsupported, match=r"state\[0\] has 100 elements, many in one place"):
+        encoded([torch.ones(1).expand(100)], limits=Limits(data_bytes=100))
     with pytest.raises(StateUnsupported, match="limit of 1000"):
         encoded("x" * 1000, limits=Limits(manifest_bytes=1000))
     with pytest.raises(WrongSetting):
@@ -283,6 +285,7 @@ HOSTILE_TENSORS = {
     "size is a fraction": tensor_node(shape=[4.0]),
     "huge size": tensor_node(shape=[2**62]),
     "sizes that overflow": tensor_node(shape=[2**40, 2**40], stride=[0, 0]),
+    "more elements than the limits allow, in one place": tensor_node(shape=[2**20, 2**20], stride=[0, 0]),
     "empty that overflows": tensor_node(shape=[0, 2**40, 2**40], stride=[1, 1, 1], segment=-1),
     "empty that lies somewhere": tensor_node(shape=[0]),
     "negative stride": tensor_node(stride=[-1]),
@@ -322,6 +325,8 @@ HOSTILE_NODES = {
     "untagged long integer": 2**63,
     "odd dict": ["dict", 1],
     "key comes twice": ["dict", 1, 2, 1, 3],
+    "long key comes twice": ["dict", *[["int", "0x" + "f" * 6000], 1] * 2],
+    "keys of one hash": ["dict", *(part for k in range(2, 100) for part in (["int", hex(k * (2**61 - 1))], 1))],
     "key is a list": ["dict", ["list"], 1],
     "key is a tensor": ["dict", ["tensor", "float32", [0], None, -1, 0], 1],
     "key is empty": ["dict", [], 1],
@@ -341,6 +346,12 @@ HOSTILE_NODES = {
     "unknown dtype": ["dtype", "load"],
     "dtype is a list": ["dtype", ["float32"]],
 }
+
+
+def test_a_very_long_integer_may_be_a_key() -> None:
+    """Python writes none of more than some thousand digits in decimals, as a path would have it."""
+    state = {16**6000: 1, (16**6000,): [2]}
+    assert transferred(state) == state
 
 
 @pytest.mark.parametrize("kind", HOSTILE_NODES)

@@ -224,7 +224,7 @@ def describe(
     """
     if not CHUNK_BYTES_MIN <= chunk_bytes <= CHUNK_BYTES_MAX:
         raise WrongSetting(f"chunk_bytes is {chunk_bytes}; give {CHUNK_BYTES_MIN} to {CHUNK_BYTES_MAX}")
-    plan = _SegmentPlan()
+    plan = _SegmentPlan(limits)
     root = TreeWriter(plan.add, limits=limits).write(state)
     segments, sources = plan.finish()
     layout = Layout(key=key, chunk_bytes=chunk_bytes, segments=segments, root=root)
@@ -239,7 +239,8 @@ def describe(
 class _SegmentPlan:
     """Collects tensors, and then gives every storage among them its place in the run."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
         # Where two storages begin at one address, the longer one covers both.
         self._storages: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
         self._spans: dict[tuple[torch.device, int], tuple[int, int]] = {}
@@ -256,7 +257,14 @@ class _SegmentPlan:
             return node
         storage = tensor.untyped_storage()
         start = int(tensor.storage_offset()) * tensor.dtype.itemsize
-        end = start + _extent(shape, stride) * tensor.dtype.itemsize
+        extent = _extent(shape, stride)
+        end = start + extent * tensor.dtype.itemsize
+        if tensor.numel() > extent and tensor.numel() * tensor.dtype.itemsize > self._limits.data_bytes:
+            raise StateUnsupported(
+                f"{path} has {tensor.numel()} elements, many in one place, and a copy of it would be above the limit "
+                f"of {self._limits.data_bytes} bytes; send what it was expanded from",
+                path=path,
+            )
         if end > storage.nbytes():
             raise StateUnsupported(
                 f"{path} needs {end} bytes of a storage that has {storage.nbytes()}; its memory was freed, so take "
@@ -484,6 +492,9 @@ class _Reader:
             if segment != -1 or offset != 0:
                 raise reader.corrupt(path, "its tensor is empty, yet lies somewhere")
             return TensorLeaf(path, dtype, shape, stride, -1, 0, 0, sharding)
+        if elements * dtype.itemsize > self._limits.data_bytes:
+            # A stride of 0 puts them all in one place, until somebody copies the tensor.
+            raise reader.corrupt(path, "its tensor has more elements than the limits allow")
         if not 0 <= segment < len(self._segments) or offset < 0 or offset % dtype.itemsize:
             raise reader.corrupt(path, "its tensor lies in no segment")
         if offset + length > self._segments[segment].length:

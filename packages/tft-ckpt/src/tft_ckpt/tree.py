@@ -37,6 +37,9 @@ Node = Any
 
 ROOT_PATH = "state"
 
+MAX_KEYS_ALIKE = 64
+"""Keys of one dict that may have one hash; honest ones have two or three."""
+
 _SHORT_INT = 2**63
 
 _DTYPE_NAMES = (
@@ -241,7 +244,10 @@ _NO_LEAF = object()
 
 def _label(key: object) -> str:
     """How a key stands in a path: short, however long a peer made the key."""
-    text = repr(key)
+    try:
+        text = repr(key)
+    except ValueError:  # Python writes no integer of more than some thousand digits in decimals
+        text = f"a {type(key).__qualname__} with a very long integer"
     return text if len(text) <= 100 else f"{text[:100]}…"
 
 
@@ -392,10 +398,15 @@ class TreeReader:
     def _pairs(self, node: list[Node], first: int, path: str, depth: int, *, into: Any) -> Any:
         if (len(node) - first) % 2:
             raise self.corrupt(path, "a key lacks its value")
+        alike: Counter[int] = Counter()
         for at in range(first, len(node), 2):
             key = self._read_key(node[at], path, depth + 1)
+            # Numbers of one hash are easily found, and a dict of n of them takes n * n comparisons to make.
+            alike[hash(key)] += 1
+            if alike[hash(key)] > MAX_KEYS_ALIKE:
+                raise self.corrupt(path, f"more than {MAX_KEYS_ALIKE} of its keys have one hash")
             if key in into:
-                raise self.corrupt(path, f"its key {str(key)[:80]!r} comes twice")
+                raise self.corrupt(path, f"its key {_label(key)} comes twice")
             into[key] = self.read(node[at + 1], f"{path}[{_label(key)}]", depth + 1)
         return into
 
