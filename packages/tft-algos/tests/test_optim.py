@@ -31,6 +31,8 @@ class Decides:
         self.attempt = 0
         self.verdict: bool | None = None
         self.is_untouched = False  # its steps have reductions
+        self.participates = True
+        self.step = 0
 
     def start_quorum(self) -> None:
         self.calls.append("start_quorum")
@@ -41,6 +43,12 @@ class Decides:
         self.calls.append("should_commit")
         self.verdict = self.verdicts.pop(0) if self.verdicts else True
         return self.verdict
+
+    def is_participating(self) -> bool:
+        return self.participates
+
+    def current_step(self) -> int:
+        return self.step
 
     def report_torn(self, error: Exception) -> None:
         self.torn = error
@@ -212,6 +220,37 @@ def test_a_scaler_skips_a_step_with_infinities_and_the_next_zero_grad_begins_ano
     assert scaler.get_scale() == 2.0
     torch.testing.assert_close(parameter.detach(), torch.zeros(2), atol=1e-5, rtol=0)
     assert manager.calls == ["start_quorum", "should_commit", "start_quorum", "start_quorum", "should_commit"]
+
+
+@pytest.mark.parametrize("wrapped_by", ["nothing", "a scheduler"])
+@pytest.mark.parametrize("healed_to", [4.0, 64.0])
+def test_gradients_that_were_unscaled_before_another_scale_was_healed_are_not_stepped_with(
+    healed_to: float, wrapped_by: str
+) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    source = torch.amp.GradScaler("cpu", init_scale=healed_to, growth_interval=100).state_dict()
+
+    class Heals(Decides):
+        def should_commit(self) -> bool:
+            if not self.participates:
+                scaler.load_state_dict(source)
+            return super().should_commit()
+
+    manager, parameter = Heals(), torch.nn.Parameter(torch.ones(1))
+    optimizer = wrap(manager, torch.optim.SGD([parameter], lr=0.5))
+    if wrapped_by == "a scheduler":
+        lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    stepped = []
+    for manager.participates in (False, False, True):  # it heals twice
+        optimizer.zero_grad()
+        scaler.scale(parameter.sum()).backward()
+        stepped.append(scaler.step(optimizer))
+        scaler.update()
+    differed = healed_to != 4.0
+    assert stepped == [not differed, True, True]
+    assert (manager.torn is not None) == differed
+    if differed:
+        assert "unscaled by 4, and the scale that this replica healed to is 64" in str(manager.torn)
 
 
 def test_an_optimizer_that_raises_after_the_commit_leaves_a_torn_replica() -> None:

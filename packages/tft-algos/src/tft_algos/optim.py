@@ -13,6 +13,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, NoReturn, final
 
 import torch
@@ -43,7 +44,9 @@ class Optimizer(torch.optim.Optimizer):
     Register the scheduler's state at the Manager beside the optimizer's, so that a replica that heals goes on with the
     others' learning rate. With a `torch.amp.GradScaler`, `scaler.step(optimizer)` returns what `step` returned, and
     None if it skipped it because of infinities; that leaves the step open, without a vote, and the next `zero_grad`
-    begins the next. The gradients are averages, so every replica skips the same steps.
+    begins the next. The gradients are averages, so every replica skips the same steps. Register the scaler's state at
+    the Manager, too. Who heals has unscaled the gradients with a scale of its own before it got the others', so if the
+    two differ it does not step with them, and heals once more.
 
     Args:
         manager: decides whether a step counts.
@@ -116,6 +119,9 @@ class Optimizer(torch.optim.Optimizer):
             self._check_turn()
             manager = self.manager
             verdict = manager.verdict
+            scaler = _scaler_that_calls()
+            # Read for those only who give nothing, such as who heals, because reading it waits for the device.
+            scale = None if scaler is None or manager.is_participating() else scaler.get_scale()
             if verdict is None:
                 if self._has_open_pass():
                     raise UsageError(
@@ -126,6 +132,14 @@ class Optimizer(torch.optim.Optimizer):
                 verdict = manager.should_commit()
             self._has_stepped = True
             if not verdict:
+                return False
+            if scaler is not None and scale is not None and scaler.get_scale() != scale:
+                manager.report_torn(
+                    UsageError(
+                        f"the gradients of step {manager.current_step()} were unscaled by {scale:g}, and the scale "
+                        f"that this replica healed to is {scaler.get_scale():g}"
+                    )
+                )
                 return False
             try:
                 self.optim.step()
@@ -227,16 +241,28 @@ class Optimizer(torch.optim.Optimizer):
         return f"Optimizer({self.optim!r})"
 
 
+def _callers() -> list[FrameType]:
+    """Who called `step`, seen from a function that `step` calls; through a scheduler's and a profiler's wrapping."""
+    found: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None and len(found) < _FRAMES_BETWEEN:
+        found.append(frame)
+        frame = frame.f_back
+    return found
+
+
 def _torch_initializes_state() -> bool:
     """Whether the caller is torch's checkpoint code, which makes an optimizer's state by a step that does nothing.
 
     It says so by nothing else than being the caller.
     """
-    frame = sys._getframe(2)
-    for _ in range(_FRAMES_BETWEEN):
-        if (frame.f_globals.get("__name__"), frame.f_code.co_name) == _INITIALIZES_STATE:
-            return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return False
+    return any((frame.f_globals.get("__name__"), frame.f_code.co_name) == _INITIALIZES_STATE for frame in _callers())
+
+
+def _scaler_that_calls() -> torch.amp.GradScaler | None:
+    """The GradScaler whose `step` calls the optimizer's; it says so by nothing else, either."""
+    for frame in _callers():
+        scaler = frame.f_locals.get("self") if frame.f_code.co_name == "_maybe_opt_step" else None
+        if isinstance(scaler, torch.amp.GradScaler):
+            return scaler
+    return None

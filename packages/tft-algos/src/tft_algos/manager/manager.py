@@ -863,11 +863,12 @@ class Manager:
     def report_torn(self, error: Exception) -> None:
         """Say that the step was committed and could not be applied: the state here is half written.
 
-        This group heals, whole, before its gradients count again. `Optimizer` calls it when the optimizer raises.
+        This group heals, whole, before its gradients count again. `Optimizer` calls it when the optimizer raises, and
+        when the gradients were unscaled by another scale than the one that this replica healed to.
         """
         self._core.optimizer_raised()
         self._records.error(self._core.name, error, counts=False)
-        self._log(logging.WARNING, "the optimizer raised after the commit, so this replica heals: %r", error)
+        self._log(logging.WARNING, "the commit could not be applied here, so this replica heals: %r", error)
 
     # --- facts ---------------------------------------------------------------------------------------------------
 
