@@ -22,9 +22,8 @@ from tft_coord.errors import CoordinationError
 from tft_pg import ProcessGroupGloo
 
 
-def main(steps: int, directory: str, every: int) -> None:
+def main(replica: int, steps: int, directory: str, every: int) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    replica = int(os.environ.get("REPLICA_GROUP_ID", "0"))
     torch.manual_seed(replica)
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -56,6 +55,8 @@ def main(steps: int, directory: str, every: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS)
+    own = os.environ.get("REPLICA_GROUP_ID", "0")
+    parser.add_argument("--replica_group_id", dest="replica", type=int, default=own)
     parser.add_argument("steps", type=int, nargs="?", default=2000)
     parser.add_argument("--directory", default="checkpoints")
     parser.add_argument("--every", type=int, default=100)

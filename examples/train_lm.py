@@ -49,6 +49,15 @@ class Settings:
     seed: int = 0
     print_every: int = 20
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name != "seed" and not value > 0:
+                raise SettingError(f"{name} is {value}; give more than 0")
+        if self.width % (2 * self.heads):
+            raise SettingError(f"width is {self.width}; give a multiple of {2 * self.heads}, for {self.heads} heads")
+        if self.characters < 10 * (self.context + 1):  # a tenth is for validation
+            raise SettingError(f"{self.characters} characters are too few for sequences of {self.context}")
+
 
 class Attention(nn.Module):
     """Causal, each head's queries and keys rotated by their positions."""

@@ -450,3 +450,11 @@ def test_the_example_resumes_what_it_saved_under_torchrun_too(launch: Launch, tm
         output = printed(launch([*torchrun, "30"], env=environment, cwd=tmp_path))
     assert output.count("resumed step 20\n") == 2
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-20", "step-30"]
+
+
+@pytest.mark.timeout(60)
+def test_a_replica_group_of_no_number_is_refused_in_one_sentence(launch: Launch, tmp_path: Path) -> None:
+    process = launch([sys.executable, str(EXAMPLE)], env={"REPLICA_GROUP_ID": "x"}, cwd=tmp_path)
+    output, _ = process.communicate(timeout=2 * PATIENCE_S)
+    assert process.returncode == 2
+    assert output == "durable_checkpoint.py: error: argument --replica_group_id: invalid int value: 'x'\n"

