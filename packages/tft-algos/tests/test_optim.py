@@ -27,7 +27,7 @@ class Decides:
     def __init__(self, *verdicts: bool) -> None:
         self.verdicts = list(verdicts)
         self.calls: list[str] = []
-        self.torn: Exception | None = None
+        self.torn: BaseException | None = None
         self.attempt = 0
         self.verdict: bool | None = None
         self.is_untouched = False  # its steps have reductions
@@ -50,7 +50,7 @@ class Decides:
     def current_step(self) -> int:
         return self.step
 
-    def report_torn(self, error: Exception) -> None:
+    def report_torn(self, error: BaseException) -> None:
         self.torn = error
 
 
@@ -253,17 +253,33 @@ def test_gradients_that_were_unscaled_before_another_scale_was_healed_are_not_st
         assert "unscaled by 4, and the scale that this replica healed to is 64" in str(manager.torn)
 
 
-def test_an_optimizer_that_raises_after_the_commit_leaves_a_torn_replica() -> None:
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_an_optimizer_that_raises_after_the_commit_leaves_a_torn_replica(error: type[BaseException]) -> None:
     optimizer, _, manager = wrapped(True)
 
     def fail(*_: object) -> None:
-        raise MemoryError("no room")
+        raise error("no room")
 
     optimizer.register_step_pre_hook(fail)
     optimizer.zero_grad()
-    with pytest.raises(MemoryError, match="no room"):
+    with pytest.raises(error, match="no room"):
         optimizer.step()
-    assert isinstance(manager.torn, MemoryError)
+    assert isinstance(manager.torn, error)
+
+
+@pytest.mark.parametrize(("verdict", "torn"), [(True, True), (False, False), (None, False)])
+def test_an_interrupt_between_the_verdict_and_the_step_leaves_a_torn_replica(verdict: bool | None, torn: bool) -> None:
+    class Interrupted(Decides):
+        def should_commit(self) -> bool:
+            self.verdict = verdict
+            raise KeyboardInterrupt
+
+    manager = Interrupted()
+    optimizer = wrap(manager, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5))
+    optimizer.zero_grad()
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert isinstance(manager.torn, KeyboardInterrupt) == torn
 
 
 def test_it_says_what_it_wraps_and_is_neither_copied_nor_pickled() -> None:

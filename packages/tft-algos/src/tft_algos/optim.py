@@ -117,36 +117,40 @@ class Optimizer(torch.optim.Optimizer):
             return True
         with self._calling("step"):
             self._check_turn()
-            manager = self.manager
-            verdict = manager.verdict
-            scaler = _scaler_that_calls()
-            # Read for those only who give nothing, such as who heals, because reading it waits for the device.
-            scale = None if scaler is None or manager.is_participating() else scaler.get_scale()
-            if verdict is None:
-                if self._has_open_pass():
-                    raise UsageError(
-                        f"step() was called after a backward pass of attempt {self._attempt} that did not reduce all "
-                        "gradients; if it raised, give its error to Manager.report_error, or go on with zero_grad(); "
-                        "if the loss does not depend on all parameters, say find_unused_parameters=True"
-                    )
-                verdict = manager.should_commit()
-            self._has_stepped = True
-            if not verdict:
-                return False
-            if scaler is not None and scale is not None and scaler.get_scale() != scale:
-                manager.report_torn(
-                    UsageError(
-                        f"the gradients of step {manager.current_step()} were unscaled by {scale:g}, and the scale "
-                        f"that this replica healed to is {scaler.get_scale():g}"
-                    )
+            if self.manager.verdict is None and self._has_open_pass():
+                raise UsageError(
+                    f"step() was called after a backward pass of attempt {self._attempt} that did not reduce all "
+                    "gradients; if it raised, give its error to Manager.report_error, or go on with zero_grad(); "
+                    "if the loss does not depend on all parameters, say find_unused_parameters=True"
                 )
-                return False
             try:
-                self.optim.step()
-            except Exception as error:
-                manager.report_torn(error)
+                return self._vote_and_step(_scaler_that_calls())
+            except BaseException as error:  # Ctrl-C too, after which a notebook goes on
+                if self.manager.verdict:
+                    self.manager.report_torn(error)
                 raise
-            return True
+
+    def _vote_and_step(self, scaler: torch.amp.GradScaler | None) -> bool:
+        """Between the verdict and the end of the wrapped optimizer's step, whatever is raised leaves a torn state."""
+        manager = self.manager
+        # Read for those only who give nothing, such as who heals, because reading it waits for the device.
+        scale = None if scaler is None or manager.is_participating() else scaler.get_scale()
+        verdict = manager.verdict
+        if verdict is None:
+            verdict = manager.should_commit()
+        self._has_stepped = True
+        if not verdict:
+            return False
+        if scaler is not None and scale is not None and scaler.get_scale() != scale:
+            manager.report_torn(
+                UsageError(
+                    f"the gradients of step {manager.current_step()} were unscaled by {scale:g}, and the scale that "
+                    f"this replica healed to is {scaler.get_scale():g}"
+                )
+            )
+            return False
+        self.optim.step()
+        return True
 
     def _goes_on(self) -> bool:
         """Whether the step that this optimizer has joined, and did not end, can be gone on with."""

@@ -860,7 +860,7 @@ class Manager:
             paths=tuple(path for path, _ in found),
         )
 
-    def report_torn(self, error: Exception) -> None:
+    def report_torn(self, error: BaseException) -> None:
         """Say that the step was committed and could not be applied: the state here is half written.
 
         This group heals, whole, before its gradients count again. `Optimizer` calls it when the optimizer raises, and

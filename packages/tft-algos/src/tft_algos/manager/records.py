@@ -69,7 +69,7 @@ class Records:
         """A verdict has come."""
         self._write(self.commits, name, "commit", commit_result=committed, num_participants=num_participants)
 
-    def error(self, name: StepName, error: Exception, *, counts: bool) -> None:
+    def error(self, name: StepName, error: BaseException, *, counts: bool) -> None:
         """Something has failed."""
         if self.errors.isEnabledFor(logging.DEBUG):
             told = {"error": str(error), "error_type": type(error).__name__, "counts": counts}
