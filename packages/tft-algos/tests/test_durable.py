@@ -337,6 +337,21 @@ def test_another_history_and_a_broken_one_get_a_name_of_their_own(tmp_path: Path
     assert again.digest() == third.digest()
 
 
+def test_what_a_rank_wrote_to_a_disk_of_its_own_makes_no_checkpoint(tmp_path: Path, monkeypatch: Any) -> None:
+    job = Job(tmp_path, keep=1)
+    job.train()
+    save = durable.save
+
+    def with_a_part_elsewhere(*args: Any, storage_writer: Any, **settings: Any) -> None:
+        save(*args, storage_writer=storage_writer, **settings)
+        (Path(storage_writer.path) / "__0_0.distcp").unlink()
+
+    monkeypatch.setattr(durable, "save", with_a_part_elsewhere)
+    with pytest.raises(CheckpointFailed, match=r"__0_0.distcp can't be seen from rank 0; all ranks"):
+        job.train()
+    assert names(tmp_path) == ["step-1"]
+
+
 def test_links_take_names_too_and_are_removed_as_links(tmp_path: Path) -> None:
     place, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
     job = Job(place)

@@ -97,7 +97,8 @@ class DurableCheckpoint:
 
     Args:
         manager: of this process.
-        directory: that all ranks of a group see; groups that see it too resume from it, others heal.
+        directory: of this job alone, that all ranks of a group see; groups that see it too resume from it, others
+            heal.
         model: any module, FSDP2's and DDP's among them.
         optimizers: the model's, wrapped or not.
         others: what else is the same on every replica: schedulers, counters. What rank 0 has is saved.
@@ -377,6 +378,12 @@ class _Writer:
     def publish(self, manager: Mapping[str, Any]) -> int:
         """Make what is in the place a checkpoint; returns the number behind its name, 0 for none."""
         files = {path.name: (path.stat().st_size, _digest_of(path)) for path in sorted(self.place.iterdir())}
+        written = {each.relative_path for each in FileSystemReader(self.place).read_metadata().storage_data.values()}
+        if elsewhere := sorted(written - {*files}):
+            raise FileNotFoundError(
+                f"{', '.join(elsewhere[:MOST_NAMED])} can't be seen from rank 0; all ranks of a group write into one "
+                "directory"
+            )
         body = json.dumps(
             {"format": FORMAT, "step": self._step, "manager": dict(manager), "files": files}, sort_keys=True
         ).encode()
