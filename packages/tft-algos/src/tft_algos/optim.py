@@ -33,7 +33,13 @@ class Optimizer(torch.optim.Optimizer):
 
     A loop: `zero_grad()`, forward, backward, `step()`. Several optimizers on one Manager, each in its own wrapper,
     commit together if all their `zero_grad` come before the first `step`; all backward passes do, too. Where they
-    alternate (`a.zero_grad`, backward, `a.step`, `b.zero_grad`, backward, `b.step`), each has steps of its own.
+    alternate (`a.zero_grad`, backward, `a.step`, `b.zero_grad`, backward, `b.step`), each has steps of its own. If
+    these reduce other parameters than those, a newcomer must not begin with the one while the others are at the other.
+    So let the step say whose turn it is, which it can before the forward pass with `use_async_quorum=False`:
+
+        manager.start_quorum()
+        turn = a if manager.current_step() % 2 == 0 else b
+        turn.zero_grad()
 
     A step that was voted down left the parameters alone, here and not necessarily on the other replicas, so whatever
     counts steps must not move on either. `step` says whether it stepped:
