@@ -125,3 +125,17 @@ def test_state_that_is_registered_right_after_a_healing_is_healed_too(rigs: Any,
     member.step()
     # Whoever registers long after a healing has the piece as everybody else has it.
     assert member.coordinator.requests[-1].torn == (attempts_later == 0)
+
+
+def test_who_has_healed_gets_ready_to_serve_in_its_next_step(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[object] = []
+    monkeypatch.setattr(MemoryTransport, "prepare_to_send", lambda transport: prepared.append(transport))
+    shelf: dict[Any, Any] = {}
+    assert rigs(plan_of(7, size=2, healing=[1]), checkpoint_transport=MemoryTransport(shelf)).step()
+    again = [QuorumKey(7, 7)] * 2
+    member = rigs(plan_of(7, rank=1, size=2, healing=[1]), *again, checkpoint_transport=MemoryTransport(shelf))
+    assert member.step()
+    assert prepared == []
+    assert member.step()
+    assert member.step()
+    assert len(prepared) == 1

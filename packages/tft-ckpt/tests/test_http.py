@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import queue
 import re
 import select
 import socket
@@ -62,6 +63,22 @@ def ask(url: str, path: str, *, method: str = "GET", **headers: str) -> tuple[ht
         return response, response.read()
     finally:
         connection.close()
+
+
+def test_who_has_received_gets_memory_ready_to_send(
+    source: HTTPTransport[Any], receiver: HTTPTransport[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver.prepare_to_send()  # nothing was received, so nothing is known of its size
+    state = {"a": torch.arange(2000, dtype=torch.int32)}
+    source.send_checkpoint([1], 1, state, BOUND)
+    assert_same_state(receiver.recv_checkpoint(0, source.metadata(), 1, BOUND), state)
+    touched: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
+    monkeypatch.setattr(Buffer, "touch", lambda buffer, _: touched.put(buffer))
+    receiver.prepare_to_send()
+    buffer = touched.get(timeout=BOUND.total_seconds())
+    receiver.shutdown()
+    assert buffer.fits(8000)
+    assert not [thread for thread in threading.enumerate() if thread.name == "tft-ckpt-memory"]
 
 
 # ---- the server ----

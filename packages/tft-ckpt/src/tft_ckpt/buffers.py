@@ -10,6 +10,7 @@ Law of this file: memory and its reuse; nothing here knows what the bytes mean. 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from typing import final
 
 import torch
@@ -19,6 +20,7 @@ from tft_ckpt.errors import StateUnavailable
 __all__ = ["Buffer", "BufferPool"]
 
 _HUGE_PAGE_BYTES = 2 << 20
+_PIECE_BYTES = 64 << 20
 
 
 @final
@@ -48,6 +50,17 @@ class Buffer:
         self.view = memoryview(memory)
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
 
+    def fits(self, num_bytes: int) -> bool:
+        """Whether it holds so many bytes without waste."""
+        return num_bytes <= self.capacity_bytes <= 2 * num_bytes + _HUGE_PAGE_BYTES
+
+    def touch(self, give_up: Callable[[], bool]) -> None:
+        """Write to all of it, a piece at a time, so that the next writer finds no fresh page; ends early on give_up."""
+        for piece in self.tensor.split(_PIECE_BYTES):
+            if give_up():
+                return
+            piece.zero_()
+
 
 @final
 class BufferPool:
@@ -59,11 +72,15 @@ class BufferPool:
     def take(self, num_bytes: int) -> Buffer:
         """A buffer of at least so many bytes, the kept one if it fits without waste. Its content is arbitrary."""
         kept, self._free = self._free, None
-        if kept is not None and num_bytes <= kept.capacity_bytes <= 2 * num_bytes + _HUGE_PAGE_BYTES:
+        if kept is not None and kept.fits(num_bytes):
             return kept
         # Dropped before the new one is made, so that both are not held at once.
         del kept
         return Buffer(num_bytes)
+
+    def has(self, num_bytes: int) -> bool:
+        """Whether `take` would give the kept one."""
+        return self._free is not None and self._free.fits(num_bytes)
 
     def give(self, buffer: Buffer) -> None:
         """Take a buffer back. Nothing may look into it any more."""

@@ -75,6 +75,15 @@ class Shelf:
         """A buffer for the state that is about to be taken."""
         return self._pool.take(num_bytes)
 
+    def has_memory(self, num_bytes: int) -> bool:
+        """Whether the next state of so many bytes finds a buffer that was used before."""
+        return self._pool.has(num_bytes) or (self._current is not None and self._current.buffer.fits(num_bytes))
+
+    def keep(self, buffer: Buffer) -> None:
+        """Take a buffer for a state to come."""
+        if not self._cleared and not self.has_memory(buffer.capacity_bytes):
+            self._pool.give(buffer)
+
     def publish(self, snapshot: Snapshot) -> None:
         """Put the state on offer that begin announced."""
         self._current = snapshot

@@ -92,6 +92,12 @@ class CheckpointTransport(ABC, Generic[T]):
             WrongSetting.
         """
 
+    def prepare_to_send(self) -> None:
+        """Get ready, in the background, to send a state like the one that was received last; a hint, and no more.
+
+        Who has healed may be a source in any step from then on, and a first transfer costs more than a later one.
+        """
+
     @abstractmethod
     def disallow_checkpoint(self) -> None:
         """Return when the state last given to send_checkpoint may be changed."""

@@ -252,6 +252,8 @@ class Manager:
             shrink_only=shrink_only,
         )
         self._quorum = self._executor.submit(self._negotiate, request, limit)
+        if self._healed_in == self.attempt - 1:
+            self._transport.prepare_to_send()  # now that nobody waits for this replica's first step any more
         if not self._config.use_async_quorum:
             self.wait_quorum()
             self._give_or_take_state()

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, final
 
 from tft_ckpt.buffers import Buffer
-from tft_ckpt.errors import Closed
+from tft_ckpt.errors import Closed, StateUnavailable
 from tft_ckpt.key import StateKey
 from tft_ckpt.shelf import Shelf
 from tft_ckpt.snapshot import Snapshot
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["StateServer"]
 
 THREAD_NAME = "tft-ckpt-http"
+PREPARE_THREAD_NAME = "tft-ckpt-memory"
 
 _log = logging.getLogger("tft_ckpt.http")
 
@@ -59,6 +60,7 @@ class StateServer:
         self._failure: BaseException | None = None
         self._loop = asyncio.new_event_loop()
         self._app: App  # the loop's thread alone touches it
+        self._preparing: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self._thread.start()
 
@@ -101,14 +103,42 @@ class StateServer:
         self._tell(lambda: self._app.send_off(overdue))
         self._tell(lambda: self._app.wake())
 
+    def prepare(self, num_bytes: int) -> None:
+        """Have memory ready for a state of so many bytes, in the background: the first touch of fresh pages is dear.
+
+        Else it would be paid by the trainer's thread when it first serves, while all others wait for it.
+        """
+        with self._lock:
+            if self._closed or self._preparing is not None or self._shelf.has_memory(num_bytes):
+                return
+            self._preparing = threading.Thread(
+                target=self._prepare, args=(num_bytes,), name=PREPARE_THREAD_NAME, daemon=True
+            )
+            self._preparing.start()
+
+    def _prepare(self, num_bytes: int) -> None:
+        try:
+            buffer = Buffer(num_bytes)
+        except StateUnavailable as error:
+            _log.warning("no memory is kept for serving a state: %s", error)
+        else:
+            buffer.touch(lambda: self._closed)
+            with self._lock:
+                self._shelf.keep(buffer)
+        with self._lock:
+            self._preparing = None
+
     def close(self, *, wait: bool) -> None:
-        """Close the port and every connection, and end the thread."""
+        """Close the port and every connection, and end the threads."""
         with self._lock:
             first, self._closed = not self._closed, True
+            preparing = self._preparing
         if first:
             self._tell(lambda: self._app.stop())
         if wait:
             self._thread.join()
+            if preparing is not None:
+                preparing.join()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -215,6 +215,11 @@ class HTTPTransport(CheckpointTransport[T]):
         )
         return state
 
+    def prepare_to_send(self) -> None:
+        """Have memory ready, in the background, for a state as large as the one that was received last."""
+        if self._last_receive is not None:
+            self._server.prepare(self._last_receive.state_bytes)
+
     def disallow_checkpoint(self) -> None:
         """Return at once: what is served is a copy."""
 

@@ -184,6 +184,9 @@ class StruckTransport(CheckpointTransport[Any]):
             src_rank, metadata, step, timeout, key=key, sources=sources, progress=progress, cancelled=cancelled
         )
 
+    def prepare_to_send(self) -> None:
+        self._inside.prepare_to_send()
+
     def disallow_checkpoint(self) -> None:
         self._inside.disallow_checkpoint()
 
