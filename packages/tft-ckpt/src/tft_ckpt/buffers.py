@@ -1,9 +1,8 @@
 """Memory for runs of bytes, kept because fresh memory is dear.
 
 The first touch of a fresh page costs many times the copy that fills it: a gibibyte copied into fresh pages of the usual
-size takes 1.8 s where 0.06 s would do. So a large buffer is asked for in huge pages (where the system grants them on
-request, a first copy then costs hardly more than a later one), and buffers are kept to be used again. A small one is not:
-pages of the usual size are at hand, while huge ones may have to be made first, which costs it more than it saves.
+size takes 1.8 s where 0.06 s would do. So a buffer is asked for in huge pages (where the system grants them on request,
+a first copy then costs hardly more than a later one), and is kept to be used again.
 
 Law of this file: memory and its reuse; nothing here knows what the bytes mean. Not thread-safe: the owner locks.
 """
@@ -21,7 +20,6 @@ from tft_ckpt.errors import StateUnavailable
 __all__ = ["Buffer", "BufferPool"]
 
 _HUGE_PAGE_BYTES = 2 << 20
-_LARGE_BYTES = 128 << 20
 _PIECE_BYTES = 64 << 20
 
 
@@ -47,7 +45,7 @@ class Buffer:
                 f"this process got no {capacity_bytes} bytes of memory for a state: {error}; free some, or lower the "
                 "limit on data_bytes"
             ) from error
-        if hasattr(mmap, "MADV_HUGEPAGE") and self.capacity_bytes >= _LARGE_BYTES:
+        if hasattr(mmap, "MADV_HUGEPAGE") and self.capacity_bytes >= _HUGE_PAGE_BYTES:
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(memory)
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
