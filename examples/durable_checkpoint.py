@@ -14,6 +14,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 
 from tft_algos import DistributedDataParallel, Manager, Optimizer, SettingError
 from tft_algos.durable import DurableCheckpoint
@@ -32,7 +33,10 @@ def main(replica: int, steps: int, directory: str, every: int) -> None:
         for key, part in (("model", model), ("optimizer", adam), ("scheduler", scheduler)):
             manager.register_state_dict_fn(key, part.load_state_dict, part.state_dict)  # what is alive heals from it
         if manager.config.world_size > 1:  # the processes of this replica group
-            dist.init_process_group("gloo")
+            # Its own part of the store for each start: torchrun keeps the store, with the addresses of those that died.
+            store, rank, ranks = next(rendezvous("env://"))
+            store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
         ddp = DistributedDataParallel(manager, model, dist.group.WORLD if dist.is_initialized() else None)
         optimizer = Optimizer(manager, adam)
         checkpoint = DurableCheckpoint(

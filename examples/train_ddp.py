@@ -13,6 +13,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 
 from tft_algos import DistributedDataParallel, Manager, Optimizer, SettingError
 from tft_coord.errors import CoordinationError
@@ -34,8 +35,9 @@ def main(steps: int, replica: int, replicas: int) -> None:
         manager.register_state_dict_fn("model", model.load_state_dict, model.state_dict)
         manager.register_state_dict_fn("optimizer", adam.load_state_dict, adam.state_dict)
         rank, ranks = manager.config.rank, manager.config.world_size
-        if ranks > 1:  # the processes of this replica group
-            dist.init_process_group("gloo")
+        if ranks > 1:  # the processes of this replica group; each start has its part of the store that torchrun keeps
+            start = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), next(rendezvous("env://"))[0])
+            dist.init_process_group("gloo", store=start, rank=rank, world_size=ranks)
         ddp = DistributedDataParallel(manager, model, dist.group.WORLD if ranks > 1 else None)
         optimizer = Optimizer(manager, adam)
         while manager.current_step() < steps:

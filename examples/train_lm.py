@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, rendezvous  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -180,8 +180,11 @@ def main(replica: int, replicas: int, settings: Settings) -> None:
         raise SettingError(f"a batch of {settings.batch} is too small for {replicas * ranks} processes")
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("tft_algos").setLevel(logging.INFO)  # who joins, who is lost, who heals
-    if ranks > 1:
-        dist.init_process_group("gloo")  # the processes of this replica group
+    if ranks > 1:  # the processes of this replica group
+        # Its own part of the store for each start: torchrun keeps the store, with the addresses of those that died.
+        store, rank, _ = next(rendezvous("env://"))
+        store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     else:
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     with Manager(ProcessGroupGloo(), replica_id=f"replica_{replica}") as manager:

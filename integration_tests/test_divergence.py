@@ -139,30 +139,41 @@ Run = Callable[..., list[Replica]]
 
 @pytest.fixture
 def run(spawn: Spawn) -> Iterator[Run]:
-    """`run(*specs, min_replicas=3)` trains them to their ends; who has none is told to when the last one has ended."""
+    """`run(*specs, min_replicas=3)` trains them to their ends.
+
+    If the first has none, the last is a newcomer: it starts when all others train, and they end when it has ended.
+    """
     lighthouses: list[LighthouseServer] = []
 
     def start(*specs: dict[str, Any], min_replicas: int = 2) -> list[Replica]:
         lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=min_replicas, join_timeout_ms=20_000)
         lighthouses.append(lighthouse)
-        replicas = []
+        replicas: list[Replica] = []
+        deadline = time.monotonic() + PATIENCE_S
+
+        def take_in(waiting: list[Replica]) -> None:
+            by_connection = {each.connection: each for each in waiting}
+            ready = multiprocessing.connection.wait(list(by_connection), max(deadline - time.monotonic(), 0))
+            assert ready, [(each.digests, each.errors) for each in replicas]
+            for connection in ready:
+                by_connection[connection].take_in()  # type: ignore[index]
+
+        joins_later = specs[0].get("steps", 0) is None
         for spec in specs:
+            while joins_later and spec is specs[-1] and not all(each.digests for each in replicas):
+                take_in(replicas)
             ours, theirs = multiprocessing.connection.Pipe()
             spawn(train, Spec(str(lighthouse.address), **spec), theirs)
             theirs.close()
             replicas.append(Replica(ours))
-        deadline = time.monotonic() + PATIENCE_S
         told = False
-        while waiting := {each.connection: each for each in replicas if not each.ended}:
-            ready = multiprocessing.connection.wait(list(waiting), max(deadline - time.monotonic(), 0))
-            assert ready, [(each.digests, each.errors) for each in replicas]
-            for connection in ready:
-                waiting[connection].take_in()  # type: ignore[index]
-            if replicas[-1].ended and specs[0].get("steps", 0) is None and not told:
+        while waiting := [each for each in replicas if not each.ended]:
+            take_in(waiting)
+            if joins_later and replicas[-1].ended and not told:
                 told = True
                 last = max(max(each.digests) for each in replicas) + MARGIN_STEPS
-                for connection in set(waiting) - {replicas[-1].connection}:
-                    connection.send(last)
+                for each in replicas[:-1]:
+                    each.connection.send(last)
         return replicas
 
     yield start
