@@ -448,7 +448,7 @@ def test_the_example_resumes_what_it_saved_under_torchrun_too(launch: Launch, tm
     assert "step 20 participants 1" in output
     with lighthouse_of_one() as environment:
         output = printed(launch([*torchrun, "30"], env=environment, cwd=tmp_path))
-    assert output.count("resumed step 20\n") == 2
+    assert output.count("resumed step 20") == 2  # two processes may share a line
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-20", "step-30"]
 
 
