@@ -9,23 +9,14 @@ Law of this file: started as a module under the interpreter that has the system 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 
 import torch
 from torch import nn
 
-from benchmarks.step_worker import BATCH, WRAPPERS
+from benchmarks.step_worker import BATCH, WRAPPERS, tell
 
 STEADY_STEPS = 50
-
-
-def tell(participants: int, steady: bool) -> None:
-    """One line for the parent."""
-    json.dump({"participants": participants, "steady": steady, "at_s": time.time()}, sys.stdout)
-    sys.stdout.write("\n")
-    sys.stdout.flush()
 
 
 def main() -> None:
@@ -54,10 +45,10 @@ def main() -> None:
         step = manager.current_step()
         if manager.num_participants() != participants:
             participants, steps_together = manager.num_participants(), 0
-            tell(participants, steady=False)
+            tell(participants=participants, steady=False, at_s=time.time())
         steps_together += 1
         if participants == arguments.members and steps_together == STEADY_STEPS:
-            tell(participants, steady=True)
+            tell(participants=participants, steady=True, at_s=time.time())
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import statistics
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +97,7 @@ def _medians(turns: list[Turn]) -> Turn:
 
 @final
 class _Replica:
-    """A worker, and when it committed; a thread listens, so that no survivor waits for a full pipe."""
+    """A worker, and when it committed, as far as that was heard."""
 
     def __init__(self, system: str, rank: int, min_replicas: int, port: int) -> None:
         shape = ["--min-replicas", str(min_replicas), "--hidden", str(HIDDEN)]
@@ -107,39 +106,16 @@ class _Replica:
         self.worker = Worker(system, "benchmarks.rejoin_worker", [*shape, *place])
         self.constructed_s = 0.0
         self.commits: list[dict[str, Any]] = []
-        self._news = threading.Condition()
-        self._ended = False
-        self._listener = threading.Thread(target=self._listen, name="benchmark-listener", daemon=True)
-        self._listener.start()
-
-    def _listen(self) -> None:
-        try:
-            while True:
-                told = self.worker.told()
-                with self._news:
-                    if told["kind"] == "commit":
-                        self.commits.append(told)
-                    else:
-                        self.constructed_s = told["at_s"]
-                    self._news.notify_all()
-        except RuntimeError:
-            with self._news:
-                self._ended = True
-                self._news.notify_all()
 
     def wait_for(self, participants: int, times: int) -> None:
         """Until its last commits had that many participants. Raises: RuntimeError: not in time."""
-
-        def has() -> bool:
-            last = self.commits[-times:]
-            return self._ended or (len(last) == times and all(each["participants"] == participants for each in last))
-
-        with self._news:
-            if not self._news.wait_for(has, PATIENCE_S) or self._ended:
-                raise RuntimeError(
-                    f"a replica did not commit with {participants} within {PATIENCE_S:g} s; "
-                    "run benchmarks.rejoin_worker by hand to see why"
-                )
+        deadline_s = time.monotonic() + PATIENCE_S
+        while [each["participants"] for each in self.commits[-times:]] != [participants] * times:
+            told = self.worker.told(deadline_s - time.monotonic())
+            if told["kind"] == "commit":
+                self.commits.append(told)
+            else:
+                self.constructed_s = told["at_s"]
 
     def gaps_s(self, after_s: float, until_s: float) -> list[float]:
         """Between its commits of that time, the one before it included."""
@@ -147,10 +123,6 @@ class _Replica:
         return [
             later - earlier for earlier, later in itertools.pairwise(times_s) if after_s <= later and earlier <= until_s
         ]
-
-    def end(self) -> None:
-        self.worker.end()
-        self._listener.join()
 
 
 def _turn(system: str, together: int, victim: int) -> Turn:
@@ -180,4 +152,4 @@ def _turn(system: str, together: int, victim: int) -> Turn:
             )
         finally:
             for replica in replicas:
-                replica.end()
+                replica.worker.end()

@@ -9,21 +9,12 @@ Law of this file: started as a module under the interpreter that has the system 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 from typing import Any
 
 import torch
 
-from benchmarks.step_worker import BATCH, WRAPPERS, make_model
-
-
-def tell(**facts: object) -> None:
-    """One line for the parent."""
-    json.dump({**facts, "at_s": time.time()}, sys.stdout)
-    sys.stdout.write("\n")
-    sys.stdout.flush()
+from benchmarks.step_worker import BATCH, WRAPPERS, make_model, tell
 
 
 def main() -> None:
@@ -50,7 +41,7 @@ def main() -> None:
 
     manager.register_state_dict_fn("training", load, take)
     data = torch.randn(BATCH, arguments.hidden, generator=torch.Generator().manual_seed(arguments.rank))
-    tell(kind="constructed")
+    tell(kind="constructed", at_s=time.time())
     step = 0
     while True:
         optimizer.zero_grad()
@@ -58,7 +49,7 @@ def main() -> None:
         optimizer.step()
         if manager.current_step() > step:
             step = manager.current_step()
-            tell(kind="commit", step=step, participants=manager.num_participants())
+            tell(kind="commit", step=step, participants=manager.num_participants(), at_s=time.time())
 
 
 if __name__ == "__main__":

@@ -88,6 +88,13 @@ def wrap_tft(arguments: argparse.Namespace, model: nn.Module) -> tuple[nn.Module
 WRAPPERS = {"ddp": wrap_ddp, "torchft": wrap_torchft, "tft": wrap_tft}
 
 
+def tell(**facts: object) -> None:
+    """One line for the parent."""
+    json.dump(facts, sys.stdout)
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
     """Train, and print the step times."""
     parser = argparse.ArgumentParser()
@@ -116,9 +123,7 @@ def main() -> None:
         before = now
     manager = getattr(optimizer, "manager", None)
     committed = manager.current_step() if manager is not None else arguments.warmup + arguments.steps
-    json.dump({"times_ms": times_ms, "committed": committed}, sys.stdout)
-    sys.stdout.write("\n")
-    sys.stdout.flush()
+    tell(times_ms=times_ms, committed=committed)
     sys.stdin.readline()  # the other replica may still need this one
     close()
 
