@@ -8,6 +8,7 @@ process has set; so those whose parent was killed are found too.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -70,6 +71,7 @@ def nothing_left() -> Iterator[None]:
     for thread in ours:
         thread.join(SETTLE_S)
     left = [f"thread {thread.name}" for thread in ours if thread.is_alive()]
+    gc.collect()  # what nobody can reach any more is not left behind
     left += [f"port {port}" for port in listening_ports() if port not in ports_before]
     for process in processes:
         with suppress(psutil.NoSuchProcess):

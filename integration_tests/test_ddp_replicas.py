@@ -90,6 +90,9 @@ def store() -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def no_threads_are_left() -> Iterator[None]:
     yield
+    # Torch notes in the class whose forward runs, and puts back what it found: with replicas that are threads, the note
+    # can name a model of theirs for good, whose reducer keeps its last operation, and that Gloo's listener.
+    torch.nn.parallel.DistributedDataParallel._active_ddp_module = None
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("tft-")]
 
 
