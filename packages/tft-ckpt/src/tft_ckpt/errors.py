@@ -18,6 +18,7 @@ __all__ = [
     "Closed",
     "DeadlinePassed",
     "StateCorrupt",
+    "StateDiffers",
     "StateMismatch",
     "StateUnavailable",
     "StateUnsupported",
@@ -66,6 +67,20 @@ class StateUnsupported(CheckpointError):
 
     Fields:
         path: where the leaf stands, for example ``state['optim']['state'][0]``.
+    """
+
+    def __init__(self, message: str, *, path: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class StateDiffers(CheckpointError):
+    """The state that arrives does not fit the one that it should be received into: receive it without `into`.
+
+    Nothing was written yet.
+
+    Fields:
+        path: where the two part, for example ``state['model']['weight']``.
     """
 
     def __init__(self, message: str, *, path: str) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
@@ -135,9 +135,24 @@ class Layout:
     def leaves(self) -> tuple[TensorLeaf, ...]:
         """All tensors, in the order of the state."""
         found: list[TensorLeaf] = []
-        reader = _Reader(self.segments, limits=_NO_LIMITS, source="")
-        reader.tree(found.append).read(self.root)
+        self.read(found.append)
         return tuple(found)
+
+    def read(self, on_leaf: Callable[[TensorLeaf], object]) -> Any:
+        """The state, with on_leaf's answer in the place of each tensor; it is asked in the order of the state."""
+        return _Reader(self.segments, limits=_NO_LIMITS, source="").tree(on_leaf).read(self.root)
+
+    def tensor(self, leaf: TensorLeaf, storage: torch.UntypedStorage | None) -> torch.Tensor:
+        """A tensor of the leaf's form, looking into the storage that has its segment's bytes; None: it has none."""
+        if leaf.segment < 0 or storage is None:
+            return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype)
+        offset = (leaf.offset - self.segments[leaf.segment].offset) // leaf.dtype.itemsize
+        return torch.empty(0, dtype=leaf.dtype).set_(storage, offset, leaf.shape, leaf.stride)
+
+    def value(self, leaf: TensorLeaf, storage: torch.UntypedStorage | None) -> torch.Tensor | LocalShard:
+        """The same, as who receives it has it: a LocalShard, if it is a part."""
+        tensor = self.tensor(leaf, storage)
+        return tensor if leaf.sharding is None else LocalShard(tensor, leaf.sharding)
 
     def build(self, data: memoryview) -> Any:
         """The state, its tensors looking into the run, and a LocalShard in the place of each DTensor.
@@ -151,20 +166,7 @@ class Layout:
             torch.frombuffer(data, dtype=torch.uint8, count=segment.length, offset=segment.offset).untyped_storage()
             for segment in self.segments
         ]
-
-        def tensor_of(leaf: TensorLeaf) -> torch.Tensor:
-            if leaf.segment < 0:
-                return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype)
-            offset = (leaf.offset - self.segments[leaf.segment].offset) // leaf.dtype.itemsize
-            tensor = torch.empty(0, dtype=leaf.dtype)
-            return tensor.set_(storages[leaf.segment], offset, leaf.shape, leaf.stride)
-
-        def on_leaf(leaf: TensorLeaf) -> torch.Tensor | LocalShard:
-            tensor = tensor_of(leaf)
-            return tensor if leaf.sharding is None else LocalShard(tensor, leaf.sharding)
-
-        reader = _Reader(self.segments, limits=_NO_LIMITS, source="")
-        return reader.tree(on_leaf).read(self.root)
+        return self.read(lambda leaf: self.value(leaf, storages[leaf.segment] if leaf.segment >= 0 else None))
 
 
 @final

@@ -64,6 +64,7 @@ class CheckpointTransport(ABC, Generic[T]):
         timeout: timedelta,
         *,
         key: StateKey | None = None,
+        into: T | None = None,
         sources: Sequence[str] = (),
         progress: Callable[[int, int], None] | None = None,
         cancelled: Callable[[], bool] | None = None,
@@ -71,7 +72,7 @@ class CheckpointTransport(ABC, Generic[T]):
         """Fetch a state, waiting for a source that has not offered it yet.
 
         Where the source's state has a DTensor there is a LocalShard: a mesh can't travel, so it is for who receives it
-        to make a DTensor of it, with `to_dtensor`.
+        to make a DTensor of it, with `to_dtensor`. With `into`, it is the tensor that stands there in `into`.
 
         Args:
             src_rank: replica rank of the source, for messages.
@@ -79,6 +80,10 @@ class CheckpointTransport(ABC, Generic[T]):
             step: committed steps.
             timeout: for the call, waiting included.
             key: names the state; its step equals step.
+            into: a state of the same form, into whose tensors the one that arrives is written; nobody else may use them
+                meanwhile. If the call fails after bytes have come, they hold a mixture of two states, of no use until a
+                later call succeeds; only after StateDiffers and WrongSetting they are as they were. What `into` has no
+                tensor for comes in memory of its own.
             sources: metadata of others that have the same state, to go on with if the first one fails.
             progress: called with (bytes that are here and checked, bytes in all), on the calling thread.
             cancelled: asked several times a second, on the calling thread; True ends the call.
@@ -87,6 +92,7 @@ class CheckpointTransport(ABC, Generic[T]):
             StateMismatch: the sources have another one.
             StateCorrupt: a source serves damage, and no other one helped.
             StateUnsupported: it holds what this process can't rebuild.
+            StateDiffers: it does not fit `into`.
             DeadlinePassed: timeout is over.
             Closed: abort or shutdown was called, or cancelled said so.
             WrongSetting.

@@ -1,0 +1,454 @@
+"""Where a run of bytes is received into.
+
+A state may arrive in memory of its own: then the run lies there in one piece, and its tensors look into it. Or it may
+arrive in place, in tensors that are there already, and costs no memory beside them: then each part of the run has a
+place in one of them, and whatever has none (the padding between tensors, tensors on another device or of other strides,
+very small ones, and those that are not there yet) has one in a scratch buffer, from where it is copied at the end.
+
+Law of this file: who writes what into these places, and when, is not known here; every byte of the run has exactly one
+place, and no two have the same. All that can't fit is found before the first byte.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, final
+
+import torch
+import xxhash
+
+from tft_ckpt.buffers import Buffer
+from tft_ckpt.errors import CheckpointError, StateDiffers, StateUnsupported
+from tft_ckpt.manifest import ALIGNMENT_BYTES, Layout, TensorLeaf, checksum
+from tft_ckpt.sharding import LocalShard, part_of
+
+__all__ = ["Target"]
+
+# Below this, a piece of its own costs more than a copy.
+DIRECT_BYTES_MIN: Final = 16 << 10
+# Of one size, so that the bits of any dtype can be copied between tensors of different strides.
+_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@final
+class Target:
+    """Where the run of one layout is received into; a fresh buffer, or tensors that are there already.
+
+    Any thread may write into the pieces. After a receive into existing tensors that failed, they hold a mixture of what
+    they held and what came: only a complete receive makes them one state again.
+
+    Fields:
+        layout: of the state that is received.
+    """
+
+    def __init__(self, layout: Layout, regions: Sequence[_Region], finish: Callable[[], object]) -> None:
+        self.layout = layout
+        self._regions = regions
+        self._starts = [region.start for region in regions]
+        self._finish = finish
+
+    @classmethod
+    def fresh(cls, layout: Layout, buffer: Buffer) -> Target:
+        """All of it in one buffer, of at least layout.data_bytes, into which the state's tensors will look."""
+        view = buffer.view[: layout.data_bytes]
+        return cls(layout, [_Region(0, layout.data_bytes, view)], lambda: layout.build(buffer.view))
+
+    @classmethod
+    def into(cls, layout: Layout, state: object, allocate: Callable[[int], Buffer]) -> Target:
+        """The tensors of a state that is there already, each the place of the one that stands where it stands.
+
+        Plain data need not agree: it comes from the source. A tensor for which the state has none (the state of an
+        optimizer that made no step yet) comes into memory of its own.
+
+        Args:
+            layout: of the state that comes.
+            state: of which the tensors are written to, DTensors and LocalShards included; the other things in it are
+                only looked at.
+            allocate: called once at most, with a number of bytes, for memory for what can't be written in place.
+        Raises:
+            StateDiffers: a tensor that comes has another dtype, shape or sharding than the one in its place, or none
+                comes for one that is there, or one can't be written to. Nothing has been written or allocated then.
+            StateUnavailable: no memory for it.
+        """
+        places = _Matching(layout, state).places()
+        staged = _staged_segments(layout, places)
+        direct = [run for run in _direct_runs(layout, places) if run.segment not in staged]
+        scratch = _Scratch(layout, direct)
+        buffer = allocate(scratch.num_bytes) if scratch.num_bytes else None
+        regions = scratch.regions(buffer)
+
+        def finish() -> object:
+            return _finished(layout, places, staged, scratch, buffer)
+
+        return cls(layout, regions, finish)
+
+    def pieces(self, start: int, end: int) -> list[memoryview]:
+        """Writable, in order, together exactly the bytes from start to end of the run; may look at shared scratch."""
+        found: list[memoryview] = []
+        at = max(0, bisect.bisect_right(self._starts, start) - 1)
+        while start < end:
+            region = self._regions[at]
+            until = min(end, region.end)
+            found.append(region.view[start - region.start : until - region.start])
+            start, at = until, at + 1
+        return found
+
+    def sum(self, start: int, end: int) -> int:
+        """The checksum of these bytes of the run, as `manifest.checksum` of them joined."""
+        pieces = self.pieces(start, end)
+        if len(pieces) == 1:
+            return checksum(pieces[0])
+        digest = xxhash.xxh3_64()
+        for piece in pieces:
+            digest.update(piece)
+        return digest.intdigest()
+
+    def finish(self) -> Any:
+        """The state, when all of the run is here; called once.
+
+        Returns: containers and plain data as the source has them. The tensors are those of the state that was received
+            into, where it has one, each as it stands there (a parameter, a DTensor); else ones in memory of their own,
+            and a LocalShard for each DTensor.
+        """
+        return self._finish()
+
+
+class _Region(NamedTuple):
+    """Bytes start to end of the run, and where they lie."""
+
+    start: int
+    end: int
+    view: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A tensor that comes, and where it goes.
+
+    Fields:
+        leaf: what comes.
+        value: what the state has in its place: a tensor, a DTensor, a LocalShard; None: nothing.
+        tensor: the plain tensor to write to, or None.
+    """
+
+    leaf: TensorLeaf
+    value: object
+    tensor: torch.Tensor | None
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether equal bytes in equal places make the tensor."""
+        tensor = self.tensor
+        return tensor is not None and tensor.stride() == self.leaf.stride and not (tensor.is_conj() or tensor.is_neg())
+
+
+@final
+class _Slot:
+    """Stands for a tensor in a state that was read without its bytes."""
+
+    __slots__ = ("leaf", "place")
+
+    def __init__(self, leaf: TensorLeaf) -> None:
+        self.leaf = leaf
+        self.place = _Place(leaf, None, None)
+
+
+@final
+class _Matching:
+    """Lays the state that comes over the one that is there."""
+
+    def __init__(self, layout: Layout, state: object) -> None:
+        self._slots: list[_Slot] = []
+        arriving = layout.read(self._slot)
+        self._match(arriving, state, "state")
+
+    def places(self) -> list[_Place]:
+        """One for each tensor that comes, in the order of the layout."""
+        places = [slot.place for slot in self._slots]
+        _check_overlaps(places)
+        return places
+
+    def _slot(self, leaf: TensorLeaf) -> _Slot:
+        self._slots.append(_Slot(leaf))
+        return self._slots[-1]
+
+    def _match(self, arriving: object, here: object, path: str) -> None:
+        if type(arriving) is _Slot:
+            arriving.place = _place(arriving.leaf, here)
+        elif isinstance(here, torch.Tensor | LocalShard):
+            raise StateDiffers(f"{path} is a tensor here, and none comes for it from the source; {_ADVICE}", path=path)
+        elif isinstance(here, dict):
+            theirs = arriving if isinstance(arriving, dict) else {}
+            for key, value in here.items():
+                self._match(theirs.get(key), value, f"{path}[{_short(key)}]")
+        elif isinstance(here, list | tuple):
+            theirs = arriving if isinstance(arriving, list | tuple) else ()
+            for index, value in enumerate(here):
+                self._match(theirs[index] if index < len(theirs) else None, value, f"{path}[{index}]")
+
+
+_ADVICE: Final = "receive it without `into`, or make both sides' states of one form"
+
+
+def _short(key: object) -> str:
+    try:
+        return repr(key)[:100]
+    except ValueError:  # Python writes no integer of more than some thousand digits in decimals
+        return type(key).__qualname__
+
+
+def _place(leaf: TensorLeaf, here: object) -> _Place:
+    path = leaf.path
+    try:
+        part = part_of(here, path)
+    except StateUnsupported as error:
+        raise StateDiffers(f"{error}; so nothing can be received into it", path=path) from error
+    tensor = here if part is None else part.local
+    if not isinstance(tensor, torch.Tensor):
+        return _Place(leaf, None, None)
+    if leaf.sharding != (None if part is None else part.sharding):
+        raise StateDiffers(
+            f"{path} comes as {leaf.sharding or 'a whole tensor'}, and is "
+            f"{'a whole tensor' if part is None else part.sharding} here; {_ADVICE}",
+            path=path,
+        )
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
+        raise StateDiffers(
+            f"{path} is a {type(tensor).__qualname__} of layout {tensor.layout} on device {tensor.device} here, which "
+            f"can't be received into; {_ADVICE}",
+            path=path,
+        )
+    if tensor.dtype != leaf.dtype or tuple(tensor.shape) != leaf.shape:
+        raise StateDiffers(
+            f"{path} comes as {leaf.dtype} of shape {leaf.shape}, and is {tensor.dtype} of shape {tuple(tensor.shape)} "
+            f"here; {_ADVICE}",
+            path=path,
+        )
+    place = _Place(leaf, here, tensor.detach())
+    if leaf.length:
+        _check_writable(place)
+    return place
+
+
+def _check_writable(place: _Place) -> None:
+    tensor, path = place.tensor, place.leaf.path
+    assert tensor is not None
+    end = (int(tensor.storage_offset()) + _extent(tensor)) * tensor.dtype.itemsize
+    if end > tensor.untyped_storage().nbytes():
+        raise StateDiffers(f"{path} has no memory here, for it was freed; {_ADVICE}", path=path)
+    if not (_is_spread(tensor) or (place.is_alike and _has_no_gap(tensor))):
+        raise StateDiffers(
+            f"{path} has several elements in one place here (strides {tensor.stride()}), so that it can't hold what "
+            f"comes; {_ADVICE}",
+            path=path,
+        )
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _steps(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """(stride, size) of the dimensions that matter, the closest first."""
+    return sorted((step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+
+
+def _has_no_gap(tensor: torch.Tensor) -> bool:
+    """Whether it has an element everywhere between its first and its last."""
+    reach = 1
+    for step, size in _steps(tensor):
+        if step > reach:
+            return False
+        reach += step * (size - 1)
+    return True
+
+
+def _is_spread(tensor: torch.Tensor) -> bool:
+    """Whether no two of its elements lie in one place."""
+    reach = 1
+    for step, size in _steps(tensor):
+        if step < reach:
+            return False
+        reach += step * (size - 1)
+    return True
+
+
+def _check_overlaps(places: Sequence[_Place]) -> None:
+    """No memory here may be the place of two different tensors that come."""
+    spans = []
+    for place in places:
+        tensor, leaf = place.tensor, place.leaf
+        if tensor is None or not leaf.length or not _has_no_gap(tensor):
+            continue
+        start = tensor.data_ptr()
+        # Equal marks: where both lie, both hold the same bytes of the run.
+        mark = leaf.offset - start if place.is_alike else (leaf.offset, start, leaf.stride, tensor.stride())
+        spans.append((str(tensor.device), start, start + _extent(tensor) * tensor.dtype.itemsize, mark, leaf.path))
+    spans.sort(key=lambda span: span[:2])
+    last: tuple[str, int, int, object, str] | None = None
+    for span in spans:
+        if last is not None and span[0] == last[0] and span[1] < last[2]:
+            if span[3] != last[3]:
+                raise StateDiffers(
+                    f"{span[4]} and {last[4]} lie in one place here, and do not at the source; {_ADVICE}", path=span[4]
+                )
+            if span[2] <= last[2]:
+                continue
+        last = span
+
+
+class _DirectRun(NamedTuple):
+    """Bytes start to end of the run that lie in one piece in a tensor that is here."""
+
+    start: int
+    end: int
+    address: int
+    segment: int
+    owner: torch.Tensor
+
+
+def _staged_segments(layout: Layout, places: Sequence[_Place]) -> set[int]:
+    """Indices of those that can't be received in place."""
+    staged = {index for index, segment in enumerate(layout.segments) if segment.length < DIRECT_BYTES_MIN}
+    # In one segment, all tensors must lie here as they lie there, and each byte of one in a tensor without gaps.
+    shifts: dict[int, int] = {}
+    for place in places:
+        leaf, tensor = place.leaf, place.tensor
+        if not leaf.length or leaf.segment in staged:
+            continue
+        can = tensor is not None and tensor.device.type == "cpu" and place.is_alike
+        shift = tensor.data_ptr() - leaf.offset if tensor is not None else 0
+        if not can or shifts.setdefault(leaf.segment, shift) != shift:
+            staged.add(leaf.segment)
+    runs = _direct_runs(layout, places)
+    starts = [run.start for run in runs]
+    for place in places:
+        leaf = place.leaf
+        if leaf.length and leaf.segment not in staged and not _has_no_gap(_tensor(place)):
+            at = bisect.bisect_right(starts, leaf.offset) - 1
+            if at < 0 or runs[at].end < leaf.offset + leaf.length:
+                staged.add(leaf.segment)
+    return staged
+
+
+def _tensor(place: _Place) -> torch.Tensor:
+    assert place.tensor is not None
+    return place.tensor
+
+
+def _direct_runs(layout: Layout, places: Sequence[_Place]) -> list[_DirectRun]:
+    """What lies in tensors without gaps, in the order of the run; right for segments that are not staged."""
+    found: list[_DirectRun] = []
+    for place in sorted(places, key=lambda place: place.leaf.offset):
+        leaf, tensor = place.leaf, place.tensor
+        if tensor is None or not leaf.length or not place.is_alike or not _has_no_gap(tensor):
+            continue
+        end = leaf.offset + leaf.length
+        if found and found[-1].segment == leaf.segment and leaf.offset <= found[-1].end:
+            if end > found[-1].end:
+                found[-1] = found[-1]._replace(end=end)
+        else:
+            found.append(_DirectRun(leaf.offset, end, tensor.data_ptr(), leaf.segment, tensor))
+    return found
+
+
+def _view(run: _DirectRun) -> memoryview:
+    memory = (ctypes.c_ubyte * (run.end - run.start)).from_address(run.address)
+    # The view keeps the array, and so the storage, for as long as anybody has it.
+    memory.owner = run.owner.untyped_storage()  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
+
+
+@final
+class _Scratch:
+    """Memory for what has no place in a tensor that is here, in the order of the run."""
+
+    def __init__(self, layout: Layout, direct: Sequence[_DirectRun]) -> None:
+        self._direct = direct
+        # (first byte in the run, byte after the last, first byte in the scratch)
+        self._gaps: list[tuple[int, int, int]] = []
+        self.num_bytes = 0
+        at = 0
+        for run in direct:
+            self._add(at, run.start)
+            at = run.end
+        self._add(at, layout.data_bytes)
+
+    def _add(self, start: int, end: int) -> None:
+        if start < end:
+            # Segments begin at multiples of 64 in the run; so they do in the scratch.
+            place = -(-self.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES + start % ALIGNMENT_BYTES
+            self._gaps.append((start, end, place))
+            self.num_bytes = place + end - start
+
+    def regions(self, buffer: Buffer | None) -> list[_Region]:
+        """All of the run."""
+        found = [_Region(run.start, run.end, _view(run)) for run in self._direct]
+        if buffer is not None:
+            for start, end, place in self._gaps:
+                found.append(_Region(start, end, buffer.view[place : place + end - start]))
+        return sorted(found, key=lambda region: region.start)
+
+    def place_of(self, offset: int) -> int:
+        """Where in the scratch a byte of the run lies that lies there."""
+        start, _, place = self._gaps[bisect.bisect_right(self._gaps, (offset, 1 << 62, 0)) - 1]
+        return place + offset - start
+
+
+def _finished(
+    layout: Layout, places: Sequence[_Place], staged: set[int], scratch: _Scratch, buffer: Buffer | None
+) -> object:
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def storage_of(index: int) -> torch.UntypedStorage:
+        if index not in storages:
+            assert buffer is not None
+            segment = layout.segments[index]
+            storages[index] = torch.frombuffer(
+                buffer.view, dtype=torch.uint8, count=segment.length, offset=scratch.place_of(segment.offset)
+            ).untyped_storage()
+        return storages[index]
+
+    def values() -> Iterator[object]:
+        for place in places:
+            leaf = place.leaf
+            storage = storage_of(leaf.segment) if leaf.segment in staged else None
+            if place.tensor is None:
+                yield layout.value(leaf, storage)
+                continue
+            if storage is not None:
+                _copy(place, layout.tensor(leaf, storage))
+            elif leaf.length and not place.tensor.is_inference():
+                torch.autograd.graph.increment_version(place.tensor)
+            yield place.value
+
+    arrived = values()
+    return layout.read(lambda leaf: next(arrived))
+
+
+def _copy(place: _Place, came: torch.Tensor) -> None:
+    tensor = _tensor(place)
+    try:
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+            if place.is_alike and _has_no_gap(tensor):
+                _bytes(tensor, place.leaf.length).copy_(_bytes(came, place.leaf.length))
+            elif tensor.dtype.itemsize in _BITS and not (tensor.is_conj() or tensor.is_neg()):
+                bits = _BITS[tensor.dtype.itemsize]
+                tensor.view(bits).copy_(came.view(bits))
+            else:
+                tensor.copy_(came)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{place.leaf.path} arrived whole, and could not be copied to its place on {tensor.device}: {error}; the "
+            "tensors hold a mixture now, so receive the state again"
+        ) from error
+
+
+def _bytes(tensor: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    """uint8 (num_bytes,) from its first element on."""
+    offset = int(tensor.storage_offset()) * tensor.dtype.itemsize
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return whole.set_(tensor.untyped_storage(), offset, (num_bytes,), (1,))
