@@ -124,11 +124,11 @@ def test_a_buffer_is_kept_only_where_it_fits() -> None:
 
 def test_a_buffer_that_was_made_ready_is_the_next_states_memory() -> None:
     shelf, ready = Shelf(), Buffer(4096)
-    assert not shelf.has_memory(4096)
+    assert shelf.wants_memory(4096)
     shelf.keep(ready)
-    assert shelf.has_memory(4096)
+    assert not shelf.wants_memory(4096)
     assert put(shelf, key(1, 1)).buffer is ready
-    assert shelf.has_memory(4096)  # what is on offer now is taken down for the next one
+    assert not shelf.wants_memory(4096)  # what is on offer now is taken down for the next one
     shelf.keep(Buffer(4096))
     assert put(shelf, key(1, 2)).buffer is ready
 
@@ -136,8 +136,10 @@ def test_a_buffer_that_was_made_ready_is_the_next_states_memory() -> None:
 def test_no_buffer_is_kept_once_the_shelf_was_cleared() -> None:
     shelf = Shelf()
     shelf.clear()
-    shelf.keep(Buffer(4096))
-    assert not shelf.has_memory(4096)
+    late = Buffer(4096)
+    shelf.keep(late)
+    assert not shelf.wants_memory(4096)
+    assert shelf.allocate(4096) is not late
 
 
 def test_a_buffer_is_touched_to_its_end_unless_nobody_wants_it_any_more() -> None:

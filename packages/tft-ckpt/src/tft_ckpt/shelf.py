@@ -49,9 +49,14 @@ class Refused:
 
 @final
 class Shelf:
-    """One state on offer, and the ones before it that are still being read."""
+    """One state on offer, and the ones before it that are still being read.
 
-    def __init__(self) -> None:
+    Args:
+        keep_buffers: keep the memory of a state that nobody needs any more, for the next one.
+    """
+
+    def __init__(self, *, keep_buffers: bool = True) -> None:
+        self._keep_buffers = keep_buffers
         self._pool = BufferPool()
         self._latest: StateKey | None = None
         self._failure: str | None = None
@@ -68,20 +73,29 @@ class Shelf:
         if self._current is not None:
             retired, self._current = self._current, None
             if retired not in self._readers:
-                self._pool.give(retired.buffer)
+                self._put_by(retired.buffer)
         return list(self._readers)[:-MAX_RETIRED]
 
     def allocate(self, num_bytes: int) -> Buffer:
         """A buffer for the state that is about to be taken."""
         return self._pool.take(num_bytes)
 
-    def has_memory(self, num_bytes: int) -> bool:
-        """Whether the next state of so many bytes finds a buffer that was used before."""
-        return self._pool.has(num_bytes) or (self._current is not None and self._current.buffer.fits(num_bytes))
+    @property
+    def offered(self) -> StateKey | None:
+        """Which state is on offer."""
+        return None if self._current is None else self._current.key
+
+    def wants_memory(self, num_bytes: int) -> bool:
+        """Whether a buffer would be kept for a state of so many bytes, which would else find none used before."""
+        if not self._keep_buffers or self._cleared:
+            return False
+        return not self._pool.has(num_bytes) and not (
+            self._current is not None and self._current.buffer.fits(num_bytes)
+        )
 
     def keep(self, buffer: Buffer) -> None:
-        """Take a buffer for a state to come."""
-        if not self._cleared and not self.has_memory(buffer.capacity_bytes):
+        """Take a buffer for a state to come, if one is wanted."""
+        if self.wants_memory(buffer.capacity_bytes):
             self._pool.give(buffer)
 
     def publish(self, snapshot: Snapshot) -> None:
@@ -131,5 +145,9 @@ class Shelf:
         self._readers[snapshot] -= 1
         if self._readers[snapshot] == 0:
             del self._readers[snapshot]
-            if snapshot is not self._current and not self._cleared:
-                self._pool.give(snapshot.buffer)
+            if snapshot is not self._current:
+                self._put_by(snapshot.buffer)
+
+    def _put_by(self, buffer: Buffer) -> None:
+        if self._keep_buffers and not self._cleared:
+            self._pool.give(buffer)

@@ -64,6 +64,7 @@ class Snapshot:
         layout, spans = describe(state, key=key, chunk_bytes=chunk_bytes, limits=limits)
         body = encode_layout(layout, limits=limits)
         buffer = allocate(layout.data_bytes)
+        _clear_padding(layout, buffer)
         with torch.no_grad():
             for segment, span in zip(layout.segments, spans, strict=True):
                 buffer.tensor[segment.offset : segment.offset + segment.length].copy_(span.bytes())
@@ -78,6 +79,10 @@ class Snapshot:
     def data(self) -> memoryview:
         """The run, read-only."""
         return self.buffer.view[: self.layout.data_bytes].toreadonly()
+
+    def pieces(self, start: int, end: int) -> list[memoryview]:
+        """Where these bytes of the run lie, in order."""
+        return [self.data[start:end]]
 
     @property
     def manifest_bytes(self) -> bytes | None:
@@ -97,3 +102,12 @@ class Snapshot:
         if len(self._sums) == self.layout.num_chunks:
             self._manifest_bytes = encode(self._body, self._sums)
         return self._manifest_bytes is not None
+
+
+def _clear_padding(layout: Layout, buffer: Buffer) -> None:
+    """Between segments nothing is copied, yet it is summed: equal states have equal sums, whatever was there before."""
+    end = 0
+    for segment in layout.segments:
+        if segment.offset > end:
+            buffer.view[end : segment.offset] = bytes(segment.offset - end)
+        end = segment.offset + segment.length

@@ -16,17 +16,38 @@ import logging
 import socket
 import struct
 import threading
-from typing import NoReturn, final
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, NoReturn, final
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
-from tft_ckpt.errors import WrongSetting
-from tft_ckpt.http.routes import DATA_ROUTE, KEY_HEADER, MANIFEST_ROUTE, WAIT_HEADER, WAIT_MS_MAX, authorization
+from tft_ckpt.errors import StateUnavailable, WrongSetting
+from tft_ckpt.http.address import parse_url
+from tft_ckpt.http.pace import Pace
+from tft_ckpt.http.relay import Relay
+from tft_ckpt.http.routes import (
+    CHUNKS_ROUTE,
+    DATA_ROUTE,
+    HAVE_COUNT_HEADER,
+    KEY_HEADER,
+    MANIFEST_ROUTE,
+    PARTIAL_HEADER,
+    RELAY_HEADER,
+    URL_BYTES_MAX,
+    WAIT_HEADER,
+    WAIT_MS_MAX,
+    authorization,
+    chunks_body,
+)
+from tft_ckpt.http.tracker import Tracker
 from tft_ckpt.key import StateKey
 from tft_ckpt.shelf import Found, Refused, Shelf
 from tft_ckpt.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    import ssl
 
 __all__ = ["App"]
 
@@ -35,6 +56,8 @@ _PIECE_BYTES = 1 << 20
 # aiohttp waits for the socket to take everything only after writes longer than this; a shorter last piece is therefore
 # sent from a copy, because the buffer may be used again as soon as the handler returns.
 _UNDRAINED_BYTES = 64 << 10
+# Chunks of a relay that come this close together are told of in one answer.
+_GATHER_S = 0.005
 
 _NO_LINGERING = struct.pack("ii", 1, 0)
 
@@ -51,6 +74,8 @@ class App:
         shelf, lock: of the states, shared with the trainer's side, which takes the lock as well.
         token: what readers must present, or None.
         silence_s: a reader that takes nothing for so long is sent off, and so is a connection that asks for nothing.
+        send_bytes_per_s: to all readers together, or None for no limit.
+        tls: how connections are secured, or None for plain HTTP.
     """
 
     def __init__(
@@ -62,6 +87,8 @@ class App:
         lock: threading.Lock,
         token: str | None,
         silence_s: float,
+        send_bytes_per_s: float | None,
+        tls: ssl.SSLContext | None,
     ) -> None:
         self._loop = loop
         self._listener = listener
@@ -69,10 +96,15 @@ class App:
         self._lock = lock
         self._token = token
         self._silence_s = silence_s
+        self._pace = None if send_bytes_per_s is None else Pace(send_bytes_per_s)
+        self._tls = tls
         self._stop = asyncio.Event()
         self._changed = asyncio.Event()
         self._summing: dict[Snapshot, asyncio.Task[None]] = {}
-        self._transports: dict[Snapshot, set[asyncio.Transport]] = {}
+        self._relays: dict[StateKey, Relay] = {}
+        self._gathering = False
+        self._tracker = Tracker()
+        self._transports: dict[Snapshot | Relay, set[asyncio.Transport]] = {}
         self._answering: set[asyncio.BaseTransport | None] = set()
         self._answered: set[asyncio.BaseTransport | None] = set()  # since the last look at the idle
 
@@ -85,6 +117,7 @@ class App:
         app = web.Application(middlewares=[self._mark(), self._guard()])
         app.router.add_get(MANIFEST_ROUTE, self._manifest, allow_head=False)
         app.router.add_get(DATA_ROUTE, self._data, allow_head=False)
+        app.router.add_get(CHUNKS_ROUTE, self._chunks, allow_head=False)
         runner = web.AppRunner(
             app,
             handle_signals=False,
@@ -95,7 +128,7 @@ class App:
         )
         try:
             await runner.setup()
-            await web.SockSite(runner, self._listener).start()
+            await web.SockSite(runner, self._listener, ssl_context=self._tls).start()
         except BaseException:
             self._listener.close()
             raise
@@ -104,7 +137,7 @@ class App:
         await self._stop.wait()
         with self._lock:
             held = self._shelf.clear()
-        self.send_off(held)
+        self.send_off([*held, *self._relays.values()])
         self.wake()
         # First no more are accepted, and those just accepted become known to the runner, which will close them: asyncio
         # (of 3.11 at least) forgets to close a connection whose listener was closed in the turn that accepted it.
@@ -143,16 +176,38 @@ class App:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def send_off(self, snapshots: list[Snapshot]) -> None:
+    def send_off(self, sources: Iterable[Snapshot | Relay]) -> None:
         """Break the connections on which these are read."""
-        for snapshot in snapshots:
-            for transport in self._transports.get(snapshot, ()):
+        for source in sources:
+            for transport in self._transports.get(source, ()):
                 _break(transport)
 
     def published(self, snapshot: Snapshot, expected: bool) -> None:
         """A snapshot is up; somebody will ask for it if `expected`."""
         if expected:
             self._start_summing(snapshot)
+        self.wake()
+
+    def relay_began(self, relay: Relay) -> None:
+        """This process begins to receive a state; readers may have what is here of it."""
+        self._relays[relay.key] = relay
+        self.wake()
+
+    def relay_has(self) -> None:
+        """A chunk has come that some reader waits for."""
+        if not self._gathering:
+            self._gathering = True
+            self._loop.call_later(_GATHER_S, self._tell_of_chunks)
+
+    def _tell_of_chunks(self) -> None:
+        self._gathering = False
+        self.wake()
+
+    def relay_ended(self, relay: Relay) -> None:
+        """Nobody may read what is being received any more."""
+        if self._relays.get(relay.key) is relay:
+            del self._relays[relay.key]
+        self.send_off([relay])
         self.wake()
 
     def _start_summing(self, snapshot: Snapshot) -> None:
@@ -213,38 +268,98 @@ class App:
         key, until = _key(request), self._loop.time() + _wait_s(request)
         while True:
             changed = self._changed
-            with self._lock:
-                found = self._found(key)
+            found = self._found(key)
             if found is not None and found.manifest_bytes is not None:
-                return web.Response(body=found.manifest_bytes, content_type="application/octet-stream")
-            if found is not None:
+                self._hear(request, key)
+                headers = {PARTIAL_HEADER: "1"} if isinstance(found, Relay) else None
+                return web.Response(body=found.manifest_bytes, content_type="application/octet-stream", headers=headers)
+            if isinstance(found, Snapshot):
                 self._start_summing(found)
             await self._change(changed, key, until)
+
+    async def _chunks(self, request: web.Request) -> web.StreamResponse:
+        key, until = _key(request), self._loop.time() + _wait_s(request)
+        known = _number(request, HAVE_COUNT_HEADER)
+        relayed = False
+        while True:
+            changed = self._changed
+            found = self._found(key)
+            if found is None and relayed:
+                raise web.HTTPServiceUnavailable(text=f"this process has ended receiving state {key}; ask another one")
+            if found is not None:
+                fellows = self._tracker.fellows(key, self._hear(request, key), self._loop.time())
+                have, num_have = found.bitmap() if isinstance(found, Relay) else _all_of(found.layout.num_chunks)
+                if num_have != known or self._loop.time() >= until:
+                    return web.Response(body=chunks_body(have, fellows), content_type="application/json")
+                relayed = isinstance(found, Relay)
+            try:
+                await self._change(changed, key, until)
+            except web.HTTPServiceUnavailable:
+                if found is None:
+                    raise
+
+    def _hear(self, request: web.Request, key: StateKey) -> str | None:
+        """Remember the asker as one who relays, if it is. Returns: its URL."""
+        url = request.headers.get(RELAY_HEADER)
+        if url is not None:
+            try:
+                if len(url) > URL_BYTES_MAX:
+                    _refuse(f"{RELAY_HEADER} has {len(url)} characters, above the limit of {URL_BYTES_MAX}")
+                parse_url(url)
+            except StateUnavailable as error:
+                _refuse(f"{RELAY_HEADER}: {error}")
+            with self._lock:
+                offered = self._shelf.offered
+            self._tracker.keep_only({*self._relays, *([] if offered is None else [offered])})
+            self._tracker.heard(key, url, self._loop.time())
+        return url
 
     async def _data(self, request: web.Request) -> web.StreamResponse:
         key, until = _key(request), self._loop.time() + _wait_s(request)
         while True:
             changed = self._changed
             with self._lock:
-                found = self._found(key)
-                if found is not None:
+                found = self._look_up(key)
+                if isinstance(found, Snapshot):
                     # Under the same lock as the look-up: else the trainer could take the buffer in between.
                     self._shelf.lease(found)
             if found is not None:
                 break
             await self._change(changed, key, until)
+        if isinstance(found, Relay):
+            return await self._send_relayed(request, found)
         try:
-            return await self._send(request, found)
+            return await self._send(request, found, _range(request, found.layout.data_bytes))
         finally:
             self._release(found)
 
-    def _found(self, key: StateKey) -> Snapshot | None:
-        """The snapshot, or None if it may still come, or an answer that it won't."""
+    async def _send_relayed(self, request: web.Request, relay: Relay) -> web.StreamResponse:
+        span = _range(request, relay.layout.data_bytes)
+        if not relay.lease(*span):
+            raise web.HTTPServiceUnavailable(
+                text=f"bytes {span[0]} to {span[1]} of state {relay.key} are not all here, or no more; ask for the "
+                "chunks that are"
+            )
+        try:
+            return await self._send(request, relay, span)
+        finally:
+            relay.release()
+
+    def _found(self, key: StateKey) -> Snapshot | Relay | None:
+        """What is here of that state, or None if it may still come, or an answer that it won't."""
+        with self._lock:
+            return self._look_up(key)
+
+    def _look_up(self, key: StateKey) -> Snapshot | Relay | None:
+        """The same, under the lock."""
         if self._stop.is_set():
             raise web.HTTPServiceUnavailable(text="this source is shutting down; ask another one")
-        match self._shelf.look_up(key):
-            case Found(snapshot):
-                return snapshot
+        answer = self._shelf.look_up(key)
+        if isinstance(answer, Found):
+            return answer.snapshot
+        if key in self._relays:
+            return self._relays[key]
+        match answer:
             case Refused(offered, sentence) if offered == key:
                 raise web.HTTPGone(text=sentence, headers={KEY_HEADER: str(offered)})
             case Refused(offered, sentence):
@@ -258,40 +373,51 @@ class App:
         except asyncio.TimeoutError:
             raise web.HTTPServiceUnavailable(text=f"state {key} is not here yet; ask again") from None
 
-    async def _send(self, request: web.Request, snapshot: Snapshot) -> web.StreamResponse:
-        data = snapshot.data
-        start, stop = _range(request, len(data))
+    async def _send(self, request: web.Request, source: Snapshot | Relay, span: tuple[int, int]) -> web.StreamResponse:
+        start, stop = span
         ranged = "range" in request.headers
         response = web.StreamResponse(status=206 if ranged else 200)
         response.content_type = "application/octet-stream"
         response.content_length = stop - start
         response.headers["accept-ranges"] = "bytes"
         if ranged:
-            response.headers["content-range"] = f"bytes {start}-{stop - 1}/{len(data)}"
+            response.headers["content-range"] = f"bytes {start}-{stop - 1}/{source.layout.data_bytes}"
         transport = request.transport
         if transport is None:
             raise ConnectionResetError("the reader has left")
         assert isinstance(transport, asyncio.Transport), transport
-        # Zero: a write returns only when the socket has taken all of it, and then nothing else looks into the buffer.
+        # Zero: a write returns only when the socket has taken all of it, and then nothing else looks into the memory.
         transport.set_write_buffer_limits(0)
         watch = _SilenceWatch(self._loop, transport, self._silence_s)
-        self._transports.setdefault(snapshot, set()).add(transport)
+        self._transports.setdefault(source, set()).add(transport)
         try:
             await response.prepare(request)
-            for at in range(start, stop, _PIECE_BYTES):
-                piece: memoryview | bytes = data[at : min(at + _PIECE_BYTES, stop)]
-                await response.write(piece if len(piece) > _UNDRAINED_BYTES else bytes(piece))
-                watch.pieces += 1
+            await self._write(response, source, span, watch)
             await response.write_eof()
         except ConnectionResetError:
             # aiohttp finds the connection closed as well, and goes on to the next one.
-            _log.info("a reader of state %s left before its end", snapshot.key)
+            _log.info("a reader of state %s left before its end", source.key)
         finally:
             watch.end()
-            self._transports[snapshot].discard(transport)
-            if not self._transports[snapshot]:
-                del self._transports[snapshot]
+            self._transports[source].discard(transport)
+            if not self._transports[source]:
+                del self._transports[source]
         return response
+
+    async def _write(
+        self, response: web.StreamResponse, source: Snapshot | Relay, span: tuple[int, int], watch: _SilenceWatch
+    ) -> None:
+        length = _PIECE_BYTES if self._pace is None else min(_PIECE_BYTES, self._pace.piece_bytes)
+        for at in range(span[0], span[1], length):
+            end = min(at + length, span[1])
+            if self._pace is not None:
+                wait_s = self._pace.take(end - at, self._loop.time())
+                if wait_s > 0:
+                    with watch.paused():
+                        await asyncio.sleep(wait_s)
+            for piece in _writable(source.pieces(at, end)):
+                await response.write(piece)
+            watch.pieces += 1
 
 
 @final
@@ -304,15 +430,26 @@ class _SilenceWatch:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, silence_s: float) -> None:
         self.pieces = 0
+        self._paused = False
         self._loop = loop
         self._transport = transport
         self._silence_s = silence_s
         self._seen = (0, 0)
         self._timer = loop.call_later(silence_s, self._look)
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """It is this side that holds back."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+            self.pieces += 1
+
     def _look(self) -> None:
         seen = (self.pieces, self._transport.get_write_buffer_size())
-        if seen == self._seen:
+        if seen == self._seen and not self._paused:
             _break(self._transport)
             return
         self._seen = seen
@@ -370,10 +507,36 @@ def _key(request: web.Request) -> StateKey:
 
 
 def _wait_s(request: web.Request) -> float:
-    text = request.headers.get(WAIT_HEADER, "0")
+    return min(_number(request, WAIT_HEADER) or 0, WAIT_MS_MAX) / 1e3
+
+
+def _number(request: web.Request, header: str) -> int | None:
+    text = request.headers.get(header)
+    if text is None:
+        return None
     if not (text.isascii() and text.isdigit() and len(text) <= 9):
-        _refuse(f"{WAIT_HEADER} is no number of milliseconds")
-    return min(int(text), WAIT_MS_MAX) / 1e3
+        _refuse(f"{header} is no number of up to nine digits")
+    return int(text)
+
+
+def _all_of(num_chunks: int) -> tuple[bytes, int]:
+    """The bitmap of a state that is here whole, and the number of its chunks."""
+    return ((1 << num_chunks) - 1).to_bytes(-(-num_chunks // 8), "little"), num_chunks
+
+
+def _writable(pieces: list[memoryview]) -> Iterator[memoryview | bytes]:
+    """The same bytes in writes: long pieces as they are, runs of short ones as one copy."""
+    short = bytearray()
+    for piece in pieces:
+        if len(piece) > _UNDRAINED_BYTES:
+            if short:
+                yield bytes(short)
+                short.clear()
+            yield piece
+        else:
+            short += piece
+    if short:
+        yield bytes(short)
 
 
 def _refuse(sentence: str) -> NoReturn:

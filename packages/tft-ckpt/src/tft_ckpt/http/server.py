@@ -18,15 +18,21 @@ from typing import TYPE_CHECKING, final
 
 from tft_ckpt.buffers import Buffer
 from tft_ckpt.errors import Closed, StateUnavailable
+from tft_ckpt.http.pace import check_rate
+from tft_ckpt.http.relay import Relay
 from tft_ckpt.key import StateKey
+from tft_ckpt.manifest import Manifest
 from tft_ckpt.shelf import Shelf
 from tft_ckpt.snapshot import Snapshot
 from tft_ckpt.tree import Limits
 
 if TYPE_CHECKING:
-    from tft_ckpt.http.app import App
+    import ssl
 
-__all__ = ["StateServer"]
+    from tft_ckpt.http.app import App
+    from tft_ckpt.target import Target
+
+__all__ = ["Relay", "StateServer"]
 
 THREAD_NAME = "tft-ckpt-http"
 PREPARE_THREAD_NAME = "tft-ckpt-memory"
@@ -36,7 +42,7 @@ _log = logging.getLogger("tft_ckpt.http")
 
 @final
 class StateServer:
-    """Serves one shelf over HTTP, from construction to `close`.
+    """Serves one shelf, and what this process is receiving, over HTTP, from construction to `close`.
 
     Args:
         listener: bound and listening; belongs to the server from now on.
@@ -44,18 +50,40 @@ class StateServer:
         chunk_bytes: length of the chunks of the states to come.
         limits: largest state that is taken.
         silence_s: a reader that takes nothing for so long is sent off, and so is a connection that asks for nothing.
+        send_bytes_per_s: to all readers together at most, or None for no limit.
+        keep_buffers: keep the memory of a state that nobody needs any more for the next one; else it is given back to
+            the system.
+        tls: how connections are secured, or None for plain HTTP.
+    Raises: WrongSetting: send_bytes_per_s is no rate. The listener is closed then.
     """
 
     def __init__(
-        self, listener: socket.socket, *, token: str | None, chunk_bytes: int, limits: Limits, silence_s: float
+        self,
+        listener: socket.socket,
+        *,
+        token: str | None,
+        chunk_bytes: int,
+        limits: Limits,
+        silence_s: float,
+        send_bytes_per_s: float | None = None,
+        keep_buffers: bool = True,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
+        try:
+            check_rate("send_bytes_per_s", send_bytes_per_s)
+        except BaseException:
+            listener.close()
+            raise
         self._listener = listener
         self._token = token
+        self._send_bytes_per_s = send_bytes_per_s
+        self._tls = tls
         self._chunk_bytes = chunk_bytes
         self._limits = limits
         self._silence_s = silence_s
-        self._lock = threading.Lock()  # guards the shelf
-        self._shelf = Shelf()
+        self._lock = threading.Lock()  # guards the shelf and the relays
+        self._shelf = Shelf(keep_buffers=keep_buffers)
+        self._relays: set[Relay] = set()
         self._closed = False
         self._failure: BaseException | None = None
         self._loop = asyncio.new_event_loop()
@@ -103,13 +131,43 @@ class StateServer:
         self._tell(lambda: self._app.send_off(overdue))
         self._tell(lambda: self._app.wake())
 
+    def relay(self, manifest: Manifest, manifest_bytes: bytes, target: Target) -> Relay:
+        """Let others read a state that this process is receiving, as far as it is here.
+
+        Where a state of the same key is offered, readers are given that one. A relay of the same key that has not ended
+        is not given to new readers any more.
+
+        Args:
+            manifest, manifest_bytes: of the state, as its source sent it.
+            target: where it is received into; nobody writes to a chunk that was said to be here until the relay ended.
+        Raises: Closed.
+        """
+        relay = Relay(
+            manifest,
+            manifest_bytes,
+            target,
+            on_have=lambda: self._tell(lambda: self._app.relay_has()),
+            on_end=self._relay_ended,
+        )
+        with self._lock:
+            self._check_open()
+            self._relays.add(relay)
+        self._tell(lambda: self._app.relay_began(relay))
+        return relay
+
+    def _relay_ended(self, relay: Relay) -> None:
+        with self._lock:
+            self._relays.discard(relay)
+        self._tell(lambda: self._app.relay_ended(relay))
+
     def prepare(self, num_bytes: int) -> None:
         """Have memory ready for a state of so many bytes, in the background: the first touch of fresh pages is dear.
 
-        Else it would be paid by the trainer's thread when it first serves, while all others wait for it.
+        Else it would be paid by the trainer's thread when it first serves, while all others wait for it. Without
+        keep_buffers it does nothing.
         """
         with self._lock:
-            if self._closed or self._preparing is not None or self._shelf.has_memory(num_bytes):
+            if self._closed or self._preparing is not None or not self._shelf.wants_memory(num_bytes):
                 return
             self._preparing = threading.Thread(
                 target=self._prepare, args=(num_bytes,), name=PREPARE_THREAD_NAME, daemon=True
@@ -171,6 +229,8 @@ class StateServer:
                 lock=self._lock,
                 token=self._token,
                 silence_s=self._silence_s,
+                send_bytes_per_s=self._send_bytes_per_s,
+                tls=self._tls,
             )
             self._loop.run_until_complete(self._app.serve())
         except BaseException as error:
@@ -179,3 +239,7 @@ class StateServer:
             _log.error("this process can't serve its state, so nobody heals from it: %s", error)
         finally:
             self._loop.close()
+            with self._lock:
+                relays, self._relays = self._relays, set()
+            for relay in relays:
+                relay.abandon()
