@@ -40,6 +40,7 @@ from tft_coord.errors import CoordinationError, ProtocolError, Unreachable
 from tft_coord.transport.frames import framed
 from tft_coord.wire import codec, services
 from tft_coord.wire import coordination_pb2 as pb
+from tft_coord.wire.limits import MAX_HEALED_BYTES
 from tft_lighthouse import LighthouseServer
 from tft_pg import ProcessGroupGloo
 
@@ -364,7 +365,7 @@ def rank_session(number: int) -> list[bytes]:
         codec.RankHello(1, number),
         codec.RankCall(1, 2**31 - 1, ASK),
         codec.RankCall(2**64 - 1, 50, VOTE),
-        codec.RankBeat(codec.MAX_HEALED_BYTES),
+        codec.RankBeat(MAX_HEALED_BYTES),
         codec.RankWithdraw(1),
         codec.RankGoodbye(),
     ]

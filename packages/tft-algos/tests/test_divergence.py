@@ -103,7 +103,11 @@ def test_plain_data_of_other_values_or_types_has_another_digest(one: Any, other:
         assert digest({"a": one}) != digest({"a": other})
 
 
-@pytest.mark.parametrize("leaf", [object(), torch.ones(2).to_sparse(), torch.ones(2, device="meta"), {1, 2}], ids=["object", "sparse", "meta", "set"])
+@pytest.mark.parametrize(
+    "leaf",
+    [object(), torch.ones(2).to_sparse(), torch.ones(2, device="meta"), {1, 2}],
+    ids=["object", "sparse", "meta", "set"],
+)
 def test_what_can_t_be_compared_is_named(leaf: Any) -> None:
     with pytest.raises(StateUnavailable, match=r"model\.layers\.1 is a .* can't be compared"):
         digest({"model": {"layers": [0, leaf]}})

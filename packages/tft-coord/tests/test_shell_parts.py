@@ -18,10 +18,11 @@ from tft_coord.errors import Closed, CoordinationError, SettingError, Unreachabl
 from tft_coord.manager_server.link import LighthouseLink
 from tft_coord.security import admits, call_metadata, read_token
 from tft_coord.timeouts import Timeouts
+from tft_coord.transport.address import join_host_port, target
 from tft_coord.transport.dial import cancelled
 from tft_coord.transport.loop import THREAD_NAME, LoopShare
 from tft_coord.transport.outbox import Outbox
-from tft_coord.transport.settings import error_of, join_host_port, target
+from tft_coord.transport.settings import error_of
 from tft_coord.wire import codec
 
 

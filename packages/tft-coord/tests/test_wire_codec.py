@@ -47,6 +47,7 @@ from tft_coord.core.types import (
 from tft_coord.errors import ProtocolError
 from tft_coord.wire import codec
 from tft_coord.wire import coordination_pb2 as pb
+from tft_coord.wire.limits import MAX_COUNT, MAX_HEALED_BYTES, MAX_MEMBERS, MAX_SENTENCE_BYTES, MAX_WORLD_SIZE
 
 characters = st.characters(exclude_categories=["Cs"])
 # Names stand in log lines: printable only.
@@ -55,7 +56,7 @@ texts = st.text(characters, max_size=20)
 lines = st.text(characters.filter(str.isprintable), max_size=20)  # addresses, and sentences for somebody's log
 steps = st.integers(0, MAX_INT64)
 numbers = st.integers(0, MAX_UINT64)
-counts = st.integers(0, codec.MAX_COUNT)
+counts = st.integers(0, MAX_COUNT)
 lineages = st.none() | numbers
 keys = st.builds(QuorumKey, steps, numbers)
 sizes = st.integers(1, 1000)
@@ -174,7 +175,7 @@ told_by_lighthouse = st.one_of(
 )
 told_by_rank = st.one_of(
     st.builds(codec.RankHello, st.integers(0, 1000), numbers),
-    st.builds(codec.RankBeat, st.integers(0, codec.MAX_HEALED_BYTES)),
+    st.builds(codec.RankBeat, st.integers(0, MAX_HEALED_BYTES)),
     st.just(codec.RankGoodbye()),
     st.builds(codec.RankCall, numbers, counts, asks | votes),
     st.builds(codec.RankWithdraw, numbers),
@@ -341,15 +342,15 @@ def test_what_is_out_of_bounds_is_refused_by_name(data: bytes, says: str) -> Non
 
 
 def test_healed_bytes_whose_sum_over_a_group_would_not_fit_are_refused_by_name() -> None:
-    assert codec.MAX_WORLD_SIZE * codec.MAX_HEALED_BYTES <= MAX_INT64
-    with pytest.raises(ProtocolError, match=rf"healed_bytes is .*; it must be 0\.\.{codec.MAX_HEALED_BYTES}"):
-        codec.decode_from_rank(codec.encode_from_rank(codec.RankBeat(codec.MAX_HEALED_BYTES + 1)))
+    assert MAX_WORLD_SIZE * MAX_HEALED_BYTES <= MAX_INT64
+    with pytest.raises(ProtocolError, match=rf"healed_bytes is .*; it must be 0\.\.{MAX_HEALED_BYTES}"):
+        codec.decode_from_rank(codec.encode_from_rank(codec.RankBeat(MAX_HEALED_BYTES + 1)))
     with pytest.raises(ProtocolError, match=rf"healed_bytes is .*; it must be 0\.\.{MAX_INT64}"):
         codec.decode_to_lighthouse(7, codec.encode_to_lighthouse(BeatReceived(7, MAX_INT64 + 1)))
 
 
 def test_a_quorum_of_too_many_members_is_refused_before_they_are_looked_at() -> None:
-    crowd = pb.Quorum(participants=[pb.QuorumMember()] * (codec.MAX_MEMBERS + 1))
+    crowd = pb.Quorum(participants=[pb.QuorumMember()] * (MAX_MEMBERS + 1))
     report = pb.ToLighthouse(quorum_report=pb.QuorumReport(quorum=crowd)).SerializeToString()
     with pytest.raises(ProtocolError, match=r"participants has 100001 entries; at most 100000 are allowed"):
         codec.decode_to_lighthouse(1, report)
@@ -359,7 +360,7 @@ def test_a_sentence_that_is_too_long_or_no_text_is_cut_not_refused() -> None:
     for reason in ("x" * 10_000, "é" * 10_000, "\ud800 broken"):
         decoded = codec.decode_to_lighthouse(1, codec.encode_to_lighthouse(DeathReported(1, reason)))
         assert isinstance(decoded, DeathReported)
-        assert 0 < len(decoded.reason.encode()) <= codec.MAX_SENTENCE_BYTES
+        assert 0 < len(decoded.reason.encode()) <= MAX_SENTENCE_BYTES
 
 
 def test_a_sentence_with_line_breaks_becomes_one_line_of_a_log() -> None:
@@ -393,7 +394,7 @@ def test_so_is_the_reason_of_a_loss() -> None:
         codec.decode_to_rank(codec.encode_to_rank(notice)),
         codec.decode_to_rank(codec.encode_to_rank(codec.RanksLost("x" * 10_000))),
     ):
-        assert codec.MAX_SENTENCE_BYTES // 2 < len(str(decoded)) < codec.MAX_SENTENCE_BYTES + 200
+        assert MAX_SENTENCE_BYTES // 2 < len(str(decoded)) < MAX_SENTENCE_BYTES + 200
 
 
 @pytest.mark.parametrize(

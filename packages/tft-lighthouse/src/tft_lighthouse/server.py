@@ -14,9 +14,9 @@ from tft_coord.core.lighthouse import LighthouseConfig
 from tft_coord.errors import Closed, SettingError
 from tft_coord.security import check_token
 from tft_coord.timeouts import Timeouts
+from tft_coord.transport.address import join_host_port
 from tft_coord.transport.loop import LoopShare
-from tft_coord.transport.settings import join_host_port
-from tft_coord.wire.codec import MAX_MEMBERS
+from tft_coord.wire.limits import MAX_MEMBERS
 from tft_lighthouse import defaults
 from tft_lighthouse.shell import LighthouseShell
 

@@ -21,7 +21,7 @@ from tft_ckpt import CheckpointTransport
 from tft_coord.errors import SettingError as CoordinationSettingError
 from tft_coord.security import check_token, read_token
 from tft_coord.timeouts import Timeouts
-from tft_coord.transport.settings import target
+from tft_coord.transport.address import target
 
 DEFAULT_JOB: Final = "default"
 MAX_PORT: Final = 65_535

@@ -13,14 +13,17 @@ import threading
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Final, final
+from typing import TYPE_CHECKING, Final, final
 
 from tft_algos.manager.config import ResolvedConfig
 from tft_algos.manager.group_store import GroupStore, open_group_store
 from tft_algos.manager.parts import ServerRestarted
-from tft_coord import ManagerClient, ManagerServer
+from tft_coord import ManagerServer
 from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest
 from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, GroupLost, Unreachable
+
+if TYPE_CHECKING:
+    from tft_coord import ManagerClient
 
 logger = logging.getLogger("tft_algos.manager")
 
@@ -96,7 +99,7 @@ class GroupCoordinator:
     def source_metadata(self, address: str, timeout: timedelta) -> str:
         config = self._config
         within = min(timeout, config.connect_timeout)
-        with ManagerClient(address, within, token=config.token, timeouts=config.timeouts) as client:
+        with _client_class()(address, within, token=config.token, timeouts=config.timeouts) as client:
             return client.checkpoint_metadata(config.rank, timeout)
 
     def healed(self, bytes_total: int) -> None:
@@ -206,7 +209,7 @@ class GroupCoordinator:
 
     def _new_client(self, address: str) -> ManagerClient:
         config = self._config
-        return ManagerClient(
+        return _client_class()(
             address,
             config.connect_timeout,
             group_rank=config.rank,
@@ -215,3 +218,10 @@ class GroupCoordinator:
             link=self._server.link() if self._server is not None else None,
             listener=self._told,
         )
+
+
+def _client_class() -> type[ManagerClient]:
+    # Not before it is needed: rank 0's server starts in a child, and grpc is imported here meanwhile.
+    from tft_coord import ManagerClient
+
+    return ManagerClient

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tft_algos.manager.reduction import changing
-from tft_ckpt import CheckpointTransport, Closed, StateKey, StateUnavailable
+from tft_ckpt import CheckpointTransport, Closed, StateKey, StateUnavailable, WrongSetting
 from tft_coord.core.lineage import initial_lineage
 from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest, Source
 from tft_coord.errors import GroupLost
@@ -301,10 +301,13 @@ class MemoryTransport(CheckpointTransport[Any]):
         timeout: timedelta,
         *,
         key: StateKey | None = None,
+        into: Any | None = None,
         sources: Sequence[str] = (),
         progress: Callable[[int, int], None] | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> Any:
+        if into is not None:
+            raise WrongSetting("this transport hands out the state itself and writes into none; leave `into` out")
         self.received_from.append((src_rank, metadata, list(sources)))
         self.receiving.set()
         while self._endless:

@@ -15,7 +15,8 @@ import grpc
 from tft_coord.errors import Closed, DeadlinePassed, SettingError, Unreachable
 from tft_coord.security import call_metadata
 from tft_coord.timeouts import Timeouts
-from tft_coord.transport.settings import channel_options, error_of, target
+from tft_coord.transport.address import target
+from tft_coord.transport.settings import channel_options, error_of
 from tft_coord.wire.services import UnaryStub, unary_stub
 
 # Nobody serves it: an answer of any kind shows that a gRPC server is there.

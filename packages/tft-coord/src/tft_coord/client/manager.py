@@ -20,6 +20,7 @@ from tft_coord.errors import Closed, CoordinationError, GroupLost, ProtocolError
 from tft_coord.timeouts import Timeouts
 from tft_coord.views import QuorumResult, result_view
 from tft_coord.wire import codec, services
+from tft_coord.wire.limits import MAX_HEALED_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,7 @@ class ManagerClient:
         """
         if self._session is not None:
             # More than a beat can carry is not progress that anybody could see.
-            most = min(healed_bytes, codec.MAX_HEALED_BYTES)
+            most = min(healed_bytes, MAX_HEALED_BYTES)
             self._session.healed_bytes = max(self._session.healed_bytes, most)
 
     def close(self) -> None:

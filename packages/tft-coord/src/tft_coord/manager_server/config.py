@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from tft_coord.errors import SettingError
 from tft_coord.security import check_token
 from tft_coord.timeouts import Timeouts
-from tft_coord.transport.settings import target
-from tft_coord.wire.codec import MAX_ADDRESS_BYTES, MAX_NAME_BYTES, MAX_WORLD_SIZE
+from tft_coord.transport.address import target
+from tft_coord.wire.limits import MAX_ADDRESS_BYTES, MAX_NAME_BYTES, MAX_WORLD_SIZE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

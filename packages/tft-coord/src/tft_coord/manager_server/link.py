@@ -44,9 +44,9 @@ from tft_coord.core.types import Member, Quorum, QuorumKey, Refusal
 from tft_coord.errors import ProtocolError, Unreachable
 from tft_coord.security import call_metadata
 from tft_coord.timeouts import Timeouts
+from tft_coord.transport.address import target
 from tft_coord.transport.dial import cancelled, dial
 from tft_coord.transport.outbox import Outbox
-from tft_coord.transport.settings import target
 from tft_coord.wire import codec, services
 
 logger = logging.getLogger(__name__)

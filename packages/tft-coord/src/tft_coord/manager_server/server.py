@@ -5,6 +5,7 @@ Law of this file: starting, asking after and ending the server, in a child proce
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import selectors
@@ -200,6 +201,8 @@ class _Child:
                 "link_fd": link_fd,
             }
             pipe.write(json.dumps(boot).encode() + b"\n")
+            # Who starts a server is its client next, and what that needs takes as long to import as the child to start.
+            importlib.import_module("tft_coord.client")
             self.address = self._read_report(report_fd, start_within_s)
         except BaseException:
             self._process.kill()

@@ -24,9 +24,10 @@ from tft_coord.core.types import Plan, Quorum, QuorumKey, Refusal
 from tft_coord.errors import ProtocolError, SettingError
 from tft_coord.manager_server.config import ManagerServerConfig
 from tft_coord.manager_server.link import LighthouseLink
+from tft_coord.transport.address import join_host_port
 from tft_coord.transport.frames import FrameReader, framed
 from tft_coord.transport.outbox import Outbox
-from tft_coord.transport.settings import fail, join_host_port, server_options
+from tft_coord.transport.settings import fail, server_options
 from tft_coord.wire import codec, services
 from tft_coord.wire.services import Context
 

@@ -1,11 +1,10 @@
-"""What every channel and server of ours is set to, and how addresses and errors cross it.
+"""What every channel and server of ours is set to, and how errors cross it.
 
 Law of this file: settings of grpc and translations to and from it; no calls, no state.
 """
 
 from __future__ import annotations
 
-import re
 from typing import Any, NoReturn
 
 import grpc
@@ -17,12 +16,10 @@ from tft_coord.errors import (
     GroupLost,
     ProtocolError,
     Refused,
-    SettingError,
     StaleQuorum,
     Unreachable,
 )
 from tft_coord.timeouts import Timeouts
-from tft_coord.wire.codec import MAX_ADDRESS_BYTES
 from tft_coord.wire.services import Context
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # a quorum of 100,000 members; every part is bounded once more by the codec
@@ -86,29 +83,6 @@ def _common(timeouts: Timeouts, most_received_bytes: int) -> Options:
         ("grpc.max_receive_message_length", most_received_bytes),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ]
-
-
-def target(address: str) -> str:
-    """What grpc dials for an address as users write it: `host:port`, `http://host:port`, `[::1]:29510`.
-
-    Raises: SettingError: there is no host or no port in it.
-    """
-    bare = address.strip()
-    if bare.startswith("https://"):
-        raise SettingError(f"{bare[:MAX_ADDRESS_BYTES]!r} asks for TLS, which is not there yet; give http://host:port")
-    if bare.startswith("http://"):
-        bare = bare.removeprefix("http://").rstrip("/")
-    match = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[^\s/:\[\]]+):(\d{1,5})", bare)
-    if match is None or not 0 < int(match[2]) < 65536 or len(bare) > MAX_ADDRESS_BYTES:
-        raise SettingError(
-            f"{address[:MAX_ADDRESS_BYTES]!r} is no address; give host:port, for example localhost:29510"
-        )
-    return bare
-
-
-def join_host_port(host: str, port: int) -> str:
-    """`host:port`, with an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 async def fail(context: Context, code: str, message: str) -> NoReturn:

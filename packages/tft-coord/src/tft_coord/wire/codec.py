@@ -54,17 +54,18 @@ from tft_coord.core.types import (
 )
 from tft_coord.errors import ProtocolError
 from tft_coord.wire import coordination_pb2 as pb
-
-MAX_NAME_BYTES = 256  # replica ids and jobs
-MAX_ADDRESS_BYTES = 512
-MAX_DATA_BYTES = 64 * 1024
-MAX_METADATA_BYTES = 4096  # checkpoint metadata, and reconfigure handles
-MAX_HANDLES_BYTES = 256 * 1024  # of one member, together
-MAX_SENTENCE_BYTES = 4096
-MAX_MEMBERS = 100_000
-MAX_WORLD_SIZE = 1_000_000
-MAX_COUNT = 2**31 - 1
-MAX_HEALED_BYTES = MAX_INT64 // MAX_WORLD_SIZE  # of one rank, so that the sum over a group's ranks always fits
+from tft_coord.wire.limits import (
+    MAX_ADDRESS_BYTES,
+    MAX_COUNT,
+    MAX_DATA_BYTES,
+    MAX_HANDLES_BYTES,
+    MAX_HEALED_BYTES,
+    MAX_MEMBERS,
+    MAX_METADATA_BYTES,
+    MAX_NAME_BYTES,
+    MAX_SENTENCE_BYTES,
+    MAX_WORLD_SIZE,
+)
 
 _M = TypeVar("_M", bound=Message)
 _T = TypeVar("_T")

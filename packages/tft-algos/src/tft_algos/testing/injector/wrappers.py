@@ -173,6 +173,7 @@ class StruckTransport(CheckpointTransport[Any]):
         timeout: timedelta,
         *,
         key: StateKey | None = None,
+        into: Any | None = None,
         sources: Sequence[str] = (),
         progress: Callable[[int, int], None] | None = None,
         cancelled: Callable[[], bool] | None = None,
@@ -181,7 +182,15 @@ class StruckTransport(CheckpointTransport[Any]):
         if fault is not None:
             raise StateUnavailable(fault.describe(), source=metadata, key=key)
         return self._inside.recv_checkpoint(
-            src_rank, metadata, step, timeout, key=key, sources=sources, progress=progress, cancelled=cancelled
+            src_rank,
+            metadata,
+            step,
+            timeout,
+            key=key,
+            into=into,
+            sources=sources,
+            progress=progress,
+            cancelled=cancelled,
         )
 
     def prepare_to_send(self) -> None:

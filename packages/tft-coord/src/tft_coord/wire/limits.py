@@ -1,0 +1,19 @@
+"""How long or large a part of a message may be at most.
+
+Law of this file: numbers, which both the codec and the checks of settings go by; it imports no codec.
+"""
+
+from __future__ import annotations
+
+from tft_coord.core.types import MAX_INT64
+
+MAX_NAME_BYTES = 256  # replica ids and jobs
+MAX_ADDRESS_BYTES = 512
+MAX_DATA_BYTES = 64 * 1024
+MAX_METADATA_BYTES = 4096  # checkpoint metadata, and reconfigure handles
+MAX_HANDLES_BYTES = 256 * 1024  # of one member, together
+MAX_SENTENCE_BYTES = 4096
+MAX_MEMBERS = 100_000
+MAX_WORLD_SIZE = 1_000_000
+MAX_COUNT = 2**31 - 1
+MAX_HEALED_BYTES = MAX_INT64 // MAX_WORLD_SIZE  # of one rank, so that the sum over a group's ranks always fits
