@@ -10,24 +10,40 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import struct
+import sys
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from tft_ckpt.errors import StateUnavailable, WrongSetting
 
-__all__ = ["advertised_url", "listen", "parse_url"]
+__all__ = ["advertised_url", "interface_address", "is_tls", "listen", "parse_url"]
 
 # Reserved for documentation, so never a host of somebody's; connecting a datagram socket sends nothing.
 _OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 
 
-def listen(bind: str | None, port: int) -> socket.socket:
+# Linux: the request for an interface's IPv4 address, and where the kernel lists the IPv6 ones.
+_SIOCGIFADDR = 0x8915
+_NAME_BYTES_MAX = 15
+_IPV6_LIST = Path("/proc/net/if_inet6")
+_LINK_LOCAL = ipaddress.ip_network("fe80::/10")
+
+
+def listen(bind: str | None, port: int, interface: str | None = None) -> socket.socket:
     """A listening TCP socket.
 
     Args:
         bind: a host name or address, or None for all interfaces, IPv6 too where the host has it.
         port: 0 for one that is free.
-    Raises: WrongSetting: the address is not one of this host's, or the port is taken.
+        interface: name of the network interface on whose address to listen, in place of bind.
+    Raises: WrongSetting: the address is not one of this host's, or the port is taken; bind and interface are both
+        given; no such interface, or it has no address.
     """
+    if interface is not None:
+        if bind is not None:
+            raise WrongSetting(f"bind is {bind!r} and interface is {interface!r}; give one of them")
+        bind = interface_address(interface)
     dual = bind in (None, "::") and socket.has_dualstack_ipv6()
     host = bind if bind is not None else "::" if dual else "0.0.0.0"
     try:
@@ -37,20 +53,59 @@ def listen(bind: str | None, port: int) -> socket.socket:
         raise WrongSetting(f"can't listen on {host} port {port}: {error}; choose another bind or port") from error
 
 
-def advertised_url(listener: socket.socket, advertise_addr: str | None) -> str:
+def interface_address(name: str) -> str:
+    """The address of a network interface of this host: the IPv4 one, else an IPv6 one that others can reach.
+
+    Raises: WrongSetting: there is no such interface, or it has no address, or this system does not tell.
+    """
+    if sys.platform != "linux":
+        raise WrongSetting(f"interface is {name!r}, but addresses of interfaces are found on Linux only; give bind")
+    known = [each for _, each in socket.if_nameindex()]
+    if name not in known:
+        raise WrongSetting(f"interface is {name!r}, which this host has not; give one of {', '.join(known)}")
+    address = _ipv4_of(name) or _ipv6_of(name)
+    if address is None:
+        raise WrongSetting(f"interface {name} has no address; give one that has, or bind")
+    return address
+
+
+def _ipv4_of(name: str) -> str | None:
+    import fcntl  # there is none on Windows
+
+    encoded = name.encode()[:_NAME_BYTES_MAX]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", encoded))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _ipv6_of(name: str) -> str | None:
+    try:
+        lines = _IPV6_LIST.read_text().splitlines()
+    except OSError:
+        return None
+    found = [ipaddress.IPv6Address(int(line.split()[0], 16)) for line in lines if line.split()[-1] == name]
+    # One that holds on its link only can't be written in a URL that means the same on another host.
+    return next((str(address) for address in found if address not in _LINK_LOCAL), None)
+
+
+def advertised_url(listener: socket.socket, advertise_addr: str | None, scheme: str = "http") -> str:
     """The URL to give to others for a listening socket.
 
     Args:
         advertise_addr: host name or address, with a port of its own if another one is forwarded here; None to find
             out.
+        scheme: http or https.
     Raises: WrongSetting: advertise_addr can't be read.
     """
     port = int(listener.getsockname()[1])
     if advertise_addr is not None:
-        return _given_url(advertise_addr, port)
+        return f"{scheme}://{_given_place(advertise_addr, port)}"
     bound = ipaddress.ip_address(listener.getsockname()[0].partition("%")[0])
     host = _own_host() if bound.is_unspecified else str(bound)
-    return f"http://{_bracketed(host)}:{port}"
+    return f"{scheme}://{_bracketed(host)}:{port}"
 
 
 def parse_url(url: str) -> tuple[str, int]:
@@ -60,20 +115,25 @@ def parse_url(url: str) -> tuple[str, int]:
     """
     try:
         parts = urlsplit(url)
-        if parts.scheme == "http" and parts.hostname and parts.port and parts.path in ("", "/"):
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port and parts.path in ("", "/"):
             return parts.hostname, parts.port
     except ValueError:
         pass
     raise StateUnavailable(f"{url[:200]!r} is no source's address; it reads http://host:port", source=url)
 
 
-def _given_url(text: str, port: int) -> str:
+def is_tls(url: str) -> bool:
+    """Whether a source's URL asks for a secured connection."""
+    return url[:8].lower() == "https://"
+
+
+def _given_place(text: str, port: int) -> str:
     bare_ipv6 = text.count(":") > 1 and not text.startswith("[")
     try:
         parts = urlsplit(f"http://{_bracketed(text) if bare_ipv6 else text}")
         if not parts.hostname or parts.path or parts.username is not None:
             raise ValueError("it holds more than a host and a port")
-        return f"http://{_bracketed(parts.hostname)}:{parts.port or port}"
+        return f"{_bracketed(parts.hostname)}:{parts.port or port}"
     except ValueError as error:
         raise WrongSetting(f"advertise_addr is {text!r}: {error}; give host, host:port or [ipv6]:port") from error
 

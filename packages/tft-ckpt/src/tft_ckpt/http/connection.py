@@ -14,6 +14,7 @@ import io
 import os
 import select
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +27,9 @@ __all__ = ["Connection", "Silence", "StopSignal"]
 # How often a caller's own question whether to stop is asked while nothing arrives.
 _ASK_S = 0.05
 _READER_BYTES = 64 << 10
+# What a non-blocking socket says when it must be waited for; a secured one may have to read in order to write.
+_READ_FIRST = (BlockingIOError, ssl.SSLWantReadError)
+_WRITE_FIRST = (BlockingIOError, ssl.SSLWantWriteError)
 
 
 class Silence(OSError):
@@ -124,18 +128,44 @@ class _Wire:
         while True:
             try:
                 return self._sock.recv_into(buffer)
-            except BlockingIOError:
-                if not self._stop.wait(self.silence_s, readable=self._sock.fileno()):
-                    raise Silence(f"nothing came for {self.silence_s:g} s") from None
+            except _READ_FIRST:
+                self._wait(readable=True)
+            except ssl.SSLWantWriteError:
+                self._wait(readable=False)
 
     def sendall(self, data: Any) -> None:
         view = memoryview(data)
         while view:
             try:
                 view = view[self._sock.send(view) :]
-            except BlockingIOError:
-                if not self._stop.wait(self.silence_s, writable=self._sock.fileno()):
-                    raise Silence(f"nothing was taken for {self.silence_s:g} s") from None
+            except _WRITE_FIRST:
+                self._wait(readable=False)
+            except ssl.SSLWantReadError:
+                self._wait(readable=True)
+
+    def secure(self, context: ssl.SSLContext, host: str) -> None:
+        """Go on over TLS, with whoever proves to be that host."""
+        # The socket that was given is empty from then on; on errors it is closed with the new one.
+        self._sock = secured = context.wrap_socket(self._sock, server_hostname=host, do_handshake_on_connect=False)
+        while True:
+            try:
+                secured.do_handshake()
+                return
+            except ssl.SSLWantReadError:
+                self._wait(readable=True)
+            except ssl.SSLWantWriteError:
+                self._wait(readable=False)
+
+    def _wait(self, *, readable: bool) -> None:
+        descriptor = self._sock.fileno()
+        if readable:
+            if not self._stop.wait(self.silence_s, readable=descriptor):
+                raise Silence(f"nothing came for {self.silence_s:g} s") from None
+        elif not self._stop.wait(self.silence_s, writable=descriptor):
+            raise Silence(f"nothing was taken for {self.silence_s:g} s") from None
+
+    def addresses(self) -> tuple[str, str]:
+        return str(self._sock.getsockname()[0]), str(self._sock.getpeername()[0])
 
     def makefile(self, mode: str) -> io.BufferedReader:
         # Reads longer than the reader's own buffer go past it, straight into the caller's memory.
@@ -171,13 +201,24 @@ class Connection:
         host, port: of the source.
         silence_s: how long connecting and each wait for bytes may take.
         stop: ends every wait.
-    Raises: OSError: no connection came about. Closed, DeadlinePassed.
+        tls: secures the connection, and proves that the source is that host; None for plain HTTP.
+    Raises: OSError: no connection came about, or the source did not prove to be that host. Closed, DeadlinePassed.
     """
 
-    def __init__(self, host: str, port: int, *, silence_s: float, stop: StopSignal) -> None:
+    def __init__(
+        self, host: str, port: int, *, silence_s: float, stop: StopSignal, tls: ssl.SSLContext | None = None
+    ) -> None:
         self._silence_s = silence_s
         self._stop = stop
         self._wire = _Wire(_connect(host, port, silence_s, stop), stop)
+        self._wire.silence_s = silence_s
+        try:
+            self._addresses = self._wire.addresses()
+            if tls is not None:
+                self._wire.secure(tls, host)
+        except BaseException:
+            self._wire.shut()
+            raise
         self._http = http.client.HTTPConnection(host, port)
         self._http.sock = self._wire
 
@@ -193,6 +234,11 @@ class Connection:
         response = self._http.getresponse()
         self._wire.silence_s = self._silence_s
         return response
+
+    @property
+    def addresses(self) -> tuple[str, str]:
+        """This side's address and the other's, without ports."""
+        return self._addresses
 
     def close(self) -> None:
         """Close it; again does nothing."""

@@ -1,0 +1,102 @@
+"""Connections that nobody reads or forges: certificates, and who must show one.
+
+One certificate authority a job is enough: every process trusts it and shows a certificate of its own, which names the
+address that the process gives to others. With `check_client` a server also demands one of its readers, so that the
+certificates alone say who belongs to the job.
+
+Law of this file: files of certificates, and the standard library's contexts made of them; no sockets.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+from tft_ckpt.errors import WrongSetting
+
+__all__ = ["TLS"]
+
+_YES = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TLS:
+    """How to secure both sides of every connection; TLS 1.2 at least.
+
+    Fields:
+        certificate: path of a PEM file: this process's certificate, and those between it and the authority.
+        key: path of a PEM file: the certificate's private key, without a password.
+        authority: path of a PEM file: the authorities that are trusted, and no others are.
+        check_client: a server demands of its readers a certificate of the authority as well.
+    Raises: WrongSetting: a file is missing, can't be read, or does not fit the others.
+    """
+
+    certificate: str
+    key: str
+    authority: str
+    check_client: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("certificate", "key", "authority"):
+            path = getattr(self, name)
+            if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+                raise WrongSetting(f"TLS.{name} is {path!r}; give the path of a PEM file")
+        if type(self.check_client) is not bool:
+            raise WrongSetting(f"TLS.check_client is {self.check_client!r}; give True or False")
+        self.server_context()
+        self.client_context()
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> TLS | None:
+        """What the environment asks for, or None if it names no certificate.
+
+        Args:
+            environment: TFT_TLS_CERT, TFT_TLS_KEY and TFT_TLS_CA are paths, all three or none of them;
+                TFT_TLS_CLIENT_AUTH is 1 or 0 (the default). None is the process's own environment.
+        Raises: WrongSetting.
+        """
+        found = os.environ if environment is None else environment
+        paths = {name: found.get(name, "") for name in ("TFT_TLS_CERT", "TFT_TLS_KEY", "TFT_TLS_CA")}
+        answer = found.get("TFT_TLS_CLIENT_AUTH", "")
+        if answer.lower() not in _YES:
+            raise WrongSetting(f"TFT_TLS_CLIENT_AUTH is {answer!r}; set it to 1 or 0")
+        check_client = _YES[answer.lower()]
+        unset = [name for name, path in paths.items() if not path]
+        if len(unset) == len(paths) and not check_client:
+            return None
+        if unset:
+            raise WrongSetting(f"TLS is half configured: {', '.join(unset)} is not set; set all of {', '.join(paths)}")
+        certificate, key, authority = paths.values()
+        return cls(certificate, key, authority, check_client=check_client)
+
+    def server_context(self) -> ssl.SSLContext:
+        """For the side that serves, made of the files as they are now. Raises: WrongSetting."""
+        context = self._loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+        context.verify_mode = ssl.CERT_REQUIRED if self.check_client else ssl.CERT_NONE
+        return context
+
+    def client_context(self) -> ssl.SSLContext:
+        """For the side that asks, made of the files as they are now; checks the server's name. Raises: WrongSetting."""
+        return self._loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+
+    def _loaded(self, context: ssl.SSLContext) -> ssl.SSLContext:
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        try:
+            # An empty password: else a key that has one would be asked for on the terminal.
+            context.load_cert_chain(self.certificate, self.key, password="")
+        except (OSError, ValueError) as error:
+            raise WrongSetting(
+                f"TLS can't use the certificate {self.certificate} with the key {self.key}: {error}; give PEM files "
+                "that belong together, the key without a password"
+            ) from error
+        try:
+            context.load_verify_locations(self.authority)
+        except (OSError, ValueError) as error:
+            raise WrongSetting(
+                f"TLS can't use the authority {self.authority}: {error}; give a PEM file of certificates"
+            ) from error
+        return context
