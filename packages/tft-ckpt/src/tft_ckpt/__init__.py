@@ -17,7 +17,7 @@ from tft_ckpt.http import HTTPTransport, ReceiveReport
 from tft_ckpt.key import StateKey
 from tft_ckpt.sharding import LocalShard, Placement, Sharding
 from tft_ckpt.transport import CheckpointTransport
-from tft_ckpt.tree import Limits, register_named_tuple
+from tft_ckpt.tree import Limits, register_named_tuple, register_tensor_subclass
 
 __version__ = "0.1.0"
 
@@ -40,4 +40,5 @@ __all__ = [
     "StateUnsupported",
     "WrongSetting",
     "register_named_tuple",
+    "register_tensor_subclass",
 ]

@@ -31,7 +31,7 @@ import xxhash
 from tft_ckpt.errors import StateCorrupt, StateUnsupported, WrongSetting
 from tft_ckpt.key import StateKey
 from tft_ckpt.sharding import MAX_DIMENSIONS, MAX_ELEMENTS, MAX_SIZE, LocalShard, Sharding
-from tft_ckpt.tree import DTYPES, Limits, Node, TreeReader, TreeWriter
+from tft_ckpt.tree import DTYPES, Limits, Node, TensorSubclass, TreeReader, TreeWriter
 
 __all__ = [
     "Layout",
@@ -135,12 +135,22 @@ class Layout:
     def leaves(self) -> tuple[TensorLeaf, ...]:
         """All tensors, in the order of the state."""
         found: list[TensorLeaf] = []
-        self.read(found.append)
+        self.read(found.append, on_subclass=_no_subclass)
         return tuple(found)
 
-    def read(self, on_leaf: Callable[[TensorLeaf], object]) -> Any:
-        """The state, with on_leaf's answer in the place of each tensor; it is asked in the order of the state."""
-        return _Reader(self.segments, limits=_NO_LIMITS, source="").tree(on_leaf).read(self.root)
+    def read(
+        self,
+        on_leaf: Callable[[TensorLeaf], object],
+        *,
+        on_subclass: Callable[[TensorSubclass, str, Any], object] = TensorSubclass.rebuild,
+    ) -> Any:
+        """The state, with on_leaf's answer in the place of each tensor; it is asked in the order of the state.
+
+        Args:
+            on_subclass: is given (subclass, path, the state that it is made of) for a tensor of a registered subclass.
+        """
+        reader = _Reader(self.segments, limits=_NO_LIMITS, source="")
+        return reader.tree(on_leaf, on_subclass=on_subclass).read(self.root)
 
     def tensor(self, leaf: TensorLeaf, storage: torch.UntypedStorage | None) -> torch.Tensor:
         """A tensor of the leaf's form, looking into the storage that has its segment's bytes; None: it has none."""
@@ -198,6 +208,10 @@ class StorageSpan:
         """uint8 (length,), looking into the storage."""
         whole = torch.empty(0, dtype=torch.uint8, device=self.device)
         return whole.set_(self.storage, self.offset, (self.length,), (1,))
+
+
+def _no_subclass(subclass: TensorSubclass, path: str, parts: object) -> None:
+    """In the place of a tensor where only the form of the state matters: nothing that is registered is called."""
 
 
 _NO_LIMITS = Limits(manifest_bytes=1 << 62, nodes=1 << 62, data_bytes=1 << 62, depth=200)
@@ -304,8 +318,8 @@ def _plain(path: str, tensor: torch.Tensor) -> torch.Tensor:
     kind = type(tensor)
     if kind not in (torch.Tensor, torch.nn.Parameter):
         raise StateUnsupported(
-            f"{path} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass, which can't travel; send the plain "
-            "tensors that it is made of",
+            f"{path} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass, which can't travel; register "
+            "it on both sides with tft_ckpt.register_tensor_subclass, or send the plain tensors that it is made of",
             path=path,
         )
     if tensor.is_meta:
@@ -360,7 +374,8 @@ def decode(data: bytes, *, limits: Limits, source: str = "") -> Manifest:
         source: the address it came from, for the errors.
     Raises:
         StateCorrupt: it is damaged, or no honest source would send it.
-        StateUnsupported: it is of another version, or holds a named tuple that is not registered here.
+        StateUnsupported: it is of another version, or holds a named tuple or a tensor subclass that is not registered
+            here.
     """
 
     def fail(sentence: str) -> NoReturn:
@@ -428,7 +443,8 @@ def _checked(fields: dict[str, Node], *, limits: Limits, source: str, fail: Any)
     layout = Layout(key=key, chunk_bytes=chunk_bytes, segments=segments, root=fields["state"])
     if len(sums) != 8 * layout.num_chunks:
         fail(f"it has {len(sums) // 8} checksums for {layout.num_chunks} chunks")
-    _Reader(segments, limits=limits, source=source).tree(lambda leaf: None).read(layout.root)
+    reader = _Reader(segments, limits=limits, source=source)
+    reader.tree(lambda leaf: None, on_subclass=_no_subclass).read(layout.root)
     return Manifest(layout, tuple(int.from_bytes(sums[at : at + 8], "big") for at in range(0, len(sums), 8)))
 
 
@@ -459,13 +475,18 @@ class _Reader:
         self._limits = limits
         self._source = source
 
-    def tree(self, on_leaf: Any) -> TreeReader:
+    def tree(
+        self,
+        on_leaf: Callable[[TensorLeaf], object],
+        *,
+        on_subclass: Callable[[TensorSubclass, str, Any], object],
+    ) -> TreeReader:
         """A reader of one whole state, which gives on_leaf each TensorLeaf and puts the answer in its place."""
 
         def on_tensor(path: str, node: Node, sharding: Sharding | None) -> object:
             return on_leaf(self._leaf(path, node, sharding, reader))
 
-        reader = TreeReader(on_tensor, limits=self._limits, source=self._source)
+        reader = TreeReader(on_tensor, on_subclass=on_subclass, limits=self._limits, source=self._source)
         return reader
 
     def _leaf(self, path: str, node: Node, sharding: Sharding | None, reader: TreeReader) -> TensorLeaf:

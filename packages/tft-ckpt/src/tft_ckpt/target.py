@@ -24,6 +24,7 @@ from tft_ckpt.buffers import Buffer
 from tft_ckpt.errors import CheckpointError, StateDiffers, StateUnsupported
 from tft_ckpt.manifest import ALIGNMENT_BYTES, Layout, TensorLeaf, checksum
 from tft_ckpt.sharding import LocalShard, part_of
+from tft_ckpt.tree import TensorSubclass
 
 __all__ = ["Target"]
 
@@ -156,13 +157,21 @@ class _Slot:
         self.place = _Place(leaf, None, None)
 
 
+class _Parts(NamedTuple):
+    """Stands for a tensor of a registered subclass in such a state."""
+
+    subclass: TensorSubclass
+    path: str
+    parts: object
+
+
 @final
 class _Matching:
     """Lays the state that comes over the one that is there."""
 
     def __init__(self, layout: Layout, state: object) -> None:
         self._slots: list[_Slot] = []
-        arriving = layout.read(self._slot)
+        arriving = layout.read(self._slot, on_subclass=_Parts)
         self._match(arriving, state, "state")
 
     def places(self) -> list[_Place]:
@@ -178,16 +187,18 @@ class _Matching:
     def _match(self, arriving: object, here: object, path: str) -> None:
         if type(arriving) is _Slot:
             arriving.place = _place(arriving.leaf, here)
+        elif type(arriving) is _Parts and type(here) is arriving.subclass.cls:
+            self._match(arriving.parts, arriving.subclass.parts(here, path), f"{path}.parts")
         elif isinstance(here, torch.Tensor | LocalShard):
             raise StateDiffers(f"{path} is a tensor here, and none comes for it from the source; {_ADVICE}", path=path)
         elif isinstance(here, dict):
-            theirs = arriving if isinstance(arriving, dict) else {}
+            pairs = arriving if isinstance(arriving, dict) else {}
             for key, value in here.items():
-                self._match(theirs.get(key), value, f"{path}[{_short(key)}]")
+                self._match(pairs.get(key), value, f"{path}[{_short(key)}]")
         elif isinstance(here, list | tuple):
-            theirs = arriving if isinstance(arriving, list | tuple) else ()
+            items = arriving if isinstance(arriving, list | tuple) and type(arriving) is not _Parts else ()
             for index, value in enumerate(here):
-                self._match(theirs[index] if index < len(theirs) else None, value, f"{path}[{index}]")
+                self._match(items[index] if index < len(items) else None, value, f"{path}[{index}]")
 
 
 _ADVICE: Final = "receive it without `into`, or make both sides' states of one form"

@@ -3,7 +3,8 @@
 Whatever sits in a state dict is either a container that we know, a piece of plain data that we know, or a tensor. The
 first two are written as JSON: null, booleans, short integers, finite floats and strings as themselves, all else as an
 array that opens with its type's tag. A tensor is handed to a callback and leaves one array behind; a DTensor does so
-for the part of it that lies here, in an array that says of what that is a part. Everything is matched by exact type: a
+for the part of it that lies here, in an array that says of what that is a part, and a registered tensor subclass leaves
+an array with its name and what it is made of. Everything is matched by exact type: a
 subclass may carry more than we can see, so it is refused with its path.
 
 Reading is the mirror image and trusts nothing: it makes only the types listed here, by calling only the constructors
@@ -30,7 +31,16 @@ import torch
 from tft_ckpt.errors import StateCorrupt, StateUnsupported, WrongSetting
 from tft_ckpt.sharding import MAX_MESH_DIMENSIONS, LocalShard, Placement, Sharding, part_of
 
-__all__ = ["DTYPES", "Limits", "TreeReader", "TreeWriter", "register_named_tuple"]
+__all__ = [
+    "DTYPES",
+    "Limits",
+    "TensorSubclass",
+    "TreeReader",
+    "TreeWriter",
+    "register_named_tuple",
+    "register_tensor_subclass",
+    "tensor_subclass_of",
+]
 
 # What json.loads gives and json.dumps takes.
 Node = Any
@@ -85,6 +95,85 @@ def register_named_tuple(cls: C) -> C:
         raise WrongSetting(f"another named tuple is registered as {name} already; rename one of the two")
     _named_tuple_names[cls] = name
     return cls
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TensorSubclass:
+    """A subclass of tensors that travels as what it is made of.
+
+    Fields:
+        cls: the subclass.
+        name: how a manifest calls it.
+        flatten, unflatten: as given to `register_tensor_subclass`.
+    """
+
+    cls: type[Any]
+    name: str
+    flatten: Callable[[Any], object]
+    unflatten: Callable[[Any], Any]
+
+    def parts(self, value: object, path: str) -> object:
+        """What the tensor is made of. Raises: StateUnsupported: the registered function does not say so."""
+        try:
+            return self.flatten(value)
+        except Exception as error:
+            raise StateUnsupported(
+                f"{path} is a {self.name}, and the function registered to take it apart failed: {error!r}; mend that",
+                path=path,
+            ) from error
+
+    def rebuild(self, path: str, parts: object) -> Any:
+        """The tensor again. Raises: StateUnsupported: the registered function does not make one."""
+        try:
+            value = self.unflatten(parts)
+        except Exception as error:
+            raise StateUnsupported(
+                f"{path} arrived, and the function registered to make a {self.name} of it failed: {error!r}; mend that",
+                path=path,
+            ) from error
+        if type(value) is not self.cls:
+            raise StateUnsupported(
+                f"{path} arrived, and the function registered to make a {self.name} made a {type(value).__name__}; "
+                "mend that",
+                path=path,
+            )
+        return value
+
+
+_tensor_subclasses: dict[str, TensorSubclass] = {}
+_tensor_subclasses_by_type: dict[type[Any], TensorSubclass] = {}
+
+
+def register_tensor_subclass(cls: type[Any], flatten: Callable[[Any], object], unflatten: Callable[[Any], Any]) -> None:
+    """Let a subclass of tensors travel, as the state that it is made of; both sides must register it.
+
+    It goes by its module and name, and a process that has not registered that name refuses it: nothing is looked up,
+    imported or called by a name that arrived.
+
+    Args:
+        cls: a subclass of torch.Tensor; instances of exactly this class are meant.
+        flatten: gives for a tensor what it is made of: any state, its tensors the tensor's own, not copies, so that it
+            can be received into.
+        unflatten: makes a tensor of such a state again, without a copy; what it is given has the form of a state that
+            travels, but comes from the network: it must check it and raise what it likes.
+    Raises: WrongSetting: cls is none that could be registered, or another one has that name already.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, torch.Tensor)) or cls in (torch.Tensor, torch.nn.Parameter):
+        raise WrongSetting(f"{cls!r} is no subclass of torch.Tensor, so it can't be registered as one")
+    if cls.__module__.startswith("torch.distributed.tensor"):
+        raise WrongSetting(f"{cls.__qualname__} travels already, as a LocalShard, so don't register it")
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    known = _tensor_subclasses.get(name)
+    if known is not None and known.cls is not cls:
+        raise WrongSetting(f"another tensor subclass is registered as {name} already; rename one of the two")
+    record = TensorSubclass(cls=cls, name=name, flatten=flatten, unflatten=unflatten)
+    _tensor_subclasses[name] = _tensor_subclasses_by_type[cls] = record
+
+
+def tensor_subclass_of(value: object) -> TensorSubclass | None:
+    """How the value travels, if it is of a registered subclass of tensors; else None."""
+    return _tensor_subclasses_by_type.get(type(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +238,10 @@ class TreeWriter:
                 f"{path[:200]} is nested deeper than {self._limits.depth}; is it its own member?", path=path
             )
         if isinstance(value, torch.Tensor | LocalShard):
+            subclass = tensor_subclass_of(value)
+            if subclass is not None:
+                parts = subclass.parts(value, path)
+                return ["subclass", subclass.name, self.write(parts, f"{path}.parts", depth + 1)]
             part = part_of(value, path)
             return self._on_tensor(path, value) if part is None else self._write_shard(path, part)  # type: ignore[arg-type]
         leaf = self._write_leaf(value)
@@ -266,14 +359,22 @@ class TreeReader:
     Args:
         on_tensor: is given (path, node, sharding) for every tensor node, depth first, and returns what takes its place;
             sharding says of what the tensor is a part, or is None if it is whole.
+        on_subclass: is given (subclass, path, what the tensor is made of) for every tensor of a registered subclass,
+            and returns what takes its place.
         limits: what is larger is refused.
         source: the address that the node came from, for the errors.
     """
 
     def __init__(
-        self, on_tensor: Callable[[str, Node, Sharding | None], object], *, limits: Limits, source: str
+        self,
+        on_tensor: Callable[[str, Node, Sharding | None], object],
+        *,
+        on_subclass: Callable[[TensorSubclass, str, Any], object],
+        limits: Limits,
+        source: str,
     ) -> None:
         self._on_tensor = on_tensor
+        self._on_subclass = on_subclass
         self._limits = limits
         self._source = source
         self._num_nodes = 0
@@ -283,7 +384,7 @@ class TreeReader:
 
         Raises:
             StateCorrupt: the node is none that TreeWriter writes.
-            StateUnsupported: it names a named tuple that is not registered here.
+            StateUnsupported: it names a named tuple or a tensor subclass that is not registered here.
         """
         self._num_nodes += 1
         if self._num_nodes > self._limits.nodes:
@@ -365,6 +466,8 @@ class TreeReader:
                 return self._pairs(node, 2, path, depth, into=defaultdict(_FACTORIES[node[1]]))
             case "named":
                 return self._read_named(node, path, depth)
+            case "subclass":
+                return self._read_subclass(node, path, depth)
             case _:
                 raise self.corrupt(path, f"{tag[:40]!r} is no tag")
 
@@ -391,6 +494,18 @@ class TreeReader:
         if len(items) != len(cls._fields):
             raise self.corrupt(path, f"its named tuple has {len(items)} fields, not {len(cls._fields)}")
         return cls._make(items)
+
+    def _read_subclass(self, node: list[Node], path: str, depth: int) -> Any:
+        if len(node) != 3 or type(node[1]) is not str:
+            raise self.corrupt(path, "its tensor subclass has no name, or other than one part")
+        subclass = _tensor_subclasses.get(node[1])
+        if subclass is None:
+            raise StateUnsupported(
+                f"{path} is a tensor subclass {node[1][:200]!r}, unknown here; register it with "
+                "register_tensor_subclass",
+                path=path,
+            )
+        return self._on_subclass(subclass, path, self.read(node[2], f"{path}.parts", depth + 1))
 
     def _items(self, node: list[Node], first: int, path: str, depth: int) -> list[Any]:
         return [self.read(node[at], f"{path}[{at - first}]", depth + 1) for at in range(first, len(node))]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tft_ckpt.sharding import LocalShard, Placement, Sharding, part_of
+from tft_ckpt.tree import tensor_subclass_of
 
 __all__ = ["assert_same_state", "sample_state"]
 
@@ -82,6 +83,11 @@ def _compare(actual: object, expected: object, path: str, tensors: list[tuple[to
         assert part is not None, f"{path}: {type(actual)} is no part of a sharded tensor"
         assert part.sharding == expected_part.sharding, f"{path}: {part.sharding} is not {expected_part.sharding}"
         actual, expected = part.local, expected_part.local
+    subclass = tensor_subclass_of(expected)
+    if subclass is not None:
+        assert type(actual) is type(expected), f"{path}: {type(actual)} is not {type(expected)}"
+        _compare(subclass.parts(actual, path), subclass.parts(expected, path), f"{path}.parts", tensors)
+        return
     if isinstance(expected, torch.Tensor):
         assert isinstance(actual, torch.Tensor), path
         _compare_tensors(actual, expected, path)
