@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+import tft_coord
 from tft_algos.manager import coordinator as module
 from tft_algos.manager.config import ResolvedConfig, config_of, from_environment
 from tft_algos.manager.coordinator import GroupCoordinator
@@ -103,7 +104,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     made: list[GroupCoordinator] = []
     store = HashStore()
     monkeypatch.setattr(module, "ManagerServer", Server)
-    monkeypatch.setattr(module, "ManagerClient", Client)
+    monkeypatch.setattr(tft_coord, "ManagerClient", Client)
     monkeypatch.setattr(
         module, "open_group_store", lambda config: GroupStore(store, "store:1", config.run_scope, config.group_scope)
     )
