@@ -18,6 +18,7 @@ import time
 import venv
 import zipfile
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from email.parser import HeaderParser
 from pathlib import Path
@@ -75,27 +76,33 @@ def run(command: Sequence[str | Path], *, cwd: Path) -> str:
     return done.stdout
 
 
-def check(wheel: Wheel, wheels: dict[str, Wheel], *, dist: Path) -> str:
-    """Install `wheel` into an empty environment and use it. Returns what was seen, in a few words."""
-    with tempfile.TemporaryDirectory() as folder:
-        home = Path(folder)
-        venv.create(home / "venv", with_pip=False, symlinks=True)
-        python = home / "venv" / "bin" / "python"
-        pip: list[str | Path] = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "-q"]
-        outside = sorted(third_party(wheel, wheels))
-        run([*pip, "install", "--no-compile", "-c", CONSTRAINTS, *outside], cwd=home)
-        run([*pip, "install", "--no-index", "--find-links", dist, f"{wheel.name}=={wheel.version}"], cwd=home)
-        run([*pip, "check"], cwd=home)
-        others = [name for name in wheels if name != wheel.name]
-        seen = run([python, "-c", program(wheel, others=others)], cwd=home).split()
-        if seen[0] != wheel.version:
-            raise SystemExit(f"{wheel.module}.__version__ is {seen[0]} in the wheel of {wheel.version}: make them one.")
-        siblings = seen[2:]
-        parts = [f"with {' '.join(siblings)}" if siblings else "nothing else of ours"]
-        parts.append("torch" if seen[1] == "True" else "no torch")
-        if command := COMMANDS.get(wheel.name):
-            parts.append(help_time(home / "venv" / "bin" / command, cwd=home, bounded=wheel.name in WITHOUT_TORCH))
-        return ", ".join(parts)
+def install(wheel: Wheel, wheels: dict[str, Wheel], *, dist: Path, home: Path) -> Path:
+    """Make an environment in `home` and install `wheel` there. Returns its folder of commands."""
+    home.mkdir()
+    venv.create(home / "venv", with_pip=False, symlinks=True)
+    commands = home / "venv" / "bin"
+    pip: list[str | Path] = [sys.executable, "-m", "pip", "--python", commands / "python"]
+    pip += ["--disable-pip-version-check", "-q"]
+    outside = sorted(third_party(wheel, wheels))
+    run([*pip, "install", "--no-compile", "-c", CONSTRAINTS, *outside], cwd=home)
+    run([*pip, "install", "--no-index", "--find-links", dist, f"{wheel.name}=={wheel.version}"], cwd=home)
+    run([*pip, "check"], cwd=home)
+    return commands
+
+
+def use(wheel: Wheel, wheels: dict[str, Wheel], commands: Path) -> str:
+    """Use `wheel` where it was installed. Returns what was seen, in a few words."""
+    home = commands.parent.parent
+    others = [name for name in wheels if name != wheel.name]
+    seen = run([commands / "python", "-c", program(wheel, others=others)], cwd=home).split()
+    if seen[0] != wheel.version:
+        raise SystemExit(f"{wheel.module}.__version__ is {seen[0]} in the wheel of {wheel.version}: make them one.")
+    siblings = seen[2:]
+    parts = [f"with {' '.join(siblings)}" if siblings else "nothing else of ours"]
+    parts.append("torch" if seen[1] == "True" else "no torch")
+    if command := COMMANDS.get(wheel.name):
+        parts.append(help_time(commands / command, cwd=home, bounded=wheel.name in WITHOUT_TORCH))
+    return ", ".join(parts)
 
 
 def program(wheel: Wheel, *, others: Sequence[str]) -> str:
@@ -142,10 +149,15 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="where the wheels are")
     options = parser.parse_args(None if arguments is None else list(arguments))
     wheels = newest(options.dist)
-    for name in options.names or wheels:
-        begin = time.perf_counter()
-        seen = check(wheels[name], wheels, dist=options.dist.resolve())
-        print(f"{name} {wheels[name].version} installs alone: {seen} ({time.perf_counter() - begin:.0f} s)", flush=True)
+    names = list(options.names or wheels)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max_workers=os.cpu_count()) as executor:
+
+        def installed(name: str) -> Path:
+            return install(wheels[name], wheels, dist=options.dist.resolve(), home=Path(folder, name))
+
+        # Several at once: most of it is the unpacking of torch. Used one by one, because that is timed.
+        for name, commands in list(zip(names, executor.map(installed, names), strict=True)):
+            print(f"{name} {wheels[name].version} installs alone: {use(wheels[name], wheels, commands)}", flush=True)
 
 
 if __name__ == "__main__":
