@@ -392,7 +392,7 @@ def test_a_state_above_the_limit_takes_no_memory(source: HTTPTransport[Any]) -> 
 
 @pytest.mark.parametrize(
     "metadata",
-    ["", "<n/a>", "http://", "http://host", "https://h:1", "http://h:x", "http://h:1/other", "http://[::1:5"],
+    ["", "<n/a>", "http://", "http://host", "ftp://h:1", "http://h:x", "http://h:1/other", "http://[::1:5"],
 )
 def test_what_is_no_address_is_refused(metadata: str, receiver: HTTPTransport[Any]) -> None:
     with pytest.raises(StateUnavailable, match="no source's address"):

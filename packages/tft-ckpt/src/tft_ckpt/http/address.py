@@ -17,7 +17,10 @@ from urllib.parse import urlsplit
 
 from tft_ckpt.errors import StateUnavailable, WrongSetting
 
-__all__ = ["advertised_url", "interface_address", "is_tls", "listen", "parse_url"]
+__all__ = ["BACKLOG", "advertised_url", "interface_address", "is_tls", "listen", "parse_url"]
+
+# Connections that may wait to be accepted: a whole job may turn to one source at once.
+BACKLOG = 1024
 
 # Reserved for documentation, so never a host of somebody's; connecting a datagram socket sends nothing.
 _OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
@@ -48,7 +51,7 @@ def listen(bind: str | None, port: int, interface: str | None = None) -> socket.
     host = bind if bind is not None else "::" if dual else "0.0.0.0"
     try:
         info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(info[4][:2], family=info[0], backlog=1024, dualstack_ipv6=dual)
+        return socket.create_server(info[4][:2], family=info[0], backlog=BACKLOG, dualstack_ipv6=dual)
     except (OSError, UnicodeError, OverflowError) as error:
         raise WrongSetting(f"can't listen on {host} port {port}: {error}; choose another bind or port") from error
 

@@ -24,7 +24,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
 from tft_ckpt.errors import StateUnavailable, WrongSetting
-from tft_ckpt.http.address import parse_url
+from tft_ckpt.http.address import BACKLOG, parse_url
 from tft_ckpt.http.pace import Pace
 from tft_ckpt.http.relay import Relay
 from tft_ckpt.http.routes import (
@@ -53,6 +53,8 @@ __all__ = ["App"]
 
 # One write to a socket: long enough that the loop's own work does not count, short enough that readers take turns.
 _PIECE_BYTES = 1 << 20
+# What was encrypted and is on its way is not seen by the watch for silence, so it is kept short.
+_PIECE_BYTES_TLS = 256 << 10
 # aiohttp waits for the socket to take everything only after writes longer than this; a shorter last piece is therefore
 # sent from a copy, because the buffer may be used again as soon as the handler returns.
 _UNDRAINED_BYTES = 64 << 10
@@ -128,11 +130,18 @@ class App:
         )
         try:
             await runner.setup()
-            await web.SockSite(runner, self._listener, ssl_context=self._tls).start()
+            assert runner.server is not None, "a runner that was set up has a server"
+            accepting = await self._loop.create_server(
+                runner.server,
+                sock=self._listener,
+                backlog=BACKLOG,
+                ssl=self._tls,
+                # What has not proved yet who it is must not hold a descriptor for longer than others.
+                ssl_handshake_timeout=None if self._tls is None else self._silence_s,
+            )
         except BaseException:
             self._listener.close()
             raise
-        assert runner.server is not None, "a runner that was set up has a server"
         self._loop.create_task(self._send_off_the_idle(runner.server), name="tft-ckpt-idle")
         await self._stop.wait()
         with self._lock:
@@ -143,6 +152,7 @@ class App:
         # (of 3.11 at least) forgets to close a connection whose listener was closed in the turn that accepted it.
         self._loop.remove_reader(self._listener.fileno())
         await _turns()
+        accepting.close()
         await runner.cleanup()
         await self._end_tasks()
 
@@ -386,8 +396,12 @@ class App:
         if transport is None:
             raise ConnectionResetError("the reader has left")
         assert isinstance(transport, asyncio.Transport), transport
-        # Zero: a write returns only when the socket has taken all of it, and then nothing else looks into the memory.
-        transport.set_write_buffer_limits(0)
+        # A write returns only when the socket has taken all of it, and then nothing else looks into the memory; with
+        # TLS, when all of it has been encrypted, of which asyncio calls a limit of zero exceeded even by nothing.
+        if self._tls is None:
+            transport.set_write_buffer_limits(0)
+        else:
+            transport.set_write_buffer_limits(high=1, low=0)
         watch = _SilenceWatch(self._loop, transport, self._silence_s)
         self._transports.setdefault(source, set()).add(transport)
         try:
@@ -407,7 +421,9 @@ class App:
     async def _write(
         self, response: web.StreamResponse, source: Snapshot | Relay, span: tuple[int, int], watch: _SilenceWatch
     ) -> None:
-        length = _PIECE_BYTES if self._pace is None else min(_PIECE_BYTES, self._pace.piece_bytes)
+        length = _PIECE_BYTES if self._tls is None else _PIECE_BYTES_TLS
+        if self._pace is not None:
+            length = min(length, self._pace.piece_bytes)
         for at in range(span[0], span[1], length):
             end = min(at + length, span[1])
             if self._pace is not None:
