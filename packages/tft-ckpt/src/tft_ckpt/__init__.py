@@ -15,6 +15,7 @@ from tft_ckpt.errors import (
 )
 from tft_ckpt.http import HTTPTransport, ReceiveReport
 from tft_ckpt.key import StateKey
+from tft_ckpt.pg_transport import PGTransport
 from tft_ckpt.sharding import LocalShard, Placement, Sharding
 from tft_ckpt.transport import CheckpointTransport
 from tft_ckpt.tree import Limits, register_named_tuple, register_tensor_subclass
@@ -29,6 +30,7 @@ __all__ = [
     "HTTPTransport",
     "Limits",
     "LocalShard",
+    "PGTransport",
     "Placement",
     "ReceiveReport",
     "Sharding",

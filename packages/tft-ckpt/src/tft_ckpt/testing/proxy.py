@@ -9,6 +9,7 @@ from __future__ import annotations
 import select
 import socket
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -31,6 +32,9 @@ class Fault:
             `release` is called.
         at: position in bytes; for flip and stall in each answer, where beyond 1000 it is past any head; for cut and
             kill in all answers on that path together, whatever connection they come over.
+        after: for flip: the position counts from the end of this text, where it first comes in an answer; the text
+            comes in one piece, as all of a head does.
+        mask: for flip: the bits that are turned over.
         times: answers to hurt; those after go through.
         happened: set when it first did.
     """
@@ -39,6 +43,8 @@ class Fault:
     kind: Literal["flip", "cut", "kill", "stall"]
     at: int = 1000
     times: int = 1_000_000
+    after: bytes = b""
+    mask: int = 0x10
     happened: threading.Event = field(default_factory=threading.Event)
 
 
@@ -125,6 +131,7 @@ class FaultyProxy:
 
     def _relay(self, client: socket.socket, server: socket.socket) -> None:
         asked, position = "", 0
+        starts: dict[int, int] = {}
         while True:
             for ready in select.select([client, server], [], [])[0]:
                 data = ready.recv(_READ_BYTES)
@@ -132,9 +139,13 @@ class FaultyProxy:
                     return
                 if ready is client:
                     asked, position = data.split(b" ", 2)[1].decode().rsplit("/", 1)[-1], 0
+                    starts.clear()
                     server.sendall(data)
                     continue
-                hurt = self._hurt(asked, position, bytearray(data))
+                for index, fault in enumerate(self._faults):
+                    if index not in starts and fault.after in data:
+                        starts[index] = position + data.index(fault.after) + len(fault.after)
+                hurt = self._hurt(asked, position, bytearray(data), starts)
                 client.sendall(hurt)
                 position += len(data)
                 with self._lock:
@@ -142,18 +153,27 @@ class FaultyProxy:
                 if len(hurt) < len(data):
                     return
 
-    def _hurt(self, asked: str, position: int, data: bytearray) -> bytearray:
-        """What to pass on of a piece of an answer; less than all of it ends the connection."""
+    def _hurt(self, asked: str, position: int, data: bytearray, starts: Mapping[int, int]) -> bytearray:
+        """What to pass on of a piece of an answer; less than all of it ends the connection.
+
+        Args:
+            asked: the path's last word.
+            position: of the piece in the answer.
+            data: the piece; it is changed.
+            starts: from where each fault's position counts in the answer, by its index; none: not yet known.
+        """
         with self._lock:
             together = self._answered.get(asked, 0)
             self._answered[asked] = together + len(data)
-        for fault in self._faults:
-            at = fault.at - (position if fault.kind in ("flip", "stall") else together)
-            if fault.on != asked or not 0 <= at < len(data) or fault.times == 0:
+        for index, fault in enumerate(self._faults):
+            if fault.on != asked or index not in starts:
+                continue
+            at = starts[index] + fault.at - position if fault.kind in ("flip", "stall") else fault.at - together
+            if not 0 <= at < len(data) or fault.times == 0:
                 continue
             fault.times -= 1
             if fault.kind == "flip":
-                data[at] ^= 0x10
+                data[at] ^= fault.mask
             elif fault.kind == "stall":
                 fault.happened.set()
                 self._released.wait()

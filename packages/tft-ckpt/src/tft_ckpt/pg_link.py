@@ -1,0 +1,214 @@
+"""One side of a conversation with one member of a process group, in which no wait is for ever.
+
+A process group gives messages and takes them, and waits. How it says that a wait was in vain, and how a wait is ended
+from outside, differs from group to group; this file knows it, so that nobody else has to.
+
+A message that is on its way can't be called back: whoever breaks off leaves the group with messages that the next
+conversation would take for its own. So who breaks off ends the group, and it must be configured, or made, again.
+
+Law of this file: messages, waiting and errors; nothing about states.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Protocol, final
+
+import torch
+
+from tft_ckpt.errors import CheckpointError, Closed, DeadlinePassed, StateUnavailable
+
+__all__ = ["Call", "Group", "Link", "bytes_of"]
+
+# Every message goes under one tag, which no collective uses and few people would think of.
+_TAG = 0x7F7C
+_NO_MESSAGE_TAG = _TAG + 1
+_MOMENT = timedelta(milliseconds=1)
+
+
+class Group(Protocol):
+    """What is needed of a process group: torch's own, or one of tft-pg."""
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Any:
+        """Start to send one tensor to a rank; returns its Work."""
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Any:
+        """Start to receive one tensor from a rank; returns its Work."""
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A uint8 tensor's memory on the CPU; it must be contiguous, and live as long as the view is used."""
+    return memoryview((ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
+
+
+@final
+class Call:
+    """One send or receive over a group: its deadline, and an order to stop that may come from any thread.
+
+    Args:
+        group: over which it goes.
+        timeout_s: for all of it, from now.
+        silence_s: for each wait for a member that has begun to talk.
+    """
+
+    def __init__(self, group: Group, *, timeout_s: float, silence_s: float) -> None:
+        self.group = group
+        self.timeout_s = timeout_s
+        self.silence_s = silence_s
+        self._deadline = time.monotonic() + timeout_s
+        self._reason: str | None = None
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._talks_to: set[int] = set()
+
+    @property
+    def may_be_configured_again(self) -> bool:
+        """Whether the group may come back under the same object when it can't be used."""
+        return hasattr(self.group, "configure")
+
+    def remaining_s(self) -> float:
+        """Time left, at least 0."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    def check(self) -> None:
+        """Raises: Closed, DeadlinePassed: what must be raised by now."""
+        if self._reason is not None:
+            raise Closed(self._reason)
+        if not self.remaining_s():
+            raise DeadlinePassed(f"{self.timeout_s:g} s were over", timeout_s=self.timeout_s)
+
+    def pause(self, seconds: float) -> None:
+        """Wait, at most until the deadline or an order to stop. Raises: as check."""
+        self._stopped.wait(min(seconds, self.remaining_s()))
+        self.check()
+
+    def talks(self, rank: int) -> None:
+        """From now on there may be messages on their way to or from that rank."""
+        with self._lock:
+            self._talks_to.add(rank)
+            reason = self._reason
+        if reason is not None:
+            raise Closed(reason)
+
+    def stop(self, reason: str) -> None:
+        """Make every wait raise Closed with this sentence; from any thread. Only the first reason counts."""
+        with self._lock:
+            if self._reason is not None:
+                return
+            self._reason = reason
+        self._stopped.set()
+        self.break_off()
+
+    def break_off(self) -> None:
+        """End what runs in the group, here and at its other members."""
+        with self._lock:
+            talks_to = next(iter(self._talks_to), None)
+        if talks_to is None:
+            return
+        # Whatever the group says to its end, it is at an end.
+        with suppress(Exception):
+            self.group.abort()  # type: ignore[attr-defined]  # not every group has it, which is suppressed too
+        if self.may_be_configured_again or not _is_gloo(self.group):
+            return
+        # Torch's own Gloo group does nothing on abort, but a wait of which the time-out passes ends its connections.
+        with suppress(Exception):
+            message = torch.empty(1, dtype=torch.uint8)
+            self.group.recv([message], talks_to, _NO_MESSAGE_TAG).wait(_MOMENT)
+
+
+def _is_gloo(group: Any) -> bool:
+    for name in ("name", "getBackendName"):
+        with suppress(Exception):
+            if "gloo" in str(getattr(group, name)()).lower():
+                return True
+    return False
+
+
+@final
+class Link:
+    """Messages to and from one member.
+
+    Args:
+        call: of which this is a part.
+        rank: the member's, in the group.
+        device: on which the group takes messages.
+    """
+
+    def __init__(self, call: Call, *, rank: int, device: torch.device) -> None:
+        self.call = call
+        self.rank = rank
+        self.device = device
+        self.name = f"replica rank {rank}"
+
+    def say(self, data: bytes) -> None:
+        """Send a message and wait until it has gone. Raises: as end."""
+        self.end(self.start_send(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)))
+
+    def hear(self, num_bytes: int, *, patience_s: float | None = None) -> bytes:
+        """Wait for a message of that length.
+
+        Args:
+            num_bytes: at least 1; the caller has bounded it.
+            patience_s: None: the call's silence_s.
+        Raises: as end.
+        """
+        message = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        self.end(self.start_recv(message), patience_s=patience_s)
+        return bytes(bytes_of(message.cpu()))
+
+    def start_send(self, message: torch.Tensor) -> Any:
+        """Begin to send; nobody may write to the tensor until `end`. Raises: as end."""
+        return self._start(self.call.group.send, message)
+
+    def start_recv(self, message: torch.Tensor) -> Any:
+        """Begin to receive into a tensor. Raises: as end."""
+        return self._start(self.call.group.recv, message)
+
+    def _start(self, operation: Any, message: torch.Tensor) -> Any:
+        self.call.check()
+        self.call.talks(self.rank)
+        try:
+            return operation([message], self.rank, _TAG)
+        except Exception as error:
+            raise self._converted(error) from error
+
+    def end(self, work: Any, *, patience_s: float | None = None) -> None:
+        """Wait until a message has gone or is here.
+
+        Raises:
+            StateUnavailable: the group, or the connection to the member, is of no use any more.
+            DeadlinePassed: it took too long.
+            Closed: the call was stopped.
+        """
+        limit_s = min(self.call.silence_s if patience_s is None else patience_s, self.call.remaining_s())
+        started = time.monotonic()
+        try:
+            work.wait(max(timedelta(seconds=limit_s), _MOMENT))
+            if self.device.type != "cpu":
+                # Some groups' waits are for the device to do.
+                torch.accelerator.current_stream(self.device).synchronize()
+        except Exception as error:
+            if time.monotonic() - started >= limit_s:
+                self.call.check()
+                raise DeadlinePassed(
+                    f"{self.name} said and took nothing for {limit_s:g} s; ask whether it lives, or give more time",
+                    timeout_s=limit_s,
+                ) from error
+            raise self._converted(error) from error
+        # A group that swallows errors waits in vain without a word.
+        errored = getattr(self.call.group, "errored", None)
+        problem = errored() if errored is not None else None
+        if problem is not None:
+            raise self._converted(problem) from problem
+
+    def _converted(self, error: Exception) -> CheckpointError:
+        try:
+            self.call.check()
+        except CheckpointError as ended:
+            return ended
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
+        return StateUnavailable(f"the transfer with {self.name} broke off: {reason}", source=self.name)

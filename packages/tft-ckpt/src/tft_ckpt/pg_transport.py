@@ -1,0 +1,630 @@
+"""Live state over a process group, for jobs whose process group is faster than anything else between their hosts.
+
+The members of a process group are connected already, by the best that there is between them. So the state goes from the
+source's tensors, without a copy, as messages over that group, straight into the receiver's tensors if they are given.
+The price is that both must be there at the same time: `send_checkpoint` returns when the receivers have the state, and
+the source's trainer waits that long. And what is broken off in the middle ends the group.
+
+Law of this file: the conversation of one source with one receiver, on both sides, and the settings. What is said stands
+in `pg_frames`, how it travels in `pg_link`.
+
+The conversation: the source sends an offer, and the receiver an answer. If that is TAKE, the source sends the manifest,
+and the receiver an answer. If that is TAKE too, the source sends every chunk, as one message each, and the receiver an
+answer, TAKE if all of them arrived as the manifest says. To LATER, MISMATCH and DECLINE there is nothing more to say.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Final, TypeVar, final
+
+import torch
+
+from tft_ckpt.buffers import Buffer
+from tft_ckpt.errors import (
+    CheckpointError,
+    Closed,
+    DeadlinePassed,
+    StateCorrupt,
+    StateMismatch,
+    StateUnavailable,
+    StateUnsupported,
+    WrongSetting,
+)
+from tft_ckpt.key import StateKey
+from tft_ckpt.manifest import (
+    CHUNK_BYTES_MAX,
+    CHUNK_BYTES_MIN,
+    Layout,
+    Manifest,
+    StorageSpan,
+    checksum,
+    decode,
+    describe,
+    encode,
+    encode_layout,
+)
+from tft_ckpt.pg_frames import ANSWER_BYTES, OFFER_BYTES, Answer, Code, Offer, shortened
+from tft_ckpt.pg_link import Call, Group, Link, bytes_of
+from tft_ckpt.target import Target
+from tft_ckpt.transport import CheckpointTransport
+from tft_ckpt.tree import Limits
+
+__all__ = ["PGTransport"]
+
+T = TypeVar("T")
+
+METADATA: Final = "<n/a>"
+"""There is nothing to say: who is in the group can be reached."""
+
+_log = logging.getLogger("tft_ckpt.pg")
+
+# Chunks on their way at the same time, so that one is checked while others arrive.
+_WINDOW: Final = 4
+# How often a caller is asked whether to go on, and told of progress.
+_ASK_S: Final = 0.05
+# How soon a group that can't be used is tried again.
+_TRY_AGAIN_S: Final = 0.02
+
+
+@final
+class PGTransport(CheckpointTransport[T]):
+    """Sends and receives states over a process group, of tft-pg or of torch.
+
+    A replica rank is a rank in the group. The group is the caller's: it is configured and shut down by him. A transfer
+    that is broken off (by `abort`, `cancelled`, a time-out, or the death of the other side) ends the group, which must
+    be configured, or made, again: messages that are on their way can't be called back.
+
+    With a Manager, give its own group, and leave `state_dict` None: a Manager takes a state when all of it is here.
+
+    Args:
+        pg: the group. It reports its own errors: a wrapper that swallows them is noticed late.
+        timeout: how long the other side may say or take nothing before it is taken for dead.
+        device: on which the group takes messages: the CPU for Gloo, this process's accelerator for NCCL.
+        state_dict: gives the state that is received into, tensor by tensor; called by every `recv_checkpoint` without
+            `into`, on its thread. None: into memory of its own.
+        chunk_bytes: length of a checked chunk, and of a message, of what this process sends, 4 KiB to 1 GiB.
+        limits: the largest state that is sent or received.
+    Raises: WrongSetting.
+    """
+
+    def __init__(
+        self,
+        pg: Group,
+        timeout: timedelta,
+        device: torch.device,
+        state_dict: Callable[[], T] | None = None,
+        *,
+        chunk_bytes: int = 4 << 20,
+        limits: Limits | None = None,
+    ) -> None:
+        if not (callable(getattr(pg, "send", None)) and callable(getattr(pg, "recv", None))):
+            raise WrongSetting(f"pg is a {type(pg).__name__}; give a process group, which has send and recv")
+        if not isinstance(device, torch.device):
+            raise WrongSetting(f"device is {device!r}; give a torch.device")
+        if state_dict is not None and not callable(state_dict):
+            raise WrongSetting(f"state_dict is a {type(state_dict).__name__}; give a function that returns the state")
+        if type(chunk_bytes) is not int or not CHUNK_BYTES_MIN <= chunk_bytes <= CHUNK_BYTES_MAX:
+            raise WrongSetting(f"chunk_bytes is {chunk_bytes!r}; give {CHUNK_BYTES_MIN} to {CHUNK_BYTES_MAX}")
+        self._group = pg
+        self._silence_s = _positive(timeout)
+        self._device = device
+        self._state_dict = state_dict
+        self._chunk_bytes = chunk_bytes
+        self._limits = Limits() if limits is None else limits
+        self._lock = threading.Lock()
+        self._running: dict[str, Call] = {}
+        self._closed = False
+
+    def metadata(self) -> str:
+        """The same for all: a receiver needs no address."""
+        return METADATA
+
+    def send_checkpoint(
+        self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta, *, key: StateKey | None = None
+    ) -> None:
+        """Give a state to all of these replica ranks, and return when they have it.
+
+        They receive at the same time, each at its own pace. One that waits for a later state is passed over.
+
+        Raises: see `CheckpointTransport.send_checkpoint`; of several failures the first one, when all have ended.
+            StateMismatch: one asks for another state. StateUnavailable: one did not take it, or is gone.
+            StateCorrupt: it arrived damaged. A receiver that has not asked within the constructor's timeout, or
+            `timeout`, ends in DeadlinePassed, and the group with it.
+        """
+        key = _key(key, step)
+        ranks = list(dict.fromkeys(dst_ranks))
+        if any(type(rank) is not int or rank < 0 for rank in ranks):
+            raise WrongSetting(f"dst_ranks is {dst_ranks!r}; give replica ranks, 0 or more")
+        with self._call("send", _positive(timeout)) as call:
+            if not ranks:
+                # Nobody can ask later. What can't travel is refused all the same.
+                describe(state_dict, key=key, chunk_bytes=self._chunk_bytes, limits=self._limits)
+                return
+            links = [Link(call, rank=rank, device=self._device) for rank in ranks]
+            try:
+                outgoing = _Outgoing(
+                    state_dict,
+                    key=key,
+                    chunk_bytes=self._chunk_bytes,
+                    limits=self._limits,
+                    device=self._device,
+                    check=call.check,
+                )
+            except StateUnsupported as error:
+                sentence = f"the source can't give it: {error}"
+                _to_all(links, lambda link: _refuse(link, key, sentence))
+                raise
+            failures = _to_all(links, lambda link: _send(link, key, outgoing))
+        if failures:
+            raise failures[0]
+
+    def recv_checkpoint(
+        self,
+        src_rank: int,
+        metadata: str,
+        step: int,
+        timeout: timedelta,
+        *,
+        key: StateKey | None = None,
+        into: T | None = None,
+        sources: Sequence[str] = (),
+        progress: Callable[[int, int], None] | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> T:
+        """Receive a state from a replica rank; see `CheckpointTransport.recv_checkpoint`.
+
+        A group that can be configured again need not be ready yet: as long as the source has not begun, what goes wrong
+        with the group is waited out.
+
+        Args:
+            src_rank: the source's rank in the group.
+            metadata: not used, as are `sources`: only a member of the group can be asked, and only one.
+        Returns: the state. Without `into` and `state_dict`, its tensors are on the CPU, in memory of their own.
+        """
+        key = _key(key, step)
+        if type(src_rank) is not int or src_rank < 0:
+            raise WrongSetting(f"src_rank is {src_rank!r}; give a rank in the group, 0 or more")
+        timeout_s = _positive(timeout)
+        if into is None and self._state_dict is not None:
+            into = self._state_dict()
+        with self._call("receive", timeout_s) as call:
+            link = Link(call, rank=src_rank, device=self._device)
+            receive = _Receive(link, key, limits=self._limits, into=into)
+            state: T = receive.run(progress, cancelled).finish()
+        return state
+
+    def disallow_checkpoint(self) -> None:
+        """Return at once: when send_checkpoint has returned, nothing is on its way any more."""
+
+    def abort(self) -> None:
+        """End running receives and sends at once with Closed, from any thread, and with them the group."""
+        self._stop("the transfer was aborted on this side")
+
+    def shutdown(self, wait: bool = True) -> None:
+        """End running receives and sends; again does nothing. The group is not shut down, but ends with a transfer."""
+        with self._lock:
+            self._closed = True
+        self._stop("the transport was shut down")
+
+    def _stop(self, reason: str) -> None:
+        with self._lock:
+            running = list(self._running.values())
+        for call in running:
+            call.stop(reason)
+
+    @contextmanager
+    def _call(self, what: str, timeout_s: float) -> Iterator[Call]:
+        call = Call(self._group, timeout_s=timeout_s, silence_s=self._silence_s)
+        with self._lock:
+            if self._closed:
+                raise Closed("the transport was shut down, so it moves no state; make a new one")
+            if what in self._running:
+                raise WrongSetting(f"a {what} runs already on this transport; wait for its end")
+            self._running[what] = call
+        try:
+            yield call
+        finally:
+            with self._lock:
+                del self._running[what]
+
+
+# --- the source's side -----------------------------------------------------------------------------------------------
+
+
+@final
+class _Outgoing:
+    """A state that lies where it lies, ready to be sent chunk by chunk.
+
+    Args:
+        check: called for every chunk while their checksums are computed; what it raises is raised.
+    Fields:
+        manifest_bytes: its manifest, encoded.
+    """
+
+    def __init__(
+        self,
+        state: object,
+        *,
+        key: StateKey,
+        chunk_bytes: int,
+        limits: Limits,
+        device: torch.device,
+        check: Callable[[], None],
+    ) -> None:
+        self.layout, spans = describe(state, key=key, chunk_bytes=chunk_bytes, limits=limits)
+        self._device = device
+        self._starts = [segment.offset for segment in self.layout.segments]
+        self._bytes = [_bytes_of(span) for span in spans]
+        body = encode_layout(self.layout, limits=limits)
+        sums = []
+        for chunk in range(self.layout.num_chunks):
+            check()
+            message = self._lying(chunk).cpu()
+            sums.append(checksum(bytes_of(message)))
+        self.manifest_bytes = encode(body, sums)
+
+    def message(self, chunk: int) -> torch.Tensor:
+        """uint8, the chunk's bytes on the group's device; a copy only where they do not lie there in one piece."""
+        return self._lying(chunk).to(self._device)
+
+    def _lying(self, chunk: int) -> torch.Tensor:
+        """The chunk's bytes where they lie, or on the CPU."""
+        start, end = self.layout.chunk_span(chunk)
+        index = bisect.bisect_right(self._starts, start) - 1
+        segment = self.layout.segments[index]
+        if end <= segment.offset + segment.length:
+            return self._bytes[index][start - segment.offset : end - segment.offset]
+        packed = torch.zeros(end - start, dtype=torch.uint8)
+        while index < len(self._starts) and self._starts[index] < end:
+            segment = self.layout.segments[index]
+            first, last = max(start, segment.offset), min(end, segment.offset + segment.length)
+            if first < last:
+                part = self._bytes[index][first - segment.offset : last - segment.offset]
+                packed[first - start : last - start].copy_(part)
+            index += 1
+        return packed
+
+
+def _bytes_of(span: StorageSpan) -> torch.Tensor:
+    with torch.no_grad():
+        return span.bytes()
+
+
+def _to_all(links: Sequence[Link], talk: Callable[[Link], CheckpointError | None]) -> list[CheckpointError]:
+    """Talk to all at the same time, to one on this thread; returns what went wrong."""
+    failures: list[CheckpointError] = []
+
+    def run(link: Link) -> None:
+        try:
+            failure = talk(link)
+        except CheckpointError as error:
+            # It ended in the middle: nobody may take what is still on its way for something else.
+            link.call.break_off()
+            failure = error
+        except BaseException:
+            link.call.break_off()
+            raise
+        if failure is not None:
+            failures.append(failure)
+
+    threads = [
+        threading.Thread(target=run, args=(link,), name=f"tft-ckpt-pg-send-{link.rank}", daemon=True)
+        for link in links[1:]
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        run(links[0])
+    finally:
+        for thread in threads:
+            thread.join()
+    return failures
+
+
+def _send(link: Link, key: StateKey, outgoing: _Outgoing) -> CheckpointError | None:
+    """Give the state to one receiver. Returns: why it did not take it. Raises: it ended in the middle."""
+    manifest = outgoing.manifest_bytes
+    answer, failure = _offer(link, Offer(key, len(manifest)))
+    if answer.code is not Code.TAKE:
+        return failure
+    link.say(manifest)
+    failure = _unless_taken(link, key)
+    if failure is not None:
+        return failure
+    on_their_way: deque[tuple[Any, torch.Tensor]] = deque()
+    for chunk in range(outgoing.layout.num_chunks):
+        if len(on_their_way) == _WINDOW:
+            link.end(on_their_way.popleft()[0])
+        message = outgoing.message(chunk)
+        # The message is held until it has gone, for it may be a copy.
+        on_their_way.append((link.start_send(message), message))
+    while on_their_way:
+        link.end(on_their_way.popleft()[0])
+    return _unless_taken(link, key)
+
+
+def _refuse(link: Link, key: StateKey, sentence: str) -> CheckpointError | None:
+    """Tell one receiver why it can't have the state. Raises: it ended in the middle."""
+    text = shortened(sentence)
+    answer, failure = _offer(link, Offer(key, len(text), is_refusal=True))
+    if answer.code is Code.TAKE:
+        link.say(text)
+    return failure
+
+
+def _offer(link: Link, offer: Offer) -> tuple[Answer, CheckpointError | None]:
+    link.say(offer.encode())
+    answer = Answer.decode(link.hear(ANSWER_BYTES), receiver=link.name)
+    if answer.code is Code.LATER:
+        _log.info("%s was offered state %s and waits for %s", link.name, offer.key, answer.key)
+        return answer, None
+    return answer, _failure(link, offer.key, answer)
+
+
+def _unless_taken(link: Link, key: StateKey) -> CheckpointError | None:
+    return _failure(link, key, Answer.decode(link.hear(ANSWER_BYTES), receiver=link.name))
+
+
+def _failure(link: Link, key: StateKey, answer: Answer) -> CheckpointError | None:
+    if answer.code is Code.TAKE:
+        return None
+    if answer.code is Code.MISMATCH:
+        return StateMismatch(
+            f"{link.name} asks for state {answer.key} and was offered {key}; it must go by the same quorum",
+            wanted=answer.key,
+            offered=key,
+            source=link.name,
+        )
+    return StateUnavailable(
+        f"{link.name} did not take state {key}: {answer.sentence or 'it did not say why'}", source=link.name, key=key
+    )
+
+
+# --- the receiver's side ---------------------------------------------------------------------------------------------
+
+
+@final
+class _Receive:
+    """One receive: a thread talks to the source, and the caller's thread waits, reports and asks.
+
+    Args:
+        link: to the source.
+        wanted: the state that is asked for.
+        limits: what is larger is refused.
+        into: a state that is there already, to receive into; None: memory of its own.
+    """
+
+    def __init__(self, link: Link, wanted: StateKey, *, limits: Limits, into: object | None) -> None:
+        self._link = link
+        self._call = link.call
+        self._wanted = wanted
+        self._limits = limits
+        self._into = into
+        self._over = threading.Event()
+        self._target: Target | None = None
+        self._error: BaseException | None = None
+        self._good_bytes = 0
+        self._writes = False
+        self._total_bytes: int | None = None
+
+    def run(self, progress: Callable[[int, int], None] | None, cancelled: Callable[[], bool] | None) -> Target:
+        """Do all of it. Returns: the target, all of the run in it, checked. Raises: as recv_checkpoint."""
+        thread = threading.Thread(target=self._talk, name="tft-ckpt-pg-receive", daemon=True)
+        thread.start()
+        try:
+            reported = -1
+            while not self._over.wait(_ASK_S):
+                good, total = self._good_bytes, self._total_bytes
+                if progress is not None and total is not None and good != reported:
+                    reported = good
+                    progress(good, total)
+                if cancelled is not None and cancelled():
+                    self._call.stop("the transfer was cancelled by its caller")
+        except BaseException:
+            self._call.stop("the transfer was broken off by an error of its caller's")
+            raise
+        finally:
+            thread.join()
+        if self._error is not None:
+            raise self._told(self._error)
+        assert self._target is not None
+        if progress is not None:
+            progress(self._target.layout.data_bytes, self._target.layout.data_bytes)
+        return self._target
+
+    def _told(self, error: BaseException) -> BaseException:
+        """The error, saying what the caller's tensors hold now."""
+        if self._writes and isinstance(error, CheckpointError):
+            error.args = (f"{error}; the tensors that it was received into hold a mixture of two states",)
+        return error
+
+    def _talk(self) -> None:
+        try:
+            self._error = self._receive()
+        except DeadlinePassed as error:
+            self._call.break_off()
+            self._error = DeadlinePassed(
+                f"state {self._wanted} did not arrive from {self._link.name} in {self._call.timeout_s:g} s, "
+                f"{self._good_bytes} of its bytes did: {error}",
+                timeout_s=error.timeout_s,
+            )
+        except BaseException as error:
+            # It is handed to the caller's thread.
+            self._call.break_off()
+            self._error = error
+        finally:
+            self._over.set()
+
+    def _receive(self) -> CheckpointError | None:
+        """Returns: why the state was not taken, both sides knowing it. Raises: it ended in the middle."""
+        link = self._link
+        while True:
+            first = self._first_word()
+            try:
+                offer = Offer.decode(first, source=link.name, bytes_max=self._limits.manifest_bytes)
+            except CheckpointError as error:
+                return self._decline(error)
+            if offer.key == self._wanted:
+                break
+            if not self._wanted.comes_after(offer.key):
+                self._answer(Code.MISMATCH)
+                return StateMismatch(
+                    f"{link.name} offers state {offer.key}, and {self._wanted} is wanted; the next quorum says anew "
+                    "who has what",
+                    wanted=self._wanted,
+                    offered=offer.key,
+                    source=link.name,
+                )
+            self._answer(Code.LATER)
+        self._answer(Code.TAKE)
+        following = link.hear(offer.following_bytes)
+        if offer.is_refusal:
+            sentence = following.decode("utf-8", "replace")
+            return StateUnavailable(
+                f"{link.name} has no state {self._wanted}: {sentence}", source=link.name, key=self._wanted
+            )
+        try:
+            manifest = decode(following, limits=self._limits, source=link.name)
+            if manifest.layout.key != self._wanted:
+                raise StateCorrupt(
+                    f"{link.name} offered state {self._wanted} and sent the manifest of {manifest.layout.key}",
+                    part="manifest",
+                    source=link.name,
+                )
+            target = self._place(manifest.layout)
+        except CheckpointError as error:
+            return self._decline(error)
+        self._answer(Code.TAKE)
+        self._total_bytes = manifest.layout.data_bytes
+        damaged = self._receive_chunks(manifest, target)
+        if damaged is not None:
+            return self._decline(
+                StateCorrupt(
+                    f"chunk {damaged} of state {self._wanted} arrived damaged from {link.name}; suspect its memory or "
+                    "the network, or that its trainer wrote to the state while it was sent",
+                    part=f"chunk {damaged}",
+                    source=link.name,
+                )
+            )
+        self._answer(Code.TAKE)
+        self._target = target
+        return None
+
+    def _place(self, layout: Layout) -> Target:
+        if self._into is None:
+            return Target.fresh(layout, Buffer(layout.data_bytes))
+        return Target.into(layout, self._into, Buffer)
+
+    def _first_word(self) -> bytes:
+        """The offer, waited for as long as the call may take, over whatever the group becomes meanwhile."""
+        while True:
+            try:
+                return self._link.hear(OFFER_BYTES, patience_s=self._call.remaining_s())
+            except StateUnavailable:
+                if not self._call.may_be_configured_again:
+                    raise
+                self._call.pause(_TRY_AGAIN_S)
+
+    def _receive_chunks(self, manifest: Manifest, target: Target) -> int | None:
+        """Take every chunk. Returns: the first one that arrived damaged. Raises: it ended in the middle."""
+        layout, link = manifest.layout, self._link
+        damaged: int | None = None
+        scratch = _Scratch(layout, link.device)
+        on_their_way: deque[tuple[int, Any, torch.Tensor]] = deque()
+
+        def take_one() -> None:
+            nonlocal damaged
+            chunk, work, message = on_their_way.popleft()
+            link.end(work)
+            start, end = layout.chunk_span(chunk)
+            if scratch.has(chunk):
+                _spread(message.cpu(), target.pieces(start, end))
+            if target.sum(start, end) == manifest.sums[chunk]:
+                self._good_bytes += end - start
+            elif damaged is None:
+                damaged = chunk
+
+        self._writes = self._into is not None
+        for chunk in range(layout.num_chunks):
+            if len(on_their_way) == _WINDOW:
+                take_one()
+            start, end = layout.chunk_span(chunk)
+            pieces = target.pieces(start, end)
+            if len(pieces) == 1 and link.device.type == "cpu":
+                message = torch.frombuffer(pieces[0], dtype=torch.uint8)
+            else:
+                message = scratch.take(chunk, end - start)
+            on_their_way.append((chunk, link.start_recv(message), message))
+        while on_their_way:
+            take_one()
+        return damaged
+
+    def _answer(self, code: Code, sentence: str = "") -> None:
+        self._link.say(Answer(code, self._wanted, sentence).encode())
+
+    def _decline(self, error: CheckpointError) -> CheckpointError:
+        self._answer(Code.DECLINE, str(error))
+        return error
+
+
+@final
+class _Scratch:
+    """Memory for the chunks on their way that have no place of one piece, one after the other in a few places."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self._num_bytes = min(layout.chunk_bytes, layout.data_bytes)
+        self._device = device
+        self._places: dict[int, torch.Tensor] = {}
+        self._used: dict[int, int] = {}
+
+    def take(self, chunk: int, num_bytes: int) -> torch.Tensor:
+        """uint8 (num_bytes,), good until the window has passed. Raises: StateUnavailable: there is no memory."""
+        place = chunk % _WINDOW
+        if place not in self._places:
+            if self._device.type == "cpu":
+                self._places[place] = Buffer(self._num_bytes).tensor
+            else:
+                try:
+                    self._places[place] = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+                except RuntimeError as error:
+                    raise StateUnavailable(
+                        f"{self._device} has no {self._num_bytes} bytes of memory for a chunk; free some, or have the "
+                        "source send smaller chunks"
+                    ) from error
+        self._used[place] = chunk
+        return self._places[place][:num_bytes]
+
+    def has(self, chunk: int) -> bool:
+        """Whether the chunk's message lies here."""
+        return self._used.get(chunk % _WINDOW) == chunk
+
+
+def _spread(message: torch.Tensor, pieces: Sequence[memoryview]) -> None:
+    data, start = bytes_of(message), 0
+    for piece in pieces:
+        piece[:] = data[start : start + len(piece)]
+        start += len(piece)
+
+
+def _key(key: StateKey | None, step: int) -> StateKey:
+    if key is None:
+        return StateKey(quorum_id=0, nonce=0, step=step, lineage=0)
+    if key.step != step:
+        raise WrongSetting(f"step is {step}, but key names step {key.step}; give the same one twice")
+    return key
+
+
+def _positive(timeout: timedelta) -> float:
+    if not isinstance(timeout, timedelta):
+        raise WrongSetting(f"timeout is {timeout!r}; give a timedelta, such as timedelta(seconds=60)")
+    seconds = timeout.total_seconds()
+    if seconds <= 0:
+        raise WrongSetting(f"timeout is {seconds:g} s; give more than 0")
+    return seconds

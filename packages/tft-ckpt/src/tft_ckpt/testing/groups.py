@@ -1,0 +1,127 @@
+"""Process groups for tests: one whose members all live here, and one that hurts messages where it is told.
+
+The latter stands between a transport and its group, in the place of one member's network and host.
+
+Law of this file: sends and receives of one tensor; everything else is the group's own.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal, final
+
+import torch
+import torch.distributed as dist
+
+from tft_ckpt.pg_link import Call, Group
+
+__all__ = ["FaultyGroup", "GroupFault", "members_of_gloo"]
+
+BOUND_S = 30.0
+
+
+def members_of_gloo(count: int) -> list[Any]:
+    """A Gloo group of torch's own whose members all live in this process, by rank."""
+    store = dist.HashStore()  # type: ignore[attr-defined]  # torch does not name it in __all__
+    members: list[Any] = [None] * count
+
+    def make(rank: int) -> None:
+        members[rank] = dist.ProcessGroupGloo(store, rank, count, timedelta(seconds=BOUND_S))
+
+    threads = [threading.Thread(target=make, args=(rank,), name="tft-ckpt-check") for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return members
+
+
+@dataclass(slots=True)
+class GroupFault:
+    """One way to hurt what a member sends; a receiver's member is hurt in what it receives where the kind is stall.
+
+    Fields:
+        kind: flip a bit of one message; kill the member, whose connections end; stall until `release` is set.
+        message: for flip: which of the member's messages, counted from 0.
+        at: for flip: which byte of it, counted from its end if negative.
+        per_cent: for kill and stall: when that much of `of_bytes` has passed.
+        of_bytes: length of the state, about.
+        happened: set when it did.
+        release: set by the test to let go of what is stalled.
+    """
+
+    kind: Literal["flip", "kill", "stall"]
+    message: int = 0
+    at: int = 0
+    per_cent: int = 0
+    of_bytes: int = 0
+    happened: threading.Event = field(default_factory=threading.Event)
+    release: threading.Event = field(default_factory=threading.Event)
+
+
+@final
+class FaultyGroup:
+    """One member's view of a group, with a fault.
+
+    Args:
+        group: the real one.
+        fault: strikes once.
+    """
+
+    def __init__(self, group: Group, fault: GroupFault) -> None:
+        self._group = group
+        self._fault = fault
+        self._sent = 0
+        self._passed_bytes = 0
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Any:
+        """As the group's."""
+        index, self._sent = self._sent, self._sent + 1
+        self._pass(tensors, rank)
+        fault = self._fault
+        if fault.kind == "flip" and index == fault.message:
+            hurt = tensors[0].clone()
+            hurt[fault.at] ^= 0x01
+            fault.happened.set()
+            return _Held(self._group.send([hurt], rank, tag), hurt)
+        return self._group.send(tensors, rank, tag)
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Any:
+        """As the group's."""
+        self._pass(tensors, rank)
+        return self._group.recv(tensors, rank, tag)
+
+    def _pass(self, tensors: list[torch.Tensor], rank: int) -> None:
+        fault = self._fault
+        self._passed_bytes += tensors[0].nbytes
+        if (
+            fault.kind == "flip"
+            or fault.happened.is_set()
+            or self._passed_bytes * 100 < fault.per_cent * fault.of_bytes
+        ):
+            return
+        fault.happened.set()
+        if fault.kind == "stall":
+            fault.release.wait(BOUND_S)
+            return
+        call = Call(self._group, timeout_s=BOUND_S, silence_s=BOUND_S)
+        call.talks(rank)
+        call.break_off()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+
+@final
+class _Held:
+    """A Work that keeps its tensor."""
+
+    def __init__(self, work: Any, tensor: torch.Tensor) -> None:
+        self._work = work
+        self._tensor = tensor
+
+    def wait(self, *args: Any) -> Any:
+        """As the Work's."""
+        return self._work.wait(*args)
