@@ -336,6 +336,7 @@ HOSTILE_NODES = {
     "bare ordered dict": ["odict"],
     "bare name": ["named"],
     "size of text": ["size", "a"],
+    "size of a long integer": ["size", ["int", "0x" + "f" * 40]],
     "bad base64": ["bytes", "!"],
     "bytes of a number": ["bytes", 1],
     "too many parts": ["bytes", "AA==", "AA=="],

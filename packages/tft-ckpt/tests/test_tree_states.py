@@ -495,7 +495,21 @@ def test_any_state_is_received_into_one_of_its_form(state: Any) -> None:
 # ---- manifests that were tampered with, under a right checksum ----
 
 NUMBERS = [0, 1, -1, 2**31, 2**48 + 1, 2**62, 2**63 - 1, 2**63, 2**64, 2**70, -(2**63), 1.5, 1e308]
-ATOMS: list[Any] = [*NUMBERS, None, True, "", "tensor", "int", "0x" + "f" * 400, "\ud800", [], {}, [[]], {"a": []}]
+ATOMS: list[Any] = [
+    *NUMBERS,
+    None,
+    True,
+    "",
+    "tensor",
+    "int",
+    "0x" + "f" * 400,
+    "\ud800",
+    ["int", "0x" + "f" * 400],
+    [],
+    {},
+    [[]],
+    {"a": []},
+]
 TAGS = ["list", "tuple", "size", "dict", "odict", "counter", "ddict", "named", "subclass", "tensor", "shard"]
 TAGS += ["int", "float", "complex", "bytes", "dtype", "device"]
 

@@ -451,8 +451,8 @@ class TreeReader:
                 return tuple(self._items(node, 1, path, depth))
             case "size":
                 sizes = self._items(node, 1, path, depth)
-                if any(type(size) is not int for size in sizes):
-                    raise self.corrupt(path, "a torch.Size holds integers only")
+                if any(type(size) is not int or not -_SHORT_INT <= size < _SHORT_INT for size in sizes):
+                    raise self.corrupt(path, "a torch.Size holds short integers only")
                 return torch.Size(sizes)
             case "dict":
                 return self._pairs(node, 1, path, depth, into={})
