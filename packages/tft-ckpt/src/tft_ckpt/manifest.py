@@ -31,7 +31,7 @@ import xxhash
 from tft_ckpt.errors import StateCorrupt, StateUnsupported, WrongSetting
 from tft_ckpt.key import StateKey
 from tft_ckpt.sharding import MAX_DIMENSIONS, MAX_ELEMENTS, MAX_SIZE, LocalShard, Sharding
-from tft_ckpt.tree import DTYPES, Limits, Node, TensorSubclass, TreeReader, TreeWriter
+from tft_ckpt.tree import DTYPE_NAMES, DTYPES, Limits, Node, TensorSubclass, TreeReader, TreeWriter
 
 __all__ = [
     "Layout",
@@ -219,9 +219,12 @@ _NO_LIMITS = Limits(manifest_bytes=1 << 62, nodes=1 << 62, data_bytes=1 << 62, d
 
 def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
     """Elements from the first to the last, both counted; 0 if there are none."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    reach = 1
+    for size, step in zip(shape, stride, strict=True):
+        if size == 0:
+            return 0
+        reach += (size - 1) * step
+    return reach
 
 
 def _aligned(offset: int) -> int:
@@ -264,11 +267,17 @@ class _SegmentPlan:
 
     def add(self, path: str, tensor: torch.Tensor) -> list[Node]:
         tensor = _plain(path, tensor)
-        dtype = str(tensor.dtype).removeprefix("torch.")
         shape, stride = list(tensor.shape), list(tensor.stride())
-        if len(shape) > MAX_DIMENSIONS or any(number > MAX_SIZE for number in shape + stride):
+        if len(shape) > MAX_DIMENSIONS or max(shape + stride, default=0) > MAX_SIZE:
             raise StateUnsupported(f"{path} has a shape or stride beyond what travels: {shape}, {stride}", path=path)
-        node = ["tensor", dtype, shape, None if tuple(stride) == _contiguous(shape) else stride, -1, 0]
+        node = [
+            "tensor",
+            DTYPE_NAMES[tensor.dtype],
+            shape,
+            None if tuple(stride) == _contiguous(shape) else stride,
+            -1,
+            0,
+        ]
         if tensor.numel() == 0:
             return node
         storage = tensor.untyped_storage()
@@ -324,8 +333,7 @@ def _plain(path: str, tensor: torch.Tensor) -> torch.Tensor:
         )
     if tensor.is_meta:
         raise StateUnsupported(f"{path} is on the meta device and has no values; materialize it first", path=path)
-    name = str(tensor.dtype).removeprefix("torch.")
-    if tensor.layout is not torch.strided or tensor.is_nested or name not in DTYPES:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.dtype not in DTYPE_NAMES:
         raise StateUnsupported(
             f"{path} is a {tensor.layout} tensor of {tensor.dtype}, which can't travel; make it a dense one", path=path
         )

@@ -14,7 +14,6 @@ from __future__ import annotations
 import bisect
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -125,25 +124,22 @@ class _Region(NamedTuple):
     view: memoryview
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(NamedTuple):
     """A tensor that comes, and where it goes.
 
     Fields:
         leaf: what comes.
         value: what the state has in its place: a tensor, a DTensor, a LocalShard; None: nothing.
         tensor: the plain tensor to write to, or None.
+        is_alike: equal bytes in equal places make the tensor.
+        has_no_gap: it has an element everywhere between its first and its last.
     """
 
     leaf: TensorLeaf
-    value: object
-    tensor: torch.Tensor | None
-
-    @property
-    def is_alike(self) -> bool:
-        """Whether equal bytes in equal places make the tensor."""
-        tensor = self.tensor
-        return tensor is not None and tensor.stride() == self.leaf.stride and not (tensor.is_conj() or tensor.is_neg())
+    value: object = None
+    tensor: torch.Tensor | None = None
+    is_alike: bool = False
+    has_no_gap: bool = False
 
 
 @final
@@ -154,7 +150,7 @@ class _Slot:
 
     def __init__(self, leaf: TensorLeaf) -> None:
         self.leaf = leaf
-        self.place = _Place(leaf, None, None)
+        self.place = _Place(leaf)
 
 
 class _Parts(NamedTuple):
@@ -219,7 +215,7 @@ def _place(leaf: TensorLeaf, here: object) -> _Place:
         raise StateDiffers(f"{error}; so nothing can be received into it", path=path) from error
     tensor = here if part is None else part.local
     if not isinstance(tensor, torch.Tensor):
-        return _Place(leaf, None, None)
+        return _Place(leaf)
     if leaf.sharding != (None if part is None else part.sharding):
         raise StateDiffers(
             f"{path} comes as {leaf.sharding or 'a whole tensor'}, and is "
@@ -238,24 +234,21 @@ def _place(leaf: TensorLeaf, here: object) -> _Place:
             f"here; {_ADVICE}",
             path=path,
         )
-    place = _Place(leaf, here, tensor.detach())
-    if leaf.length:
-        _check_writable(place)
-    return place
-
-
-def _check_writable(place: _Place) -> None:
-    tensor, path = place.tensor, place.leaf.path
-    assert tensor is not None
+    tensor = tensor.detach()
+    if not leaf.length:
+        return _Place(leaf, here, tensor)
     end = (int(tensor.storage_offset()) + _extent(tensor)) * tensor.dtype.itemsize
     if end > tensor.untyped_storage().nbytes():
         raise StateDiffers(f"{path} has no memory here, for it was freed; {_ADVICE}", path=path)
-    if not (_is_spread(tensor) or (place.is_alike and _has_no_gap(tensor))):
+    is_alike = tensor.stride() == leaf.stride and not (tensor.is_conj() or tensor.is_neg())
+    has_no_gap = tensor.is_contiguous() or _has_no_gap(tensor)
+    if not (_is_spread(tensor) or (is_alike and has_no_gap)):
         raise StateDiffers(
             f"{path} has several elements in one place here (strides {tensor.stride()}), so that it can't hold what "
             f"comes; {_ADVICE}",
             path=path,
         )
+    return _Place(leaf, here, tensor, is_alike, has_no_gap)
 
 
 def _extent(tensor: torch.Tensor) -> int:
@@ -268,7 +261,6 @@ def _steps(tensor: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _has_no_gap(tensor: torch.Tensor) -> bool:
-    """Whether it has an element everywhere between its first and its last."""
     reach = 1
     for step, size in _steps(tensor):
         if step > reach:
@@ -278,7 +270,9 @@ def _has_no_gap(tensor: torch.Tensor) -> bool:
 
 
 def _is_spread(tensor: torch.Tensor) -> bool:
-    """Whether no two of its elements lie in one place."""
+    """Whether no two of its elements lie in one place, as far as is easily seen."""
+    if tensor.is_contiguous():
+        return True
     reach = 1
     for step, size in _steps(tensor):
         if step < reach:
@@ -292,7 +286,7 @@ def _check_overlaps(places: Sequence[_Place]) -> None:
     spans = []
     for place in places:
         tensor, leaf = place.tensor, place.leaf
-        if tensor is None or not leaf.length or not _has_no_gap(tensor):
+        if tensor is None or not leaf.length or not place.has_no_gap:
             continue
         start = tensor.data_ptr()
         # Equal marks: where both lie, both hold the same bytes of the run.
@@ -338,16 +332,11 @@ def _staged_segments(layout: Layout, places: Sequence[_Place]) -> set[int]:
     starts = [run.start for run in runs]
     for place in places:
         leaf = place.leaf
-        if leaf.length and leaf.segment not in staged and not _has_no_gap(_tensor(place)):
+        if leaf.length and leaf.segment not in staged and not place.has_no_gap:
             at = bisect.bisect_right(starts, leaf.offset) - 1
             if at < 0 or runs[at].end < leaf.offset + leaf.length:
                 staged.add(leaf.segment)
     return staged
-
-
-def _tensor(place: _Place) -> torch.Tensor:
-    assert place.tensor is not None
-    return place.tensor
 
 
 def _direct_runs(layout: Layout, places: Sequence[_Place]) -> list[_DirectRun]:
@@ -355,7 +344,7 @@ def _direct_runs(layout: Layout, places: Sequence[_Place]) -> list[_DirectRun]:
     found: list[_DirectRun] = []
     for place in sorted(places, key=lambda place: place.leaf.offset):
         leaf, tensor = place.leaf, place.tensor
-        if tensor is None or not leaf.length or not place.is_alike or not _has_no_gap(tensor):
+        if tensor is None or not leaf.length or not place.is_alike or not place.has_no_gap:
             continue
         end = leaf.offset + leaf.length
         if found and found[-1].segment == leaf.segment and leaf.offset <= found[-1].end:
@@ -441,10 +430,12 @@ def _finished(
 
 
 def _copy(place: _Place, came: torch.Tensor) -> None:
-    tensor = _tensor(place)
+    tensor = place.tensor
+    assert tensor is not None
     try:
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-            if place.is_alike and _has_no_gap(tensor):
+            if not _is_spread(tensor):
+                # Elements that share a place: what lies there is copied, and each place once.
                 _bytes(tensor, place.leaf.length).copy_(_bytes(came, place.leaf.length))
             elif tensor.dtype.itemsize in _BITS and not (tensor.is_conj() or tensor.is_neg()):
                 bits = _BITS[tensor.dtype.itemsize]

@@ -33,6 +33,7 @@ from tft_ckpt.sharding import MAX_MESH_DIMENSIONS, LocalShard, Placement, Shardi
 
 __all__ = [
     "DTYPES",
+    "DTYPE_NAMES",
     "Limits",
     "TensorSubclass",
     "TreeReader",
@@ -60,6 +61,9 @@ _DTYPE_NAMES = (
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name)}
 """Name in a manifest to dtype: every dtype of dense tensors that this torch has."""
+
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+"""The other way."""
 
 _FACTORIES: dict[str, Callable[[], Any] | None] = {
     "none": None,
@@ -274,8 +278,8 @@ class TreeWriter:
             return ["complex", _float_bits(value.real), _float_bits(value.imag)]
         if type(value) is bytes:
             return ["bytes", base64.b64encode(value).decode("ascii")]
-        if type(value) is torch.dtype and str(value).removeprefix("torch.") in DTYPES:
-            return ["dtype", str(value).removeprefix("torch.")]
+        if type(value) is torch.dtype and value in DTYPE_NAMES:
+            return ["dtype", DTYPE_NAMES[value]]
         if type(value) is torch.device:
             return ["device", str(value)]
         return _NO_LEAF
