@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import os
 import socket
 import struct
 import threading
@@ -55,6 +56,10 @@ __all__ = ["App"]
 _PIECE_BYTES = 1 << 20
 # What was encrypted and is on its way is not seen by the watch for silence, so it is kept short.
 _PIECE_BYTES_TLS = 256 << 10
+# What a reader that reads nothing leaves in a transport's own memory.
+_WAITING_BYTES = 128 << 10
+# What the kernel takes of a response before the reader's side has room for it.
+_UNSENT_BYTES = 256 << 10
 # aiohttp waits for the socket to take everything only after writes longer than this; a shorter last piece is therefore
 # sent from a copy, because the buffer may be used again as soon as the handler returns.
 _UNDRAINED_BYTES = 64 << 10
@@ -402,11 +407,12 @@ class App:
             transport.set_write_buffer_limits(0)
         else:
             transport.set_write_buffer_limits(high=1, low=0)
+        _bound_unsent(transport)
         watch = _SilenceWatch(self._loop, transport, self._silence_s)
         self._transports.setdefault(source, set()).add(transport)
         try:
             await response.prepare(request)
-            await self._write(response, source, span, watch)
+            await self._write(response, transport, source, span, watch)
             await response.write_eof()
         except ConnectionResetError:
             # aiohttp finds the connection closed as well, and goes on to the next one.
@@ -419,7 +425,12 @@ class App:
         return response
 
     async def _write(
-        self, response: web.StreamResponse, source: Snapshot | Relay, span: tuple[int, int], watch: _SilenceWatch
+        self,
+        response: web.StreamResponse,
+        transport: asyncio.Transport,
+        source: Snapshot | Relay,
+        span: tuple[int, int],
+        watch: _SilenceWatch,
     ) -> None:
         length = _PIECE_BYTES if self._tls is None else _PIECE_BYTES_TLS
         if self._pace is not None:
@@ -432,8 +443,27 @@ class App:
                     with watch.paused():
                         await asyncio.sleep(wait_s)
             for piece in _writable(source.pieces(at, end)):
-                await response.write(piece)
+                await self._put(response, transport, piece, watch)
+
+    async def _put(
+        self,
+        response: web.StreamResponse,
+        transport: asyncio.Transport,
+        piece: memoryview | bytes,
+        watch: _SilenceWatch,
+    ) -> None:
+        """Write a piece: through the transport, which waits for the reader, and past it while the socket takes more.
+
+        What a transport is given and the socket does not take is copied, so it is given little at a time: else a reader
+        that reads nothing would cost as much memory as a piece has bytes, and the time to fill it.
+        """
+        while piece:
+            await response.write(piece[:_WAITING_BYTES])
             watch.pieces += 1
+            piece = piece[_WAITING_BYTES:]
+            if piece and self._tls is None and transport.get_write_buffer_size() == 0 and not transport.is_closing():
+                piece = piece[_send_now(transport, piece) :]
+                watch.pieces += 1
 
 
 @final
@@ -513,6 +543,23 @@ def _break(transport: asyncio.Transport) -> None:
         with contextlib.suppress(OSError):  # the reader was faster: its socket is closed, and its request not yet over
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGERING)
     transport.abort()
+
+
+def _bound_unsent(transport: asyncio.Transport) -> None:
+    """Have the kernel take little ahead of what the reader takes, so that many that read nothing take no memory."""
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        with contextlib.suppress(OSError):  # closed meanwhile, which the next write finds as well
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+
+
+def _send_now(transport: asyncio.Transport, piece: memoryview | bytes) -> int:
+    """Give the socket itself what it takes at once. Returns: how many bytes that was."""
+    try:
+        return os.write(transport.get_extra_info("socket").fileno(), piece)
+    except BlockingIOError:
+        return 0
+    except OSError as error:
+        raise ConnectionResetError(f"the reader has left: {error}") from error
 
 
 def _key(request: web.Request) -> StateKey:
