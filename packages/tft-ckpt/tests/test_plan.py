@@ -1,4 +1,4 @@
-"""Whom to ask next, and what is still missing: without sockets."""
+"""Whom to ask next, without sockets."""
 
 from __future__ import annotations
 
@@ -7,18 +7,10 @@ from typing import Any
 import pytest
 
 from tft_ckpt.errors import CheckpointError, StateCorrupt, StateMismatch, StateUnavailable
-from tft_ckpt.http.plan import BREAKS_MAX, DAMAGES_MAX, FetchPlan
+from tft_ckpt.http.plan import ABSENCES_MAX, BREAKS_MAX, DAMAGES_MAX, FELLOWS_MAX, PAUSE_S, SLIPS_MAX, FetchPlan
 from tft_ckpt.key import StateKey
-from tft_ckpt.manifest import Layout, Manifest, Segment
 
 KEY = StateKey(quorum_id=1, nonce=2, step=3, lineage=4)
-CHUNK = 4096
-
-
-def manifest(*sums: int, chunk_bytes: int = CHUNK, last_bytes: int = 100) -> Manifest:
-    length = (len(sums) - 1) * chunk_bytes + last_bytes
-    layout = Layout(key=KEY, chunk_bytes=chunk_bytes, segments=(Segment(0, length),), root=None)
-    return Manifest(layout, sums)
 
 
 def gone(source: str) -> StateUnavailable:
@@ -31,11 +23,11 @@ def damage(source: str) -> StateCorrupt:
 
 def order(plan: FetchPlan, act: Any, times: int) -> list[str | None]:
     asked = []
-    for _ in range(times):
+    for now_s in range(times):
         source = plan.next_source()
         asked.append(source)
         if source is not None:
-            act(source)
+            act(source, float(now_s))
     return asked
 
 
@@ -48,7 +40,7 @@ def test_sources_take_turns_and_count_once() -> None:
 
 def test_a_source_that_breaks_too_often_is_given_up() -> None:
     plan = FetchPlan(KEY, ["a", "b"])
-    asked = order(plan, lambda source: plan.broke(source, gone(source)), 2 * BREAKS_MAX + 1)
+    asked = order(plan, lambda source, now_s: plan.broke(source, gone(source), now_s), 2 * BREAKS_MAX + 1)
     assert asked == ["a", "b"] * BREAKS_MAX + [None]
     error = plan.verdict()
     assert isinstance(error, StateUnavailable)
@@ -58,23 +50,80 @@ def test_a_source_that_breaks_too_often_is_given_up() -> None:
 
 def test_a_good_chunk_forgives_breaks_but_not_damage() -> None:
     plan = FetchPlan(KEY, ["a"])
-    plan.adopt(manifest(*range(20)))
-    for chunk in range(10):
-        plan.broke("a", gone("a"))
-        plan.arrived("a", chunk)
-        assert plan.breaks_of("a") == 0
-    for chunk in range(10, 10 + DAMAGES_MAX):
+    for now_s in range(10):
+        plan.broke("a", gone("a"), float(now_s))
+        plan.delivered("a")
+    for _ in range(DAMAGES_MAX):
         assert plan.next_source() == "a"
         plan.damaged("a", damage("a"))
-        plan.arrived("a", chunk)
+        plan.delivered("a")
     assert plan.next_source() is None
     assert isinstance(plan.verdict(), StateCorrupt)
+
+
+def test_each_break_makes_the_pause_longer_and_a_pause_is_waited_for() -> None:
+    plan = FetchPlan(KEY, ["a", "b"])
+    assert plan.pause_s("a", 0.0) == 0
+    plan.broke("a", gone("a"), 0.0)
+    assert plan.pause_s("a", 0.0) == PAUSE_S
+    assert plan.due(0.0) == ["b"]
+    assert plan.due(PAUSE_S) == ["b", "a"]
+    plan.broke("a", gone("a"), 1.0)
+    assert plan.pause_s("a", 1.0) == pytest.approx(2 * PAUSE_S)
+
+
+def test_several_connections_that_break_at_once_are_one_break() -> None:
+    plan = FetchPlan(KEY, ["a"])
+    for _ in range(2 * BREAKS_MAX):
+        plan.broke("a", gone("a"), 0.0)
+    assert plan.next_source() == "a"
 
 
 def test_a_refusal_is_final_and_the_next_is_preferred() -> None:
     plan = FetchPlan(KEY, ["a", "b"])
     plan.refused("a", gone("a"))
+    plan.refused("a", gone("a"))  # of another connection
     assert (plan.next_source(), plan.preferred, plan.num_sources) == ("b", "b", 1)
+
+
+def test_a_helper_that_does_not_match_is_set_aside_until_another_leads() -> None:
+    plan = FetchPlan(KEY, ["a", "b"])
+    for _ in range(SLIPS_MAX):
+        assert plan.due(0.0) == ["a", "b"]
+        plan.slipped("b")
+    assert plan.due(0.0) == ["a"]
+    plan.refused("a", gone("a"))
+    assert plan.next_source() == "b"
+    plan.led()
+    assert plan.due(0.0) == ["b"]
+
+
+def test_fellows_are_met_once_and_lost_for_good() -> None:
+    plan = FetchPlan(KEY, ["a"], own="m")
+    plan.met(["x", "b", "a", "m", "x"])
+    assert plan.due_fellows(0.0) == ["x", "b"], "in a ring, from the own address on"
+    assert plan.due(0.0) == ["a"]
+    plan.broke("x", gone("x"), 0.0)
+    plan.slipped("b")
+    plan.met(["x", "b"])
+    assert plan.due_fellows(9.0) == []
+    assert plan.errors == {}, "that a fellow leaves is nothing to complain of"
+    assert [plan.is_source(name) for name in ("a", "x")] == [True, False]
+
+
+def test_a_fellow_with_nothing_is_forgotten_in_the_end() -> None:
+    plan = FetchPlan(KEY, ["a"], own="m")
+    plan.met(["x"])
+    for now_s in range(ABSENCES_MAX):
+        assert plan.due_fellows(float(now_s)) == ["x"]
+        plan.not_yet("x", float(now_s))
+    assert plan.due_fellows(100.0) == []
+
+
+def test_fellows_are_bounded() -> None:
+    plan = FetchPlan(KEY, ["a"], own="m")
+    plan.met(f"f{number}" for number in range(10 * FELLOWS_MAX))
+    assert len(plan.due_fellows(0.0)) == FELLOWS_MAX
 
 
 @pytest.mark.parametrize(
@@ -94,48 +143,3 @@ def test_the_verdict_is_the_worst_that_was_seen(errors: list[CheckpointError], k
     verdict = plan.verdict()
     assert type(verdict) is kind
     assert all(str(error) in str(verdict) for error in errors)
-
-
-def test_what_is_missing_shrinks() -> None:
-    plan = FetchPlan(KEY, ["a"])
-    assert not plan.complete
-    assert not plan.adopt(manifest(*range(6)))
-    assert plan.missing(1) == [range(6)]
-    plan.arrived("a", 0)
-    plan.arrived("a", 3)
-    assert plan.missing(1) == [range(1, 3), range(4, 6)]
-    assert plan.good_bytes == 2 * CHUNK
-    for chunk in (1, 2, 4, 5):
-        plan.arrived("a", chunk)
-    assert plan.complete
-    assert plan.missing(1) == plan.missing(3) == []
-    assert plan.good_bytes == 5 * CHUNK + 100
-
-
-def test_parts_for_several_connections_cover_what_is_missing() -> None:
-    plan = FetchPlan(KEY, ["a"])
-    plan.adopt(manifest(*range(100)))
-    for chunk in range(10, 30):
-        plan.arrived("a", chunk)
-    parts = plan.missing(4)
-    assert [chunk for part in parts for chunk in part] == [*range(10), *range(30, 100)]
-    assert max(map(len, parts)) == 5
-
-
-def test_the_next_source_confirms_what_is_here() -> None:
-    plan = FetchPlan(KEY, ["a", "b"])
-    plan.adopt(manifest(1, 2, 3, 4))
-    for chunk in (0, 1, 3):
-        plan.arrived("a", chunk)
-    assert plan.adopt(manifest(1, 99, 3, 4))
-    assert plan.missing(1) == [range(1, 3)]
-    assert plan.good_bytes == CHUNK + 100
-
-
-def test_another_layout_starts_over() -> None:
-    plan = FetchPlan(KEY, ["a", "b"])
-    plan.adopt(manifest(1, 2))
-    plan.arrived("a", 0)
-    assert not plan.adopt(manifest(1, 2, chunk_bytes=2 * CHUNK))
-    assert plan.missing(1) == [range(2)]
-    assert plan.good_bytes == 0

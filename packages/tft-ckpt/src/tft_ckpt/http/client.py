@@ -1,51 +1,50 @@
 """The side that needs the state.
 
-It asks a source for the manifest, takes memory for the run, and reads the run straight into it, chunk by chunk, and
-checks each. Whatever goes wrong with a source is told to the plan, which says whom to ask next and what is still
-missing; so a broken connection costs what was on its way, and a dead source what it had not sent yet.
+It asks a source for the manifest, takes memory for the run (or the tensors that are there), and reads the run straight
+into it, chunk by chunk, and checks each. From one source, it does so on the calling thread over one connection, and
+asks now and then whether others fetch the same state; from several sources, or with fellows, it leaves the reading
+to a crew. Whatever goes wrong with a source is told to the plan, which says who leads next and what is still missing;
+so a broken connection costs what was on its way, and a dead source what it had not sent yet.
 
-Law of this file: performs what the plan decides. Nothing that arrives is used before its checksum was compared.
+Law of this file: one receive from its first request to its end. Nothing that arrives is used before its checksum was
+compared.
 """
 
 from __future__ import annotations
 
-import http.client
-import queue
-import threading
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
-from tft_ckpt.buffers import Buffer
 from tft_ckpt.errors import (
-    CheckpointError,
-    Closed,
     DeadlinePassed,
     StateCorrupt,
     StateMismatch,
     StateUnavailable,
-    WrongSetting,
 )
-from tft_ckpt.http.address import parse_url
-from tft_ckpt.http.connection import Connection, StopSignal
+from tft_ckpt.http.chunks import ChunkPlan
+from tft_ckpt.http.connection import StopSignal
 from tft_ckpt.http.plan import FetchPlan
-from tft_ckpt.http.routes import KEY_HEADER, WAIT_HEADER, authorization, data_path, manifest_path
+from tft_ckpt.http.reader import Broke, Reader, Terms
+from tft_ckpt.http.workers import Crew, Relay, Tally
 from tft_ckpt.key import StateKey
-from tft_ckpt.manifest import Layout, Manifest, checksum, decode
-from tft_ckpt.tree import Limits
+from tft_ckpt.manifest import Layout, Manifest, decode
+from tft_ckpt.target import Target
 
 __all__ = ["Receive", "ReceiveReport"]
 
 # How long a source is asked to keep a request open. The preferred one is the likeliest to come to have the state; the
 # others are only looked in on.
-_WAIT_PREFERRED_S = 2.0
-_WAIT_OTHERS_S = 0.05
-_PAUSE_S = 0.05
-_SENTENCE_BYTES = 4096
+_WAIT_PREFERRED_S: Final = 2.0
+_WAIT_OTHERS_S: Final = 0.05
 # What a source may be allowed to be silent for, however little time is left.
-_SILENCE_MIN_S = 0.05
+_SILENCE_MIN_S: Final = 0.05
+# Below this, other sources and fellows are not worth their connections.
+_HELP_BYTES_MIN: Final = 8 << 20
+# How long after the first question for fellows the source is asked again; twice as long each time.
+_ASK_FELLOWS_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +56,22 @@ class ReceiveReport:
         state_bytes: length of its run.
         fetched_bytes: of the run, over the network, repeated and damaged ones included.
         wall_s: from the call to the state, waiting included.
+        fetching_s: of that, with data on its way.
         sources: those that gave at least one good chunk or the last manifest, in order.
+        by_source: bytes of good chunks that each of them gave, fellow newcomers included.
         faults: sentences about the sources that failed on the way.
+        addresses: of a connection over which data came, (this side's, the other side's); None if none did.
     """
 
     key: StateKey
     state_bytes: int
     fetched_bytes: int
     wall_s: float
+    fetching_s: float
     sources: tuple[str, ...]
+    by_source: Mapping[str, int]
     faults: tuple[str, ...]
-
-
-class _Failed(Exception):
-    """The source at hand broke: transport-level trouble, with a sentence."""
+    addresses: tuple[str, str] | None
 
 
 @final
@@ -78,78 +79,94 @@ class Receive:
     """One receive, used once.
 
     Args:
-        key: the state that is wanted.
         sources: addresses, the preferred one first.
-        token: the job's, or None.
-        num_connections: at the same time, at least 1.
-        limits: what is larger is refused.
+        terms: of all its requests.
+        num_connections: at the same time to each source, at least 1; with 1, one source alone is read on the calling
+            thread.
         silence_s: how long a source may say nothing before it is taken for dead.
-        allocate: called with a number of bytes for a buffer to receive into.
+        make_target: called with a layout, for where to receive its run into.
+        relay: called with a manifest, the same as it came, and its target, to let fellows read what is here; or None.
         stop: ends the receive.
         progress: called with (bytes here and checked, bytes in all), on the calling thread.
     """
 
     def __init__(
         self,
-        key: StateKey,
         sources: Sequence[str],
+        terms: Terms,
         *,
-        token: str | None,
         num_connections: int,
-        limits: Limits,
         silence_s: float,
-        allocate: Callable[[int], Buffer],
+        make_target: Callable[[Layout], Target],
+        relay: Callable[[Manifest, bytes, Target], Relay] | None,
         stop: StopSignal,
         progress: Callable[[int, int], None] | None,
     ) -> None:
-        self._key = key
-        self._plan = FetchPlan(key, sources)
-        self._headers = {} if token is None else {"authorization": authorization(token)}
+        self._key = terms.key
+        self._terms = terms
+        self._plan = FetchPlan(terms.key, sources, own=terms.own)
+        self._chunks = ChunkPlan(terms.own)
         self._num_connections = num_connections
-        self._limits = limits
         self._silence_s = silence_s
-        self._allocate = allocate
+        self._make_target = make_target
+        self._make_relay = relay
         self._stop = stop
         self._progress = progress
-        self._buffer: Buffer | None = None
+        self._target: Target | None = None
+        self._relay: Relay | None = None
         self._total_bytes = 0
-        self._fetched_bytes = 0
-        self._helpers: list[str] = []
-        self._faults: list[str] = []
-        self._lock = threading.Lock()
+        self._tally = Tally()
+        self._leads: list[str] = []
         self._start_s = time.monotonic()
+        self._fetching_s = 0.0
 
-    def run(self) -> tuple[Layout, Buffer, ReceiveReport]:
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes of the run that were written to the target so far."""
+        return self._tally.fetched_bytes
+
+    def run(self) -> tuple[Target, ReceiveReport]:
         """Fetch the state. Raises: as `CheckpointTransport.recv_checkpoint`."""
         try:
             while True:
                 source = self._plan.next_source()
                 if source is None:
                     raise self._plan.verdict()
-                self._pause(source)
-                layout = self._try(source)
-                if layout is not None:
-                    assert self._buffer is not None
-                    return layout, self._buffer, self._report()
+                self._stop.wait(self._plan.pause_s(source, time.monotonic()))
+                self._try(source)
+                if self._chunks.complete:
+                    assert self._target is not None
+                    return self._target, self._report()
         except DeadlinePassed as error:
             raise self._deadline_passed() from error
+        finally:
+            self._end_relay()
+
+    def _end_relay(self) -> None:
+        relay, self._relay = self._relay, None
+        if relay is not None:
+            relay.end()
 
     def _report(self) -> ReceiveReport:
+        good_bytes = self._tally.good_bytes
         return ReceiveReport(
             key=self._key,
             state_bytes=self._total_bytes,
-            fetched_bytes=self._fetched_bytes,
+            fetched_bytes=self._tally.fetched_bytes,
             wall_s=time.monotonic() - self._start_s,
-            sources=tuple(self._helpers),
-            faults=tuple(self._faults),
+            fetching_s=self._fetching_s,
+            sources=tuple(dict.fromkeys([*self._leads, *good_bytes])),
+            by_source=dict(good_bytes),
+            faults=tuple(self._tally.faults),
+            addresses=self._tally.addresses,
         )
 
     def _deadline_passed(self) -> DeadlinePassed:
         asked = self._plan.next_source()
-        faults = f"; before that: {'; '.join(self._faults[-3:])}" if self._faults else ""
+        faults = f"; before that: {'; '.join(self._tally.faults[-3:])}" if self._tally.faults else ""
         here = (
-            f"{self._plan.good_bytes} of {self._total_bytes} bytes were here"
-            if self._buffer is not None
+            f"{self._chunks.good_bytes} of {self._total_bytes} bytes were here"
+            if self._target is not None
             else "no source had it yet"
         )
         return DeadlinePassed(
@@ -157,53 +174,38 @@ class Receive:
             timeout_s=self._stop.timeout_s,
         )
 
-    def _pause(self, source: str) -> None:
-        breaks = self._plan.breaks_of(source)
-        if breaks:
-            self._stop.wait(_PAUSE_S * 2 ** (breaks - 1))
-
-    def _try(self, source: str) -> Layout | None:
-        """Get on with one source. Returns: the layout if everything is here, None if another turn is needed."""
+    def _try(self, source: str) -> None:
+        """Get on, with this source in the lead."""
         try:
-            manifest = self._fetch_manifest(source)
-            if manifest is None:
-                self._plan.not_yet(source)
-                return None
-            self._adopt(manifest)
-            self._helped(source)
-            self._fetch_missing(source, manifest)
-            return manifest.layout
-        except _Failed as error:
+            found = self._fetch_manifest(source)
+            if found is None:
+                self._plan.not_yet(source, time.monotonic())
+                return
+            manifest, manifest_bytes, is_partial = found
+            self._adopt(source, manifest, manifest_bytes)
+            began_s = time.monotonic()
+            try:
+                self._fetch(source, manifest, is_partial)
+            finally:
+                self._fetching_s += time.monotonic() - began_s
+        except Broke as error:
             self._fault(error)
-            self._plan.broke(source, StateUnavailable(str(error), source=source, key=self._key))
+            failure = StateUnavailable(str(error), source=source, key=self._key)
+            self._plan.broke(source, failure, time.monotonic())
         except StateCorrupt as error:
             self._fault(error)
             self._plan.damaged(source, error)
         except (StateMismatch, StateUnavailable) as error:
             self._fault(error)
             self._plan.refused(source, error)
-        return None
 
     def _fault(self, error: Exception) -> None:
-        self._faults.append(str(error))
+        self._tally.faults.append(str(error))
 
-    def _helped(self, source: str) -> None:
-        if source not in self._helpers:
-            self._helpers.append(source)
+    # ---- the manifest ----
 
-    def _adopt(self, manifest: Manifest) -> None:
-        kept = self._plan.adopt(manifest)
-        self._total_bytes = manifest.layout.data_bytes
-        if not kept or self._buffer is None:
-            self._buffer = None
-            self._buffer = self._allocate(self._total_bytes)
-        self._tell_progress()
-
-    def _tell_progress(self) -> None:
-        if self._progress is not None:
-            self._progress(self._plan.good_bytes, self._total_bytes)
-
-    # ---- one request ----
+    def _allowed_silence_s(self) -> float:
+        return min(self._silence_s, self._share_s())
 
     def _share_s(self) -> float:
         # With others to turn to, one dead source must not use up the time that they would need. Half of its part: it
@@ -212,35 +214,17 @@ class Receive:
         share = self._stop.remaining_s() / (2 * self._plan.num_sources if others else 1)
         return max(_SILENCE_MIN_S, share)
 
-    def _connect(self, source: str) -> Connection:
-        host, port = parse_url(source)
-        with _breaking(f"no connection to {source}"):
-            return Connection(host, port, silence_s=min(self._silence_s, self._share_s()), stop=self._stop)
-
-    def _get(
-        self, connection: Connection, source: str, path: str, headers: Mapping[str, str], *, patience_s: float = 0.0
-    ) -> http.client.HTTPResponse:
-        with _breaking(f"the connection to {source} broke"):
-            return connection.get(path, {**self._headers, **headers}, patience_s=patience_s)
-
-    def _fetch_manifest(self, source: str) -> Manifest | None:
-        connection = self._connect(source)
+    def _fetch_manifest(self, source: str) -> tuple[Manifest, bytes, bool] | None:
+        reader = Reader(source, self._terms, silence_s=self._allowed_silence_s(), stop=self._stop)
         try:
             wait_s = _WAIT_PREFERRED_S if source == self._plan.preferred else _WAIT_OTHERS_S
-            wait_s = min(wait_s, self._share_s())
-            asked_s = time.monotonic()
-            headers = {WAIT_HEADER: str(int(wait_s * 1e3))}
-            response = self._get(connection, source, manifest_path(self._key), headers, patience_s=wait_s)
-            if response.status == 503:
-                # A source that answers so at once is about to end: don't ask it without a pause.
-                self._stop.wait(max(0.0, asked_s + min(wait_s, _PAUSE_S) - time.monotonic()))
-                return None
-            if response.status != 200:
-                raise self._refusal(response, source)
-            data = self._read_manifest(response, source)
+            found = reader.manifest(min(wait_s, self._share_s()))
         finally:
-            connection.close()
-        manifest = decode(data, limits=self._limits, source=source)
+            reader.close()
+        if found is None:
+            return None
+        data, is_partial = found
+        manifest = decode(data, limits=self._terms.limits, source=source)
         if manifest.layout.key != self._key:
             raise StateMismatch(
                 f"{source} sent the manifest of state {manifest.layout.key} when asked for {self._key}; "
@@ -249,202 +233,169 @@ class Receive:
                 offered=manifest.layout.key,
                 source=source,
             )
-        return manifest
+        return manifest, data, is_partial
 
-    def _read_manifest(self, response: http.client.HTTPResponse, source: str) -> bytes:
-        length = response.length
-        if length is None or length > self._limits.manifest_bytes:
-            raise StateCorrupt(
-                f"{source} announces a manifest of {length} bytes, above the limit of {self._limits.manifest_bytes}",
-                part="manifest",
-                source=source,
-            )
-        with _breaking(f"the connection to {source} broke"):
-            data = response.read(length)
-        if len(data) != length:
-            raise _Failed(f"{source} broke off within the manifest")
-        return data
+    def _adopt(self, source: str, manifest: Manifest, manifest_bytes: bytes) -> None:
+        # Before the first byte of the other manifest's run is written: fellows may be reading the one's before.
+        self._end_relay()
+        self._plan.led()
+        self._leads = [source]
+        kept = self._chunks.adopt(manifest)
+        self._total_bytes = manifest.layout.data_bytes
+        before = self._target
+        if before is None or before.layout.root != manifest.layout.root or not kept:
+            # First let go: the one before and the new one need not be held at once if nothing is carried over.
+            before = self._target = before if kept else None
+            target = self._target = self._make_target(manifest.layout)
+            self._carry_over(before, target, manifest)
+        if self._make_relay is not None and manifest.layout.num_chunks:
+            self._relay = self._make_relay(manifest, manifest_bytes, self._whole_target())
+            for chunk in self._chunks.good():
+                self._relay.have(chunk)
+        self._tell_progress()
 
-    def _refusal(self, response: http.client.HTTPResponse, source: str) -> CheckpointError | _Failed:
-        with _breaking(f"the connection to {source} broke"):
-            sentence = response.read(_SENTENCE_BYTES).decode("utf-8", "replace").strip()
-        message = f"{source} answers {response.status}: {sentence or response.reason}"
-        if response.status == 409:
-            return StateMismatch(message, wanted=self._key, offered=_offered(response), source=source)
-        if response.status == 503:
-            return _Failed(message)
-        return StateUnavailable(message, source=source, key=self._key)
+    def _carry_over(self, before: Target | None, target: Target, manifest: Manifest) -> None:
+        """Keep the chunks that are here, in a run of the same bytes and other plain data."""
+        if before is None:
+            return
+        for chunk in list(self._chunks.good()):
+            start, end = manifest.layout.chunk_span(chunk)
+            data, at = b"".join(before.pieces(start, end)), 0
+            for piece in target.pieces(start, end):
+                piece[:] = data[at : at + len(piece)]
+                at += len(piece)
+            # In tensors that are there already, another chunk's place may have been this one's before.
+            if target.sum(start, end) != manifest.sums[chunk]:
+                self._chunks.lose(chunk)
+
+    def _tell_progress(self) -> None:
+        if self._progress is not None:
+            self._progress(self._chunks.good_bytes, self._total_bytes)
 
     # ---- the run ----
 
-    def _fetch_missing(self, source: str, manifest: Manifest) -> None:
-        parts = self._plan.missing(self._num_connections)
-        if not parts:
+    def _fetch(self, lead: str, manifest: Manifest, is_partial: bool) -> None:
+        is_small = self._chunks.missing_bytes < _HELP_BYTES_MIN
+        alone = self._num_connections == 1 and not is_partial and (self._plan.num_sources == 1 or is_small)
+        if alone and self._fetch_alone(lead, manifest):
             return
-        if self._num_connections == 1 or len(parts) == 1:
-            self._fetch_parts(source, manifest, iter(parts).__next__, self._arrived)
+        Crew(
+            manifest,
+            lead,
+            lead_is_partial=is_partial,
+            target=self._whole_target(),
+            plan=self._plan,
+            chunks=self._chunks,
+            tally=self._tally,
+            terms=self._terms,
+            relay=self._relay,
+            stop=self._stop,
+            num_connections=self._num_connections,
+            silence_s=self._allowed_silence_s,
+            progress=self._tell_progress,
+        ).run()
+
+    def _whole_target(self) -> Target:
+        assert self._target is not None
+        return self._target
+
+    def _fetch_alone(self, lead: str, manifest: Manifest) -> bool:
+        """Fetch what is missing over one connection, on this thread, in as few requests as can be.
+
+        A source that takes its next state meanwhile goes on with the answer that it has begun, and gives no new one.
+
+        Returns: whether all is here; if not, there are fellows who could help.
+        """
+        if self._chunks.complete:
+            return True
+        look_out = _LookOut(lead, manifest, self._plan, self._terms, self._allowed_silence_s(), self._stop)
+        try:
+            if self._chunks.missing_bytes >= _HELP_BYTES_MIN and look_out.sees_fellows():
+                return False
+            return self._read_alone(lead, manifest, look_out)
+        finally:
+            look_out.close()
+
+    def _read_alone(self, lead: str, manifest: Manifest, look_out: _LookOut) -> bool:
+        target = self._whole_target()
+        reader = Reader(lead, self._terms, silence_s=self._allowed_silence_s(), stop=self._stop)
+        worker = self._chunks.join(lead, time.monotonic(), has_all=True, is_fellow=False)
+
+        def arrived(chunk: int) -> None:
+            before_bytes = self._chunks.good_bytes
+            self._chunks.arrived(worker, chunk, time.monotonic())
+            self._tally.good_bytes[lead] += self._chunks.good_bytes - before_bytes
+            self._plan.delivered(lead)
+            if self._relay is not None:
+                self._relay.have(chunk)
+            self._tell_progress()
+            if self._chunks.missing_bytes >= _HELP_BYTES_MIN and look_out.sees_fellows():
+                raise _FellowsFound
+
+        try:
+            while (part := self._chunks.claim(worker, time.monotonic(), is_alone=True)) is not None:
+                reader.part(part, manifest, target, arrived)
+            return True
+        except _FellowsFound:
+            return False
+        finally:
+            self._chunks.leave(worker, time.monotonic())
+            self._tally.fetched_bytes += reader.read_bytes
+            if reader.read_bytes:
+                self._tally.addresses = reader.addresses
+            reader.close()
+
+
+class _FellowsFound(Exception):
+    """Ends a request that was begun for all that is missing."""
+
+
+@final
+class _LookOut:
+    """Asks the lead now and then who else fetches the state, over a connection of its own.
+
+    Args:
+        lead: whom to ask.
+        manifest: in force.
+        plan: is told of fellows.
+        terms, silence_s, stop: of the receive.
+    """
+
+    def __init__(
+        self, lead: str, manifest: Manifest, plan: FetchPlan, terms: Terms, silence_s: float, stop: StopSignal
+    ) -> None:
+        self._lead = lead
+        self._manifest = manifest
+        self._plan = plan
+        self._terms = terms
+        self._silence_s = silence_s
+        self._stop = stop
+        self._reader: Reader | None = None
+        self._pause_s = _ASK_FELLOWS_S
+        self._next_s = 0.0
+
+    def sees_fellows(self) -> bool:
+        """Whether there are any to ask; asks the lead if it is time to."""
+        now_s = time.monotonic()
+        if self._terms.own and now_s >= self._next_s:
+            self._next_s = now_s + self._pause_s
+            self._pause_s *= 2
+            self._ask()
+        return bool(self._plan.due_fellows(now_s))
+
+    def _ask(self) -> None:
+        try:
+            if self._reader is None:
+                self._reader = Reader(self._lead, self._terms, silence_s=self._silence_s, stop=self._stop)
+            answer = self._reader.chunks(self._manifest, wait_s=0.0, num_known=0)
+        except (Broke, StateCorrupt, StateMismatch, StateUnavailable):
+            # The connection that brings the data decides about the source: it may go on with a state of which it will
+            # not speak any more, because it took the next one.
+            self._next_s = math.inf
         else:
-            self._fetch_in_parallel(source, manifest, parts)
+            self._plan.met(() if answer is None else answer.fellows)
 
-    def _arrived(self, source: str, chunk: int, num_bytes: int) -> None:
-        self._count(num_bytes)
-        self._plan.arrived(source, chunk)
-        self._tell_progress()
-
-    def _count(self, num_bytes: int) -> None:
-        with self._lock:
-            self._fetched_bytes += num_bytes
-
-    def _fetch_parts(
-        self,
-        source: str,
-        manifest: Manifest,
-        next_part: Callable[[], range],
-        arrived: Callable[[str, int, int], None],
-    ) -> None:
-        """Fetch part after part over one connection, until next_part raises StopIteration."""
-        connection = self._connect(source)
-        try:
-            while True:
-                try:
-                    part = next_part()
-                except StopIteration:
-                    return
-                self._fetch_part(connection, source, manifest, part, arrived)
-        finally:
-            connection.close()
-
-    def _fetch_part(
-        self,
-        connection: Connection,
-        source: str,
-        manifest: Manifest,
-        part: range,
-        arrived: Callable[[str, int, int], None],
-    ) -> None:
-        layout = manifest.layout
-        start, end = layout.chunk_span(part[0])[0], layout.chunk_span(part[-1])[1]
-        headers = {"range": f"bytes={start}-{end - 1}"}
-        response = self._get(connection, source, data_path(self._key), headers)
-        if response.status not in (200, 206):
-            raise self._refusal(response, source)
-        expected = f"bytes {start}-{end - 1}/{layout.data_bytes}"
-        if response.status != 206 or response.length != end - start or response.headers["content-range"] != expected:
-            raise StateCorrupt(
-                f"{source} answers {expected!r} with {response.headers['content-range']!r}, {response.length} bytes",
-                part="data",
-                source=source,
-            )
-        assert self._buffer is not None
-        for chunk in part:
-            self._stop.check()
-            low, high = layout.chunk_span(chunk)
-            view = self._buffer.view[low:high]
-            self._read_exactly(response, source, view)
-            if checksum(view) != manifest.sums[chunk]:
-                self._count(high - low)
-                raise StateCorrupt(
-                    f"{source} served chunk {chunk} of state {self._key} damaged (bytes {low} to {high}); "
-                    "its checksum does not match, so suspect that host or the network to it",
-                    part=f"chunk {chunk}",
-                    source=source,
-                )
-            arrived(source, chunk, high - low)
-
-    def _read_exactly(self, response: http.client.HTTPResponse, source: str, view: memoryview) -> None:
-        at = 0
-        while at < len(view):
-            with _breaking(f"the connection to {source} broke"):
-                count = response.readinto(view[at:])
-            if count == 0:
-                raise _Failed(f"{source} broke off within the data")
-            at += count
-
-    def _fetch_in_parallel(self, source: str, manifest: Manifest, parts: list[range]) -> None:
-        """The same over several connections, each on a thread of its own; the callbacks stay on this one."""
-        work: queue.SimpleQueue[range] = queue.SimpleQueue()
-        for part in parts:
-            work.put(part)
-        news: queue.SimpleQueue[tuple[int, int] | BaseException | None] = queue.SimpleQueue()
-        ended = threading.Event()
-
-        def next_part() -> range:
-            if ended.is_set():
-                raise StopIteration
-            try:
-                return work.get_nowait()
-            except queue.Empty:
-                raise StopIteration from None
-
-        def carry() -> None:
-            try:
-                self._fetch_parts(source, manifest, next_part, lambda _, chunk, count: news.put((chunk, count)))
-                news.put(None)
-            except BaseException as error:
-                # Raised again on the calling thread, below.
-                news.put(error)
-
-        threads = [
-            threading.Thread(target=carry, name=f"tft-ckpt-recv-{index}", daemon=True)
-            for index in range(min(self._num_connections, len(parts)))
-        ]
-        for thread in threads:
-            thread.start()
-        try:
-            failure = self._gather(source, news, ended, len(threads))
-        except BaseException:
-            # The progress callback raised: the transfer is over.
-            self._stop.stop("the transfer has ended")
-            raise
-        finally:
-            ended.set()
-            for thread in threads:
-                thread.join()
-        if failure is not None:
-            raise failure
-
-    def _gather(
-        self,
-        source: str,
-        news: queue.SimpleQueue[tuple[int, int] | BaseException | None],
-        ended: threading.Event,
-        num_running: int,
-    ) -> BaseException | None:
-        failure: BaseException | None = None
-        while num_running:
-            try:
-                item = news.get(timeout=0.05)
-            except queue.Empty:
-                try:
-                    self._stop.check()
-                except (Closed, DeadlinePassed) as error:
-                    self._stop.stop(str(error))
-                    failure = failure or error
-                continue
-            if isinstance(item, tuple):
-                self._arrived(source, *item)
-            else:
-                num_running -= 1
-                if item is not None:
-                    failure = failure or item
-                    ended.set()
-        return failure
-
-
-@contextmanager
-def _breaking(what: str) -> Iterator[None]:
-    """Turn what sockets and http.client raise into _Failed."""
-    try:
-        yield
-    except CheckpointError:
-        # Before the next clause: a passed deadline is an OSError as well.
-        raise
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise _Failed(f"{what}: {str(error) or type(error).__name__}") from error
-
-
-def _offered(response: http.client.HTTPResponse) -> StateKey | None:
-    try:
-        return StateKey.parse(response.headers.get(KEY_HEADER, ""))
-    except WrongSetting:
-        return None
+    def close(self) -> None:
+        """End the connection."""
+        if self._reader is not None:
+            self._reader.close()

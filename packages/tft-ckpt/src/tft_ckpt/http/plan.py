@@ -1,51 +1,64 @@
-"""Which source to ask next, and what is still missing.
+"""Whom to ask, and whom no more.
 
-A receive knows several sources and trusts none. It goes on with one as long as that one delivers; when a connection
-breaks or a chunk is damaged, the source gets a strike and the next one has its turn, with what is already here and
-checked. A source with too many strikes in a row, or one that says that it will not have the state, is not asked again.
-Whatever source comes next, its manifest counts from then on, and of the chunks that are here only those stay whose
-checksums it confirms: so the state is in the end the one that a single source has, never a mixture.
+A receive knows several sources and trusts none. One of them is the lead: its manifest is in force, and whatever else
+comes is checked against it. The other sources help while it leads, and so do fellows, newcomers that fetch the same
+state and that a source has named. When a connection breaks or a chunk is damaged, the source gets a strike; with too
+many in a row it is not asked again, and neither is one that says that it will not have the state. A helper whose chunks
+do not match the lead's checksums may be right and the lead wrong: it is set aside, and has its turn to lead when this
+lead can't go on. Whoever leads next, of the chunks that are here only those stay whose checksums it confirms: so the
+state is in the end the one that a single source has, never a mixture.
 
 Law of this file: pure; no I/O, no clock, no thread. The owner locks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import final
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Final, final
 
 from tft_ckpt.errors import CheckpointError, StateCorrupt, StateMismatch, StateUnavailable
 from tft_ckpt.key import StateKey
-from tft_ckpt.manifest import Manifest
 
 __all__ = ["FetchPlan"]
 
-BREAKS_MAX = 3
+BREAKS_MAX: Final = 3
 """Connections in a row that may break without one good chunk between."""
-DAMAGES_MAX = 3
-"""Damaged manifests and chunks in all."""
+DAMAGES_MAX: Final = 3
+"""Damaged manifests and chunks in all, of a lead."""
+SLIPS_MAX: Final = 2
+"""Under one lead, how often a helper may serve what does not match, or be too slow, before it is set aside."""
+FELLOWS_MAX: Final = 64
+"""Addresses of fellows that are kept."""
+ABSENCES_MAX: Final = 10
+"""How often a fellow may have nothing of the state before it is forgotten."""
+PAUSE_S: Final = 0.05
+"""Before a source is asked again after the first break; twice as long after each further one."""
 
 
 @final
 class FetchPlan:
-    """One receive's sources and chunks.
+    """One receive's sources and fellows.
 
     Args:
         key: the state that is wanted.
         sources: addresses, the preferred one first; repeated ones count once.
+        own: this receiver's address, which is no fellow.
     """
 
-    def __init__(self, key: StateKey, sources: Sequence[str]) -> None:
+    def __init__(self, key: StateKey, sources: Sequence[str], *, own: str = "") -> None:
         self._key = key
+        self._own = own
         self._queue = list(dict.fromkeys(sources))
         self._breaks = dict.fromkeys(self._queue, 0)
         self._damages = dict.fromkeys(self._queue, 0)
         self._errors: dict[str, CheckpointError] = {}
-        self._manifest: Manifest | None = None
-        self._good: list[bool] = []
-        self._good_bytes = 0
+        self._ready_s: dict[str, float] = {}
+        self._slips: Counter[str] = Counter()
+        self._fellows: dict[str, int] = {}  # and how often each was asked in vain
+        self._lost_fellows: set[str] = set()
 
-    # ---- sources ----
+    # ---- the lead ----
 
     @property
     def num_sources(self) -> int:
@@ -53,7 +66,7 @@ class FetchPlan:
         return len(self._queue)
 
     def next_source(self) -> str | None:
-        """Whom to ask now; None if nobody is left."""
+        """Who is to lead now; None if nobody is left."""
         return self._queue[0] if self._queue else None
 
     @property
@@ -61,36 +74,106 @@ class FetchPlan:
         """The first one named of those that may still be asked."""
         return next((source for source in self._breaks if source in self._queue), None)
 
-    def breaks_of(self, source: str) -> int:
-        """Connections to it in a row that brought nothing."""
-        return self._breaks[source]
+    def led(self) -> None:
+        """Another manifest is in force: what was held against helpers concerned the one before."""
+        self._slips.clear()
 
-    def not_yet(self, source: str) -> None:
+    # ---- helpers and fellows ----
+
+    def due(self, now_s: float) -> list[str]:
+        """The sources that may be asked at this time, the lead included: not set aside, and not in a pause."""
+        return [
+            source
+            for source in self._queue
+            if self._slips[source] < SLIPS_MAX and self._ready_s.get(source, now_s) <= now_s
+        ]
+
+    def met(self, fellows: Iterable[str]) -> None:
+        """A source named these newcomers."""
+        for fellow in fellows:
+            known = fellow in self._fellows or fellow in self._lost_fellows or fellow in self._breaks
+            if not known and fellow != self._own and len(self._fellows) + len(self._lost_fellows) < FELLOWS_MAX:
+                self._fellows[fellow] = 0
+
+    def due_fellows(self, now_s: float) -> list[str]:
+        """The fellows that may be asked at this time, first those that sort behind the own address, in a ring."""
+        ring = sorted(self._fellows, key=lambda fellow: (fellow < self._own, fellow))
+        return [fellow for fellow in ring if self._ready_s.get(fellow, now_s) <= now_s]
+
+    def is_source(self, source: str) -> bool:
+        """Whether this is one that was named to this receive, and not a fellow."""
+        return source in self._breaks
+
+    def pause_s(self, source: str, now_s: float) -> float:
+        """How long to wait before this source is asked."""
+        return max(0.0, self._ready_s.get(source, now_s) - now_s)
+
+    # ---- what became of it ----
+
+    def delivered(self, source: str) -> None:
+        """A good chunk came from it."""
+        if source in self._breaks:
+            self._breaks[source] = 0
+
+    def not_yet(self, source: str, now_s: float) -> None:
         """It may come to have the state: ask the next one meanwhile."""
-        self._breaks[source] = 0
-        self._turn(source)
+        self._ready_s[source] = now_s + PAUSE_S
+        if source in self._breaks:
+            self._breaks[source] = 0
+            self._turn(source)
+        elif source in self._fellows:
+            self._fellows[source] += 1
+            if self._fellows[source] >= ABSENCES_MAX:
+                self.lost(source)
 
     def refused(self, source: str, error: CheckpointError) -> None:
         """It will not give the state: don't ask it again."""
-        self._errors[source] = error
-        self._queue.remove(source)
+        if source not in self._breaks:
+            self.lost(source)
+        elif source in self._queue:
+            self._errors[source] = error
+            self._queue.remove(source)
 
-    def broke(self, source: str, error: CheckpointError) -> None:
+    def broke(self, source: str, error: CheckpointError, now_s: float) -> None:
         """Its connection broke, or could not be made."""
+        if source not in self._breaks:
+            self.lost(source)
+            return
         self._errors[source] = error
+        if self.pause_s(source, now_s) > 0:
+            # Several connections to it broke at once: that is one break.
+            return
         self._breaks[source] += 1
+        self._ready_s[source] = now_s + PAUSE_S * 2 ** (self._breaks[source] - 1)
         self._turn(source, out=self._breaks[source] >= BREAKS_MAX)
 
     def damaged(self, source: str, error: StateCorrupt) -> None:
-        """It served something that is not what it promised."""
+        """It leads, and served something that is not what it promised."""
         self._errors[source] = error
         self._damages[source] += 1
         self._turn(source, out=self._damages[source] >= DAMAGES_MAX)
 
+    def slipped(self, source: str) -> None:
+        """It helps, and what it served does not match the lead's checksums; or it was too slow for others."""
+        if source in self._breaks:
+            self._slips[source] += 1
+            self._turn(source)
+        else:
+            self.lost(source)
+
+    def lost(self, fellow: str) -> None:
+        """A fellow has left, or is of no use."""
+        self._fellows.pop(fellow, None)
+        self._lost_fellows.add(fellow)
+
     def _turn(self, source: str, *, out: bool = False) -> None:
-        self._queue.remove(source)
-        if not out:
-            self._queue.append(source)
+        # Of several connections to one source, another may have ended it already.
+        if source in self._queue:
+            self._queue.remove(source)
+            if not out:
+                self._queue.append(source)
+
+    # ---- the end ----
 
     @property
     def errors(self) -> dict[str, CheckpointError]:
@@ -112,64 +195,3 @@ class FetchPlan:
         if errors and all(isinstance(error, StateMismatch) for error in errors.values()):
             return StateMismatch(sentence, wanted=self._key, source=names)
         return StateUnavailable(sentence or f"no source was named for state {self._key}", source=names, key=self._key)
-
-    # ---- chunks ----
-
-    def adopt(self, manifest: Manifest) -> bool:
-        """Go by this manifest from now on.
-
-        Returns: whether the run's bytes keep their places; if not, all of them are missing again.
-        """
-        before, self._manifest = self._manifest, manifest
-        layout = manifest.layout
-        if before is None or not layout.fits(before.layout):
-            self._good = [False] * layout.num_chunks
-            self._good_bytes = 0
-            return False
-        for chunk, good in enumerate(self._good):
-            if good and before.sums[chunk] != manifest.sums[chunk]:
-                self._good[chunk] = False
-                self._good_bytes -= self._length(chunk)
-        return True
-
-    def missing(self, num_parts: int) -> list[range]:
-        """Runs of missing chunks, cut so that several connections have about equal work.
-
-        Args:
-            num_parts: connections; with one, a run is not cut.
-        """
-        runs: list[range] = []
-        start: int | None = None
-        for chunk, good in enumerate([*self._good, True]):
-            if good and start is not None:
-                runs.append(range(start, chunk))
-                start = None
-            elif not good and start is None:
-                start = chunk
-        if num_parts == 1:
-            return runs
-        # Several turns for each connection, so that a slow one does not keep the rest waiting at the end.
-        most = max(1, -(-sum(map(len, runs)) // (4 * num_parts)))
-        return [run[at : at + most] for run in runs for at in range(0, len(run), most)]
-
-    def arrived(self, source: str, chunk: int) -> None:
-        """A chunk is here and checked against the manifest in force."""
-        assert not self._good[chunk], chunk
-        self._good[chunk] = True
-        self._good_bytes += self._length(chunk)
-        self._breaks[source] = 0
-
-    @property
-    def good_bytes(self) -> int:
-        """Bytes that are here and checked."""
-        return self._good_bytes
-
-    @property
-    def complete(self) -> bool:
-        """Whether nothing is missing."""
-        return self._manifest is not None and all(self._good)
-
-    def _length(self, chunk: int) -> int:
-        assert self._manifest is not None
-        start, end = self._manifest.layout.chunk_span(chunk)
-        return end - start

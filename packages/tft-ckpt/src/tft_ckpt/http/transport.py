@@ -1,7 +1,7 @@
 """Live state over HTTP.
 
 Every process that trains has one of these: it serves the state that its trainer last offered, and fetches one when it
-is the trainer that needs it.
+is the trainer that needs it. While it fetches one, it serves what it has of it to others that fetch the same.
 
 Law of this file: puts the server and the client together, and checks the settings; no protocol.
 """
@@ -18,13 +18,18 @@ from types import TracebackType
 from typing import TypeVar, final
 
 from tft_ckpt.buffers import Buffer, BufferPool
-from tft_ckpt.errors import Closed, DeadlinePassed, WrongSetting
+from tft_ckpt.errors import CheckpointError, Closed, DeadlinePassed, WrongSetting
 from tft_ckpt.http.address import advertised_url, listen
 from tft_ckpt.http.client import Receive, ReceiveReport
 from tft_ckpt.http.connection import StopSignal
+from tft_ckpt.http.link import interface_of, link_bytes_per_s, slow_link_sentence
+from tft_ckpt.http.pace import check_rate
+from tft_ckpt.http.reader import SharedPace, Terms
 from tft_ckpt.http.server import StateServer
+from tft_ckpt.http.tls import TLS
 from tft_ckpt.key import StateKey
-from tft_ckpt.manifest import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN
+from tft_ckpt.manifest import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, Layout
+from tft_ckpt.target import Target
 from tft_ckpt.transport import CheckpointTransport
 from tft_ckpt.tree import Limits
 
@@ -46,6 +51,8 @@ class _Settings:
     port: int
     token: str | None
     chunk_bytes: int
+    send_bytes_per_s: float | None
+    receive_bytes_per_s: float | None
 
     def __post_init__(self) -> None:
         if self.timeout_s <= 0:
@@ -58,6 +65,8 @@ class _Settings:
             raise WrongSetting("token is empty or not plain ASCII; give printable ASCII, or None for no token")
         if not CHUNK_BYTES_MIN <= self.chunk_bytes <= CHUNK_BYTES_MAX:
             raise WrongSetting(f"chunk_bytes is {self.chunk_bytes}; give {CHUNK_BYTES_MIN} to {CHUNK_BYTES_MAX}")
+        check_rate("send_bytes_per_s", self.send_bytes_per_s)
+        check_rate("receive_bytes_per_s", self.receive_bytes_per_s)
 
 
 @final
@@ -68,8 +77,10 @@ class HTTPTransport(CheckpointTransport[T]):
 
     Args:
         timeout: how long the other side of a connection may say or take nothing before it is taken for dead.
-        num_chunks: connections at the same time when receiving; 0 is one, on the calling thread.
+        num_chunks: connections to each source at the same time when receiving; with 0 or 1, a single source is read on
+            the calling thread.
         bind: host name or address of the interface to listen on; None is all of them, IPv6 included.
+        interface: name of the network interface to listen on and to be reached over, in place of bind.
         port: to listen on; 0 takes a free one.
         advertise_addr: how others reach this process: host, host:port or [ipv6]:port; None finds out.
         token: the job's secret, presented and demanded on every request.
@@ -77,6 +88,11 @@ class HTTPTransport(CheckpointTransport[T]):
         reuse_buffers: receive into the same memory every time. It saves the price of fresh memory, and the tensors of
             one receive are overwritten by the next: load them, and let go of them, before.
         limits: the largest state that is sent or received.
+        send_bytes_per_s: to all readers together at most; None is no limit.
+        receive_bytes_per_s: of all receives together at most; None is no limit.
+        keep_buffers: keep the memory of a state that nobody needs any more for the next one, which then costs the
+            trainer least; else give it back to the system.
+        tls: secures every connection; all transports of a job have it or none.
     Raises: WrongSetting.
     """
 
@@ -92,6 +108,11 @@ class HTTPTransport(CheckpointTransport[T]):
         chunk_bytes: int = 4 << 20,
         reuse_buffers: bool = False,
         limits: Limits | None = None,
+        interface: str | None = None,
+        send_bytes_per_s: float | None = None,
+        receive_bytes_per_s: float | None = None,
+        keep_buffers: bool = True,
+        tls: TLS | None = None,
     ) -> None:
         self._settings = _Settings(
             timeout_s=_seconds(timeout),
@@ -99,16 +120,21 @@ class HTTPTransport(CheckpointTransport[T]):
             port=port,
             token=token,
             chunk_bytes=chunk_bytes,
+            send_bytes_per_s=send_bytes_per_s,
+            receive_bytes_per_s=receive_bytes_per_s,
         )
+        self._client_tls = None if tls is None else tls.client_context()
+        server_tls = None if tls is None else tls.server_context()
+        self._pace = None if receive_bytes_per_s is None else SharedPace(receive_bytes_per_s)
         self._limits = Limits() if limits is None else limits
         self._kept = BufferPool() if reuse_buffers else None
         self._lock = threading.Lock()
         self._running: set[StopSignal] = set()
         self._closed = False
         self._last_receive: ReceiveReport | None = None
-        listener = listen(bind, port)
+        listener = listen(bind, port, interface)
         try:
-            self._url = advertised_url(listener, advertise_addr)
+            self._url = advertised_url(listener, advertise_addr, "http" if tls is None else "https")
         except BaseException:
             listener.close()
             raise
@@ -118,8 +144,11 @@ class HTTPTransport(CheckpointTransport[T]):
             chunk_bytes=chunk_bytes,
             limits=self._limits,
             silence_s=self._settings.timeout_s,
+            send_bytes_per_s=send_bytes_per_s,
+            keep_buffers=keep_buffers,
+            tls=server_tls,
         )
-        if token is None:
+        if token is None and not (tls is not None and tls.check_client):
             _log.warning("no token is set: whoever reaches %s can read this process's state", self._url)
 
     def __enter__(self) -> HTTPTransport[T]:
@@ -131,7 +160,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self.shutdown()
 
     def metadata(self) -> str:
-        """This process's URL, for example ``http://host:41234`` or ``http://[fd00::2]:41234``."""
+        """This process's URL, for example ``http://host:41234`` or ``https://[fd00::2]:41234``."""
         return self._url
 
     def address(self) -> str:
@@ -177,43 +206,70 @@ class HTTPTransport(CheckpointTransport[T]):
         timeout: timedelta,
         *,
         key: StateKey | None = None,
+        into: T | None = None,
         sources: Sequence[str] = (),
         progress: Callable[[int, int], None] | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> T:
-        """Fetch a state into memory of its own; see `CheckpointTransport.recv_checkpoint`.
+        """Fetch a state, from all sources at once; see `CheckpointTransport.recv_checkpoint`.
 
-        Returns: the state; its tensors are on the CPU and can be written to. What was shared is shared, and what was
-        strided is strided. With reuse_buffers they are good until the next call.
+        Other receivers of the same state give what they have, and are given what is here. A transfer that used but a
+        small part of its link is warned about in the log.
+
+        Returns: the state. Without into, its tensors are on the CPU and can be written to; what was shared is shared,
+            and what was strided is strided; with reuse_buffers they are good until the next call.
         """
         key = _key(key, step)
         with self._receiving(_positive(timeout), cancelled) as stop:
+            place = _Place(into, self._take, self._give)
             receive = Receive(
-                key,
                 [metadata, *sources],
-                token=self._settings.token,
+                Terms(
+                    key=key,
+                    token=self._settings.token,
+                    own=self._url,
+                    limits=self._limits,
+                    tls=self._client_tls,
+                    pace=self._pace,
+                ),
                 num_connections=max(1, self._settings.num_chunks),
-                limits=self._limits,
                 silence_s=self._settings.timeout_s,
-                allocate=self._allocate,
+                make_target=place.target,
+                relay=self._server.relay,
                 stop=stop,
                 progress=progress,
             )
-            layout, buffer, report = receive.run()
-        state: T = layout.build(buffer.view)
-        if self._kept is not None:
-            with self._lock:
-                self._kept.give(buffer)
+            try:
+                target, report = receive.run()
+            except CheckpointError as error:
+                if into is not None and receive.fetched_bytes:
+                    error.args = (f"{error}; the tensors that it was received into hold a mixture now",)
+                raise
+        state: T = target.finish()
+        place.done()
         self._last_receive = report
+        self._log_receive(report, src_rank)
+        return state
+
+    def _log_receive(self, report: ReceiveReport, src_rank: int) -> None:
         _log.info(
             "received state %s from %s (replica rank %d): %d bytes in %.3f s",
-            key,
+            report.key,
             ", ".join(report.sources),
             src_rank,
             report.state_bytes,
             report.wall_s,
         )
-        return state
+        if self._pace is None and report.addresses is not None:
+            sentence = slow_link_sentence(
+                report.fetched_bytes,
+                report.fetching_s,
+                report.addresses,
+                find_interface=interface_of,
+                find_bytes_per_s=link_bytes_per_s,
+            )
+            if sentence is not None:
+                _log.warning("%s", sentence)
 
     def prepare_to_send(self) -> None:
         """Have memory ready, in the background, for a state as large as the one that was received last."""
@@ -242,11 +298,16 @@ class HTTPTransport(CheckpointTransport[T]):
             for stop in self._running:
                 stop.stop(reason)
 
-    def _allocate(self, num_bytes: int) -> Buffer:
+    def _take(self, num_bytes: int) -> Buffer:
         if self._kept is None:
             return Buffer(num_bytes)
         with self._lock:
             return self._kept.take(num_bytes)
+
+    def _give(self, buffer: Buffer) -> None:
+        if self._kept is not None:
+            with self._lock:
+                self._kept.give(buffer)
 
     @contextmanager
     def _receiving(self, timeout_s: float, cancelled: Callable[[], bool] | None) -> Iterator[StopSignal]:
@@ -261,6 +322,36 @@ class HTTPTransport(CheckpointTransport[T]):
             with self._lock:
                 self._running.discard(stop)
             stop.close()
+
+
+@final
+class _Place:
+    """Where one receive puts its state: in the tensors that it was given, or in a buffer.
+
+    Args:
+        into: a state with tensors, or None.
+        take, give: take a buffer of a length, and give one back that may be used for another receive.
+    """
+
+    def __init__(self, into: object | None, take: Callable[[int], Buffer], give: Callable[[Buffer], None]) -> None:
+        self._into = into
+        self._take = take
+        self._give = give
+        self._buffer: Buffer | None = None
+
+    def target(self, layout: Layout) -> Target:
+        """For the next run. The buffer of the one before is used again if it fits, with what is in it."""
+        if self._into is not None:
+            return Target.into(layout, self._into, Buffer)
+        if self._buffer is None or not self._buffer.fits(layout.data_bytes):
+            self._buffer = None
+            self._buffer = self._take(layout.data_bytes)
+        return Target.fresh(layout, self._buffer)
+
+    def done(self) -> None:
+        """The receive is over."""
+        if self._buffer is not None:
+            self._give(self._buffer)
 
 
 def _key(key: StateKey | None, step: int) -> StateKey:

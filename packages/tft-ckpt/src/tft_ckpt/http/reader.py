@@ -1,0 +1,315 @@
+"""One connection to one source of one state.
+
+What the source may answer is a few forms, and everything else is a fault with a name: a connection that broke, damage,
+a refusal. The bytes of the run go straight to their places, and each chunk is checked there.
+
+Law of this file: asks and reads. What a fault means for the receive is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final, final
+
+from tft_ckpt.errors import CheckpointError, StateCorrupt, StateMismatch, StateUnavailable, WrongSetting
+from tft_ckpt.http.address import is_tls, parse_url
+from tft_ckpt.http.connection import Connection, StopSignal
+from tft_ckpt.http.pace import Pace
+from tft_ckpt.http.routes import (
+    HAVE_COUNT_HEADER,
+    KEY_HEADER,
+    PARTIAL_HEADER,
+    RELAY_HEADER,
+    WAIT_HEADER,
+    authorization,
+    chunks_bytes_max,
+    chunks_path,
+    data_path,
+    manifest_path,
+    parse_chunks,
+)
+from tft_ckpt.key import StateKey
+from tft_ckpt.manifest import Manifest
+from tft_ckpt.target import Target
+from tft_ckpt.tree import Limits
+
+__all__ = ["Broke", "Chunks", "Reader", "SharedPace", "Terms"]
+
+# A source that answers "not yet" at once is about to end, so it is not asked again without a pause.
+_PAUSE_S: Final = 0.05
+_SENTENCE_BYTES: Final = 4096
+
+
+class Broke(Exception):
+    """The connection to the source broke: transport-level trouble, with a sentence."""
+
+
+@final
+class SharedPace:
+    """A rate that all connections of a transport keep to together.
+
+    Args:
+        bytes_per_s: at least 1.
+    """
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._pace = Pace(bytes_per_s)
+        self._lock = threading.Lock()
+        self.piece_bytes = self._pace.piece_bytes
+
+    def wait(self, num_bytes: int, stop: StopSignal) -> None:
+        """Wait as long as so many bytes, which have come, should have taken. Raises: as `StopSignal.wait`."""
+        with self._lock:
+            wait_s = self._pace.take(num_bytes, time.monotonic())
+        if wait_s > 0:
+            stop.wait(wait_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What all requests of one receive have in common.
+
+    Fields:
+        key: the state that is wanted.
+        token: the job's, or None.
+        own: this receiver's URL, under which it relays what it has; "" if it doesn't.
+        limits: what is larger is refused.
+        tls: for sources whose URL says https.
+        pace: the rate that is not exceeded, or None.
+    """
+
+    key: StateKey
+    token: str | None
+    own: str
+    limits: Limits
+    tls: ssl.SSLContext | None = None
+    pace: SharedPace | None = None
+
+    def headers(self) -> dict[str, str]:
+        """Of requests for data."""
+        return {} if self.token is None else {"authorization": authorization(self.token)}
+
+    def named_headers(self) -> dict[str, str]:
+        """Of requests for manifest and chunks, which name the receiver."""
+        return {**self.headers(), **({RELAY_HEADER: self.own} if self.own else {})}
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """What a source says of its chunks.
+
+    Fields:
+        have: bitmap, chunk 0 in the lowest bit.
+        fellows: URLs of others that fetch the same state.
+    """
+
+    have: int
+    fellows: tuple[str, ...]
+
+
+@final
+class Reader:
+    """A connection, from construction to `close`; on one thread.
+
+    Args:
+        source: its URL.
+        terms: of the receive.
+        silence_s: how long it may say nothing.
+        stop: ends every wait.
+    Fields:
+        read_bytes: of the run so far, whatever became of them.
+        addresses: of the connection, (this side's, the other side's).
+    Raises: Broke: no connection came about. StateUnavailable: the URL is none. Closed, DeadlinePassed. All methods
+        raise these, too, when the connection breaks.
+    """
+
+    def __init__(self, source: str, terms: Terms, *, silence_s: float, stop: StopSignal) -> None:
+        self.read_bytes = 0
+        self._source = source
+        self._terms = terms
+        self._silence_s = silence_s
+        self._stop = stop
+        self._connection = self._connect()
+        self._is_last = False
+
+    def close(self) -> None:
+        """End the connection."""
+        self._connection.close()
+
+    @property
+    def addresses(self) -> tuple[str, str]:
+        return self._connection.addresses
+
+    def _connect(self) -> Connection:
+        host, port = parse_url(self._source)
+        tls = self._terms.tls if is_tls(self._source) else None
+        if tls is None and is_tls(self._source):
+            raise StateUnavailable(
+                f"{self._source} speaks TLS and this process was given no certificates; set tls on every transport",
+                source=self._source,
+                key=self._terms.key,
+            )
+        with _breaking(f"no connection to {self._source}"):
+            return Connection(host, port, silence_s=self._silence_s, stop=self._stop, tls=tls)
+
+    def _get(self, path: str, headers: Mapping[str, str], *, patience_s: float = 0.0) -> http.client.HTTPResponse:
+        if self._is_last:
+            self._connection.close()
+            self._connection = self._connect()
+        with _breaking(f"the connection to {self._source} broke"):
+            response = self._connection.get(path, headers, patience_s=patience_s)
+        self._is_last = response.will_close
+        return response
+
+    def manifest(self, wait_s: float) -> tuple[bytes, bool] | None:
+        """Ask for the manifest.
+
+        Args:
+            wait_s: how long the source may take to have it.
+        Returns: it, not decoded, and whether the source has only parts of the run; None if it has nothing yet.
+        Raises: StateCorrupt, StateMismatch, StateUnavailable.
+        """
+        asked_s = time.monotonic()
+        headers = {**self._terms.named_headers(), WAIT_HEADER: str(int(wait_s * 1e3))}
+        response = self._get(manifest_path(self._terms.key), headers, patience_s=wait_s)
+        if response.status == 503:
+            self._stop.wait(max(0.0, asked_s + min(wait_s, _PAUSE_S) - time.monotonic()))
+            return None
+        if response.status != 200:
+            raise self._refusal(response)
+        data = self._read_body(response, self._terms.limits.manifest_bytes, "manifest")
+        return data, response.headers.get(PARTIAL_HEADER) == "1"
+
+    def chunks(self, manifest: Manifest, *, wait_s: float, num_known: int) -> Chunks | None:
+        """Ask what it has, and who else fetches it.
+
+        Args:
+            wait_s: how long it may keep the question open until it has other than num_known chunks.
+        Returns: None if it has nothing of the state yet.
+        Raises: StateCorrupt, StateMismatch, StateUnavailable.
+        """
+        num_chunks = manifest.layout.num_chunks
+        headers = {
+            **self._terms.named_headers(),
+            WAIT_HEADER: str(int(wait_s * 1e3)),
+            HAVE_COUNT_HEADER: str(num_known),
+        }
+        response = self._get(chunks_path(self._terms.key), headers, patience_s=wait_s)
+        if response.status == 503:
+            with _breaking(f"the connection to {self._source} broke"):
+                response.read(_SENTENCE_BYTES)
+            return None
+        if response.status != 200:
+            raise self._refusal(response)
+        data = self._read_body(response, chunks_bytes_max(num_chunks), "list of chunks")
+        try:
+            have, fellows = parse_chunks(data, num_chunks)
+        except ValueError as error:
+            raise StateCorrupt(
+                f"{self._source} sent a list of chunks that can't be read: {error}; find out what runs there",
+                part="list of chunks",
+                source=self._source,
+            ) from error
+        return Chunks(int.from_bytes(have, "little"), fellows)
+
+    def part(self, chunks: range, manifest: Manifest, target: Target, arrived: Callable[[int], None]) -> None:
+        """Read a run of chunks to their places.
+
+        Args:
+            arrived: called with each chunk that is there and matches its checksum.
+        Raises: StateCorrupt: one does not, or the answer is another one. StateMismatch, StateUnavailable.
+        """
+        layout = manifest.layout
+        start, end = layout.chunk_span(chunks[0])[0], layout.chunk_span(chunks[-1])[1]
+        headers = {**self._terms.headers(), "range": f"bytes={start}-{end - 1}"}
+        response = self._get(data_path(self._terms.key), headers)
+        if response.status not in (200, 206):
+            raise self._refusal(response)
+        expected = f"bytes {start}-{end - 1}/{layout.data_bytes}"
+        if response.status != 206 or response.length != end - start or response.headers["content-range"] != expected:
+            raise StateCorrupt(
+                f"{self._source} answers {expected!r} with {response.headers['content-range']!r}, {response.length} "
+                "bytes",
+                part="data",
+                source=self._source,
+            )
+        for chunk in chunks:
+            self._stop.check()
+            low, high = layout.chunk_span(chunk)
+            for piece in target.pieces(low, high):
+                self._read_exactly(response, piece)
+            if target.sum(low, high) != manifest.sums[chunk]:
+                raise StateCorrupt(
+                    f"{self._source} served chunk {chunk} of state {self._terms.key} damaged (bytes {low} to {high}); "
+                    "its checksum does not match, so suspect that host or the network to it",
+                    part=f"chunk {chunk}",
+                    source=self._source,
+                )
+            arrived(chunk)
+        # Else the next request would find the answer unread.
+        with _breaking(f"the connection to {self._source} broke"):
+            response.read()
+
+    def _read_exactly(self, response: http.client.HTTPResponse, view: memoryview) -> None:
+        pace, at = self._terms.pace, 0
+        while at < len(view):
+            piece = view[at:] if pace is None else view[at : at + pace.piece_bytes]
+            with _breaking(f"the connection to {self._source} broke"):
+                count = response.readinto(piece)
+            if count == 0:
+                raise Broke(f"{self._source} broke off within the data")
+            at += count
+            self.read_bytes += count
+            if pace is not None:
+                pace.wait(count, self._stop)
+
+    def _read_body(self, response: http.client.HTTPResponse, most_bytes: int, what: str) -> bytes:
+        length = response.length
+        if length is None or length > most_bytes:
+            raise StateCorrupt(
+                f"{self._source} announces a {what} of {length} bytes, above the limit of {most_bytes}",
+                part=what,
+                source=self._source,
+            )
+        with _breaking(f"the connection to {self._source} broke"):
+            data = response.read(length)
+        if len(data) != length:
+            raise Broke(f"{self._source} broke off within the {what}")
+        return data
+
+    def _refusal(self, response: http.client.HTTPResponse) -> CheckpointError | Broke:
+        source, key = self._source, self._terms.key
+        with _breaking(f"the connection to {source} broke"):
+            sentence = response.read(_SENTENCE_BYTES).decode("utf-8", "replace").strip()
+        message = f"{source} answers {response.status}: {sentence or response.reason}"
+        if response.status == 409:
+            return StateMismatch(message, wanted=key, offered=_offered(response), source=source)
+        if 400 <= response.status < 500:
+            return StateUnavailable(message, source=source, key=key)
+        # Asking again may help: it is about to end, or this is no answer that an intact source gives.
+        return Broke(message)
+
+
+@contextmanager
+def _breaking(what: str) -> Iterator[None]:
+    """Turn what sockets and http.client raise into Broke."""
+    try:
+        yield
+    except CheckpointError:
+        # Before the next clause: a passed deadline is an OSError as well.
+        raise
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise Broke(f"{what}: {str(error) or type(error).__name__}") from error
+
+
+def _offered(response: http.client.HTTPResponse) -> StateKey | None:
+    try:
+        return StateKey.parse(response.headers.get(KEY_HEADER, ""))
+    except WrongSetting:
+        return None
