@@ -29,6 +29,8 @@ __all__ = ["Target"]
 
 # Below this, a piece of its own costs more than a copy.
 DIRECT_BYTES_MIN: Final = 16 << 10
+DEPTH_MAX: Final = 200
+_PLAIN: Final = (type(None), int, float, complex, str, bytes, torch.dtype, torch.device)
 # Of one size, so that the bits of any dtype can be copied between tensors of different strides.
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -180,21 +182,29 @@ class _Matching:
         self._slots.append(_Slot(leaf))
         return self._slots[-1]
 
-    def _match(self, arriving: object, here: object, path: str) -> None:
+    def _match(self, arriving: object, here: object, path: str, depth: int = 0) -> None:
+        if depth > DEPTH_MAX:
+            raise StateDiffers(f"{path[:200]} is nested deeper than {DEPTH_MAX} here; is it its own member?", path=path)
         if type(arriving) is _Slot:
             arriving.place = _place(arriving.leaf, here)
         elif type(arriving) is _Parts and type(here) is arriving.subclass.cls:
-            self._match(arriving.parts, arriving.subclass.parts(here, path), f"{path}.parts")
+            self._match(arriving.parts, arriving.subclass.parts(here, path), f"{path}.parts", depth + 1)
         elif isinstance(here, torch.Tensor | LocalShard):
             raise StateDiffers(f"{path} is a tensor here, and none comes for it from the source; {_ADVICE}", path=path)
         elif isinstance(here, dict):
             pairs = arriving if isinstance(arriving, dict) else {}
             for key, value in here.items():
-                self._match(pairs.get(key), value, f"{path}[{_short(key)}]")
+                self._match(pairs.get(key), value, f"{path}[{_short(key)}]", depth + 1)
         elif isinstance(here, list | tuple):
             items = arriving if isinstance(arriving, list | tuple) and type(arriving) is not _Parts else ()
             for index, value in enumerate(here):
-                self._match(items[index] if index < len(items) else None, value, f"{path}[{index}]")
+                self._match(items[index] if index < len(items) else None, value, f"{path}[{index}]", depth + 1)
+        elif not isinstance(here, _PLAIN):
+            raise StateDiffers(
+                f"{path} is a {type(here).__module__}.{type(here).__qualname__} here, of which it can't be told what "
+                "could be received into it; give dicts, lists and tensors",
+                path=path,
+            )
 
 
 _ADVICE: Final = "receive it without `into`, or make both sides' states of one form"
