@@ -316,6 +316,8 @@ def check_shutdown(make: Make) -> None:
         source.shutdown()
         source.shutdown()
         left = {thread.name for thread in set(threading.enumerate()) - before}
+        if isinstance(make, Together):  # the group has threads of its own, and lives on
+            left = {name for name in left if name.startswith("tft-ckpt")}
         assert not left, f"threads are left: {left}"
         _fails(Closed, lambda: _send(source, {"a": 1}))
         _fails(Closed, lambda: _recv(receiver, metadata))

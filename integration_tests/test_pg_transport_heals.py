@@ -1,0 +1,180 @@
+"""Live state over the replicas' own process group: the published checks over groups that are configured again and
+again, and trainers in processes of their own, who are killed and heal over the group that they train with.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.connection
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, Final, final
+
+import pytest
+import torch
+
+from integration_tests.conftest import Kill, Spawn
+from integration_tests.training import Event, Job, Trainer
+from tft_algos import DistributedDataParallel, Manager, Optimizer
+from tft_algos.testing import digest
+from tft_ckpt import PGTransport
+from tft_ckpt.testing import CHECKS, Together
+from tft_lighthouse import LighthouseServer
+from tft_pg import ProcessGroupGloo
+from tft_pg.testing import Bench
+
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+CPU: Final = torch.device("cpu")
+TIMEOUT: Final = timedelta(seconds=20)
+CHUNK_BYTES: Final = 64 << 10
+FEATURES: Final = 256
+# An offer, a manifest, and some of the dozen chunks.
+MESSAGES_BEFORE_DEATH: Final = 6
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_the_transport_passes_over_a_group_that_is_configured_again(name: str) -> None:
+    with Bench(lambda: ProcessGroupGloo(TIMEOUT)) as bench:
+        groups: dict[PGTransport[Any], Any] = {}
+
+        def make(count: int, wraps: Mapping[int, Any]) -> Sequence[PGTransport[Any]]:
+            made = []
+            for rank, group in enumerate(bench.configured(count)):
+                member: Any = wraps.get(rank, lambda group: group)(group)
+                made.append(PGTransport[Any](member, TIMEOUT, CPU, chunk_bytes=1 << 20))
+                groups[made[-1]] = group
+            return made
+
+        def mend(transports: Sequence[Any]) -> None:
+            bench.configure([groups[transport] for transport in transports])
+
+        CHECKS[name](Together(make, mend))
+
+
+@final
+class DiesWhileSending:
+    """A trainer's view of its group, which ends its process in the middle of the next state that it sends.
+
+    Args:
+        group: of the trainer.
+    Fields:
+        messages_left: until then; None: it does not end.
+    """
+
+    def __init__(self, group: ProcessGroupGloo) -> None:
+        self._group = group
+        self.messages_left: int | None = None
+
+    def send(self, *args: Any) -> Any:
+        if self.messages_left is not None:
+            self.messages_left -= 1
+        if self.messages_left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self._group.send(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+
+def train(lighthouse: str, name: str, settings: dict[str, Any], connection: Connection) -> None:
+    """A replica that heals over its own group, until it is told at which step to stop, or to die."""
+    torch.set_num_threads(1)
+    torch.manual_seed(sum(name.encode()))
+    model = torch.nn.Linear(FEATURES, FEATURES)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    pg = ProcessGroupGloo()
+    watched = DiesWhileSending(pg)
+    transport = PGTransport[Any](watched, TIMEOUT, CPU, chunk_bytes=CHUNK_BYTES)
+
+    def take() -> dict[str, Any]:
+        return {"model": model.state_dict(), "optimizer": adam.state_dict()}
+
+    def load(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        adam.load_state_dict(state["optimizer"])
+        connection.send(Event("healed", digest=digest(take())))
+
+    with Manager(
+        pg,
+        load,
+        take,
+        replica_id=name,
+        lighthouse_addr=lighthouse,
+        hostname="localhost",
+        timeout=TIMEOUT,
+        checkpoint_transport=transport,
+        **settings,
+    ) as manager:
+        ddp = DistributedDataParallel(manager, model)
+        optimizer = Optimizer(manager, adam)
+        last = None
+        while last is None or manager.current_step() < last:
+            if connection.poll():
+                match connection.recv():
+                    case int(step):
+                        last = step
+                    case _:
+                        watched.messages_left = MESSAGES_BEFORE_DEATH
+                        connection.send(Event("struck"))
+            time.sleep(0.005)  # the machine's cores are for those who start
+            step = manager.current_step()
+            optimizer.zero_grad()
+            ddp(torch.randn(4, FEATURES)).square().mean().backward()
+            error = manager.errored()
+            optimizer.step()
+            if manager.current_step() == step:
+                connection.send(Event("failed", step, text=str(error)))
+            else:
+                step = manager.current_step()
+                connection.send(Event("commit", step, digest(take()), manager.num_participants()))
+    connection.send(Event("end"))
+
+
+def start(job: Job, spawn: Spawn, lighthouse: LighthouseServer, name: str, **settings: Any) -> Trainer:
+    ours, theirs = multiprocessing.connection.Pipe()
+    trainer = Trainer(name, spawn(train, str(lighthouse.address), name, settings, theirs), ours)
+    theirs.close()
+    job.trainers.append(trainer)
+    return trainer
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[LighthouseServer]:
+    with LighthouseServer("127.0.0.1:0", min_replicas=1, join_timeout_ms=5_000, heartbeat_timeout_ms=3_000) as server:
+        yield server
+
+
+@pytest.mark.parametrize("use_async_quorum", [True, False], ids=["asynchronous", "synchronous"])
+def test_a_killed_replica_heals_over_the_process_group(
+    spawn: Spawn, lighthouse: LighthouseServer, kill: Kill, use_async_quorum: bool
+) -> None:
+    job = Job(spawn, lighthouse)
+    survivors = [start(job, spawn, lighthouse, name, use_async_quorum=use_async_quorum) for name in ("a", "b")]
+    victim = start(job, spawn, lighthouse, "c", use_async_quorum=use_async_quorum)
+    job.until(lambda: all(trainer.committed_with(3) for trainer in job.trainers), "three commit together")
+    assert victim.process.pid is not None
+    kill(victim.process.pid)
+    job.until(lambda: all(trainer.committed_with(2) for trainer in survivors), "two go on")
+    newcomer = start(job, spawn, lighthouse, "c", use_async_quorum=use_async_quorum)
+    job.until(lambda: all(trainer.committed_with(3) for trainer in (*survivors, newcomer)), "three commit again")
+    assert newcomer.of_kind("healed")
+    job.finish([*survivors, newcomer])
+
+
+def test_a_source_killed_while_it_sends_is_replaced_by_another(spawn: Spawn, lighthouse: LighthouseServer) -> None:
+    job = Job(spawn, lighthouse)
+    # The first by name is the source of the one that heals.
+    source, other = (start(job, spawn, lighthouse, name) for name in ("a", "b"))
+    job.until(lambda: all(trainer.committed_with(2) for trainer in (source, other)), "two commit together")
+    source.connection.send("die")
+    job.until(lambda: bool(source.of_kind("struck")), "the source is ready to die")
+    newcomer = start(job, spawn, lighthouse, "c")
+    job.until(lambda: all(trainer.committed_with(2) for trainer in (other, newcomer)), "the newcomer trains")
+    source.process.join(TIMEOUT.total_seconds())
+    assert source.process.exitcode == -signal.SIGKILL
+    assert newcomer.of_kind("healed")
+    job.finish([other, newcomer])
