@@ -14,6 +14,7 @@ from tft_ckpt.errors import (
     WrongSetting,
 )
 from tft_ckpt.http import HTTPTransport, ReceiveReport
+from tft_ckpt.http.tls import TLS
 from tft_ckpt.key import StateKey
 from tft_ckpt.pg_transport import PGTransport
 from tft_ckpt.sharding import LocalShard, Placement, Sharding
@@ -23,6 +24,7 @@ from tft_ckpt.tree import Limits, register_named_tuple, register_tensor_subclass
 __version__ = "0.1.0"
 
 __all__ = [
+    "TLS",
     "CheckpointError",
     "CheckpointTransport",
     "Closed",
