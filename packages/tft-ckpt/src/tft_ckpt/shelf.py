@@ -70,11 +70,19 @@ class Shelf:
         Returns: snapshots that are held by readers for too long; send those off.
         """
         self._latest, self._failure = key, None
-        if self._current is not None:
-            retired, self._current = self._current, None
-            if retired not in self._readers:
-                self._put_by(retired.buffer)
+        self._take_down()
         return list(self._readers)[:-MAX_RETIRED]
+
+    def withdraw(self) -> None:
+        """Nobody has come for the state on offer for long: let go of it, unless it is read or buffers are kept."""
+        if self._current is not None and self._current not in self._readers and not self._keep_buffers:
+            self._failure = "nobody came for it for long, so its memory was given back; heal from the next one"
+            self._take_down()
+
+    def _take_down(self) -> None:
+        retired, self._current = self._current, None
+        if retired is not None and retired not in self._readers:
+            self._put_by(retired.buffer)
 
     def allocate(self, num_bytes: int) -> Buffer:
         """A buffer for the state that is about to be taken."""
@@ -120,7 +128,7 @@ class Shelf:
             return NotYet()
         if wanted == latest:
             if self._failure is not None:
-                return Refused(latest, f"taking state {wanted} failed here: {self._failure}")
+                return Refused(latest, f"state {wanted} is not to be had here: {self._failure}")
             return NotYet() if self._current is None else Found(self._current)
         if latest.comes_after(wanted):
             return Refused(latest, f"state {wanted} was replaced here by {latest}; ask for the newer one")

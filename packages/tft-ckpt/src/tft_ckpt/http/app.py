@@ -108,6 +108,7 @@ class App:
         self._stop = asyncio.Event()
         self._changed = asyncio.Event()
         self._summing: dict[Snapshot, asyncio.Task[None]] = {}
+        self._used_s = loop.time()  # when somebody last came for the state on offer, or left
         self._relays: dict[StateKey, Relay] = {}
         self._gathering = False
         self._tracker = Tracker()
@@ -185,6 +186,9 @@ class App:
             for transport, since in idle_since.items():
                 if now - since >= self._silence_s:
                     _break(transport)
+            if now - self._used_s >= self._silence_s:
+                with self._lock:
+                    self._shelf.withdraw()
 
     def wake(self) -> None:
         """Have those that wait look again."""
@@ -199,6 +203,7 @@ class App:
 
     def published(self, snapshot: Snapshot, expected: bool) -> None:
         """A snapshot is up; somebody will ask for it if `expected`."""
+        self._used_s = self._loop.time()
         if expected:
             self._start_summing(snapshot)
         self.wake()
@@ -246,6 +251,7 @@ class App:
             self.wake()
 
     def _release(self, snapshot: Snapshot) -> None:
+        self._used_s = self._loop.time()
         with self._lock:
             self._shelf.release(snapshot)
 
@@ -371,6 +377,7 @@ class App:
             raise web.HTTPServiceUnavailable(text="this source is shutting down; ask another one")
         answer = self._shelf.look_up(key)
         if isinstance(answer, Found):
+            self._used_s = self._loop.time()
             return answer.snapshot
         if key in self._relays:
             return self._relays[key]

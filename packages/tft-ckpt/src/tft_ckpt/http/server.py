@@ -51,8 +51,9 @@ class StateServer:
         limits: largest state that is taken.
         silence_s: a reader that takes nothing for so long is sent off, and so is a connection that asks for nothing.
         send_bytes_per_s: to all readers together at most, or None for no limit.
-        keep_buffers: keep the memory of a state that nobody needs any more for the next one; else it is given back to
-            the system.
+        keep_buffers: keep the memory of a state that nobody needs any more for the next one. Else it is given back to
+            the system when the next state is offered and nobody reads it any more, or when nobody has come for it for
+            silence_s.
         tls: how connections are secured, or None for plain HTTP.
     Raises: WrongSetting: send_bytes_per_s is no rate. The listener is closed then.
     """

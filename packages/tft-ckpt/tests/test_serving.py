@@ -1,0 +1,279 @@
+"""What serving costs: a rate that is kept, memory that is given back, many readers, and a port that ends."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tft_ckpt import Limits, StateKey, WrongSetting
+from tft_ckpt.http.address import listen
+from tft_ckpt.http.app import _SilenceWatch, _writable
+from tft_ckpt.http.pace import Pace, check_rate
+from tft_ckpt.http.routes import data_path
+from tft_ckpt.http.server import StateServer
+from tft_ckpt.shelf import Found, Refused, Shelf
+from tft_ckpt.snapshot import Snapshot
+
+KEY = StateKey(quorum_id=1, nonce=2, step=3, lineage=4)
+REQUEST = f"GET {data_path(KEY)} HTTP/1.1\r\nhost: x\r\n\r\n".encode()
+BOUND_S = 20.0
+
+
+@contextmanager
+def serving(num_bytes: int, **settings: Any) -> Iterator[int]:
+    """A server of a state of so many bytes. Gives: its port."""
+    listener = listen("127.0.0.1", 0)
+    port = int(listener.getsockname()[1])
+    server = StateServer(
+        listener,
+        token=None,
+        chunk_bytes=1 << 20,
+        limits=Limits(),
+        silence_s=settings.pop("silence_s", 60.0),
+        **settings,
+    )
+    try:
+        server.offer([torch.ones(num_bytes // 4)], key=KEY, expected=False, check=lambda: None)
+        yield port
+    finally:
+        server.close(wait=True)
+
+
+def reader(port: int) -> socket.socket:
+    """A connection that has asked for the run."""
+    sock = socket.create_connection(("127.0.0.1", port), BOUND_S)
+    sock.sendall(REQUEST)
+    return sock
+
+
+def read(sock: socket.socket, num_bytes: int) -> int:
+    """Read at least so many bytes, or to the end. Returns: how many there were."""
+    buffer, got = bytearray(1 << 20), 0
+    while got < num_bytes:
+        count = sock.recv_into(buffer)
+        if count == 0:
+            break
+        got += count
+    return got
+
+
+# ---- the rate ----
+
+
+def test_a_pace_gives_each_his_turn_and_saves_little_up() -> None:
+    pace = Pace(1000.0)
+    assert pace.take(50, 0.0) == 0.0
+    assert pace.take(100, 0.0) == pytest.approx(0.1)
+    assert pace.take(100, 0.0) == pytest.approx(0.2)
+    assert pace.take(100, 0.2) == pytest.approx(0.1)
+    assert pace.take(100, 100.0) == pytest.approx(0.05), "a long silence is not made up for"
+    assert Pace(1.0).piece_bytes == 16 << 10
+    assert Pace(200e6).piece_bytes == 10_000_000
+
+
+@pytest.mark.parametrize("rate", [0, -1, 0.5, float("inf"), float("nan"), "1", True])
+def test_what_is_no_rate_is_named_and_leaves_no_port(rate: Any) -> None:
+    with pytest.raises(WrongSetting, match="send_bytes_per_s"):
+        check_rate("send_bytes_per_s", rate)
+    listener = listen("127.0.0.1", 0)
+    with pytest.raises(WrongSetting):
+        StateServer(listener, token=None, chunk_bytes=4096, limits=Limits(), silence_s=1.0, send_bytes_per_s=rate)
+    assert listener.fileno() == -1
+
+
+def test_all_readers_together_keep_to_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by a clock: by what the pace was asked for, and that its word was waited for."""
+    asked: list[int] = []
+    take = Pace.take
+
+    def recording(pace: Pace, num_bytes: int, now_s: float) -> float:
+        asked.append(num_bytes)
+        return take(pace, num_bytes, now_s)
+
+    monkeypatch.setattr(Pace, "take", recording)
+    num_bytes = 4 << 20
+    with serving(num_bytes, send_bytes_per_s=40e6) as port, ExitStack() as stack:
+        started_s = time.monotonic()
+        readers = [stack.enter_context(reader(port)) for _ in range(2)]
+        threads = [threading.Thread(target=read, args=(each, num_bytes)) for each in readers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(BOUND_S)
+        took_s = time.monotonic() - started_s
+    assert sum(asked) == 2 * num_bytes
+    assert took_s >= 2 * num_bytes / 40e6 - 0.1
+
+
+def test_a_reader_that_waits_for_the_rate_is_not_taken_for_silent() -> None:
+    """Its next piece comes later than the silence that it would be sent off for."""
+    num_bytes = 64 << 10
+    with serving(num_bytes, send_bytes_per_s=100e3, silence_s=0.05) as port, reader(port) as sock:
+        assert read(sock, num_bytes + 100) > num_bytes
+
+
+def test_a_watch_that_is_paused_breaks_nothing() -> None:
+    class Loop:
+        def call_later(self, seconds: float, callback: Any) -> Any:
+            self.callback = callback
+            return threading.Timer(0, callback)
+
+    class Transport:
+        broken = False
+
+        def get_write_buffer_size(self) -> int:
+            return 7
+
+        def get_extra_info(self, name: str) -> None:
+            return None
+
+        def abort(self) -> None:
+            self.broken = True
+
+    loop, transport = Loop(), Transport()
+    watch = _SilenceWatch(loop, transport, 1.0)  # type: ignore[arg-type]
+    loop.callback()
+    with watch.paused():
+        loop.callback()
+        loop.callback()
+    loop.callback()
+    assert not transport.broken, "after the pause the reader has the whole time again"
+    loop.callback()
+    assert transport.broken
+
+
+# ---- memory ----
+
+
+def test_memory_that_is_not_to_be_kept_is_given_back_at_once() -> None:
+    shelf = Shelf(keep_buffers=False)
+
+    def put(step: int) -> tuple[Snapshot, weakref.ref[Snapshot]]:
+        key = StateKey(quorum_id=0, nonce=0, step=step, lineage=0)
+        shelf.begin(key)
+        snapshot = Snapshot.take(
+            [torch.ones(1000)], key=key, chunk_bytes=4096, limits=Limits(), allocate=shelf.allocate
+        )
+        shelf.publish(snapshot)
+        return snapshot, weakref.ref(snapshot)
+
+    assert not shelf.wants_memory(4000)
+    first, first_memory = put(1)
+    del first
+    assert first_memory() is not None, "it is on offer"
+    second, second_memory = put(2)
+    assert first_memory() is None
+    assert shelf.lease(second)
+    _, third_memory = put(3)
+    assert second_memory() is not None, "somebody reads it"
+    shelf.release(second)
+    del second
+    assert second_memory() is None
+    assert third_memory() is not None
+
+
+@pytest.mark.parametrize("keep_buffers", [False, True])
+def test_a_state_for_which_nobody_comes_is_let_go_of_unless_buffers_are_kept(keep_buffers: bool) -> None:
+    shelf = Shelf(keep_buffers=keep_buffers)
+    key = StateKey(quorum_id=0, nonce=0, step=1, lineage=0)
+    shelf.withdraw()
+    shelf.begin(key)
+    snapshot = Snapshot.take([torch.ones(1000)], key=key, chunk_bytes=4096, limits=Limits(), allocate=shelf.allocate)
+    shelf.publish(snapshot)
+    assert shelf.lease(snapshot)
+    shelf.withdraw()
+    assert shelf.look_up(key) == Found(snapshot), "it is being read"
+    shelf.release(snapshot)
+    shelf.withdraw()
+    if keep_buffers:
+        assert shelf.look_up(key) == Found(snapshot)
+    else:
+        answer = shelf.look_up(key)
+        assert isinstance(answer, Refused)
+        assert "nobody came for it" in answer.sentence
+        assert not shelf.lease(snapshot)
+
+
+def test_the_server_lets_go_of_a_state_for_which_nobody_comes() -> None:
+    with serving(4096, keep_buffers=False, silence_s=0.1) as port:
+        status = b"200"
+        while status == b"200":
+            with reader(port) as sock:
+                status = sock.recv(4096).split()[1]
+            # Each question is one who comes: leave it alone for longer than the silence.
+            threading.Event().wait(0.3)
+        assert status == b"410"
+
+
+def test_short_pieces_are_joined_and_long_ones_are_not_copied() -> None:
+    long = memoryview(bytearray(100_000))
+    short = memoryview(b"abc")
+    joined = list(_writable([short, short, long, short]))
+    assert joined == [b"abcabc", long, b"abc"]
+    assert joined[1] is long
+    assert list(_writable([])) == []
+
+
+# ---- readers ----
+
+
+def test_readers_that_read_nothing_slow_no_honest_one_and_take_no_memory() -> None:
+    num_silent, num_bytes = 200, 32 << 20
+    with serving(num_bytes) as port, ExitStack() as stack:
+        with reader(port) as sock:
+            assert read(sock, num_bytes) >= num_bytes
+        before = psutil.Process().memory_info().rss
+        for _ in range(num_silent):
+            stack.enter_context(reader(port))
+        with reader(port) as sock:
+            assert read(sock, num_bytes) >= num_bytes
+        grown = psutil.Process().memory_info().rss - before
+    # Each may hold what waits in its transport, and little else; once it was a mebibyte and more.
+    assert grown < num_silent * (256 << 10)
+
+
+def test_the_port_is_closed_after_the_shutdown() -> None:
+    """A transport that leaves its listening socket open keeps its port from the next one, and its readers waiting."""
+    with serving(4096) as port:
+        socket.create_connection(("127.0.0.1", port), BOUND_S).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), BOUND_S)
+    listen("127.0.0.1", port).close()
+    descriptors = psutil.Process().num_fds()
+    for _ in range(3):
+        with serving(4096) as port, reader(port) as sock:
+            assert read(sock, 4096) >= 4096
+    assert psutil.Process().num_fds() == descriptors
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("tft-")]
+
+
+def test_a_write_past_the_transport_tells_a_reader_that_left_from_one_that_is_slow() -> None:
+    from tft_ckpt.http.app import _send_now
+
+    class Transport:
+        def __init__(self, sock: socket.socket) -> None:
+            self.sock = sock
+
+        def get_extra_info(self, name: str) -> socket.socket:
+            return self.sock
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        transport: Any = Transport(ours)
+        while _send_now(transport, bytes(1 << 20)):
+            pass
+        theirs.close()
+        with pytest.raises(ConnectionResetError, match=os.strerror(errno.EPIPE)):
+            _send_now(transport, b"x")
