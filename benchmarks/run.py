@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn, final
 
-from benchmarks import failure_stall, lighthouse_start, reconfigure, rejoin, step_overhead
+from benchmarks import failure_stall, lighthouse_start, reconfigure, rejoin, step_overhead, transfer
 from benchmarks.row import Row
 
 ROWS: dict[str, Callable[[bool], Row]] = {
@@ -21,6 +21,9 @@ ROWS: dict[str, Callable[[bool], Row]] = {
     "p3": lambda short: failure_stall.measure(turns=1 if short else 6),
     "p4": lambda short: rejoin.measure_survivors(turns=1 if short else 6),
     "p5": lambda short: rejoin.measure_newcomer(turns=1 if short else 6),
+    "p6": lambda short: transfer.measure_warm(turns=1 if short else 5),
+    "p7": lambda short: transfer.measure_first(turns=1 if short else 5),
+    "p9": lambda short: transfer.measure_memory(turns=1 if short else 5),
     "p14": lambda short: lighthouse_start.measure(turns=3 if short else 7),
     "p15": lambda short: reconfigure.measure(turns=1 if short else 7, configures=5 if short else 20),
 }
