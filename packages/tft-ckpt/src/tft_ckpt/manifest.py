@@ -325,7 +325,7 @@ class _SegmentPlan:
 def _plain(path: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as one whose storage holds its values, or a refusal with its path."""
     kind = type(tensor)
-    if kind not in (torch.Tensor, torch.nn.Parameter):
+    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
         raise StateUnsupported(
             f"{path} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass, which can't travel; register "
             "it on both sides with tft_ckpt.register_tensor_subclass, or send the plain tensors that it is made of",
@@ -337,7 +337,7 @@ def _plain(path: str, tensor: torch.Tensor) -> torch.Tensor:
         raise StateUnsupported(
             f"{path} is a {tensor.layout} tensor of {tensor.dtype}, which can't travel; make it a dense one", path=path
         )
-    return tensor.detach().resolve_conj().resolve_neg()
+    return tensor.detach().resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
 def encode_layout(layout: Layout, *, limits: Limits) -> bytes:
