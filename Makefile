@@ -9,6 +9,8 @@ PACKAGES := $(sort $(wildcard packages/*))
 
 DEMO_ARGS ?=
 TEST_ARGS ?=
+# Tests wait more than they compute; those of one file stay together, because they share what they have started.
+TEST_PROCESSES ?= 3
 BENCH_ARGS ?=
 SOAK_RUNS ?= 5
 
@@ -25,7 +27,7 @@ demo: $(STAMP) ## train three replicas, kill two, watch them heal (DEMO_ARGS="--
 	$(BIN)/tft demo $(DEMO_ARGS)
 
 test: $(STAMP) ## run every test of the packages and between them (TEST_ARGS="-k quorum")
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(TEST_ARGS)
 
 lint: $(STAMP) ## ruff, mypy --strict, who may import whom, and whether generated code is stale
 	$(BIN)/ruff check
