@@ -63,7 +63,8 @@ class Target:
         """The tensors of a state that is there already, each the place of the one that stands where it stands.
 
         Plain data need not agree: it comes from the source. A tensor for which the state has none (the state of an
-        optimizer that made no step yet) comes into memory of its own.
+        optimizer that made no step yet) comes into memory of its own. Tensors that share memory here must do so at the
+        source; of views with gaps this is not noticed.
 
         Args:
             layout: of the state that comes.
@@ -357,7 +358,8 @@ def _direct_runs(layout: Layout, places: Sequence[_Place]) -> list[_DirectRun]:
         if tensor is None or not leaf.length or not place.is_alike or not place.has_no_gap:
             continue
         end = leaf.offset + leaf.length
-        if found and found[-1].segment == leaf.segment and leaf.offset <= found[-1].end:
+        # Those that only touch stay apart: they may touch here by chance, and have different owners.
+        if found and found[-1].segment == leaf.segment and leaf.offset < found[-1].end:
             if end > found[-1].end:
                 found[-1] = found[-1]._replace(end=end)
         else:
