@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn, final
 
-from benchmarks import failure_stall, lighthouse_start, reconfigure, rejoin, step_overhead, transfer
+from benchmarks import failure_stall, lighthouse_start, reconfigure, rejoin, serving, step_overhead, transfer
 from benchmarks.row import Row
 
 ROWS: dict[str, Callable[[bool], Row]] = {
@@ -23,6 +23,8 @@ ROWS: dict[str, Callable[[bool], Row]] = {
     "p5": lambda short: rejoin.measure_newcomer(turns=1 if short else 6),
     "p6": lambda short: transfer.measure_warm(turns=1 if short else 5),
     "p7": lambda short: transfer.measure_first(turns=1 if short else 5),
+    "p8": lambda short: serving.measure(turns=1 if short else 3),
+    "p8s": lambda short: serving.measure_slow_readers(turns=1 if short else 3),
     "p9": lambda short: transfer.measure_memory(turns=1 if short else 5),
     "p14": lambda short: lighthouse_start.measure(turns=3 if short else 7),
     "p15": lambda short: reconfigure.measure(turns=1 if short else 7, configures=5 if short else 20),

@@ -1,0 +1,139 @@
+"""P8: what a trainer loses because others read its state, beside torchft.
+
+One process trains: it waits for its device, works, and lets its optimizer write. It offers its state, and another one
+reads it, over a link as fast as this machine, or of 50 MB/s; the trainer goes on. It loses what offering takes, and
+what its steps take longer, until the reader has everything, than those before anybody came. A second row has four
+readers on slow links, during 100 steps. Buffers are warm; the first snapshot is told beside.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Final
+
+from benchmarks.row import Row
+from benchmarks.worker import Worker
+
+MIB: Final = 1024
+SLOW_BYTES_PER_S: Final = 50e6
+SLOW_READERS: Final = 4
+SLOW_STEPS: Final = 100
+MAX_LOST_S: Final = 0.15
+PATIENCE_S: Final = 300.0
+
+
+@dataclass(frozen=True)
+class Lost:
+    """What the trainer lost.
+
+    Args:
+        first_s: by its first snapshot.
+        fast_s, slow_s: while one reads at full speed, and over a slow link.
+    """
+
+    first_s: float
+    fast_s: float
+    slow_s: float
+
+
+def measure(turns: int, mib: int = MIB) -> Row:
+    """P8; a turn is one fresh pair of processes in each system, which transfers three times."""
+    found: dict[str, list[Lost]] = {"torchft": [], "tft": []}
+    for _ in range(turns):
+        for system, so_far in found.items():
+            so_far.append(_pair(system, mib))
+    ours, theirs = _median(found["tft"]), _median(found["torchft"])
+    return Row(
+        name="P8",
+        what=f"trainer loses, {mib} MiB, fast / slow",
+        ours=f"{ours.fast_s:.2f} / {ours.slow_s:.2f} s",
+        peer=f"{theirs.fast_s:.2f} / {theirs.slow_s:.2f} s",
+        other=f"first snapshot {ours.first_s:.2f} s",
+        ratio=max(ours.fast_s, ours.slow_s) / max(theirs.fast_s, theirs.slow_s),
+        bar=f"<= {MAX_LOST_S:g} s in both",
+        met=max(ours.fast_s, ours.slow_s) <= MAX_LOST_S,
+    )
+
+
+def measure_slow_readers(turns: int, mib: int = MIB) -> Row:
+    """Four slow readers over 100 steps; a turn is one fresh set of processes in each system."""
+    found: dict[str, list[float]] = {"torchft": [], "tft": []}
+    for _ in range(turns):
+        for system, so_far in found.items():
+            so_far.append(_slow_readers(system, mib))
+    ours, theirs = statistics.median(found["tft"]), statistics.median(found["torchft"])
+    return Row(
+        name="P8s",
+        what=f"{SLOW_READERS} slow readers, {SLOW_STEPS} steps",
+        ours=f"{ours:.2f} s",
+        peer=f"{theirs:.2f} s",
+        other="",
+        ratio=ours / theirs,
+        bar=f"<= {MAX_LOST_S:g} s",
+        met=ours <= MAX_LOST_S,
+    )
+
+
+def _median(found: Sequence[Lost]) -> Lost:
+    return Lost(
+        first_s=statistics.median(each.first_s for each in found),
+        fast_s=statistics.median(each.fast_s for each in found),
+        slow_s=statistics.median(each.slow_s for each in found),
+    )
+
+
+def _start(stack: ExitStack, system: str, mib: int, num_readers: int) -> tuple[Worker, list[Worker]]:
+    workers: list[Worker] = []
+    for role in ("trainer", *["reader"] * num_readers):
+        worker = Worker(system, "benchmarks.serving_worker", ["--role", role, "--mib", str(mib)])
+        stack.callback(worker.end)
+        workers.append(worker)
+    for worker in workers:
+        worker.told()
+    return workers[0], workers[1:]
+
+
+def _pair(system: str, mib: int) -> Lost:
+    with ExitStack() as stack:
+        trainer, readers = _start(stack, system, mib, 1)
+        first_s = _offer(trainer, 1)[0]
+        return Lost(first_s, _read(trainer, readers, 2, None), _read(trainer, readers, 3, SLOW_BYTES_PER_S))
+
+
+def _slow_readers(system: str, mib: int) -> float:
+    with ExitStack() as stack:
+        trainer, readers = _start(stack, system, mib, SLOW_READERS)
+        _offer(trainer, 1)
+        return _read(trainer, readers, 2, SLOW_BYTES_PER_S, steps=SLOW_STEPS)
+
+
+def _offer(trainer: Worker, step: int) -> tuple[float, str]:
+    trainer.tell({"do": "offer", "step": step})
+    answer = trainer.told()
+    return float(answer["seconds"]), str(answer["metadata"])
+
+
+def _read(
+    trainer: Worker, readers: Sequence[Worker], step: int, bytes_per_s: float | None, steps: int | None = None
+) -> float:
+    """What the trainer loses while these read; to their end, or for so many steps.
+
+    Raises: RuntimeError: what arrived is not what was sent.
+    """
+    offered_s, metadata = _offer(trainer, step)
+    for reader in readers:
+        reader.tell({"step": step, "metadata": metadata, "bytes_per_s": bytes_per_s})
+    for reader in readers:
+        reader.told()
+    trainer.tell({"do": "train"} if steps is None else {"do": "train", "steps": steps})
+    lost = trainer.told(PATIENCE_S) if steps is not None else None
+    for reader in readers:
+        if not reader.told(PATIENCE_S)["right"]:
+            raise RuntimeError("a state arrived that was not sent")
+    if lost is None:
+        trainer.tell({"do": "stop"})
+        lost = trainer.told(PATIENCE_S)
+    return offered_s + max(0.0, float(lost["lost_s"]))
