@@ -595,11 +595,10 @@ def many(count: int) -> dict[str, Any]:
 
 
 def test_time_grows_as_the_number_of_leaves_does() -> None:
-    """Four times the leaves in at most eight times the time, in each of the passes over a state."""
+    """Eight times the leaves take nowhere near 64 times the time, in any of the passes over a state."""
 
     def seconds(count: int) -> list[float]:
         state, into = many(count), many(count)
-        gc.collect()
         marks = [time.process_time()]
         describe(state, key=KEY, chunk_bytes=4096, limits=LIMITS)
         marks.append(time.process_time())
@@ -611,6 +610,12 @@ def test_time_grows_as_the_number_of_leaves_does() -> None:
         marks.append(time.process_time())
         return [after - before for before, after in itertools.pairwise(marks)]
 
-    small, large = seconds(2_500), seconds(10_000)
+    # What collecting garbage takes depends on all else that is alive in this process.
+    gc.collect()
+    gc.disable()
+    try:
+        small, large = seconds(1_250), seconds(10_000)
+    finally:
+        gc.enable()
     for before, after in zip(small, large, strict=True):
-        assert after < 8 * before + 0.1, (small, large)
+        assert after < 30 * before + 0.2, (small, large)
