@@ -34,9 +34,10 @@ class Buffer:
     Raises: StateUnavailable: the system has no such amount of memory.
     """
 
-    __slots__ = ("capacity_bytes", "tensor", "view")
+    __slots__ = ("_pinned", "capacity_bytes", "tensor", "view")
 
     def __init__(self, capacity_bytes: int) -> None:
+        self._pinned = False
         self.capacity_bytes = max(capacity_bytes, 1)
         try:
             memory = mmap.mmap(-1, self.capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -49,6 +50,23 @@ class Buffer:
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(memory)
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
+
+    def __del__(self) -> None:
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
+
+    def pin(self) -> str:
+        """Have its pages stay where they are until it is freed, so that a CUDA device copies into them by itself.
+
+        Returns: why that can't be, as the device's library says it, or "".
+        """
+        if not self._pinned:
+            library = torch.cuda.cudart()
+            code = library.cudaHostRegister(self.tensor.data_ptr(), self.capacity_bytes, 0)
+            if int(code) != 0:
+                return str(library.cudaGetErrorString(code))
+            self._pinned = True
+        return ""
 
     def fits(self, num_bytes: int) -> bool:
         """Whether it holds so many bytes without waste."""

@@ -9,17 +9,20 @@ Law of this file: a snapshot never changes after it was taken. Who may still loo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
 
 from tft_ckpt.buffers import Buffer
 from tft_ckpt.key import StateKey
-from tft_ckpt.manifest import Layout, checksum, describe, encode, encode_layout
+from tft_ckpt.manifest import Layout, StorageSpan, checksum, describe, encode, encode_layout
 from tft_ckpt.tree import Limits
 
 __all__ = ["Snapshot"]
+
+_log = logging.getLogger("tft_ckpt")
 
 
 @final
@@ -48,7 +51,7 @@ class Snapshot:
         limits: Limits,
         allocate: Callable[[int], Buffer],
     ) -> Snapshot:
-        """Copy every storage once, on the calling thread, and return when the copies are complete.
+        """Copy every storage once, and return when the copies are complete; what runs on a device goes on meanwhile.
 
         Args:
             state: which nobody changes meanwhile.
@@ -65,9 +68,7 @@ class Snapshot:
         body = encode_layout(layout, limits=limits)
         buffer = allocate(layout.data_bytes)
         _clear_padding(layout, buffer)
-        with torch.no_grad():
-            for segment, span in zip(layout.segments, spans, strict=True):
-                buffer.tensor[segment.offset : segment.offset + segment.length].copy_(span.bytes())
+        _copy(layout, spans, buffer)
         return cls(layout, body, buffer)
 
     @property
@@ -111,3 +112,31 @@ def _clear_padding(layout: Layout, buffer: Buffer) -> None:
         if segment.offset > end:
             buffer.view[end : segment.offset] = bytes(segment.offset - end)
         end = segment.offset + segment.length
+
+
+def _copy(layout: Layout, spans: Sequence[StorageSpan], buffer: Buffer) -> None:
+    """Copy every storage; what lies on CUDA devices on a stream of its own, while the others are copied here."""
+    streams = {span.device: torch.cuda.Stream(span.device) for span in spans if span.device.type == "cuda"}
+    if streams:
+        why_not = buffer.pin()
+        if why_not:
+            _log.warning("the memory for snapshots can't be pinned (%s), so they take longer", why_not)
+    for device, stream in streams.items():
+        # What the trainer has started to compute is still to be written.
+        stream.wait_stream(torch.cuda.current_stream(device))
+    try:
+        with torch.no_grad():
+            here = []
+            for segment, span in zip(layout.segments, spans, strict=True):
+                place = buffer.tensor[segment.offset : segment.offset + segment.length]
+                if span.device in streams:
+                    with torch.cuda.stream(streams[span.device]):
+                        place.copy_(span.bytes(), non_blocking=True)
+                else:
+                    here.append((place, span))
+            for place, span in here:
+                place.copy_(span.bytes())
+    finally:
+        # The optimizer may write when this returns, and the buffer be used again, also after an error.
+        for stream in streams.values():
+            stream.synchronize()

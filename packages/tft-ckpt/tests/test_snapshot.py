@@ -1,0 +1,83 @@
+"""Snapshots of what lies on devices, and the memory that they are copied into."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from tft_ckpt import Limits, StateKey
+from tft_ckpt.buffers import Buffer
+from tft_ckpt.snapshot import Snapshot
+
+KEY = StateKey(quorum_id=1, nonce=2, step=3, lineage=4)
+
+
+class Library:
+    """Stands for the device's library, as far as pinning goes."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+        self.pinned: dict[int, int] = {}
+        self.calls = 0
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        self.calls += 1
+        self.pinned[address] = num_bytes
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+    def cudaGetErrorString(self, code: int) -> str:
+        return f"fault {code}"
+
+
+def test_memory_is_pinned_once_and_until_it_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library(0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: library)
+    buffer = Buffer(5000)
+    assert (buffer.pin(), buffer.pin()) == ("", "")
+    assert library.calls == 1
+    assert library.pinned == {buffer.tensor.data_ptr(): 5000}
+    del buffer
+    gc.collect()
+    assert library.pinned == {}
+
+
+def test_memory_that_cannot_be_pinned_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library(7)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: library)
+    buffer = Buffer(5000)
+    assert buffer.pin() == "fault 7"
+    del buffer
+    gc.collect()
+    assert len(library.pinned) == 1, "nothing was unpinned that was not"
+
+
+@pytest.mark.gpu
+def test_a_state_on_a_device_is_copied_as_it_was_when_it_was_taken() -> None:
+    """Work that was started before is waited for, and the next step may write as soon as the call returns."""
+    state: Any = [torch.zeros(1 << 24, device="cuda"), torch.ones(1000), torch.zeros(3, 5, device="cuda").t()]
+    for tensor in (state[0], state[2]):
+        for _ in range(50):
+            tensor.add_(1.0)
+    buffers: list[Buffer] = []
+
+    def allocate(num_bytes: int) -> Buffer:
+        buffers.append(Buffer(num_bytes))
+        return buffers[-1]
+
+    snapshot = Snapshot.take(state, key=KEY, chunk_bytes=1 << 20, limits=Limits(), allocate=allocate)
+    state[0].fill_(-1.0)
+    state[2].fill_(-1.0)
+    torch.cuda.synchronize()
+    got = snapshot.layout.build(buffers[0].view)
+    assert got[0].eq(50.0).all()
+    assert got[1].eq(1.0).all()
+    assert got[2].eq(50.0).all()
+    assert got[2].stride() == state[2].stride()
+    assert buffers[0].pin() == "", "it is pinned already"
