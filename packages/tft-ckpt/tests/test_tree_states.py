@@ -492,6 +492,23 @@ def test_any_state_is_received_into_one_of_its_form(state: Any) -> None:
     assert_same_state(transferred(state), state)
 
 
+@quick
+@given(states, states)
+def test_any_state_is_received_into_any_other_one_or_refused_with_a_path(state: Any, into: Any) -> None:
+    before = [tensor.clone() for tensor in tensors_in(into)]
+    try:
+        got = transferred(state, into)
+    except StateDiffers as error:
+        refused = error
+    else:
+        for tensor, expected in zip(tensors_in(got), tensors_in(state), strict=True):
+            assert_same_state(tensor.contiguous(), expected.contiguous())
+        return
+    assert refused.path.startswith("state")
+    for tensor, kept in zip(tensors_in(into), before, strict=True):
+        assert_same_state(tensor.contiguous(), kept.contiguous())
+
+
 # ---- manifests that were tampered with, under a right checksum ----
 
 NUMBERS = [0, 1, -1, 2**31, 2**48 + 1, 2**62, 2**63 - 1, 2**63, 2**64, 2**70, -(2**63), 1.5, 1e308]
