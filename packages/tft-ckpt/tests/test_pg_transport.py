@@ -214,6 +214,36 @@ def test_a_receiver_that_does_not_come_ends_the_call_in_time() -> None:
         receiver.recv_checkpoint(0, "", 5, BOUND)
 
 
+def test_a_source_that_is_not_ready_in_time_lets_nobody_wait() -> None:
+    source, receiver = transports(2, chunk_bytes=4096)
+    with running(lambda: receiver.recv_checkpoint(0, "", 5, BOUND)) as got:
+        with pytest.raises(DeadlinePassed):
+            source.send_checkpoint([1], 5, {"a": torch.ones(1 << 22)}, timedelta(microseconds=1))
+        with pytest.raises(StateUnavailable):
+            got()
+
+
+def test_a_receive_that_ends_before_the_group_is_there_leaves_the_group_alone() -> None:
+    class NotYet:
+        def __init__(self) -> None:
+            self.was_aborted = False
+
+        def configure(self) -> None: ...
+
+        def abort(self) -> None:
+            self.was_aborted = True
+
+        def send(self, *args: Any) -> Any:
+            raise RuntimeError("not configured")
+
+        recv = send
+
+    group = NotYet()
+    with pytest.raises(DeadlinePassed):
+        PGTransport[Any](group, BOUND, CPU).recv_checkpoint(0, "", 5, SHORT)
+    assert not group.was_aborted
+
+
 def test_abort_ends_a_send_too() -> None:
     source, _ = transports(2)
     with running(lambda: source.send_checkpoint([1], 5, {"a": 1}, BOUND)) as sent:

@@ -51,19 +51,21 @@ class Call:
 
     Args:
         group: over which it goes.
+        rank: one of those with whom it is, in the group.
         timeout_s: for all of it, from now.
         silence_s: for each wait for a member that has begun to talk.
     """
 
-    def __init__(self, group: Group, *, timeout_s: float, silence_s: float) -> None:
+    def __init__(self, group: Group, *, rank: int, timeout_s: float, silence_s: float) -> None:
         self.group = group
+        self._rank = rank
         self.timeout_s = timeout_s
         self.silence_s = silence_s
         self._deadline = time.monotonic() + timeout_s
         self._reason: str | None = None
         self._stopped = threading.Event()
         self._lock = threading.Lock()
-        self._talks_to: set[int] = set()
+        self._on_their_way = 0
 
     @property
     def may_be_configured_again(self) -> bool:
@@ -86,13 +88,22 @@ class Call:
         self._stopped.wait(min(seconds, self.remaining_s()))
         self.check()
 
-    def talks(self, rank: int) -> None:
-        """From now on there may be messages on their way to or from that rank."""
+    def starts(self) -> None:
+        """A message is about to be on its way. Raises: as check."""
         with self._lock:
-            self._talks_to.add(rank)
-            reason = self._reason
-        if reason is not None:
-            raise Closed(reason)
+            self.check()
+            self._on_their_way += 1
+
+    def ended(self) -> None:
+        """A message is not on its way any more."""
+        with self._lock:
+            self._on_their_way -= 1
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether any are on their way."""
+        with self._lock:
+            return self._on_their_way > 0
 
     def stop(self, reason: str) -> None:
         """Make every wait raise Closed with this sentence; from any thread. Only the first reason counts."""
@@ -101,14 +112,11 @@ class Call:
                 return
             self._reason = reason
         self._stopped.set()
-        self.break_off()
+        if self.has_messages:  # else nobody waits in the group
+            self.break_off()
 
     def break_off(self) -> None:
         """End what runs in the group, here and at its other members."""
-        with self._lock:
-            talks_to = next(iter(self._talks_to), None)
-        if talks_to is None:
-            return
         # Whatever the group says to its end, it is at an end.
         with suppress(Exception):
             self.group.abort()  # type: ignore[attr-defined]  # not every group has it, which is suppressed too
@@ -117,7 +125,7 @@ class Call:
         # Torch's own Gloo group does nothing on abort, but a wait of which the time-out passes ends its connections.
         with suppress(Exception):
             message = torch.empty(1, dtype=torch.uint8)
-            self.group.recv([message], talks_to, _NO_MESSAGE_TAG).wait(_MOMENT)
+            self.group.recv([message], self._rank, _NO_MESSAGE_TAG).wait(_MOMENT)
 
 
 def _is_gloo(group: Any) -> bool:
@@ -169,11 +177,11 @@ class Link:
         return self._start(self.call.group.recv, message)
 
     def _start(self, operation: Any, message: torch.Tensor) -> Any:
-        self.call.check()
-        self.call.talks(self.rank)
+        self.call.starts()
         try:
             return operation([message], self.rank, _TAG)
         except Exception as error:
+            self.call.ended()
             raise self._converted(error) from error
 
     def end(self, work: Any, *, patience_s: float | None = None) -> None:
@@ -193,15 +201,19 @@ class Link:
                 torch.accelerator.current_stream(self.device).synchronize()
         except Exception as error:
             if time.monotonic() - started >= limit_s:
+                # It stays on its way.
                 self.call.check()
                 raise DeadlinePassed(
                     f"{self.name} said and took nothing for {limit_s:g} s; ask whether it lives, or give more time",
                     timeout_s=limit_s,
                 ) from error
+            self.call.ended()
             raise self._converted(error) from error
         # A group that swallows errors waits in vain without a word.
         errored = getattr(self.call.group, "errored", None)
         problem = errored() if errored is not None else None
+        if problem is None or self.call.may_be_configured_again:
+            self.call.ended()
         if problem is not None:
             raise self._converted(problem) from problem
 

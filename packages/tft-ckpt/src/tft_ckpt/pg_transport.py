@@ -142,11 +142,13 @@ class PGTransport(CheckpointTransport[T]):
         ranks = list(dict.fromkeys(dst_ranks))
         if any(type(rank) is not int or rank < 0 for rank in ranks):
             raise WrongSetting(f"dst_ranks is {dst_ranks!r}; give replica ranks, 0 or more")
-        with self._call("send", _positive(timeout)) as call:
-            if not ranks:
-                # Nobody can ask later. What can't travel is refused all the same.
-                describe(state_dict, key=key, chunk_bytes=self._chunk_bytes, limits=self._limits)
-                return
+        timeout_s = _positive(timeout)
+        if not ranks:
+            # Nobody can ask later. What can't travel is refused all the same.
+            self._check_open()
+            describe(state_dict, key=key, chunk_bytes=self._chunk_bytes, limits=self._limits)
+            return
+        with self._call("send", ranks[0], timeout_s) as call:
             links = [Link(call, rank=rank, device=self._device) for rank in ranks]
             try:
                 outgoing = _Outgoing(
@@ -160,6 +162,10 @@ class PGTransport(CheckpointTransport[T]):
             except StateUnsupported as error:
                 sentence = f"the source can't give it: {error}"
                 _to_all(links, lambda link: _refuse(link, key, sentence))
+                raise
+            except CheckpointError:
+                # There is no time left for words, or this side was told to stop.
+                call.break_off()
                 raise
             failures = _to_all(links, lambda link: _send(link, key, outgoing))
         if failures:
@@ -194,7 +200,7 @@ class PGTransport(CheckpointTransport[T]):
         timeout_s = _positive(timeout)
         if into is None and self._state_dict is not None:
             into = self._state_dict()
-        with self._call("receive", timeout_s) as call:
+        with self._call("receive", src_rank, timeout_s) as call:
             link = Link(call, rank=src_rank, device=self._device)
             receive = _Receive(link, key, limits=self._limits, into=into)
             state: T = receive.run(progress, cancelled).finish()
@@ -213,6 +219,10 @@ class PGTransport(CheckpointTransport[T]):
             self._closed = True
         self._stop("the transport was shut down")
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("the transport was shut down, so it moves no state; make a new one")
+
     def _stop(self, reason: str) -> None:
         with self._lock:
             running = list(self._running.values())
@@ -220,11 +230,10 @@ class PGTransport(CheckpointTransport[T]):
             call.stop(reason)
 
     @contextmanager
-    def _call(self, what: str, timeout_s: float) -> Iterator[Call]:
-        call = Call(self._group, timeout_s=timeout_s, silence_s=self._silence_s)
+    def _call(self, what: str, rank: int, timeout_s: float) -> Iterator[Call]:
+        call = Call(self._group, rank=rank, timeout_s=timeout_s, silence_s=self._silence_s)
         with self._lock:
-            if self._closed:
-                raise Closed("the transport was shut down, so it moves no state; make a new one")
+            self._check_open()
             if what in self._running:
                 raise WrongSetting(f"a {what} runs already on this transport; wait for its end")
             self._running[what] = call
@@ -408,6 +417,7 @@ class _Receive:
         self._limits = limits
         self._into = into
         self._over = threading.Event()
+        self._has_begun = False
         self._target: Target | None = None
         self._error: BaseException | None = None
         self._good_bytes = 0
@@ -449,7 +459,7 @@ class _Receive:
         try:
             self._error = self._receive()
         except DeadlinePassed as error:
-            self._call.break_off()
+            self._break_off()
             self._error = DeadlinePassed(
                 f"state {self._wanted} did not arrive from {self._link.name} in {self._call.timeout_s:g} s, "
                 f"{self._good_bytes} of its bytes did: {error}",
@@ -457,16 +467,22 @@ class _Receive:
             )
         except BaseException as error:
             # It is handed to the caller's thread.
-            self._call.break_off()
+            self._break_off()
             self._error = error
         finally:
             self._over.set()
+
+    def _break_off(self) -> None:
+        # A source that has not begun waits for nothing, and the group may be somebody else's by now.
+        if self._has_begun or self._call.has_messages:
+            self._call.break_off()
 
     def _receive(self) -> CheckpointError | None:
         """Returns: why the state was not taken, both sides knowing it. Raises: it ended in the middle."""
         link = self._link
         while True:
             first = self._first_word()
+            self._has_begun = True
             try:
                 offer = Offer.decode(first, source=link.name, bytes_max=self._limits.manifest_bytes)
             except CheckpointError as error:
@@ -483,6 +499,7 @@ class _Receive:
                     source=link.name,
                 )
             self._answer(Code.LATER)
+            self._has_begun = False
         self._answer(Code.TAKE)
         following = link.hear(offer.following_bytes)
         if offer.is_refusal:
