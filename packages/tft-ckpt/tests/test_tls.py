@@ -8,13 +8,15 @@ import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import trustme
 
-from tft_ckpt import Closed, Limits, StateKey, WrongSetting
+from tft_ckpt import Closed, HTTPTransport, Limits, StateKey, StateUnavailable, WrongSetting
 from tft_ckpt.http.address import is_tls, listen, parse_url
 from tft_ckpt.http.connection import Connection, Silence, StopSignal
 from tft_ckpt.http.routes import WAIT_HEADER, data_path, manifest_path
@@ -214,3 +216,30 @@ def test_an_address_says_whether_it_is_secured() -> None:
     assert is_tls("HTTPS://h:1")
     assert not is_tls("http://h:1")
     assert parse_url("https://h:1") == ("h", 1)
+
+
+# ---- whole transports ----
+
+
+def test_transports_of_a_job_heal_over_tls_and_no_others_do(job: Job, stranger: Job) -> None:
+    bound = timedelta(seconds=BOUND_S)
+    with HTTPTransport[Any](bind="127.0.0.1", tls=job.tls(check_client=True)) as source:
+        source.send_checkpoint([1], 1, STATE, bound)
+        assert source.metadata().startswith("https://127.0.0.1:")
+        for num_chunks in (0, 3):
+            with HTTPTransport[Any](bound, num_chunks, interface="lo", tls=job.tls()) as receiver:
+                assert receiver.recv_checkpoint(0, source.metadata(), 1, bound)[0].equal(STATE[0])
+        for tls in (None, stranger.tls()):
+            with HTTPTransport[Any](bind="127.0.0.1", tls=tls) as other, pytest.raises(StateUnavailable):
+                other.recv_checkpoint(0, source.metadata(), 1, bound)
+
+
+def test_a_transport_with_tls_believes_no_plain_source(job: Job) -> None:
+    bound = timedelta(seconds=BOUND_S)
+    with (
+        HTTPTransport[Any](bind="127.0.0.1") as plain,
+        HTTPTransport[Any](bind="127.0.0.1", tls=job.tls()) as receiver,
+    ):
+        plain.send_checkpoint([1], 1, STATE, bound)
+        with pytest.raises(StateUnavailable, match="speaks plain HTTP"):
+            receiver.recv_checkpoint(0, plain.metadata(), 1, bound)

@@ -148,10 +148,12 @@ class Reader:
 
     def _connect(self) -> Connection:
         host, port = parse_url(self._source)
-        tls = self._terms.tls if is_tls(self._source) else None
-        if tls is None and is_tls(self._source):
+        tls = self._terms.tls
+        if (tls is not None) != is_tls(self._source):
+            # A plain source is no answer to one who wants TLS: it would be believed, and shown the token, unproved.
+            asks, has = ("TLS", "no certificates") if tls is None else ("plain HTTP", "certificates")
             raise StateUnavailable(
-                f"{self._source} speaks TLS and this process was given no certificates; set tls on every transport",
+                f"{self._source} speaks {asks} and this process was given {has}; set tls on every transport or none",
                 source=self._source,
                 key=self._terms.key,
             )
