@@ -46,7 +46,7 @@ def measure_two(*, turns: int) -> Row:
         name="two",
         what="2 sources of 200 MB/s, MB/s",
         ours=f"{two_rate:.0f}",
-        peer="one only",
+        peer="",
         other=f"1 source: {one_rate:.0f}",
         ratio=ratio,
         bar=f"2 sources at least {TWO_AT_LEAST} x as fast as 1",

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn, final
 
-from benchmarks import failure_stall, lighthouse_start, reconfigure, rejoin, serving, step_overhead, transfer
+from benchmarks import chain, failure_stall, lighthouse_start, reconfigure, rejoin, serving, step_overhead, transfer
 from benchmarks.row import Row
 
 ROWS: dict[str, Callable[[bool], Row]] = {
@@ -26,10 +26,12 @@ ROWS: dict[str, Callable[[bool], Row]] = {
     "p8": lambda short: serving.measure(turns=1 if short else 3),
     "p8s": lambda short: serving.measure_slow_readers(turns=1 if short else 3),
     "p9": lambda short: transfer.measure_memory(turns=1 if short else 5),
+    "two": lambda short: chain.measure_two(turns=1 if short else 5),
+    "chain": lambda short: chain.measure_chain(turns=1 if short else 5),
     "p14": lambda short: lighthouse_start.measure(turns=3 if short else 7),
     "p15": lambda short: reconfigure.measure(turns=1 if short else 7, configures=5 if short else 20),
 }
-LAYOUT = "{:<4} {:<30} {:>16} {:>16} {:>22} {:>6}  {:<4} {}"
+LAYOUT = "{:<5} {:<30} {:>16} {:>16} {:>22} {:>6}  {:<4} {}"
 
 
 @final

@@ -221,7 +221,7 @@ class HTTPTransport(CheckpointTransport[T]):
         """
         key = _key(key, step)
         with self._receiving(_positive(timeout), cancelled) as stop:
-            place = _Place(into, self._take, self._give)
+            place = _Place(into, self._allocate, self._give)
             receive = Receive(
                 [metadata, *sources],
                 Terms(
@@ -298,7 +298,7 @@ class HTTPTransport(CheckpointTransport[T]):
             for stop in self._running:
                 stop.stop(reason)
 
-    def _take(self, num_bytes: int) -> Buffer:
+    def _allocate(self, num_bytes: int) -> Buffer:
         if self._kept is None:
             return Buffer(num_bytes)
         with self._lock:
