@@ -30,6 +30,8 @@ PART_S: Final = 0.2
 """A part should take about as long: its end is when new fellows are drawn in, and how uneven the end may be."""
 GRACE_S: Final = 0.5
 """What a slow connection is allowed in any case before its chunks go to another one."""
+FELLOWS_S: Final = 2.0
+"""How long the fellows may take for what they have before the source is asked for it a second time."""
 ASSUMED_BYTES_PER_S: Final = 16e6
 """Taken for the rate of a source that has delivered nothing yet."""
 STUCK_S: Final = 1.0
@@ -226,7 +228,7 @@ class ChunkPlan:
         fellows = [each for each in self._workers.values() if each.is_fellow and each.have & self._missing]
         rate = sum(self._rates.get(each.source, ASSUMED_BYTES_PER_S) for each in fellows)
         left = (self._missing & self._with_fellows()).bit_count() * self._chunk_bytes
-        return left <= rate * GRACE_S
+        return left <= rate * FELLOWS_S
 
     @property
     def _chunk_bytes(self) -> int:

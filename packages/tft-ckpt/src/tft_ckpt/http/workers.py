@@ -45,7 +45,7 @@ _ASK_FELLOWS_S: Final = 0.25
 # A question for chunks is kept open for so long; and after its answer there is a pause, or every chunk of every fellow
 # would be a question of its own.
 _WAIT_CHUNKS_S: Final = 1.0
-_BETWEEN_CHUNKS_S: Final = 0.05
+_BETWEEN_CHUNKS_S: Final = 0.15
 # A fellow that says nothing for so long is of no use, whatever a source may be allowed.
 _FELLOW_SILENCE_S: Final = 5.0
 
