@@ -2,8 +2,10 @@
 
 One process trains: it waits for its device, works, and lets its optimizer write. It offers its state, and another one
 reads it, over a link as fast as this machine, or of 50 MB/s; the trainer goes on. It loses what offering takes, and
-what its steps take longer, until the reader has everything, than those before anybody came. A second row has four
-readers on slow links, during 100 steps. Buffers are warm; the first snapshot is told beside.
+what its steps take longer, until the reader has everything, than those before anybody came; less what a bystander
+loses in that time, a trainer just like it whose state nobody reads: for the readers are on this machine as well, and
+take its cores from both. A second row has four readers on slow links, during 100 steps. Buffers are warm; the first
+snapshot is told beside.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class Lost:
 
 
 def measure(turns: int, mib: int = MIB) -> Row:
-    """P8; a turn is one fresh pair of processes in each system, which transfers three times."""
+    """P8; a turn is a fresh set of processes in each system, which transfers twice."""
     found: dict[str, list[Lost]] = {"torchft": [], "tft": []}
     for _ in range(turns):
         for system, so_far in found.items():
@@ -85,55 +87,64 @@ def _median(found: Sequence[Lost]) -> Lost:
     )
 
 
-def _start(stack: ExitStack, system: str, mib: int, num_readers: int) -> tuple[Worker, list[Worker]]:
+@dataclass(frozen=True)
+class _Processes:
+    """A trainer, one like it that nobody reads, and the readers."""
+
+    trainer: Worker
+    bystander: Worker
+    readers: Sequence[Worker]
+
+
+def _start(stack: ExitStack, system: str, mib: int, num_readers: int) -> _Processes:
     workers: list[Worker] = []
-    for role in ("trainer", *["reader"] * num_readers):
+    for role in ("trainer", "trainer", *["reader"] * num_readers):
         worker = Worker(system, "benchmarks.serving_worker", ["--role", role, "--mib", str(mib)])
         stack.callback(worker.end)
         workers.append(worker)
-    for worker in workers:
-        worker.told()
-    return workers[0], workers[1:]
+        worker.told(PATIENCE_S)
+    return _Processes(workers[0], workers[1], workers[2:])
 
 
 def _pair(system: str, mib: int) -> Lost:
     with ExitStack() as stack:
-        trainer, readers = _start(stack, system, mib, 1)
-        first_s = _offer(trainer, 1)[0]
-        return Lost(first_s, _read(trainer, readers, 2, None), _read(trainer, readers, 3, SLOW_BYTES_PER_S))
+        processes = _start(stack, system, mib, 1)
+        first_s = _offer(processes.trainer, 1)[0]
+        return Lost(first_s, _read(processes, 2, None), _read(processes, 3, SLOW_BYTES_PER_S))
 
 
 def _slow_readers(system: str, mib: int) -> float:
     with ExitStack() as stack:
-        trainer, readers = _start(stack, system, mib, SLOW_READERS)
-        _offer(trainer, 1)
-        return _read(trainer, readers, 2, SLOW_BYTES_PER_S, steps=SLOW_STEPS)
+        processes = _start(stack, system, mib, SLOW_READERS)
+        _offer(processes.trainer, 1)
+        return _read(processes, 2, SLOW_BYTES_PER_S, steps=SLOW_STEPS)
 
 
 def _offer(trainer: Worker, step: int) -> tuple[float, str]:
     trainer.tell({"do": "offer", "step": step})
-    answer = trainer.told()
+    answer = trainer.told(PATIENCE_S)
     return float(answer["seconds"]), str(answer["metadata"])
 
 
-def _read(
-    trainer: Worker, readers: Sequence[Worker], step: int, bytes_per_s: float | None, steps: int | None = None
-) -> float:
-    """What the trainer loses while these read; to their end, or for so many steps.
+def _read(processes: _Processes, step: int, bytes_per_s: float | None, steps: int | None = None) -> float:
+    """What the trainer loses, in s, while these read; to their end, or for so many steps.
 
     Raises: RuntimeError: what arrived is not what was sent.
     """
-    offered_s, metadata = _offer(trainer, step)
-    for reader in readers:
+    offered_s, metadata = _offer(processes.trainer, step)
+    for reader in processes.readers:
         reader.tell({"step": step, "metadata": metadata, "bytes_per_s": bytes_per_s})
-    for reader in readers:
-        reader.told()
-    trainer.tell({"do": "train"} if steps is None else {"do": "train", "steps": steps})
-    lost = trainer.told(PATIENCE_S) if steps is not None else None
-    for reader in readers:
+    for reader in processes.readers:
+        reader.told(PATIENCE_S)
+    trainers = (processes.trainer, processes.bystander)
+    for trainer in trainers:
+        trainer.tell({"do": "train"} if steps is None else {"do": "train", "steps": steps})
+    lost: list[float] = [] if steps is None else [trainer.told(PATIENCE_S)["lost_s"] for trainer in trainers]
+    for reader in processes.readers:
         if not reader.told(PATIENCE_S)["right"]:
             raise RuntimeError("a state arrived that was not sent")
-    if lost is None:
-        trainer.tell({"do": "stop"})
-        lost = trainer.told(PATIENCE_S)
-    return offered_s + max(0.0, float(lost["lost_s"]))
+    if steps is None:
+        for trainer in trainers:
+            trainer.tell({"do": "stop"})
+        lost = [trainer.told(PATIENCE_S)["lost_s"] for trainer in trainers]
+    return offered_s + max(0.0, lost[0] - max(0.0, lost[1]))

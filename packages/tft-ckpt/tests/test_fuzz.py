@@ -171,7 +171,7 @@ def survive(seed: int, num_connections: int, seconds: float) -> None:
             relay.have(chunk)
         good = ask(port, manifest_path(KEY)).partition(b"\r\n\r\n")[2]
         descriptors = process.num_fds()
-        feed(port, seed, max(20, num_connections // 2), lambda: True)
+        feed(port, seed, min(150, num_connections), lambda: True)
         before = settled()
         num_fed = feed(port, seed + 100, num_connections, lambda: time.monotonic() < until_s)
         after = settled()
