@@ -1,6 +1,9 @@
-"""Live state over HTTP: `server` for the side that has it, `client` for the side that needs it, `plan` what to fetch.
+"""Live state over HTTP: `server` for the side that has it, `client` for the side that needs it.
 
-Law of this folder: `plan` and `routes` are pure; everything that talks is in the others.
+The one serves with `app` what is on the shelf and, with `relay`, what is still being received; the other reads over one
+connection (`reader`) or several (`workers`), as `plan` and `chunks` decide.
+
+Law of this folder: `plan`, `chunks`, `tracker`, `pace` and `routes` are pure; everything that talks is in the others.
 """
 
 from __future__ import annotations
