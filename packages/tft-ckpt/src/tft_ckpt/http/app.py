@@ -66,6 +66,8 @@ _UNDRAINED_BYTES = 64 << 10
 # Chunks of a relay that come this close together are told of in one answer.
 _GATHER_S = 0.005
 
+_WARNINGS_A_MINUTE = 20
+
 _NO_LINGERING = struct.pack("ii", 1, 0)
 
 _log = logging.getLogger("tft_ckpt.http")
@@ -514,7 +516,15 @@ class _SilenceWatch:
 
 @final
 class _WithoutTraces(logging.Filter):
-    """One sentence for what a stranger sent or a reader left; the traceback stays where a bug of ours is logged."""
+    """One sentence for what a stranger sent or a reader left; the traceback stays where a bug of ours is logged.
+
+    After so many in one minute the rest of them is kept quiet: else a stranger could fill the log.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._minute = 0
+        self._said = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -523,8 +533,14 @@ class _WithoutTraces(logging.Filter):
             # Without what follows the first colon: that is what was sent, which may be long, or a token.
             why = error.message if isinstance(error, HttpProcessingError) else str(error)
             what = record.getMessage()
-            record.msg = "%s: the request can't be read or answered, so its connection ends (%s)"
-            record.args = (what, why.partition(":")[0].strip())
+            minute = int(record.created // 60)
+            self._said = self._said + 1 if minute == self._minute else 1
+            self._minute = minute
+            if self._said > _WARNINGS_A_MINUTE:
+                return False
+            last = "; more of these are kept quiet for this minute" if self._said == _WARNINGS_A_MINUTE else ""
+            record.msg = "%s: the request can't be read or answered, so its connection ends (%s)%s"
+            record.args = (what, why.partition(":")[0].strip(), last)
             record.levelno, record.levelname = logging.WARNING, "WARNING"
             record.exc_info = record.exc_text = None
         return True
