@@ -109,15 +109,23 @@ def _start(stack: ExitStack, system: str, mib: int, num_readers: int) -> _Proces
 def _pair(system: str, mib: int) -> Lost:
     with ExitStack() as stack:
         processes = _start(stack, system, mib, 1)
-        first_s = _offer(processes.trainer, 1)[0]
+        first_s = _warm(processes.trainer)
         return Lost(first_s, _read(processes, 2, None), _read(processes, 3, SLOW_BYTES_PER_S))
 
 
 def _slow_readers(system: str, mib: int) -> float:
     with ExitStack() as stack:
         processes = _start(stack, system, mib, SLOW_READERS)
-        _offer(processes.trainer, 1)
+        _warm(processes.trainer)
         return _read(processes, 2, SLOW_BYTES_PER_S, steps=SLOW_STEPS)
+
+
+def _warm(trainer: Worker) -> float:
+    """Have it offer a state that nobody reads, and go on until its checksums are made. Returns: what offering took."""
+    first_s = _offer(trainer, 1)[0]
+    trainer.tell({"do": "train", "steps": SLOW_STEPS})
+    trainer.told(PATIENCE_S)
+    return first_s
 
 
 def _offer(trainer: Worker, step: int) -> tuple[float, str]:
