@@ -8,6 +8,7 @@ import pytest
 
 from tft_algos.errors import SettingError, UnknownSetting
 from tft_algos.manager.config import ManagerConfig, ResolvedConfig, WorldSizeMode, config_of, from_environment
+from tft_algos.testing import MemoryTransport
 from tft_coord.timeouts import Timeouts
 
 LIGHTHOUSE = {"TFT_LIGHTHOUSE": "localhost:1"}
@@ -146,3 +147,11 @@ def test_a_secret_is_not_printed() -> None:
 
 def test_the_world_size_modes_have_torchfts_values() -> None:
     assert (WorldSizeMode.DYNAMIC.value, WorldSizeMode.FIXED_WITH_SPARES.value) == (0, 1)
+
+
+def test_tls_is_read_where_the_manager_makes_the_transport_itself() -> None:
+    half = {**LIGHTHOUSE, "TFT_TLS_CERT": "cert.pem"}
+    with pytest.raises(SettingError, match="TFT_TLS_KEY, TFT_TLS_CA is not set"):
+        resolve(half)
+    assert resolve(half, checkpoint_transport=MemoryTransport()).tls is None
+    assert resolve(LIGHTHOUSE).tls is None

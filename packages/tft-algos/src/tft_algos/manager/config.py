@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any, Final, Literal
 
 from tft_algos.errors import SettingError, UnknownSetting
-from tft_ckpt import CheckpointTransport
+from tft_ckpt import TLS, CheckpointTransport, WrongSetting
 from tft_coord.errors import SettingError as CoordinationSettingError
 from tft_coord.security import check_token, read_token
 from tft_coord.timeouts import Timeouts
@@ -157,6 +157,7 @@ class ResolvedConfig:
     Args:
         timeout_was_said: `timeout` came from the user, so the process group takes it too.
         store_addr: None: this process hosts the store.
+        tls: of the transport for live state that the Manager makes, or None.
         run_scope: names this start of the group, for keys in a store that outlives it.
         group_scope: names the group across its restarts, for the same store.
     """
@@ -183,6 +184,7 @@ class ResolvedConfig:
     quorum_retries: int
     job: str
     token: str | None = field(repr=False)
+    tls: TLS | None
     run_scope: str
     group_scope: str
 
@@ -291,6 +293,7 @@ def from_environment(
         quorum_retries=retries if retries is not None else _whole(environ, "TORCHFT_QUORUM_RETRIES", 0) or 0,
         job=job,
         token=_token(config, environ),
+        tls=_tls(environ) if config.checkpoint_transport is None else None,
         run_scope=f"{group_scope}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
         group_scope=group_scope,
     )
@@ -300,6 +303,13 @@ def _token(config: ManagerConfig, environ: Mapping[str, str]) -> str | None:
     try:
         return check_token(config.token) if config.token is not None else read_token(environ)
     except CoordinationSettingError as error:
+        raise SettingError(str(error)) from error
+
+
+def _tls(environ: Mapping[str, str]) -> TLS | None:
+    try:
+        return TLS.from_environment(environ)
+    except WrongSetting as error:
         raise SettingError(str(error)) from error
 
 

@@ -139,7 +139,10 @@ class Manager:
         if self._config.timeout_was_said:
             pg.set_timeout(self._config.timeout)
         self._transport: CheckpointTransport[Any] = self._config.checkpoint_transport or HTTPTransport(
-            self._config.timeout, num_chunks=0, advertise_addr=self._config.hostname, token=self._config.token
+            self._config.timeout,
+            advertise_addr=self._config.hostname,
+            token=self._config.token,
+            tls=self._config.tls,
         )
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tft-quorum")
         try:
