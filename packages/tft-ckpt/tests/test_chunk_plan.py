@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 import pytest
@@ -120,6 +121,53 @@ def test_the_source_helps_out_when_the_fellows_are_too_slow() -> None:
     assert plan.claim(source, 8.0) is not None
 
 
+def test_the_source_waits_for_no_fellow_that_gives_nothing_of_what_it_has() -> None:
+    """Else one that is slower than its word would hold up all: it is broken off when the source is done."""
+    plan = made(24, own="m")
+    source, slow = whole(plan), fellow(plan, "x", *range(24))
+    part = plan.claim(slow, 0.0)
+    assert part is not None
+    assert plan.claim(source, 0.1) is None, "the fellow has all of it"
+    now_s = 2 * GRACE_S
+    while fetched := plan.claim(source, now_s):
+        for chunk in fetched:
+            plan.arrived(source, chunk, now_s)
+    assert plan.missing_bytes == sum(CHUNK if chunk < 23 else 100 for chunk in part)
+    assert plan.too_slow(now_s + 1.0) == [slow]
+
+
+def test_the_source_waits_for_no_fellow_that_does_not_say_more() -> None:
+    """It asks the fellow what it has now, and gets no answer."""
+    plan = made(8, own="m")
+    source, silent, gone = whole(plan), fellow(plan, "x", 0, 1), fellow(plan, "y", 0, 1)
+    assert plan.claim(gone, 0.1) == range(2)
+    plan.leave(gone, 0.2)
+    while fetched := plan.claim(source, 0.3):
+        for chunk in fetched:
+            plan.arrived(source, chunk, 0.3)
+    assert plan.missing_bytes == 2 * CHUNK, "a fellow has these, and should be asked"
+    assert plan.num_known(silent) == 2
+    while fetched := plan.claim(source, 2.0):
+        for chunk in fetched:
+            plan.arrived(source, chunk, 2.0)
+    assert plan.complete
+
+
+def test_the_cost_of_a_chunk_does_not_grow_with_their_number() -> None:
+    def cost_s(num_chunks: int) -> float:
+        plan = made(num_chunks)
+        worker = whole(plan)
+        part = plan.claim(worker, 0.0, is_alone=True)
+        assert part == range(num_chunks)
+        began_s = time.process_time()
+        for chunk in part[:2000]:
+            plan.arrived(worker, chunk, 0.1)
+            assert not plan.complete
+        return time.process_time() - began_s
+
+    assert min(cost_s(2_000_000) for _ in range(3)) < 20 * min(cost_s(4000) for _ in range(3))
+
+
 def test_newcomers_begin_at_different_places_and_meet_from_the_other_side() -> None:
     urls = ["k", "m", "x", "z"]
     firsts: dict[str, list[range]] = {}
@@ -143,8 +191,10 @@ def test_one_who_is_alone_asks_for_all_in_a_row() -> None:
     plan = made(50, own="m")
     worker = whole(plan)
     assert plan.claim(worker, 0.0, is_alone=True) == range(50)
-    for chunk in range(20, 30):
+    for chunk in range(30):
         plan.arrived(worker, chunk, 0.1)
+    for chunk in range(20):
+        plan.lose(chunk)
     plan.leave(worker, 0.1)
     worker = whole(plan)
     assert plan.claim(worker, 0.1, is_alone=True) == range(20)
@@ -216,8 +266,9 @@ def test_the_next_lead_confirms_what_is_here() -> None:
     assert not plan.adopt(manifest([1, 2, 3, 4]))
     worker = whole(plan)
     assert plan.claim(worker, 0.0) == range(4)
-    for chunk in (0, 1, 3):
+    for chunk in range(4):
         plan.arrived(worker, chunk, 0.1)
+    plan.lose(2)
     plan.leave(worker, 0.1)
     assert plan.adopt(manifest([1, 99, 3, 4]))
     assert list(plan.good()) == [0, 3]

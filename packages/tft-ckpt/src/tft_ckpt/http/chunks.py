@@ -15,7 +15,7 @@ Law of this file: pure; the time is given. The owner locks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, final
 
 from tft_ckpt.manifest import Manifest
@@ -36,6 +36,8 @@ ASSUMED_BYTES_PER_S: Final = 16e6
 """Taken for the rate of a source that has delivered nothing yet."""
 STUCK_S: Final = 1.0
 """How long those that have only parts of the run may have nothing new for each other, with no source of the whole."""
+# Of flags, to read them as a number.
+_DIGITS: Final = bytes.maketrans(b"\0\1", b"01")
 
 
 @dataclass(slots=True)
@@ -46,15 +48,15 @@ class _Worker:
         source: whom it asks.
         is_fellow: whether that is a newcomer itself.
         have: bitmap of the chunks that are there.
-        part: chunks that it holds, in order.
-        began_s, heard_s: when it took them, and when the last of them arrived.
+        part: chunks that it holds, in the order in which they come.
+        began_s, heard_s: when it took them, and when the last of them arrived, or its source last said what it has.
         part_bytes: of them, arrived.
     """
 
     source: str
     is_fellow: bool
     have: int
-    part: list[int] = field(default_factory=list)
+    part: range = range(0)
     began_s: float = 0.0
     heard_s: float = 0.0
     part_bytes: int = 0
@@ -73,7 +75,8 @@ class ChunkPlan:
         self._manifest: Manifest | None = None
         self._num_chunks = 0
         self._missing = 0  # bitmaps, chunk 0 in the lowest bit
-        self._good = 0
+        self._good = bytearray()  # a byte for each chunk: one bitmap of all would be copied for each that comes
+        self._num_good = 0
         self._good_bytes = 0
         self._workers: dict[int, _Worker] = {}
         self._num_joined = 0
@@ -95,23 +98,27 @@ class ChunkPlan:
         self._num_chunks = layout.num_chunks
         kept = before is not None and layout.fits(before.layout)
         if before is None or not kept:
-            self._good = self._good_bytes = 0
+            self._good = bytearray(self._num_chunks)
+            self._num_good = self._good_bytes = 0
         else:
             for chunk in list(self.good()):
                 if before.sums[chunk] != manifest.sums[chunk]:
                     self.lose(chunk)
-        self._missing = self._all & ~self._good
+        self._missing = self._all
+        if self._num_good:
+            self._missing &= ~int(self._good[::-1].translate(_DIGITS), 2)
         return kept
 
     def lose(self, chunk: int) -> None:
         """A good chunk is missing after all."""
-        self._good &= ~(1 << chunk)
+        self._good[chunk] = False
+        self._num_good -= 1
         self._missing |= 1 << chunk
         self._good_bytes -= self._length(chunk)
 
     def good(self) -> Iterator[int]:
         """The chunks that are here and checked."""
-        return (chunk for chunk in range(self._num_chunks) if self._good >> chunk & 1)
+        return (chunk for chunk in range(self._num_chunks) if self._good[chunk])
 
     @property
     def good_bytes(self) -> int:
@@ -126,7 +133,7 @@ class ChunkPlan:
     @property
     def complete(self) -> bool:
         """Whether nothing is missing."""
-        return self._manifest is not None and self._good == self._all
+        return self._manifest is not None and self._num_good == self._num_chunks
 
     @property
     def _all(self) -> int:
@@ -148,7 +155,7 @@ class ChunkPlan:
         Returns: its number.
         """
         self._num_joined += 1
-        self._workers[self._num_joined] = _Worker(source, is_fellow, self._all if has_all else 0)
+        self._workers[self._num_joined] = _Worker(source, is_fellow, self._all if has_all else 0, heard_s=now_s)
         self._news_s = now_s
         return self._num_joined
 
@@ -159,6 +166,7 @@ class ChunkPlan:
         if have != each.have:
             self._news_s = now_s
         each.have = have
+        each.heard_s = now_s
 
     def num_known(self, worker: int) -> int:
         """How many chunks its source is known to have."""
@@ -172,8 +180,7 @@ class ChunkPlan:
         """The connection has ended: what it holds is missing again."""
         each = self._workers.pop(worker)
         self._learn_rate(each, now_s)
-        for chunk in each.part:
-            self._missing |= 1 << chunk
+        self._missing |= _bits(each.part)
 
     def claim(self, worker: int, now_s: float, *, is_alone: bool = False) -> range | None:
         """Chunks that this connection is to fetch now, which it holds from then on; None if there are none for it.
@@ -187,23 +194,25 @@ class ChunkPlan:
         free = self._missing & each.have
         if not each.is_fellow:
             spare = free & ~self._with_fellows()
-            if spare or self._fellows_suffice():
+            if spare or self._fellows_suffice(now_s):
                 free = spare
         if not free:
             return None
         part = self._cut(free, self._num_chunks if is_alone else self._part_chunks(each.source))
-        each.part = list(part)
+        each.part = part
         each.began_s = each.heard_s = now_s
         self._missing &= ~_bits(part)
         return part
 
     def arrived(self, worker: int, chunk: int, now_s: float) -> None:
-        """The chunk is here and checked against the manifest in force."""
+        """The first chunk of those that the connection holds is here and checked against the manifest in force."""
         each = self._workers[worker]
-        each.part.remove(chunk)
+        assert each.part[:1] == range(chunk, chunk + 1), "chunks come in order"
+        each.part = each.part[1:]
         each.heard_s = self._news_s = now_s
         each.part_bytes += self._length(chunk)
-        self._good |= 1 << chunk
+        self._good[chunk] = True
+        self._num_good += 1
         self._good_bytes += self._length(chunk)
 
     def _learn_rate(self, each: _Worker, now_s: float) -> None:
@@ -223,10 +232,12 @@ class ChunkPlan:
                 union |= each.have
         return union
 
-    def _fellows_suffice(self) -> bool:
+    def _fellows_suffice(self, now_s: float) -> bool:
         """Whether what only the fellows should be asked for comes from them soon enough."""
         fellows = [each for each in self._workers.values() if each.is_fellow and each.have & self._missing]
-        rate = sum(self._rates.get(each.source, ASSUMED_BYTES_PER_S) for each in fellows)
+        # Who was not heard of for longer than a chunk should take is not waited for, whatever he says that he has.
+        able = [each for each in fellows if not _is_late(each, self._chunk_bytes, self._rate(each), now_s)]
+        rate = sum(self._rate(each) for each in able)
         left = (self._missing & self._with_fellows()).bit_count() * self._chunk_bytes
         return left <= rate * FELLOWS_S
 
@@ -276,9 +287,7 @@ class ChunkPlan:
         idle = [each for each in self._workers.values() if not each.part and not self._missing & each.have]
         found: list[int] = []
         for number, each in self._workers.items():
-            held = 0
-            for chunk in each.part:
-                held |= 1 << chunk
+            held = _bits(each.part)
             able = next((other for other in idle if held and not held & ~other.have), None)
             if able is not None and _is_late(each, held.bit_count() * self._chunk_bytes, self._rate(able), now_s):
                 idle.remove(able)
