@@ -90,8 +90,15 @@ def train(lighthouse: str, name: str, settings: dict[str, Any], connection: Conn
     watched = DiesWhileSending(pg)
     transport = PGTransport[Any](watched, TIMEOUT, CPU, chunk_bytes=CHUNK_BYTES)
 
+    raises_once: list[Exception] = []
+
     def take() -> dict[str, Any]:
         return {"model": model.state_dict(), "optimizer": adam.state_dict()}
+
+    def give() -> dict[str, Any]:
+        if raises_once:
+            raise raises_once.pop()
+        return take()
 
     def load(state: dict[str, Any]) -> None:
         model.load_state_dict(state["model"])
@@ -101,7 +108,7 @@ def train(lighthouse: str, name: str, settings: dict[str, Any], connection: Conn
     with Manager(
         pg,
         load,
-        take,
+        give,
         replica_id=name,
         lighthouse_addr=lighthouse,
         hostname="localhost",
@@ -117,6 +124,9 @@ def train(lighthouse: str, name: str, settings: dict[str, Any], connection: Conn
                 match connection.recv():
                     case int(step):
                         last = step
+                    case "raise":
+                        raises_once.append(OSError("the disk is full"))
+                        connection.send(Event("struck"))
                     case _:
                         watched.messages_left = MESSAGES_BEFORE_DEATH
                         connection.send(Event("struck"))
@@ -124,10 +134,9 @@ def train(lighthouse: str, name: str, settings: dict[str, Any], connection: Conn
             step = manager.current_step()
             optimizer.zero_grad()
             ddp(torch.randn(4, FEATURES)).square().mean().backward()
-            error = manager.errored()
             optimizer.step()
             if manager.current_step() == step:
-                connection.send(Event("failed", step, text=str(error)))
+                connection.send(Event("failed", step, text="; ".join(map(str, manager.errors()))))
             else:
                 step = manager.current_step()
                 connection.send(Event("commit", step, digest(take()), manager.num_participants()))
@@ -178,3 +187,18 @@ def test_a_source_killed_while_it_sends_is_replaced_by_another(spawn: Spawn, lig
     assert source.process.exitcode == -signal.SIGKILL
     assert newcomer.of_kind("healed")
     job.finish([other, newcomer])
+
+
+def test_who_heals_is_told_that_the_sources_state_dict_raised(spawn: Spawn, lighthouse: LighthouseServer) -> None:
+    job = Job(spawn, lighthouse)
+    source, other = (start(job, spawn, lighthouse, name) for name in ("a", "b"))
+    job.until(lambda: all(trainer.committed_with(2) for trainer in (source, other)), "two commit together")
+    source.connection.send("raise")
+    job.until(lambda: bool(source.of_kind("struck")), "the source is ready to raise")
+    newcomer = start(job, spawn, lighthouse, "c")
+    job.until(lambda: all(trainer.committed_with(3) for trainer in job.trainers), "three commit together")
+    failed = [event.text for event in newcomer.of_kind("failed")]
+    assert any(
+        "the state_dict registered under 'default' raised OSError('the disk is full')" in text for text in failed
+    )
+    job.finish([source, other, newcomer])

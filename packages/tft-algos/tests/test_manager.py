@@ -588,6 +588,26 @@ def test_a_state_dict_that_raises_costs_the_source_nothing_and_the_healer_is_tol
     assert all(said in sentence for sentence in told)
 
 
+def test_those_that_heal_are_named_to_the_transport_that_refuses_them_and_it_may_fail(
+    rigs: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = rigs(plan_of(7, size=2, healing=[1]))
+    refused: list[Any] = []
+
+    def take() -> object:
+        raise KeyError("missing")
+
+    def refuse(step: int, sentence: str, **more: Any) -> None:
+        refused.append((step, more["dst_ranks"]))
+        raise Closed("the transport was shut down")
+
+    source.manager._user_state["default"] = (source.weights.load, take)
+    source.transport.refuse_checkpoint = refuse
+    assert source.step()
+    assert refused == [(0, [1])]
+    assert "heal in vain: the transport was shut down" in caplog.text
+
+
 def test_a_state_that_was_declared_half_written_is_not_served(rigs: Any) -> None:
     rig = rigs(plan_of(7, size=2, healing=[1]), plan_of(8, size=2, healing=[1]))
     rig.manager.disallow_state_dict_read()

@@ -201,6 +201,30 @@ def test_what_exceeds_the_receivers_limits_is_refused_before_memory_is_taken() -
             sent()
 
 
+def test_those_that_wait_are_told_that_there_is_no_state_and_the_group_is_as_good_as_before() -> None:
+    source, *receivers = transports(3)
+    with (
+        running(lambda: receivers[0].recv_checkpoint(0, "", 5, BOUND, key=KEY)) as first,
+        running(lambda: receivers[1].recv_checkpoint(0, "", 5, BOUND, key=KEY)) as second,
+    ):
+        source.refuse_checkpoint(5, "its trainer raised KeyError", key=KEY, dst_ranks=[1, 2])
+        for told in (first, second):
+            with pytest.raises(StateUnavailable, match=r"has no state 3.* its trainer raised KeyError"):
+                told()
+    assert_same_state(transfer(source, receivers[0], {"a": torch.ones(10)}), {"a": torch.ones(10)})
+
+
+def test_a_refusal_that_nobody_hears_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    members = members_of_gloo(2)
+    source = PGTransport[Any](members[0], SHORT, CPU)
+    source.refuse_checkpoint(5, "nobody asks", key=KEY)
+    source.refuse_checkpoint(5, "its trainer raised", key=KEY, dst_ranks=[1])
+    assert "its trainer raised" in caplog.text
+    source.shutdown()
+    with pytest.raises(Closed):
+        source.refuse_checkpoint(5, "it is over", key=KEY, dst_ranks=[1])
+
+
 def test_nobody_to_send_to_costs_no_transfer() -> None:
     (source,) = transports(1)
     source.send_checkpoint([], 5, {"a": torch.ones(3)}, BOUND)

@@ -139,9 +139,7 @@ class PGTransport(CheckpointTransport[T]):
             `timeout`, ends in DeadlinePassed, and the group with it.
         """
         key = _key(key, step)
-        ranks = list(dict.fromkeys(dst_ranks))
-        if any(type(rank) is not int or rank < 0 for rank in ranks):
-            raise WrongSetting(f"dst_ranks is {dst_ranks!r}; give replica ranks, 0 or more")
+        ranks = _ranks(dst_ranks)
         timeout_s = _positive(timeout)
         if not ranks:
             # Nobody can ask later. What can't travel is refused all the same.
@@ -170,6 +168,23 @@ class PGTransport(CheckpointTransport[T]):
             failures = _to_all(links, lambda link: _send(link, key, outgoing))
         if failures:
             raise failures[0]
+
+    def refuse_checkpoint(
+        self, step: int, sentence: str, *, key: StateKey | None = None, dst_ranks: Sequence[int] = ()
+    ) -> None:
+        """Tell these replica ranks, in place of the state; see `CheckpointTransport.refuse_checkpoint`.
+
+        It takes until they ask, at most the constructor's timeout; then the group ends, as after a send.
+        """
+        key = _key(key, step)
+        ranks = _ranks(dst_ranks)
+        self._check_open()
+        if not ranks:
+            return
+        with self._call("send", ranks[0], self._silence_s) as call:
+            links = [Link(call, rank=rank, device=self._device) for rank in ranks]
+            for failure in _to_all(links, lambda link: _refuse(link, key, sentence)):
+                _log.warning("state %s was refused (%s), and not all were told: %s", key, sentence, failure)
 
     def recv_checkpoint(
         self,
@@ -636,6 +651,12 @@ def _key(key: StateKey | None, step: int) -> StateKey:
     if key.step != step:
         raise WrongSetting(f"step is {step}, but key names step {key.step}; give the same one twice")
     return key
+
+
+def _ranks(dst_ranks: Sequence[int]) -> list[int]:
+    if any(type(rank) is not int or rank < 0 for rank in dst_ranks):
+        raise WrongSetting(f"dst_ranks is {dst_ranks!r}; give replica ranks, 0 or more")
+    return list(dict.fromkeys(dst_ranks))
 
 
 def _positive(timeout: timedelta) -> float:

@@ -48,11 +48,20 @@ class CheckpointTransport(ABC, Generic[T]):
             WrongSetting, Closed.
         """
 
-    def refuse_checkpoint(self, step: int, sentence: str, *, key: StateKey | None = None) -> None:
+    def refuse_checkpoint(
+        self, step: int, sentence: str, *, key: StateKey | None = None, dst_ranks: Sequence[int] = ()
+    ) -> None:
         """Say in place of `send_checkpoint` that this process can't give the state, and why.
 
         Those that wait for it are told the sentence, where the transport can tell them; by default it can't, and they
-        wait until their time-out.
+        wait until their time-out. Who can't be told is left to his time-out too, and that is no error.
+
+        Args:
+            step: committed steps.
+            sentence: why; it may be cut.
+            key: names the state; its step equals step.
+            dst_ranks: replica ranks that will ask for it. A transport that has to go to them tells no others.
+        Raises: WrongSetting, Closed.
         """
 
     @abstractmethod

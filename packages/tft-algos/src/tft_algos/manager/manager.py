@@ -636,7 +636,7 @@ class Manager:
             state = {"user": self._take(), "tft": self._core.snapshot_state()}
         except StateUnavailable as error:
             self._log(logging.ERROR, "can't serve step %d: %s", plan.step, error)
-            self._transport.refuse_checkpoint(plan.step, str(error), key=state_key(plan))
+            self._refuse(plan, str(error))
             return
         try:
             self._transport.send_checkpoint(
@@ -653,6 +653,16 @@ class Manager:
             [plan.replica_ids[rank] for rank in plan.recover_dst_replica_ranks] or "nobody first",
             1_000 * (self._clock.monotonic() - begun),
         )
+
+    def _refuse(self, plan: Plan, sentence: str) -> None:
+        """Tell those that wait for this replica's state that it can't be had from here."""
+        try:
+            self._transport.refuse_checkpoint(
+                plan.step, sentence, key=state_key(plan), dst_ranks=list(plan.recover_dst_replica_ranks)
+            )
+        except Exception as error:
+            # As for a send: the step is sound, and who waits has its own time-out.
+            self._log(logging.ERROR, "can't tell those that heal that they heal in vain: %s", error)
 
     def _take(self, *, compared_only: bool = False) -> dict[str, Any]:
         """The user's state, by key. Raises: StateUnavailable: a function of the user's raised."""

@@ -290,7 +290,9 @@ class MemoryTransport(CheckpointTransport[Any]):
         self.sent_to.append(dst_ranks)
         self.shelf[key] = state_dict
 
-    def refuse_checkpoint(self, step: int, sentence: str, *, key: StateKey | None = None) -> None:
+    def refuse_checkpoint(
+        self, step: int, sentence: str, *, key: StateKey | None = None, dst_ranks: Sequence[int] = ()
+    ) -> None:
         self.shelf[key] = StateUnavailable(sentence, source=self.metadata(), key=key)
 
     def recv_checkpoint(

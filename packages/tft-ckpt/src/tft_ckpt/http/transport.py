@@ -194,8 +194,10 @@ class HTTPTransport(CheckpointTransport[T]):
         finally:
             stop.close()
 
-    def refuse_checkpoint(self, step: int, sentence: str, *, key: StateKey | None = None) -> None:
-        """Answer those that ask for the state with that sentence; see `CheckpointTransport.refuse_checkpoint`."""
+    def refuse_checkpoint(
+        self, step: int, sentence: str, *, key: StateKey | None = None, dst_ranks: Sequence[int] = ()
+    ) -> None:
+        """Answer all those that ask for the state with that sentence; see `CheckpointTransport.refuse_checkpoint`."""
         self._server.refuse(_key(key, step), sentence)
 
     def recv_checkpoint(

@@ -162,8 +162,10 @@ class StruckTransport(CheckpointTransport[Any]):
         self._inside.send_checkpoint(dst_ranks, step, {fault.describe(): _CantTravel()}, timeout, key=key)
         raise StateUnavailable(fault.describe(), source=self._inside.metadata(), key=key)
 
-    def refuse_checkpoint(self, step: int, sentence: str, *, key: StateKey | None = None) -> None:
-        self._inside.refuse_checkpoint(step, sentence, key=key)
+    def refuse_checkpoint(
+        self, step: int, sentence: str, *, key: StateKey | None = None, dst_ranks: Sequence[int] = ()
+    ) -> None:
+        self._inside.refuse_checkpoint(step, sentence, key=key, dst_ranks=dst_ranks)
 
     def recv_checkpoint(
         self,
