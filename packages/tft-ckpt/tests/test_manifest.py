@@ -19,7 +19,7 @@ from tft_ckpt.manifest import HEADER_BYTES, MAGIC, VERSION, Manifest, decode, de
 from tft_ckpt.manifest import checksum as xxh3
 from tft_ckpt.snapshot import Snapshot
 from tft_ckpt.testing import assert_same_state, sample_state
-from tft_ckpt.tree import DTYPES
+from tft_ckpt.tree import DTYPES, PATH_LENGTH_MAX
 
 KEY = StateKey(quorum_id=1, nonce=2, step=3, lineage=4)
 LIMITS = Limits()
@@ -89,6 +89,7 @@ def test_every_dtype_travels(name: str) -> None:
         got.untyped_storage(), got.storage_offset() * size, (3 * size,), (1,)
     )
     assert first.equal(raw[size : 4 * size])
+    assert_same_state(got, tensor)
 
 
 def test_shared_storage_is_sent_once_and_stays_shared() -> None:
@@ -410,6 +411,18 @@ HOSTILE_BODIES = {
 def test_a_hostile_body_is_refused(kind: str) -> None:
     with pytest.raises(StateCorrupt):
         decode(sealed(HOSTILE_BODIES[kind]), limits=LIMITS)
+
+
+def test_paths_are_cut_for_many_leaves_may_lie_under_a_long_one() -> None:
+    def nested(leaf: object, depth: int = 20) -> object:
+        return {"k" * 95: nested(leaf, depth - 1)} if depth else leaf
+
+    with pytest.raises(StateUnsupported) as raised:
+        encoded(nested(object()))
+    (leaf,) = decode(encoded(nested(torch.ones(1))), limits=LIMITS).layout.leaves()
+    for path in (leaf.path, raised.value.path):
+        assert len(path) < PATH_LENGTH_MAX + 110
+        assert path.endswith("…")
 
 
 def test_limits_bind_the_reader() -> None:

@@ -48,6 +48,9 @@ Node = Any
 
 ROOT_PATH = "state"
 
+PATH_LENGTH_MAX = 1000
+"""In characters; longer paths end in an ellipsis."""
+
 MAX_KEYS_ALIKE = 64
 """Keys of one dict that may have one hash; honest ones have two or three."""
 
@@ -185,7 +188,7 @@ class Limits:
     """How large a state may be, on either side. What is larger is refused before memory is taken for it."""
 
     manifest_bytes: int = 64 << 20
-    """Of the manifest as sent; its decoded form takes some ten times as much."""
+    """Of the manifest as sent; its decoded form takes some ten times as much, and a hostile one's up to thirty."""
     depth: int = 64
     """Containers within containers."""
     nodes: int = 2_000_000
@@ -245,7 +248,7 @@ class TreeWriter:
             subclass = tensor_subclass_of(value)
             if subclass is not None:
                 parts = subclass.parts(value, path)
-                return ["subclass", subclass.name, self.write(parts, f"{path}.parts", depth + 1)]
+                return ["subclass", subclass.name, self.write(parts, _below(path, ".parts"), depth + 1)]
             part = part_of(value, path)
             return self._on_tensor(path, value) if part is None else self._write_shard(path, part)  # type: ignore[arg-type]
         leaf = self._write_leaf(value)
@@ -295,7 +298,11 @@ class TreeWriter:
         if kind is OrderedDict:
             # A module's state dict carries its version table in this attribute, and load_state_dict reads it.
             metadata = getattr(value, "_metadata", None)
-            return ["odict", self.write(metadata, f"{path}._metadata", depth + 1), *self._pairs(value, path, depth)]
+            return [
+                "odict",
+                self.write(metadata, _below(path, "._metadata"), depth + 1),
+                *self._pairs(value, path, depth),
+            ]
         if kind is Counter:
             return ["counter", *self._pairs(value, path, depth)]
         if kind is defaultdict:
@@ -315,12 +322,12 @@ class TreeWriter:
 
     def _items(self, value: Any, path: str, depth: int) -> Iterator[Node]:
         for index, item in enumerate(value):
-            yield self.write(item, f"{path}[{index}]", depth + 1)
+            yield self.write(item, _below(path, f"[{index}]"), depth + 1)
 
     def _pairs(self, value: Any, path: str, depth: int) -> Iterator[Node]:
         for key, item in value.items():
             yield self._write_key(key, path, depth + 1)
-            yield self.write(item, f"{path}[{_label(key)}]", depth + 1)
+            yield self.write(item, _below(path, f"[{_label(key)}]"), depth + 1)
 
     def _write_key(self, key: object, path: str, depth: int) -> Node:
         if type(key) is tuple:
@@ -337,6 +344,13 @@ class TreeWriter:
 
 
 _NO_LEAF = object()
+
+
+def _below(path: str, step: str) -> str:
+    """A member's path. It ends somewhere: every tensor has one, and a peer may nest a million under one long path."""
+    if len(path) < PATH_LENGTH_MAX:
+        return path + step
+    return path if path.endswith("…") else f"{path}…"
 
 
 def _label(key: object) -> str:
@@ -479,7 +493,7 @@ class TreeReader:
         if len(node) < 2:
             raise self.corrupt(path, "its ordered dict lacks a part")
         result: OrderedDict[Any, Any] = OrderedDict()
-        metadata = self.read(node[1], f"{path}._metadata", depth + 1)
+        metadata = self.read(node[1], _below(path, "._metadata"), depth + 1)
         if metadata is not None:
             result._metadata = metadata  # type: ignore[attr-defined]
         self._pairs(node, 2, path, depth, into=result)
@@ -509,10 +523,10 @@ class TreeReader:
                 "register_tensor_subclass",
                 path=path,
             )
-        return self._on_subclass(subclass, path, self.read(node[2], f"{path}.parts", depth + 1))
+        return self._on_subclass(subclass, path, self.read(node[2], _below(path, ".parts"), depth + 1))
 
     def _items(self, node: list[Node], first: int, path: str, depth: int) -> list[Any]:
-        return [self.read(node[at], f"{path}[{at - first}]", depth + 1) for at in range(first, len(node))]
+        return [self.read(node[at], _below(path, f"[{at - first}]"), depth + 1) for at in range(first, len(node))]
 
     def _pairs(self, node: list[Node], first: int, path: str, depth: int, *, into: Any) -> Any:
         if (len(node) - first) % 2:
@@ -526,7 +540,7 @@ class TreeReader:
                 raise self.corrupt(path, f"more than {MAX_KEYS_ALIKE} of its keys have one hash")
             if key in into:
                 raise self.corrupt(path, f"its key {_label(key)} comes twice")
-            into[key] = self.read(node[at + 1], f"{path}[{_label(key)}]", depth + 1)
+            into[key] = self.read(node[at + 1], _below(path, f"[{_label(key)}]"), depth + 1)
         return into
 
     def _read_key(self, node: Node, path: str, depth: int) -> Any:

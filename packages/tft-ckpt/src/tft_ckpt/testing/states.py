@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter, OrderedDict, defaultdict
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -16,6 +16,9 @@ from tft_ckpt.sharding import LocalShard, Placement, Sharding, part_of
 from tft_ckpt.tree import tensor_subclass_of
 
 __all__ = ["assert_same_state", "sample_state"]
+
+# By size: integers of the same bits as any dtype's elements.
+_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def sample_state(*, seed: int = 0, num_bytes: int = 1 << 20) -> dict[Any, Any]:
@@ -118,14 +121,10 @@ def _compare_tensors(actual: torch.Tensor, expected: torch.Tensor, path: str) ->
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return (
-        tensor.detach()
-        .resolve_conj()
-        .resolve_neg()
-        .clone(memory_format=torch.contiguous_format)
-        .reshape(-1)
-        .view(torch.uint8)
-    )
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.dtype.itemsize in _WORDS:  # some dtypes can be looked at, and not be copied
+        tensor = tensor.view(_WORDS[tensor.dtype.itemsize])
+    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def _storage(tensor: torch.Tensor) -> int:
