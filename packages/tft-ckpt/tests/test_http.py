@@ -313,6 +313,62 @@ def scripted(*answers: bytes) -> Iterator[str]:
             thread.join()
 
 
+@contextmanager
+def answering(serve: Callable[[socket.socket], None]) -> Iterator[str]:
+    """A source of which each connection is given to a function, on a thread of its own."""
+    threads = []
+
+    def run(sock: socket.socket) -> None:
+        with sock, suppress(OSError):
+            serve(sock)
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                sock, _ = listener.accept()
+                threads.append(threading.Thread(target=run, args=(sock,), name="answering"))
+                threads[-1].start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threads.append(threading.Thread(target=accept, name="answering"))
+        threads[0].start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            for thread in threads:
+                thread.join()
+
+
+@contextmanager
+def trickling(source: HTTPTransport[Any], asked: str) -> Iterator[str]:
+    """A source in front of another one that gives the last byte of one kind of answer never, and the others slowly."""
+    place = urlsplit(source.metadata())
+
+    def serve(sock: socket.socket) -> None:
+        with socket.create_connection((place.hostname, place.port)) as behind:
+            while request := sock.recv(65536):
+                behind.sendall(request)
+                if f"/{asked} ".encode() not in request:
+                    head = b""
+                    while b"\r\n\r\n" not in head:
+                        head += behind.recv(1)
+                    length = int(head.lower().partition(b"content-length:")[2].split()[0])
+                    sock.sendall(head + behind.recv(length, socket.MSG_WAITALL))
+                    continue
+                while True:
+                    sock.sendall(behind.recv(1))
+                    sock.settimeout(0.01)
+                    try:
+                        if not sock.recv(1):
+                            return
+                    except TimeoutError:
+                        continue
+
+    with answering(serve) as url:
+        yield url
+
+
 def answer(body: bytes, status: str = "200 OK", **headers: object) -> bytes:
     lines = [f"HTTP/1.1 {status}", *(f"{name.replace('_', '-')}: {value}" for name, value in headers.items())]
     if "content_length" not in headers:
@@ -412,6 +468,46 @@ def test_a_silent_source_does_not_use_up_the_time_of_the_others(
     assert report is not None
     assert report.sources == (source.metadata(),)
     assert url in report.faults[0]
+
+
+@pytest.mark.parametrize("asked", ["manifest", "data"])
+def test_nor_does_one_that_says_a_little_now_and_then(
+    asked: str, source: HTTPTransport[Any], receiver: HTTPTransport[Any]
+) -> None:
+    source.send_checkpoint([1], 1, {"a": torch.ones(100_000)}, BOUND)
+    with trickling(source, asked) as url:
+        got = receiver.recv_checkpoint(0, url, 1, timedelta(seconds=2), sources=[source.metadata()])
+    assert got["a"].equal(torch.ones(100_000))
+    report = receiver.last_receive
+    assert report is not None
+    assert any(url in fault and "longer than it may" in fault for fault in report.faults)
+
+
+def test_who_talks_without_end_is_interrupted(receiver: HTTPTransport[Any]) -> None:
+    """The standard library reads over any number of such answers, and there is always one more to read."""
+    ended = threading.Event()
+
+    def talk(sock: socket.socket) -> None:
+        sock.recv(65536)
+        while not ended.is_set():
+            sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n" * 2000)
+
+    try:
+        with answering(talk) as url, pytest.raises(DeadlinePassed):
+            receiver.recv_checkpoint(0, url, 1, timedelta(seconds=0.3))
+    finally:
+        ended.set()
+
+
+def test_a_very_long_time_is_no_error() -> None:
+    with (
+        HTTPTransport[Any](timedelta(days=1000), bind="127.0.0.1") as source,
+        HTTPTransport[Any](timedelta(days=1000), bind="127.0.0.1") as receiver,
+    ):
+        offer = threading.Timer(0.05, source.send_checkpoint, ([1], 1, {"a": 1}, BOUND))
+        offer.start()
+        assert receiver.recv_checkpoint(0, source.metadata(), 1, timedelta(days=1000)) == {"a": 1}
+        offer.join()
 
 
 def test_kept_buffers_are_used_again(source: HTTPTransport[Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tft_ckpt import HTTPTransport, StateDiffers, StateUnavailable, WrongSetting
+from tft_ckpt import Closed, HTTPTransport, StateDiffers, StateUnavailable, WrongSetting
 from tft_ckpt.http import transport as transport_module
 from tft_ckpt.http.link import TRANSFER_BYTES_MIN, interface_of, link_bytes_per_s, slow_link_sentence
 from tft_ckpt.testing import Fault, FaultyProxy, assert_same_state, sample_state
@@ -70,6 +70,22 @@ def test_a_receive_in_place_that_fails_says_what_the_tensors_hold(
         receiver.recv_checkpoint(0, proxy.url, 1, BOUND, into=into)
     assert caught.value.source == proxy.url
     assert_same_state(receiver.recv_checkpoint(0, source.metadata(), 1, BOUND, into=into), state)
+
+
+@pytest.mark.parametrize("num_chunks", [0, 3])
+def test_it_says_so_too_when_not_even_the_first_chunk_was_whole(num_chunks: int, source: HTTPTransport[Any]) -> None:
+    state, into = {"a": torch.ones(1 << 18)}, {"a": torch.zeros(1 << 18)}
+    source.send_checkpoint([1], 1, state, BOUND)
+    fault = Fault("data", "stall", at=300_000)
+    with (
+        FaultyProxy(source.metadata(), fault) as proxy,
+        HTTPTransport[Any](BOUND, num_chunks, bind="127.0.0.1") as receiver,
+        pytest.raises(Closed, match="hold a mixture"),
+    ):
+        # By then some of it is in its place, for the first part of a stalled answer has gone through.
+        receiver.recv_checkpoint(0, proxy.url, 1, BOUND, into=into, cancelled=lambda: bool(into["a"].any()))
+    assert into["a"].any()
+    assert not into["a"].all()
 
 
 # ---- the cap ----

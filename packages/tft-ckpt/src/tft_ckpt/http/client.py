@@ -121,9 +121,9 @@ class Receive:
         self._fetching_s = 0.0
 
     @property
-    def fetched_bytes(self) -> int:
-        """Bytes of the run that were written to the target so far."""
-        return self._tally.fetched_bytes
+    def has_written(self) -> bool:
+        """Whether the target may have been written to."""
+        return self._tally.has_written
 
     def run(self) -> tuple[Target, ReceiveReport]:
         """Fetch the state. Raises: as `CheckpointTransport.recv_checkpoint`."""
@@ -214,8 +214,18 @@ class Receive:
         share = self._stop.remaining_s() / (2 * self._plan.num_sources if others else 1)
         return max(_SILENCE_MIN_S, share)
 
+    def _until_s(self) -> float:
+        # Nor may one use it up that says a little now and then.
+        return time.monotonic() + 2 * self._share_s() if self._plan.num_sources > 1 else math.inf
+
     def _fetch_manifest(self, source: str) -> tuple[Manifest, bytes, bool] | None:
-        reader = Reader(source, self._terms, silence_s=self._allowed_silence_s(), stop=self._stop)
+        reader = Reader(
+            source,
+            self._terms,
+            silence_s=self._allowed_silence_s(),
+            stop=self._stop,
+            until_s=self._until_s(),
+        )
         try:
             wait_s = _WAIT_PREFERRED_S if source == self._plan.preferred else _WAIT_OTHERS_S
             found = reader.manifest(min(wait_s, self._share_s()))
@@ -318,7 +328,9 @@ class Receive:
 
     def _read_alone(self, lead: str, manifest: Manifest, look_out: _LookOut) -> bool:
         target = self._whole_target()
-        reader = Reader(lead, self._terms, silence_s=self._allowed_silence_s(), stop=self._stop)
+        reader = Reader(
+            lead, self._terms, silence_s=self._allowed_silence_s(), stop=self._stop, until_s=self._until_s()
+        )
         worker = self._chunks.join(lead, time.monotonic(), has_all=True, is_fellow=False)
 
         def arrived(chunk: int) -> None:
@@ -341,6 +353,7 @@ class Receive:
         finally:
             self._chunks.leave(worker, time.monotonic())
             self._tally.fetched_bytes += reader.read_bytes
+            self._tally.has_written |= reader.has_written
             if reader.read_bytes:
                 self._tally.addresses = reader.addresses
             reader.close()

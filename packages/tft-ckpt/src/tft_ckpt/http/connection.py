@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import http.client
 import io
+import math
 import os
 import select
 import socket
@@ -26,6 +27,8 @@ __all__ = ["Connection", "Silence", "StopSignal"]
 
 # How often a caller's own question whether to stop is asked while nothing arrives.
 _ASK_S = 0.05
+# A longer one is more milliseconds than the system can count.
+_POLL_S_MAX = 86_400.0
 _READER_BYTES = 64 << 10
 # What a non-blocking socket says when it must be waited for; a secured one may have to read in order to write.
 _READ_FIRST = (BlockingIOError, ssl.SSLWantReadError)
@@ -108,7 +111,8 @@ class StopSignal:
             self.check()
             left = min(until - time.monotonic(), self.remaining_s())
             ask = left if self._cancelled is None else min(left, _ASK_S)
-            if any(descriptor != self._reader for descriptor, _ in poll.poll(max(0.0, ask) * 1e3)):
+            ask = min(max(0.0, ask), _POLL_S_MAX)
+            if any(descriptor != self._reader for descriptor, _ in poll.poll(ask * 1e3)):
                 return True
             if time.monotonic() >= until:
                 self.check()
@@ -123,11 +127,18 @@ class _Wire:
         self._sock = sock
         self._stop = stop
         self.silence_s = 0.0
+        self.until_s = math.inf
+        self.read_bytes = 0
 
     def read_into(self, buffer: Any) -> int:
+        # Also where there is always something to read: else who talks without end would never be interrupted.
+        self._stop.check()
+        self._check_time()
         while True:
             try:
-                return self._sock.recv_into(buffer)
+                count = self._sock.recv_into(buffer)
+                self.read_bytes += count
+                return count
             except _READ_FIRST:
                 self._wait(readable=True)
             except ssl.SSLWantWriteError:
@@ -156,13 +167,20 @@ class _Wire:
             except ssl.SSLWantWriteError:
                 self._wait(readable=False)
 
+    def _check_time(self) -> None:
+        if time.monotonic() >= self.until_s:
+            raise Silence("it takes longer than it may with others to turn to") from None
+
     def _wait(self, *, readable: bool) -> None:
         descriptor = self._sock.fileno()
+        wait_s = min(self.silence_s, self.until_s - time.monotonic())
         if readable:
-            if not self._stop.wait(self.silence_s, readable=descriptor):
-                raise Silence(f"nothing came for {self.silence_s:g} s") from None
-        elif not self._stop.wait(self.silence_s, writable=descriptor):
-            raise Silence(f"nothing was taken for {self.silence_s:g} s") from None
+            is_ready, what = self._stop.wait(wait_s, readable=descriptor), "came"
+        else:
+            is_ready, what = self._stop.wait(wait_s, writable=descriptor), "was taken"
+        if not is_ready:
+            self._check_time()
+            raise Silence(f"nothing {what} for {self.silence_s:g} s") from None
 
     def addresses(self) -> tuple[str, str]:
         return str(self._sock.getsockname()[0]), str(self._sock.getpeername()[0])
@@ -200,18 +218,26 @@ class Connection:
     Args:
         host, port: of the source.
         silence_s: how long connecting and each wait for bytes may take.
+        until_s: when all must be over that is done with it, on the monotonic clock.
         stop: ends every wait.
         tls: secures the connection, and proves that the source is that host; None for plain HTTP.
     Raises: OSError: no connection came about, or the source did not prove to be that host. Closed, DeadlinePassed.
     """
 
     def __init__(
-        self, host: str, port: int, *, silence_s: float, stop: StopSignal, tls: ssl.SSLContext | None = None
+        self,
+        host: str,
+        port: int,
+        *,
+        silence_s: float,
+        stop: StopSignal,
+        tls: ssl.SSLContext | None = None,
+        until_s: float = math.inf,
     ) -> None:
         self._silence_s = silence_s
         self._stop = stop
         self._wire = _Wire(_connect(host, port, silence_s, stop), stop)
-        self._wire.silence_s = silence_s
+        self._wire.silence_s, self._wire.until_s = silence_s, until_s
         try:
             self._addresses = self._wire.addresses()
             if tls is not None:
@@ -234,6 +260,11 @@ class Connection:
         response = self._http.getresponse()
         self._wire.silence_s = self._silence_s
         return response
+
+    @property
+    def read_bytes(self) -> int:
+        """All that was read so far, heads included."""
+        return self._wire.read_bytes
 
     @property
     def addresses(self) -> tuple[str, str]:

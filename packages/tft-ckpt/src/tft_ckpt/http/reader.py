@@ -9,6 +9,7 @@ Law of this file: asks and reads. What a fault means for the receive is decided 
 from __future__ import annotations
 
 import http.client
+import math
 import ssl
 import threading
 import time
@@ -122,21 +123,27 @@ class Reader:
         terms: of the receive.
         silence_s: how long it may say nothing.
         stop: ends every wait.
+        until_s: when it must be done, on the monotonic clock; later, the connection counts as broken.
     Fields:
         read_bytes: of the run so far, whatever became of them.
+        has_written: something may have been written to a target.
         addresses: of the connection, (this side's, the other side's).
     Raises: Broke: no connection came about. StateUnavailable: the URL is none. Closed, DeadlinePassed. All methods
         raise these, too, when the connection breaks.
     """
 
-    def __init__(self, source: str, terms: Terms, *, silence_s: float, stop: StopSignal) -> None:
+    def __init__(
+        self, source: str, terms: Terms, *, silence_s: float, stop: StopSignal, until_s: float = math.inf
+    ) -> None:
         self.read_bytes = 0
+        self.has_written = False
         self._source = source
         self._terms = terms
         self._silence_s = silence_s
         self._stop = stop
+        self._until_s = until_s
         self._connection = self._connect()
-        self._is_last = False
+        self._was_used = self._is_last = False
 
     def close(self) -> None:
         """End the connection."""
@@ -158,16 +165,27 @@ class Reader:
                 key=self._terms.key,
             )
         with _breaking(f"no connection to {self._source}"):
-            return Connection(host, port, silence_s=self._silence_s, stop=self._stop, tls=tls)
+            return Connection(host, port, silence_s=self._silence_s, stop=self._stop, tls=tls, until_s=self._until_s)
 
     def _get(self, path: str, headers: Mapping[str, str], *, patience_s: float = 0.0) -> http.client.HTTPResponse:
         if self._is_last:
-            self._connection.close()
-            self._connection = self._connect()
+            self._connect_again()
         with _breaking(f"the connection to {self._source} broke"):
-            response = self._connection.get(path, headers, patience_s=patience_s)
-        self._is_last = response.will_close
+            try:
+                response = self._connection.get(path, headers, patience_s=patience_s)
+            except ConnectionError:
+                if not self._was_used:
+                    raise
+                # A source may end a connection on which nothing is asked for at any time.
+                self._connect_again()
+                response = self._connection.get(path, headers, patience_s=patience_s)
+        self._was_used, self._is_last = True, response.will_close
         return response
+
+    def _connect_again(self) -> None:
+        self._connection.close()
+        self._connection = self._connect()
+        self._was_used = self._is_last = False
 
     def manifest(self, wait_s: float) -> tuple[bytes, bool] | None:
         """Ask for the manifest.
@@ -262,8 +280,15 @@ class Reader:
         pace, at = self._terms.pace, 0
         while at < len(view):
             piece = view[at:] if pace is None else view[at : at + pace.piece_bytes]
-            with _breaking(f"the connection to {self._source} broke"):
-                count = response.readinto(piece)
+            self.has_written = True
+            before_bytes = self._connection.read_bytes
+            try:
+                with _breaking(f"the connection to {self._source} broke"):
+                    count = response.readinto(piece)
+            except BaseException:
+                # It does not say how much of the piece it had filled.
+                self.read_bytes += self._connection.read_bytes - before_bytes
+                raise
             if count == 0:
                 raise Broke(f"{self._source} broke off within the data")
             at += count

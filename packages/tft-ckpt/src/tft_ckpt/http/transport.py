@@ -244,7 +244,7 @@ class HTTPTransport(CheckpointTransport[T]):
             try:
                 target, report = receive.run()
             except CheckpointError as error:
-                if into is not None and receive.fetched_bytes:
+                if into is not None and receive.has_written:
                     error.args = (f"{error}; the tensors that it was received into hold a mixture now",)
                 raise
         state: T = target.finish()

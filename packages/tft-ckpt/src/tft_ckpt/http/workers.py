@@ -66,12 +66,14 @@ class Tally:
 
     Fields:
         fetched_bytes: of the run, repeated and damaged ones included.
+        has_written: something may have been written to a target.
         good_bytes: by source.
         faults: sentences about sources that failed.
         addresses: of a connection over which data came, (this side's, the other side's).
     """
 
     fetched_bytes: int = 0
+    has_written: bool = False
     good_bytes: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     addresses: tuple[str, str] | None = None
@@ -269,6 +271,7 @@ class Crew:
             finally:
                 with self._changed:
                     self._tally.fetched_bytes += reader.read_bytes
+                    self._tally.has_written |= reader.has_written
                     if reader.read_bytes and self._plan.is_source(source):
                         self._tally.addresses = reader.addresses
                 reader.close()
