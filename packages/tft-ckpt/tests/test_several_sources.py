@@ -88,6 +88,26 @@ def test_a_helper_with_another_state_is_named_and_nothing_of_it_is_taken(stack: 
     assert any(other.metadata() in fault for fault in report.faults)
 
 
+def test_sources_that_take_their_next_state_meanwhile_still_give_the_one_that_is_read(stack: ExitStack) -> None:
+    first, second = source(stack), source(stack)
+    other = big_state(seed=1)
+
+    def progress(good_bytes: int, total_bytes: int) -> None:
+        if good_bytes > total_bytes // 4 and first not in moved_on:
+            for each in (first, second):
+                moved_on.append(each)
+                each.send_checkpoint([], 2, other, BOUND)
+
+    moved_on: list[HTTPTransport[Any]] = []
+    receiver = newcomer(stack)
+    got = receiver.recv_checkpoint(0, first.metadata(), 1, BOUND, sources=[second.metadata()], progress=progress)
+    assert_same_state(got, STATE)
+    report = report_of(receiver)
+    assert len(moved_on) == 2
+    assert not report.faults
+    assert min(report.by_source[each.metadata()] for each in (first, second)) > 0
+
+
 def test_a_stalled_source_is_broken_off_for_one_that_delivers(stack: ExitStack) -> None:
     first, second, receiver = source(stack), source(stack), newcomer(stack)
     proxy = stack.enter_context(FaultyProxy(first.metadata(), Fault("data", "stall", at=2000)))

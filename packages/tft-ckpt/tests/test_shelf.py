@@ -79,6 +79,28 @@ def test_memory_under_a_reader_is_left_alone() -> None:
     assert not shelf.lease(first), "taken down"
 
 
+def test_a_state_that_is_still_read_can_be_had() -> None:
+    shelf = Shelf()
+    first = put(shelf, key(1, 1))
+    shelf.lease(first)
+    second = put(shelf, key(1, 2))
+    assert shelf.look_up(first.key) == Found(first)
+    assert shelf.keys == {first.key, second.key}
+    assert shelf.lease(first)
+    shelf.release(first)
+    shelf.release(first)
+    assert shelf_says(shelf, first.key) == "Refused"
+    assert shelf.keys == {second.key}
+
+
+def test_a_state_of_the_same_name_takes_the_place_of_the_one_that_is_still_read() -> None:
+    shelf = Shelf()
+    first = put(shelf, key(1, 1))
+    shelf.lease(first)
+    shelf.begin(key(1, 1))
+    assert shelf.look_up(key(1, 1)) == NotYet()
+
+
 def test_a_state_that_is_still_offered_keeps_its_memory_after_its_readers() -> None:
     shelf = Shelf()
     first = put(shelf, key(1, 1))

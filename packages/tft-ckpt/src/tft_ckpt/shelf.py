@@ -2,8 +2,8 @@
 
 One state at a time is on the shelf. A reader who comes for it gets it; one who comes for a later one is asked to wait;
 one who comes for any other is told that it will not come. When the next state is put up, the one before it is taken
-down at once, but its memory is used again only when its last reader has left. Slow readers could hold any number of old
-states that way, so beyond two the readers of the oldest are sent off.
+down at once, but while somebody reads it it can be had, and its memory is used again only when its last reader has
+left. Slow readers could hold any number of old states that way, so beyond two the readers of the oldest are sent off.
 
 Law of this file: pure decisions about keys and counts; no I/O, no clock, no thread. The owner locks.
 """
@@ -89,9 +89,10 @@ class Shelf:
         return self._pool.take(num_bytes)
 
     @property
-    def offered(self) -> StateKey | None:
-        """Which state is on offer."""
-        return None if self._current is None else self._current.key
+    def keys(self) -> frozenset[StateKey]:
+        """Which states can be had: the one on offer, and those before it that are still being read."""
+        offered = () if self._current is None else (self._current,)
+        return frozenset(snapshot.key for snapshot in (*offered, *self._readers))
 
     def wants_memory(self, num_bytes: int) -> bool:
         """Whether a buffer would be kept for a state of so many bytes, which would else find none used before."""
@@ -130,20 +131,23 @@ class Shelf:
             if self._failure is not None:
                 return Refused(latest, f"state {wanted} is not to be had here: {self._failure}")
             return NotYet() if self._current is None else Found(self._current)
+        for snapshot in self._readers:
+            if snapshot.key == wanted:
+                return Found(snapshot)
         if latest.comes_after(wanted):
             return Refused(latest, f"state {wanted} was replaced here by {latest}; ask for the newer one")
         return Refused(latest, f"this is state {latest}, of another quorum or lineage than {wanted}")
 
-    def is_offered(self, snapshot: Snapshot) -> bool:
-        """Whether readers who come now get this snapshot."""
-        return snapshot is self._current
+    def is_wanted(self, snapshot: Snapshot) -> bool:
+        """Whether it is on offer, or leased more than once."""
+        return snapshot is self._current or self._readers.get(snapshot, 0) > 1
 
     def lease(self, snapshot: Snapshot) -> bool:
         """A reader begins to read; its buffer stays as it is until as many releases have come.
 
-        Returns: False if the snapshot has been taken down meanwhile; there is nothing to release then.
+        Returns: False if the snapshot has been taken down, and nobody reads it; there is nothing to release then.
         """
-        if snapshot is not self._current:
+        if snapshot is not self._current and snapshot not in self._readers:
             return False
         self._readers[snapshot] = self._readers.get(snapshot, 0) + 1
         return True

@@ -66,6 +66,9 @@ _UNDRAINED_BYTES = 64 << 10
 # Chunks of a relay that come this close together are told of in one answer.
 _GATHER_S = 0.005
 
+# How soon it is seen that a connection has ended which held a state.
+_LOOK_S = 0.01
+
 _WARNINGS_A_MINUTE = 20
 
 _NO_LINGERING = struct.pack("ii", 1, 0)
@@ -115,6 +118,8 @@ class App:
         self._gathering = False
         self._tracker = Tracker()
         self._transports: dict[Snapshot | Relay, set[asyncio.Transport]] = {}
+        self._holding: dict[asyncio.Transport, Snapshot] = {}  # until the connection ends, or holds another one
+        self._looking = False
         self._answering: set[asyncio.BaseTransport | None] = set()
         self._answered: set[asyncio.BaseTransport | None] = set()  # since the last look at the idle
 
@@ -200,7 +205,8 @@ class App:
     def send_off(self, sources: Iterable[Snapshot | Relay]) -> None:
         """Break the connections on which these are read."""
         for source in sources:
-            for transport in self._transports.get(source, ()):
+            holding = {transport for transport, snapshot in self._holding.items() if snapshot is source}
+            for transport in holding | self._transports.get(source, set()):
                 _break(transport)
 
     def published(self, snapshot: Snapshot, expected: bool) -> None:
@@ -245,12 +251,32 @@ class App:
             while not snapshot.sum_next_chunk():
                 await asyncio.sleep(0)
                 with self._lock:
-                    if not self._shelf.is_offered(snapshot):
+                    if not self._shelf.is_wanted(snapshot):
                         break
         finally:
             del self._summing[snapshot]
             self._release(snapshot)
             self.wake()
+
+    def _hold(self, transport: asyncio.BaseTransport | None, snapshot: Snapshot) -> None:
+        """Who has begun to read a state may finish it, though it takes several requests. Under the lock."""
+        if not isinstance(transport, asyncio.Transport):  # the reader has left
+            return
+        held = self._holding.get(transport)
+        if held is not snapshot and self._shelf.lease(snapshot):
+            self._holding[transport] = snapshot
+            if held is not None:
+                self._shelf.release(held)
+
+    def _look_at_holders(self) -> None:
+        """Let go of what ended connections held, soon after, because the trainer may need the memory."""
+        self._looking = False
+        ended = [transport for transport in self._holding if transport.is_closing()]
+        for transport in ended:
+            self._release(self._holding.pop(transport))
+        if not self._looking and any(transport not in self._answering for transport in self._holding):
+            self._looking = True
+            self._loop.call_later(_LOOK_S, self._look_at_holders)
 
     def _release(self, snapshot: Snapshot) -> None:
         self._used_s = self._loop.time()
@@ -269,6 +295,8 @@ class App:
             finally:
                 self._answering.discard(transport)
                 self._answered.add(transport)
+                if transport in self._holding and not self._looking:
+                    self._look_at_holders()
 
         return mark
 
@@ -291,7 +319,7 @@ class App:
         key, until = _key(request), self._loop.time() + _wait_s(request)
         while True:
             changed = self._changed
-            found = self._found(key)
+            found = self._found(request, key)
             if found is not None and found.manifest_bytes is not None:
                 self._hear(request, key)
                 headers = {PARTIAL_HEADER: "1"} if isinstance(found, Relay) else None
@@ -306,7 +334,7 @@ class App:
         relayed = False
         while True:
             changed = self._changed
-            found = self._found(key)
+            found = self._found(request, key)
             if found is None and relayed:
                 raise web.HTTPServiceUnavailable(text=f"this process has ended receiving state {key}; ask another one")
             if found is not None:
@@ -332,8 +360,8 @@ class App:
             except StateUnavailable as error:
                 _refuse(f"{RELAY_HEADER}: {error}")
             with self._lock:
-                offered = self._shelf.offered
-            self._tracker.keep_only({*self._relays, *([] if offered is None else [offered])})
+                here = self._shelf.keys
+            self._tracker.keep_only({*self._relays, *here})
             self._tracker.heard(key, url, self._loop.time())
         return url
 
@@ -346,6 +374,7 @@ class App:
                 if isinstance(found, Snapshot):
                     # Under the same lock as the look-up: else the trainer could take the buffer in between.
                     self._shelf.lease(found)
+                    self._hold(request.transport, found)
             if found is not None:
                 break
             await self._change(changed, key, until)
@@ -368,13 +397,16 @@ class App:
         finally:
             relay.release()
 
-    def _found(self, key: StateKey) -> Snapshot | Relay | None:
+    def _found(self, request: web.Request, key: StateKey) -> Snapshot | Relay | None:
         """What is here of that state, or None if it may still come, or an answer that it won't."""
         with self._lock:
-            return self._look_up(key)
+            found = self._look_up(key)
+            if isinstance(found, Snapshot):
+                self._hold(request.transport, found)
+            return found
 
     def _look_up(self, key: StateKey) -> Snapshot | Relay | None:
-        """The same, under the lock."""
+        """The same, under the lock; nothing holds it."""
         if self._stop.is_set():
             raise web.HTTPServiceUnavailable(text="this source is shutting down; ask another one")
         answer = self._shelf.look_up(key)
@@ -561,10 +593,9 @@ async def _turns() -> None:
 
 def _break(transport: asyncio.Transport) -> None:
     # Without lingering: what the reader did not take would else stay in the kernel, and the reader would never hear.
-    sock = transport.get_extra_info("socket")
-    if sock is not None:
-        with contextlib.suppress(OSError):  # the reader was faster: its socket is closed, and its request not yet over
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGERING)
+    # The reader may have been faster: then its socket is closed; a closed TLS transport does not even know it any more.
+    with contextlib.suppress(OSError, AttributeError):
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGERING)
     transport.abort()
 
 

@@ -117,6 +117,7 @@ class Receive:
         self._total_bytes = 0
         self._tally = Tally()
         self._leads: list[str] = []
+        self._holding: Reader | None = None  # a source keeps a state for those whose connections have asked for it
         self._start_s = time.monotonic()
         self._fetching_s = 0.0
 
@@ -140,6 +141,7 @@ class Receive:
         except DeadlinePassed as error:
             raise self._deadline_passed() from error
         finally:
+            self._let_go()
             self._end_relay()
 
     def _end_relay(self) -> None:
@@ -202,6 +204,11 @@ class Receive:
     def _fault(self, error: Exception) -> None:
         self._tally.faults.append(str(error))
 
+    def _let_go(self) -> None:
+        if self._holding is not None:
+            self._holding.close()
+            self._holding = None
+
     # ---- the manifest ----
 
     def _allowed_silence_s(self) -> float:
@@ -219,18 +226,16 @@ class Receive:
         return time.monotonic() + 2 * self._share_s() if self._plan.num_sources > 1 else math.inf
 
     def _fetch_manifest(self, source: str) -> tuple[Manifest, bytes, bool] | None:
-        reader = Reader(
+        self._let_go()
+        self._holding = Reader(
             source,
             self._terms,
             silence_s=self._allowed_silence_s(),
             stop=self._stop,
             until_s=self._until_s(),
         )
-        try:
-            wait_s = _WAIT_PREFERRED_S if source == self._plan.preferred else _WAIT_OTHERS_S
-            found = reader.manifest(min(wait_s, self._share_s()))
-        finally:
-            reader.close()
+        wait_s = _WAIT_PREFERRED_S if source == self._plan.preferred else _WAIT_OTHERS_S
+        found = self._holding.manifest(min(wait_s, self._share_s()))
         if found is None:
             return None
         data, is_partial = found
@@ -312,8 +317,6 @@ class Receive:
     def _fetch_alone(self, lead: str, manifest: Manifest) -> bool:
         """Fetch what is missing over one connection, on this thread, in as few requests as can be.
 
-        A source that takes its next state meanwhile goes on with the answer that it has begun, and gives no new one.
-
         Returns: whether all is here; if not, there are fellows who could help.
         """
         if self._chunks.complete:
@@ -328,9 +331,8 @@ class Receive:
 
     def _read_alone(self, lead: str, manifest: Manifest, look_out: _LookOut) -> bool:
         target = self._whole_target()
-        reader = Reader(
-            lead, self._terms, silence_s=self._allowed_silence_s(), stop=self._stop, until_s=self._until_s()
-        )
+        reader = self._holding
+        assert reader is not None, "the manifest came over it"
         worker = self._chunks.join(lead, time.monotonic(), has_all=True, is_fellow=False)
 
         def arrived(chunk: int) -> None:
@@ -349,6 +351,8 @@ class Receive:
                 reader.part(part, manifest, target, arrived)
             return True
         except _FellowsFound:
+            self._let_go()  # or the rest of the answer would come
+            self._holding = look_out.take_over()
             return False
         finally:
             self._chunks.leave(worker, time.monotonic())
@@ -356,7 +360,6 @@ class Receive:
             self._tally.has_written |= reader.has_written
             if reader.read_bytes:
                 self._tally.addresses = reader.addresses
-            reader.close()
 
 
 class _FellowsFound(Exception):
@@ -407,6 +410,11 @@ class _LookOut:
             self._next_s = math.inf
         else:
             self._plan.met(() if answer is None else answer.fellows)
+
+    def take_over(self) -> Reader | None:
+        """The connection, if there is one; the caller closes it."""
+        reader, self._reader = self._reader, None
+        return reader
 
     def close(self) -> None:
         """End the connection."""
