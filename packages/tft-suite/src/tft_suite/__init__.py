@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         extend_mesh,
         reduce_across,
     )
-    from tft_ckpt import CheckpointTransport, HTTPTransport
+    from tft_ckpt import TLS, CheckpointTransport, HTTPTransport, PGTransport
     from tft_coord import LighthouseClient, ManagerClient, ManagerServer, Timeouts
     from tft_lighthouse import LighthouseServer
     from tft_pg import (
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "TLS",
     "CheckpointTransport",
     "DistributedDataParallel",
     "ErrorSwallowingProcessGroupWrapper",
@@ -56,6 +57,7 @@ __all__ = [
     "ManagerConfig",
     "ManagerServer",
     "Optimizer",
+    "PGTransport",
     "ProcessGroup",
     "ProcessGroupDummy",
     "ProcessGroupGloo",
@@ -81,7 +83,7 @@ _HOMES = {
         "extend_mesh",
         "reduce_across",
     ),
-    "tft_ckpt": ("CheckpointTransport", "HTTPTransport"),
+    "tft_ckpt": ("TLS", "CheckpointTransport", "HTTPTransport", "PGTransport"),
     "tft_coord": ("LighthouseClient", "ManagerClient", "ManagerServer", "Timeouts"),
     "tft_lighthouse": ("LighthouseServer",),
     "tft_pg": (
