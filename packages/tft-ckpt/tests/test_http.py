@@ -33,6 +33,7 @@ from tft_ckpt import (
 from tft_ckpt.buffers import Buffer
 from tft_ckpt.http import app
 from tft_ckpt.http.address import advertised_url, listen, parse_url
+from tft_ckpt.http.connection import LOOK_UP_THREAD_NAME
 from tft_ckpt.http.routes import KEY_HEADER, WAIT_HEADER, data_path, manifest_path
 from tft_ckpt.manifest import decode
 from tft_ckpt.snapshot import Snapshot
@@ -453,6 +454,51 @@ def test_a_state_above_the_limit_takes_no_memory(source: HTTPTransport[Any]) -> 
 def test_what_is_no_address_is_refused(metadata: str, receiver: HTTPTransport[Any]) -> None:
     with pytest.raises(StateUnavailable, match="no source's address"):
         receiver.recv_checkpoint(0, metadata, 1, BOUND)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "sources", "word"),
+    [
+        (None, (), "metadata is None"),
+        ("http://h:1", "http://h:1", "sources"),
+        ("http://h:1", [None], "sources"),
+        ("http://h:1", None, "sources"),
+    ],
+)
+def test_what_is_no_list_of_addresses_is_named(
+    metadata: Any, sources: Any, word: str, receiver: HTTPTransport[Any]
+) -> None:
+    with pytest.raises(WrongSetting, match=word):
+        receiver.recv_checkpoint(0, metadata, 1, BOUND, sources=sources)
+
+
+def test_a_name_that_nobody_answers_for_holds_up_nothing(
+    source: HTTPTransport[Any], receiver: HTTPTransport[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system looks up a name for as long as it likes."""
+    answered, look_up = threading.Event(), socket.getaddrinfo
+
+    def stalled(host: str, *args: Any, flags: int = 0, **more: Any) -> Any:
+        if host == "stalled.invalid" and not flags:
+            answered.wait()
+        return look_up("127.0.0.1" if host == "fine.invalid" else host, *args, flags=flags, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", stalled)
+    source.send_checkpoint([1], 1, {"a": 1}, BOUND)
+    fine = source.metadata().replace("127.0.0.1", "fine.invalid")
+    try:
+        with pytest.raises(DeadlinePassed):
+            receiver.recv_checkpoint(0, "http://stalled.invalid:1", 1, timedelta(seconds=0.1))
+        timeout = timedelta(seconds=1)
+        assert receiver.recv_checkpoint(0, "http://stalled.invalid:1", 1, timeout, sources=[fine]) == {"a": 1}
+        report = receiver.last_receive
+        assert report is not None
+        assert "stalled.invalid was not resolved" in report.faults[0]
+    finally:
+        answered.set()
+        for thread in threading.enumerate():
+            if thread.name == LOOK_UP_THREAD_NAME:
+                thread.join()
 
 
 def test_a_silent_source_does_not_use_up_the_time_of_the_others(

@@ -9,6 +9,7 @@ Law of this file: sockets, waiting, and http.client; nothing about states.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import io
 import math
@@ -24,6 +25,8 @@ from typing import Any, final
 from tft_ckpt.errors import CheckpointError, Closed, DeadlinePassed
 
 __all__ = ["Connection", "Silence", "StopSignal"]
+
+LOOK_UP_THREAD_NAME = "tft-ckpt-name"
 
 # How often a caller's own question whether to stop is asked while nothing arrives.
 _ASK_S = 0.05
@@ -277,9 +280,39 @@ class Connection:
         self._wire.shut()
 
 
+def _look_up(host: str, port: int, silence_s: float, stop: StopSignal) -> list[Any]:
+    """As socket.getaddrinfo, but for a name that nobody answers for it ends when it should.
+
+    The system's own look-up can't be broken off, so it has a thread, which ends when the system gives up.
+    """
+    with contextlib.suppress(socket.gaierror):
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    found: list[Any] = []
+    ready, done = os.pipe()
+
+    def look_up() -> None:
+        try:
+            found.append(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except (OSError, ValueError) as error:
+            found.append(error)
+        finally:
+            os.close(done)
+
+    try:
+        threading.Thread(target=look_up, name=LOOK_UP_THREAD_NAME, daemon=True).start()
+        if not stop.wait(silence_s, readable=ready):
+            raise Silence(f"the name {host} was not resolved in {silence_s:g} s")
+    finally:
+        os.close(ready)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    addresses: list[Any] = found[0]
+    return addresses
+
+
 def _connect(host: str, port: int, silence_s: float, stop: StopSignal) -> socket.socket:
     failure: OSError = ConnectionRefusedError(f"{host} has no address")
-    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    for family, kind, protocol, _, address in _look_up(host, port, silence_s, stop):
         sock = socket.socket(family, kind, protocol)
         try:
             sock.setblocking(False)

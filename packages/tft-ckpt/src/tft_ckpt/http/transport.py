@@ -222,6 +222,7 @@ class HTTPTransport(CheckpointTransport[T]):
             and what was strided is strided; with reuse_buffers they are good until the next call.
         """
         key = _key(key, step)
+        _check_sources(metadata, sources)
         with self._receiving(_positive(timeout), cancelled) as stop:
             place = _Place(into, self._allocate, self._give)
             receive = Receive(
@@ -362,6 +363,15 @@ def _key(key: StateKey | None, step: int) -> StateKey:
     if key.step != step:
         raise WrongSetting(f"step is {step}, but key names step {key.step}; give the same one twice")
     return key
+
+
+def _check_sources(metadata: str, sources: Sequence[str]) -> None:
+    if not isinstance(metadata, str):
+        raise WrongSetting(f"metadata is {metadata!r}; give what metadata() of the source returned")
+    # One string would be taken for a list of its letters.
+    is_list = isinstance(sources, Sequence) and not isinstance(sources, str)
+    if not is_list or not all(isinstance(each, str) for each in sources):
+        raise WrongSetting(f"sources is {sources!r}; give a list of what metadata() of each source returned")
 
 
 def _seconds(timeout: timedelta) -> float:
