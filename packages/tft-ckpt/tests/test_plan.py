@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from tft_ckpt.errors import CheckpointError, StateCorrupt, StateMismatch, StateUnavailable
+from tft_ckpt.errors import (
+    CheckpointError,
+    StateCorrupt,
+    StateDiffers,
+    StateMismatch,
+    StateUnavailable,
+    StateUnsupported,
+)
 from tft_ckpt.http.plan import ABSENCES_MAX, BREAKS_MAX, DAMAGES_MAX, FELLOWS_MAX, PAUSE_S, SLIPS_MAX, FetchPlan
 from tft_ckpt.key import StateKey
 
@@ -143,3 +150,16 @@ def test_the_verdict_is_the_worst_that_was_seen(errors: list[CheckpointError], k
     verdict = plan.verdict()
     assert type(verdict) is kind
     assert all(str(error) in str(verdict) for error in errors)
+
+
+@pytest.mark.parametrize("kind", [StateDiffers, StateUnsupported])
+def test_what_the_caller_can_mend_is_named_before_what_may_pass(kind: type[StateDiffers | StateUnsupported]) -> None:
+    plan = FetchPlan(KEY, ["a", "b", "c"])
+    plan.refused("a", gone("a"))
+    plan.refused("b", kind("state.x is wrong at b", path="state.x"))
+    plan.refused("c", gone("c"))
+    error = plan.verdict()
+    assert type(error) is kind
+    assert isinstance(error, StateDiffers | StateUnsupported)
+    assert error.path == "state.x"
+    assert "a is gone" in str(error)

@@ -72,6 +72,25 @@ def test_a_receive_in_place_that_fails_says_what_the_tensors_hold(
     assert_same_state(receiver.recv_checkpoint(0, source.metadata(), 1, BOUND, into=into), state)
 
 
+def test_a_source_whose_state_does_not_fit_is_no_more_than_one_that_has_none(
+    source: HTTPTransport[Any], receiver: HTTPTransport[Any]
+) -> None:
+    state = {"a": torch.ones(1 << 20)}
+    source.send_checkpoint([1], 1, state, BOUND)
+    with HTTPTransport[Any](bind="127.0.0.1") as other:
+        other.send_checkpoint([1], 1, {"a": torch.ones(6)}, BOUND)
+        into = {"a": torch.zeros(1 << 20)}
+        got = receiver.recv_checkpoint(0, other.metadata(), 1, BOUND, into=into, sources=[source.metadata()])
+        assert_same_state(got, state)
+        with (
+            FaultyProxy(source.metadata(), Fault("data", "kill", at=2 << 20)) as proxy,
+            pytest.raises(StateDiffers, match="hold a mixture") as caught,
+        ):
+            receiver.recv_checkpoint(0, proxy.url, 1, BOUND, into=into, sources=[other.metadata()])
+    assert caught.value.path == "state['a']"
+    assert proxy.url in str(caught.value)
+
+
 @pytest.mark.parametrize("num_chunks", [0, 3])
 def test_it_says_so_too_when_not_even_the_first_chunk_was_whole(num_chunks: int, source: HTTPTransport[Any]) -> None:
     state, into = {"a": torch.ones(1 << 18)}, {"a": torch.zeros(1 << 18)}

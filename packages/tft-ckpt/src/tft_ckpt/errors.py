@@ -77,7 +77,7 @@ class StateUnsupported(CheckpointError):
 class StateDiffers(CheckpointError):
     """The state that arrives does not fit the one that it should be received into: receive it without `into`.
 
-    Nothing was written yet.
+    Nothing of it was written; if something of another source's state was before, the message says so.
 
     Fields:
         path: where the two part, for example ``state['model']['weight']``.

@@ -91,8 +91,8 @@ class CheckpointTransport(ABC, Generic[T]):
             key: names the state; its step equals step.
             into: a state of the same form, into whose tensors the one that arrives is written; nobody else may use them
                 meanwhile. If the call fails after bytes have come, they hold a mixture of two states, of no use until a
-                later call succeeds; only after StateDiffers and WrongSetting they are as they were. What `into` has no
-                tensor for comes in memory of its own.
+                later call succeeds. A CheckpointError says so at the end of its message; if it does not, they are as
+                they were. What `into` has no tensor for comes in memory of its own.
             sources: metadata of others that have the same state, to go on with if the first one fails.
             progress: called with (bytes that are here and checked, bytes in all), on the calling thread.
             cancelled: asked several times a second, on the calling thread; True ends the call.

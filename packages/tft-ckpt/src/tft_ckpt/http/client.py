@@ -21,8 +21,10 @@ from typing import Final, final
 from tft_ckpt.errors import (
     DeadlinePassed,
     StateCorrupt,
+    StateDiffers,
     StateMismatch,
     StateUnavailable,
+    StateUnsupported,
 )
 from tft_ckpt.http.chunks import ChunkPlan
 from tft_ckpt.http.connection import StopSignal
@@ -197,7 +199,7 @@ class Receive:
         except StateCorrupt as error:
             self._fault(error)
             self._plan.damaged(source, error)
-        except (StateMismatch, StateUnavailable) as error:
+        except (StateMismatch, StateUnavailable, StateUnsupported, StateDiffers) as error:
             self._fault(error)
             self._plan.refused(source, error)
 

@@ -17,7 +17,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final, final
 
-from tft_ckpt.errors import CheckpointError, StateCorrupt, StateMismatch, StateUnavailable
+from tft_ckpt.errors import (
+    CheckpointError,
+    StateCorrupt,
+    StateDiffers,
+    StateMismatch,
+    StateUnavailable,
+    StateUnsupported,
+)
 from tft_ckpt.key import StateKey
 
 __all__ = ["FetchPlan"]
@@ -192,6 +199,10 @@ class FetchPlan:
         corrupt = [error for error in errors.values() if isinstance(error, StateCorrupt)]
         if corrupt:
             return StateCorrupt(sentence, part=corrupt[0].part, source=corrupt[0].source)
+        for error in errors.values():
+            # Of these the caller can do something about, while others only may come back.
+            if isinstance(error, StateDiffers | StateUnsupported):
+                return type(error)(sentence, path=error.path)
         if errors and all(isinstance(error, StateMismatch) for error in errors.values()):
             return StateMismatch(sentence, wanted=self._key, source=names)
         return StateUnavailable(sentence or f"no source was named for state {self._key}", source=names, key=self._key)
