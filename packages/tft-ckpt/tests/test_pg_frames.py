@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tft_ckpt import StateCorrupt, StateKey, StateUnsupported
 from tft_ckpt.manifest import checksum
-from tft_ckpt.pg_frames import ANSWER_BYTES, OFFER_BYTES, SENTENCE_BYTES, Answer, Code, Offer
+from tft_ckpt.pg_frames import ANSWER_BYTES, OFFER_BYTES, SENTENCE_BYTES, Answer, Code, Offer, printable, shortened
 
 SOURCE = "replica rank 3"
 KEY = StateKey(quorum_id=2**63 - 1, nonce=2**64 - 1, step=5, lineage=0xABC)
@@ -44,12 +44,10 @@ def test_an_answer_comes_back_and_its_sentence_is_cut(key: StateKey, code: Code,
     assert len(data) == ANSWER_BYTES
     answer = Answer.decode(data, receiver=SOURCE)
     assert (answer.code, answer.key) == (code, key)
-    assert (
-        answer.sentence == sentence
-        if len(sentence.encode()) <= SENTENCE_BYTES
-        else sentence.startswith(answer.sentence)
-    )
-    assert len(sentence.encode()) <= SENTENCE_BYTES or len(answer.sentence.encode()) > SENTENCE_BYTES - 4
+    cut = shortened(sentence)
+    assert sentence.encode().startswith(cut)
+    assert cut == sentence.encode() or SENTENCE_BYTES - 4 < len(cut) <= SENTENCE_BYTES
+    assert answer.sentence == printable(cut)
 
 
 @quick
@@ -95,3 +93,8 @@ def test_another_version_is_named() -> None:
     data[8] = 2
     with pytest.raises(StateUnsupported, match="version 2, this process reads 1"):
         Offer.decode(resealed(bytes(data)), source=SOURCE, bytes_max=LIMIT)
+
+
+def test_a_sentence_of_a_members_can_not_steer_a_terminal_or_make_a_line_of_its_own() -> None:
+    sent = Answer(Code.DECLINE, KEY, "red \x1b[31m\nERROR all is lost\r\0é").encode()
+    assert Answer.decode(sent, receiver="r").sentence == "red \ufffd[31m\ufffdERROR all is lost\ufffd\ufffdé"

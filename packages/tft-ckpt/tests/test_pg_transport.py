@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -223,6 +223,66 @@ def test_a_refusal_that_nobody_hears_is_no_error(caplog: pytest.LogCaptureFixtur
     source.shutdown()
     with pytest.raises(Closed):
         source.refuse_checkpoint(5, "it is over", key=KEY, dst_ranks=[1])
+
+
+def test_two_members_give_each_other_a_state_at_the_same_time() -> None:
+    states = [sample_state(seed=seed) for seed in (1, 2)]
+    members = transports(2, chunk_bytes=1 << 16)
+    with (
+        running(lambda: members[0].send_checkpoint([1], 5, states[0], BOUND, key=KEY)) as first_sent,
+        running(lambda: members[1].send_checkpoint([0], 5, states[1], BOUND, key=KEY)) as second_sent,
+        running(lambda: members[0].recv_checkpoint(1, "", 5, BOUND, key=KEY)) as first_got,
+    ):
+        assert_same_state(members[1].recv_checkpoint(0, "", 5, BOUND, key=KEY), states[0])
+        assert_same_state(first_got(), states[1])
+        first_sent()
+        second_sent()
+
+
+def test_a_rank_that_is_not_in_the_group_is_refused_at_once() -> None:
+    _, member = transports(2)
+    for rank in (1, 2):
+        with pytest.raises(WrongSetting, match=f"rank {rank} can't be asked from rank 1"):
+            member.recv_checkpoint(rank, "", 5, BOUND)
+        with pytest.raises(WrongSetting, match=f"rank {rank} can't be asked from rank 1"):
+            member.send_checkpoint([0, rank], 5, {}, BOUND)
+
+
+def test_what_breaks_the_talk_with_one_of_several_is_raised_by_the_send() -> None:
+    class Broken(BaseException): ...
+
+    class Breaks:
+        def __init__(self, member: Any) -> None:
+            self.member = member
+
+        def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Any:
+            if rank == 2:
+                raise Broken
+            return self.member.send(tensors, rank, tag)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.member, name)
+
+    members = members_of_gloo(3)
+    source, receiver = (PGTransport[Any](group, BOUND, CPU) for group in (Breaks(members[0]), members[1]))
+    with running(lambda: receiver.recv_checkpoint(0, "", 5, SHORT, key=KEY)) as got:
+        with pytest.raises(Broken):
+            source.send_checkpoint([1, 2], 5, {"a": 1}, SHORT, key=KEY)
+        with suppress(CheckpointError):
+            got()
+
+
+def test_what_a_group_says_while_it_is_waited_for_is_told_at_the_end() -> None:
+    class Never:
+        def configure(self) -> None: ...
+
+        def send(self, *args: Any) -> Any:
+            raise RuntimeError("the group is not configured")
+
+        recv = send
+
+    with pytest.raises(DeadlinePassed, match=r"the last try: .* the group is not configured"):
+        PGTransport[Any](Never(), BOUND, CPU).recv_checkpoint(0, "", 5, SHORT)
 
 
 def test_nobody_to_send_to_costs_no_transfer() -> None:

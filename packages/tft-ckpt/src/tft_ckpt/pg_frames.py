@@ -24,7 +24,7 @@ from tft_ckpt.errors import CheckpointError, StateCorrupt, StateUnsupported
 from tft_ckpt.key import StateKey
 from tft_ckpt.manifest import checksum
 
-__all__ = ["ANSWER_BYTES", "OFFER_BYTES", "SENTENCE_BYTES", "Answer", "Code", "Offer"]
+__all__ = ["ANSWER_BYTES", "OFFER_BYTES", "SENTENCE_BYTES", "Answer", "Code", "Offer", "printable", "shortened"]
 
 VERSION: Final = 1
 SENTENCE_BYTES: Final = 400
@@ -137,7 +137,7 @@ class Answer:
                 part="answer",
                 source=receiver,
             )
-        return cls(Code(code), key, padded[:length].decode("utf-8", "replace"))
+        return cls(Code(code), key, printable(padded[:length]))
 
 
 def shortened(sentence: str) -> bytes:
@@ -146,6 +146,13 @@ def shortened(sentence: str) -> bytes:
     if len(text) <= SENTENCE_BYTES:
         return text
     return text[:SENTENCE_BYTES].decode("utf-8", "ignore").encode()
+
+
+def printable(text: bytes) -> str:
+    """What a member wrote, as it may stand in an error or a log: in one line, without characters that steer."""
+    return "".join(
+        char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text.decode("utf-8", "replace")
+    )
 
 
 def _words(key: StateKey) -> tuple[int, int, int, int]:

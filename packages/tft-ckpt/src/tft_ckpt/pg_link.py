@@ -14,20 +14,25 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol, final
 
 import torch
 
-from tft_ckpt.errors import CheckpointError, Closed, DeadlinePassed, StateUnavailable
+from tft_ckpt.errors import CheckpointError, Closed, DeadlinePassed, StateUnavailable, WrongSetting
 
 __all__ = ["Call", "Group", "Link", "bytes_of"]
 
-# Every message goes under one tag, which no collective uses and few people would think of.
-_TAG = 0x7F7C
-_NO_MESSAGE_TAG = _TAG + 1
+# Tags that no collective uses and few people would think of; two, for who sends a state may receive another one from
+# the same member at the same time.
+_SOURCE_TAG = 0x7F7C
+_RECEIVER_TAG = _SOURCE_TAG + 1
+_NO_MESSAGE_TAG = _SOURCE_TAG + 2
 _MOMENT = timedelta(milliseconds=1)
+# How long a member's connection may be too busy to be ended.
+_END_S = 1.0
 
 
 class Group(Protocol):
@@ -51,14 +56,15 @@ class Call:
 
     Args:
         group: over which it goes.
-        rank: one of those with whom it is, in the group.
+        ranks: of those with whom it is, in the group.
         timeout_s: for all of it, from now.
         silence_s: for each wait for a member that has begun to talk.
+    Raises: WrongSetting: the group has no such members, where it can be asked.
     """
 
-    def __init__(self, group: Group, *, rank: int, timeout_s: float, silence_s: float) -> None:
+    def __init__(self, group: Group, *, ranks: Sequence[int], timeout_s: float, silence_s: float) -> None:
         self.group = group
-        self._rank = rank
+        self._ranks = ranks
         self.timeout_s = timeout_s
         self.silence_s = silence_s
         self._deadline = time.monotonic() + timeout_s
@@ -66,6 +72,18 @@ class Call:
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._on_their_way = 0
+        if not self.may_be_configured_again:
+            self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        size, own = (getattr(self.group, name, None) for name in ("size", "rank"))
+        if not (callable(size) and callable(own)):
+            return
+        for rank in self._ranks:
+            if rank == own() or rank >= size():
+                raise WrongSetting(
+                    f"rank {rank} can't be asked from rank {own()} of a process group of {size()}; give another one"
+                )
 
     @property
     def may_be_configured_again(self) -> bool:
@@ -122,10 +140,16 @@ class Call:
             self.group.abort()  # type: ignore[attr-defined]  # not every group has it, which is suppressed too
         if self.may_be_configured_again or not _is_gloo(self.group):
             return
-        # Torch's own Gloo group does nothing on abort, but a wait of which the time-out passes ends its connections.
-        with suppress(Exception):
-            message = torch.empty(1, dtype=torch.uint8)
-            self.group.recv([message], self._rank, _NO_MESSAGE_TAG).wait(_MOMENT)
+        # Torch's own Gloo group does nothing on abort, but a wait of which the time-out passes ends its connections,
+        # all but those that are just busy; and over one that has ended nothing can be asked any more.
+        message = torch.empty(1, dtype=torch.uint8)
+        until = time.monotonic() + _END_S
+        for rank in self._ranks:
+            with suppress(Exception):
+                while time.monotonic() < until:
+                    work = self.group.recv([message], rank, _NO_MESSAGE_TAG)
+                    with suppress(Exception):
+                        work.wait(_MOMENT)
 
 
 def _is_gloo(group: Any) -> bool:
@@ -144,9 +168,11 @@ class Link:
         call: of which this is a part.
         rank: the member's, in the group.
         device: on which the group takes messages.
+        is_source: whether this side has the state.
     """
 
-    def __init__(self, call: Call, *, rank: int, device: torch.device) -> None:
+    def __init__(self, call: Call, *, rank: int, device: torch.device, is_source: bool) -> None:
+        self._tags = (_SOURCE_TAG, _RECEIVER_TAG) if is_source else (_RECEIVER_TAG, _SOURCE_TAG)
         self.call = call
         self.rank = rank
         self.device = device
@@ -170,16 +196,16 @@ class Link:
 
     def start_send(self, message: torch.Tensor) -> Any:
         """Begin to send; nobody may write to the tensor until `end`. Raises: as end."""
-        return self._start(self.call.group.send, message)
+        return self._start(self.call.group.send, message, self._tags[0])
 
     def start_recv(self, message: torch.Tensor) -> Any:
         """Begin to receive into a tensor. Raises: as end."""
-        return self._start(self.call.group.recv, message)
+        return self._start(self.call.group.recv, message, self._tags[1])
 
-    def _start(self, operation: Any, message: torch.Tensor) -> Any:
+    def _start(self, operation: Any, message: torch.Tensor, tag: int) -> Any:
         self.call.starts()
         try:
-            return operation([message], self.rank, _TAG)
+            return operation([message], self.rank, tag)
         except Exception as error:
             self.call.ended()
             raise self._converted(error) from error

@@ -50,7 +50,7 @@ from tft_ckpt.manifest import (
     encode,
     encode_layout,
 )
-from tft_ckpt.pg_frames import ANSWER_BYTES, OFFER_BYTES, Answer, Code, Offer, shortened
+from tft_ckpt.pg_frames import ANSWER_BYTES, OFFER_BYTES, Answer, Code, Offer, printable, shortened
 from tft_ckpt.pg_link import Call, Group, Link, bytes_of
 from tft_ckpt.target import Target
 from tft_ckpt.transport import CheckpointTransport
@@ -146,8 +146,8 @@ class PGTransport(CheckpointTransport[T]):
             self._check_open()
             describe(state_dict, key=key, chunk_bytes=self._chunk_bytes, limits=self._limits)
             return
-        with self._call("send", ranks[0], timeout_s) as call:
-            links = [Link(call, rank=rank, device=self._device) for rank in ranks]
+        with self._call("send", ranks, timeout_s) as call:
+            links = [Link(call, rank=rank, device=self._device, is_source=True) for rank in ranks]
             try:
                 outgoing = _Outgoing(
                     state_dict,
@@ -181,8 +181,8 @@ class PGTransport(CheckpointTransport[T]):
         self._check_open()
         if not ranks:
             return
-        with self._call("send", ranks[0], self._silence_s) as call:
-            links = [Link(call, rank=rank, device=self._device) for rank in ranks]
+        with self._call("send", ranks, self._silence_s) as call:
+            links = [Link(call, rank=rank, device=self._device, is_source=True) for rank in ranks]
             for failure in _to_all(links, lambda link: _refuse(link, key, sentence)):
                 _log.warning("state %s was refused (%s), and not all were told: %s", key, sentence, failure)
 
@@ -215,8 +215,8 @@ class PGTransport(CheckpointTransport[T]):
         timeout_s = _positive(timeout)
         if into is None and self._state_dict is not None:
             into = self._state_dict()
-        with self._call("receive", src_rank, timeout_s) as call:
-            link = Link(call, rank=src_rank, device=self._device)
+        with self._call("receive", [src_rank], timeout_s) as call:
+            link = Link(call, rank=src_rank, device=self._device, is_source=False)
             receive = _Receive(link, key, limits=self._limits, into=into)
             state: T = receive.run(progress, cancelled).finish()
         return state
@@ -245,8 +245,8 @@ class PGTransport(CheckpointTransport[T]):
             call.stop(reason)
 
     @contextmanager
-    def _call(self, what: str, rank: int, timeout_s: float) -> Iterator[Call]:
-        call = Call(self._group, rank=rank, timeout_s=timeout_s, silence_s=self._silence_s)
+    def _call(self, what: str, ranks: Sequence[int], timeout_s: float) -> Iterator[Call]:
+        call = Call(self._group, ranks=ranks, timeout_s=timeout_s, silence_s=self._silence_s)
         with self._lock:
             self._check_open()
             if what in self._running:
@@ -324,6 +324,7 @@ def _bytes_of(span: StorageSpan) -> torch.Tensor:
 def _to_all(links: Sequence[Link], talk: Callable[[Link], CheckpointError | None]) -> list[CheckpointError]:
     """Talk to all at the same time, to one on this thread; returns what went wrong."""
     failures: list[CheckpointError] = []
+    broken: list[BaseException] = []
 
     def run(link: Link) -> None:
         try:
@@ -332,9 +333,11 @@ def _to_all(links: Sequence[Link], talk: Callable[[Link], CheckpointError | None
             # It ended in the middle: nobody may take what is still on its way for something else.
             link.call.break_off()
             failure = error
-        except BaseException:
+        except BaseException as error:
+            # It is raised on the caller's thread, when all have ended.
             link.call.break_off()
-            raise
+            broken.append(error)
+            return
         if failure is not None:
             failures.append(failure)
 
@@ -344,11 +347,11 @@ def _to_all(links: Sequence[Link], talk: Callable[[Link], CheckpointError | None
     ]
     for thread in threads:
         thread.start()
-    try:
-        run(links[0])
-    finally:
-        for thread in threads:
-            thread.join()
+    run(links[0])
+    for thread in threads:
+        thread.join()
+    if broken:
+        raise broken[0]
     return failures
 
 
@@ -518,7 +521,7 @@ class _Receive:
         self._answer(Code.TAKE)
         following = link.hear(offer.following_bytes)
         if offer.is_refusal:
-            sentence = following.decode("utf-8", "replace")
+            sentence = printable(following)
             return StateUnavailable(
                 f"{link.name} has no state {self._wanted}: {sentence}", source=link.name, key=self._wanted
             )
@@ -556,13 +559,18 @@ class _Receive:
 
     def _first_word(self) -> bytes:
         """The offer, waited for as long as the call may take, over whatever the group becomes meanwhile."""
+        why = ""
         while True:
             try:
+                if why:
+                    self._call.pause(_TRY_AGAIN_S)
                 return self._link.hear(OFFER_BYTES, patience_s=self._call.remaining_s())
-            except StateUnavailable:
+            except StateUnavailable as error:
                 if not self._call.may_be_configured_again:
                     raise
-                self._call.pause(_TRY_AGAIN_S)
+                why = f"; the last try: {error}"
+            except DeadlinePassed as error:
+                raise DeadlinePassed(f"{error}{why}", timeout_s=error.timeout_s) from error
 
     def _receive_chunks(self, manifest: Manifest, target: Target) -> int | None:
         """Take every chunk. Returns: the first one that arrived damaged. Raises: it ended in the middle."""

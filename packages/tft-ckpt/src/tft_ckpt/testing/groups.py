@@ -106,7 +106,7 @@ class FaultyGroup:
         if fault.kind == "stall":
             fault.release.wait(BOUND_S)
             return
-        Call(self._group, rank=rank, timeout_s=BOUND_S, silence_s=BOUND_S).break_off()
+        Call(self._group, ranks=[rank], timeout_s=BOUND_S, silence_s=BOUND_S).break_off()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
