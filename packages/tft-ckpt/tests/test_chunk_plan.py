@@ -260,6 +260,19 @@ def test_those_that_have_only_parts_do_not_wait_for_each_other_for_ever() -> Non
     assert plan.is_stuck(100.0)
 
 
+def test_nor_for_one_that_comes_again_and_again_and_has_nothing() -> None:
+    plan = made(8, own="m")
+    now_s = 0.0
+    while now_s <= STUCK_S:
+        assert not plan.is_stuck(now_s)
+        friend = fellow(plan, "x", now_s=now_s)
+        now_s += STUCK_S / 3
+        plan.leave(friend, now_s)
+    assert plan.is_stuck(now_s)
+    fellow(plan, "y", now_s=now_s)
+    assert not plan.is_stuck(now_s)
+
+
 def test_the_next_lead_confirms_what_is_here() -> None:
     plan = ChunkPlan()
     assert not plan.complete

@@ -81,6 +81,7 @@ class ChunkPlan:
         self._workers: dict[int, _Worker] = {}
         self._num_joined = 0
         self._rates: dict[str, float] = {}
+        self._known: set[str] = set()  # whose connections there were under this manifest
         self._news_s = 0.0
 
     # ---- the run ----
@@ -94,6 +95,7 @@ class ChunkPlan:
         """
         assert not self._workers, "connections of the manifest before"
         before, self._manifest = self._manifest, manifest
+        self._known.clear()
         layout = manifest.layout
         self._num_chunks = layout.num_chunks
         kept = before is not None and layout.fits(before.layout)
@@ -156,7 +158,10 @@ class ChunkPlan:
         """
         self._num_joined += 1
         self._workers[self._num_joined] = _Worker(source, is_fellow, self._all if has_all else 0, heard_s=now_s)
-        self._news_s = now_s
+        if source not in self._known:
+            # Who comes again and again, and has nothing, is no news.
+            self._known.add(source)
+            self._news_s = now_s
         return self._num_joined
 
     def told(self, worker: int, have: int, now_s: float) -> None:
