@@ -84,8 +84,8 @@ class HTTPTransport(CheckpointTransport[T]):
         port: to listen on; 0 takes a free one.
         advertise_addr: how others reach this process: host, host:port or [ipv6]:port; None finds out.
         token: the job's secret, presented and demanded on every request.
-        chunk_bytes: length of a checked chunk of what this process sends, 4 KiB to 1 GiB; sources of one state that differ
-            in it take turns in place of helping each other.
+        chunk_bytes: length of a checked chunk of what this process sends, 4 KiB to 1 GiB; sources of one state that
+            differ in it take turns in place of helping each other.
         reuse_buffers: receive into the same memory every time. It saves the price of fresh memory, and the tensors of
             one receive are overwritten by the next: load them, and let go of them, before.
         limits: the largest state that is sent or received.
