@@ -278,6 +278,21 @@ def check_a_failed_snapshot_is_told(make: Make) -> None:
             assert _recv(receiver, source.metadata()) == {"a": 1}
 
 
+def check_a_refusal_is_told(make: Make) -> None:
+    """Who waits for a state that is refused is told why at once; concerns transports that can tell."""
+    with _transports(make, 2) as (source, receiver):
+        if type(source).refuse_checkpoint is CheckpointTransport.refuse_checkpoint:
+            return
+        waits = threading.Event()
+        with _background(lambda: _recv(receiver, source.metadata(), cancelled=_telling(waits))) as got:
+            assert waits.wait(BOUND.total_seconds())
+            source.refuse_checkpoint(KEY.step, "its trainer raised", key=KEY, dst_ranks=[1])
+            told = _fails(StateUnavailable, lambda: got.result(BOUND.total_seconds()))
+            assert "its trainer raised" in str(told), str(told)
+        with _offering(source, {"a": 1}, NEXT_KEY):
+            assert _recv(receiver, source.metadata(), NEXT_KEY) == {"a": 1}
+
+
 def check_abort(make: Make) -> None:
     """abort from another thread ends a running receive, and no later one."""
     with _transports(make, 2) as (source, receiver):
