@@ -170,6 +170,9 @@ def register_tensor_subclass(cls: type[Any], flatten: Callable[[Any], object], u
         raise WrongSetting(f"{cls!r} is no subclass of torch.Tensor, so it can't be registered as one")
     if cls.__module__.startswith("torch.distributed.tensor"):
         raise WrongSetting(f"{cls.__qualname__} travels already, as a LocalShard, so don't register it")
+    for function in (flatten, unflatten):
+        if not callable(function):
+            raise WrongSetting(f"{function!r} can't take a {cls.__qualname__} apart or make one; give two functions")
     name = f"{cls.__module__}.{cls.__qualname__}"
     known = _tensor_subclasses.get(name)
     if known is not None and known.cls is not cls:
