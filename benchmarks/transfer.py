@@ -1,7 +1,8 @@
 """P6, P7 and P9: what it takes to fetch a live state over HTTP, beside torchft and a bare socket.
 
 Two processes on this machine, a state of 64 tensors on the CPU. P6 is a warm pair's receive, best of four, each system
-with the number of connections that suits it best; ours checks every chunk. P7 is the first receive of a fresh pair, and
+with the number of connections that suits it best; ours checks every chunk, and receives into the same memory every time
+(`reuse_buffers`), for which the peer has no setting. P7 is the first receive of a fresh pair, and
 P9 how much memory that takes, both into tensors that are there already: the peer receives into fresh ones and copies.
 The systems take turns.
 """
