@@ -28,8 +28,9 @@ def train(spawn: Spawn, settings: Settings, *, groups: int, kills: bool) -> tupl
     hold_at = settings.steps - MARGIN_STEPS  # who comes back has these steps to join in
     with training_together(spawn, groups=groups, settings=settings, hold_at=hold_at) as cluster:
         killed = 0
-        while kills and (begun := cluster.step) + STEPS_BETWEEN < hold_at:
-            cluster.until_step(begun + STEPS_BETWEEN)
+        # The first kill comes whatever the step: on a busy machine one group trains far before the others have started.
+        while kills and (killed == 0 or cluster.step + STEPS_BETWEEN < hold_at):
+            cluster.until_step(min(cluster.step + STEPS_BETWEEN, hold_at))
             cluster.kill(cluster.groups[killed % groups].trainers[0])
             killed += 1
             cluster.until_together(after=cluster.step, unless_at=hold_at)
