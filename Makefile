@@ -10,7 +10,7 @@ PACKAGES := $(sort $(wildcard packages/*))
 DEMO_ARGS ?=
 TEST_ARGS ?=
 # Tests wait more than they compute; those of one file stay together, because they share what they have started.
-TEST_PROCESSES ?= 3
+TEST_PROCESSES ?= 2
 BENCH_ARGS ?=
 SOAK_RUNS ?= 5
 
