@@ -41,8 +41,9 @@ class Gradient:
     name: str
     step: int
     participating: bool
-    parameters: torch.Tensor
-    gradient: torch.Tensor
+    # No tensors: one would be fetched from its sender when it is received, who may have ended by then.
+    parameters: list[float]
+    gradient: list[float]
     kind: str = "gradient"
 
 
@@ -97,7 +98,7 @@ def train(lighthouse: str, name: str, settings: dict[str, Any], connection: Conn
                 connection.send(Event("failed", step, text=str(error)))
                 continue
             step = manager.current_step()
-            connection.send(Gradient(name, step, participating, parameters, gradient))
+            connection.send(Gradient(name, step, participating, parameters.tolist(), gradient.tolist()))
             connection.send(Event("commit", step, digest(model.state_dict()), manager.num_participants()))
     connection.send(Event("end"))
 
@@ -129,12 +130,14 @@ def check_gradients(trainers: list[Trainer]) -> set[tuple[str, ...]]:
         names = tuple(sorted(told.name for told in counted))
         seen.add(tuple(sorted(told.name if told.participating else f"({told.name})" for told in gradients)))
         model = new_model()
-        torch.nn.utils.vector_to_parameters(counted[0].parameters, model.parameters())
+        torch.nn.utils.vector_to_parameters(torch.tensor(counted[0].parameters), model.parameters())
         model(batch_of(*names)).square().mean().backward()
         whole = flat(parameter.grad for parameter in model.parameters())
         for told in gradients:
-            assert torch.equal(told.gradient, gradients[0].gradient), f"step {step}: {told.name}"
-        torch.testing.assert_close(gradients[0].gradient, whole, rtol=0.0, atol=TOLERANCE, msg=f"{step}: {names}")
+            assert told.gradient == gradients[0].gradient, f"step {step}: {told.name}"
+        torch.testing.assert_close(
+            torch.tensor(gradients[0].gradient), whole, rtol=0.0, atol=TOLERANCE, msg=f"{step}: {names}"
+        )
     return seen
 
 
