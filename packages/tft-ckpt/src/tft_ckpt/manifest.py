@@ -39,6 +39,7 @@ __all__ = [
     "Segment",
     "StorageSpan",
     "TensorLeaf",
+    "check_chunk_bytes",
     "checksum",
     "decode",
     "describe",
@@ -231,6 +232,12 @@ def _aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
+def check_chunk_bytes(chunk_bytes: int) -> None:
+    """Raises: WrongSetting: it is no length for a chunk."""
+    if type(chunk_bytes) is not int or not CHUNK_BYTES_MIN <= chunk_bytes <= CHUNK_BYTES_MAX:
+        raise WrongSetting(f"chunk_bytes is {chunk_bytes!r}; give {CHUNK_BYTES_MIN} to {CHUNK_BYTES_MAX}")
+
+
 def describe(
     state: object, *, key: StateKey, chunk_bytes: int, limits: Limits
 ) -> tuple[Layout, tuple[StorageSpan, ...]]:
@@ -241,8 +248,7 @@ def describe(
         StateUnsupported: a leaf can't travel, or the state is larger than the limits.
         WrongSetting: chunk_bytes is out of its range.
     """
-    if not CHUNK_BYTES_MIN <= chunk_bytes <= CHUNK_BYTES_MAX:
-        raise WrongSetting(f"chunk_bytes is {chunk_bytes}; give {CHUNK_BYTES_MIN} to {CHUNK_BYTES_MAX}")
+    check_chunk_bytes(chunk_bytes)
     plan = _SegmentPlan(limits)
     root = TreeWriter(plan.add, limits=limits).write(state)
     segments, sources = plan.finish()

@@ -26,6 +26,7 @@ from typing import Any, Final, TypeVar, final
 
 import torch
 
+from tft_ckpt.arguments import key_of, positive_seconds
 from tft_ckpt.buffers import Buffer
 from tft_ckpt.errors import (
     CheckpointError,
@@ -39,11 +40,10 @@ from tft_ckpt.errors import (
 )
 from tft_ckpt.key import StateKey
 from tft_ckpt.manifest import (
-    CHUNK_BYTES_MAX,
-    CHUNK_BYTES_MIN,
     Layout,
     Manifest,
     StorageSpan,
+    check_chunk_bytes,
     checksum,
     decode,
     describe,
@@ -110,10 +110,9 @@ class PGTransport(CheckpointTransport[T]):
             raise WrongSetting(f"device is {device!r}; give a torch.device")
         if state_dict is not None and not callable(state_dict):
             raise WrongSetting(f"state_dict is a {type(state_dict).__name__}; give a function that returns the state")
-        if type(chunk_bytes) is not int or not CHUNK_BYTES_MIN <= chunk_bytes <= CHUNK_BYTES_MAX:
-            raise WrongSetting(f"chunk_bytes is {chunk_bytes!r}; give {CHUNK_BYTES_MIN} to {CHUNK_BYTES_MAX}")
+        check_chunk_bytes(chunk_bytes)
         self._group = pg
-        self._silence_s = _positive(timeout)
+        self._silence_s = positive_seconds(timeout)
         self._device = device
         self._state_dict = state_dict
         self._chunk_bytes = chunk_bytes
@@ -138,9 +137,9 @@ class PGTransport(CheckpointTransport[T]):
             StateCorrupt: it arrived damaged. A receiver that has not asked within the constructor's timeout, or
             `timeout`, ends in DeadlinePassed, and the group with it.
         """
-        key = _key(key, step)
+        key = key_of(key, step)
         ranks = _ranks(dst_ranks)
-        timeout_s = _positive(timeout)
+        timeout_s = positive_seconds(timeout)
         if not ranks:
             # Nobody can ask later. What can't travel is refused all the same.
             self._check_open()
@@ -176,7 +175,7 @@ class PGTransport(CheckpointTransport[T]):
 
         It takes until they ask, at most the constructor's timeout; then the group ends, as after a send.
         """
-        key = _key(key, step)
+        key = key_of(key, step)
         ranks = _ranks(dst_ranks)
         self._check_open()
         if not ranks:
@@ -209,10 +208,10 @@ class PGTransport(CheckpointTransport[T]):
             metadata: not used, as are `sources`: only a member of the group can be asked, and only one.
         Returns: the state. Without `into` and `state_dict`, its tensors are on the CPU, in memory of their own.
         """
-        key = _key(key, step)
+        key = key_of(key, step)
         if type(src_rank) is not int or src_rank < 0:
             raise WrongSetting(f"src_rank is {src_rank!r}; give a rank in the group, 0 or more")
-        timeout_s = _positive(timeout)
+        timeout_s = positive_seconds(timeout)
         if into is None and self._state_dict is not None:
             into = self._state_dict()
         with self._call("receive", [src_rank], timeout_s) as call:
@@ -653,24 +652,7 @@ def _spread(message: torch.Tensor, pieces: Sequence[memoryview]) -> None:
         start += len(piece)
 
 
-def _key(key: StateKey | None, step: int) -> StateKey:
-    if key is None:
-        return StateKey(quorum_id=0, nonce=0, step=step, lineage=0)
-    if key.step != step:
-        raise WrongSetting(f"step is {step}, but key names step {key.step}; give the same one twice")
-    return key
-
-
 def _ranks(dst_ranks: Sequence[int]) -> list[int]:
     if any(type(rank) is not int or rank < 0 for rank in dst_ranks):
         raise WrongSetting(f"dst_ranks is {dst_ranks!r}; give replica ranks, 0 or more")
     return list(dict.fromkeys(dst_ranks))
-
-
-def _positive(timeout: timedelta) -> float:
-    if not isinstance(timeout, timedelta):
-        raise WrongSetting(f"timeout is {timeout!r}; give a timedelta, such as timedelta(seconds=60)")
-    seconds = timeout.total_seconds()
-    if seconds <= 0:
-        raise WrongSetting(f"timeout is {seconds:g} s; give more than 0")
-    return seconds

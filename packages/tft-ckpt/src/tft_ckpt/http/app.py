@@ -275,7 +275,7 @@ class App:
         ended = [transport for transport in self._holding if transport.is_closing()]
         for transport in ended:
             self._release(self._holding.pop(transport))
-        if not self._looking and any(transport not in self._answering for transport in self._holding):
+        if any(transport not in self._answering for transport in self._holding):
             self._looking = True
             self._loop.call_later(_LOOK_S, self._look_at_holders)
 

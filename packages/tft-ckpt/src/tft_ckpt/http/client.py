@@ -358,10 +358,7 @@ class Receive:
             return False
         finally:
             self._chunks.leave(worker, time.monotonic())
-            self._tally.fetched_bytes += reader.read_bytes
-            self._tally.has_written |= reader.has_written
-            if reader.read_bytes:
-                self._tally.addresses = reader.addresses
+            self._tally.add(reader, is_source=True)
 
 
 class _FellowsFound(Exception):
@@ -407,8 +404,7 @@ class _LookOut:
                 self._reader = Reader(self._lead, self._terms, silence_s=self._silence_s, stop=self._stop)
             answer = self._reader.chunks(self._manifest, wait_s=0.0, num_known=0)
         except (Broke, StateCorrupt, StateMismatch, StateUnavailable):
-            # The connection that brings the data decides about the source: it may go on with a state of which it will
-            # not speak any more, because it took the next one.
+            # The connection that brings the data decides about the source.
             self._next_s = math.inf
         else:
             self._plan.met(() if answer is None else answer.fellows)

@@ -17,6 +17,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TypeVar, final
 
+from tft_ckpt.arguments import key_of, positive_seconds
 from tft_ckpt.buffers import Buffer, BufferPool
 from tft_ckpt.errors import CheckpointError, Closed, DeadlinePassed, WrongSetting
 from tft_ckpt.http.address import advertised_url, listen
@@ -28,7 +29,7 @@ from tft_ckpt.http.reader import SharedPace, Terms
 from tft_ckpt.http.server import StateServer
 from tft_ckpt.http.tls import TLS
 from tft_ckpt.key import StateKey
-from tft_ckpt.manifest import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, Layout
+from tft_ckpt.manifest import Layout, check_chunk_bytes
 from tft_ckpt.target import Target
 from tft_ckpt.transport import CheckpointTransport
 from tft_ckpt.tree import Limits
@@ -55,16 +56,13 @@ class _Settings:
     receive_bytes_per_s: float | None
 
     def __post_init__(self) -> None:
-        if self.timeout_s <= 0:
-            raise WrongSetting(f"timeout is {self.timeout_s:g} s; give more than 0")
         if not 0 <= self.num_chunks <= _CONNECTIONS_MAX:
             raise WrongSetting(f"num_chunks is {self.num_chunks}; give 0 to {_CONNECTIONS_MAX} connections")
         if not 0 <= self.port <= 65535:
             raise WrongSetting(f"port is {self.port}; give 0 to 65535")
         if self.token is not None and not (self.token and self.token.isascii() and self.token.isprintable()):
             raise WrongSetting("token is empty or not plain ASCII; give printable ASCII, or None for no token")
-        if not CHUNK_BYTES_MIN <= self.chunk_bytes <= CHUNK_BYTES_MAX:
-            raise WrongSetting(f"chunk_bytes is {self.chunk_bytes}; give {CHUNK_BYTES_MIN} to {CHUNK_BYTES_MAX}")
+        check_chunk_bytes(self.chunk_bytes)
         check_rate("send_bytes_per_s", self.send_bytes_per_s)
         check_rate("receive_bytes_per_s", self.receive_bytes_per_s)
 
@@ -116,7 +114,7 @@ class HTTPTransport(CheckpointTransport[T]):
         tls: TLS | None = None,
     ) -> None:
         self._settings = _Settings(
-            timeout_s=_seconds(timeout),
+            timeout_s=positive_seconds(timeout),
             num_chunks=num_chunks,
             port=port,
             token=token,
@@ -183,9 +181,9 @@ class HTTPTransport(CheckpointTransport[T]):
 
         Raises: see `CheckpointTransport.send_checkpoint`; StateUnavailable if there is no memory for the copy.
         """
-        key = _key(key, step)
+        key = key_of(key, step)
         # A copy can't be broken off, so the deadline is looked at when it is done: late, it is not put up.
-        stop = StopSignal(_positive(timeout), None)
+        stop = StopSignal(positive_seconds(timeout), None)
         try:
             self._server.offer(state_dict, key=key, expected=bool(dst_ranks), check=stop.check)
         except DeadlinePassed as error:
@@ -199,7 +197,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self, step: int, sentence: str, *, key: StateKey | None = None, dst_ranks: Sequence[int] = ()
     ) -> None:
         """Answer all those that ask for the state with that sentence; see `CheckpointTransport.refuse_checkpoint`."""
-        self._server.refuse(_key(key, step), sentence)
+        self._server.refuse(key_of(key, step), sentence)
 
     def recv_checkpoint(
         self,
@@ -222,9 +220,9 @@ class HTTPTransport(CheckpointTransport[T]):
         Returns: the state. Without into, its tensors are on the CPU and can be written to; what was shared is shared,
             and what was strided is strided; with reuse_buffers they are good until the next call.
         """
-        key = _key(key, step)
+        key = key_of(key, step)
         _check_sources(metadata, sources)
-        with self._receiving(_positive(timeout), cancelled) as stop:
+        with self._receiving(positive_seconds(timeout), cancelled) as stop:
             place = _Place(into, self._allocate, self._give)
             receive = Receive(
                 [metadata, *sources],
@@ -358,14 +356,6 @@ class _Place:
             self._give(self._buffer)
 
 
-def _key(key: StateKey | None, step: int) -> StateKey:
-    if key is None:
-        return StateKey(quorum_id=0, nonce=0, step=step, lineage=0)
-    if key.step != step:
-        raise WrongSetting(f"step is {step}, but key names step {key.step}; give the same one twice")
-    return key
-
-
 def _check_sources(metadata: str, sources: Sequence[str]) -> None:
     if not isinstance(metadata, str):
         raise WrongSetting(f"metadata is {metadata!r}; give what metadata() of the source returned")
@@ -373,16 +363,3 @@ def _check_sources(metadata: str, sources: Sequence[str]) -> None:
     is_list = isinstance(sources, Sequence) and not isinstance(sources, str)
     if not is_list or not all(isinstance(each, str) for each in sources):
         raise WrongSetting(f"sources is {sources!r}; give a list of what metadata() of each source returned")
-
-
-def _seconds(timeout: timedelta) -> float:
-    if not isinstance(timeout, timedelta):
-        raise WrongSetting(f"timeout is {timeout!r}; give a timedelta, such as timedelta(seconds=60)")
-    return timeout.total_seconds()
-
-
-def _positive(timeout: timedelta) -> float:
-    seconds = _seconds(timeout)
-    if seconds <= 0:
-        raise WrongSetting(f"timeout is {seconds:g} s; give more than 0")
-    return seconds

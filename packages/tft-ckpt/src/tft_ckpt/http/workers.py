@@ -78,6 +78,13 @@ class Tally:
     faults: list[str] = field(default_factory=list)
     addresses: tuple[str, str] | None = None
 
+    def add(self, reader: Reader, *, is_source: bool) -> None:
+        """A connection has ended; only those to sources are named by their addresses."""
+        self.fetched_bytes += reader.read_bytes
+        self.has_written |= reader.has_written
+        if reader.read_bytes and is_source:
+            self.addresses = reader.addresses
+
 
 @dataclass(slots=True)
 class _Hand:
@@ -270,10 +277,7 @@ class Crew:
                 self._fetch(worker, source, reader, stop, arrived)
             finally:
                 with self._changed:
-                    self._tally.fetched_bytes += reader.read_bytes
-                    self._tally.has_written |= reader.has_written
-                    if reader.read_bytes and self._plan.is_source(source):
-                        self._tally.addresses = reader.addresses
+                    self._tally.add(reader, is_source=self._plan.is_source(source))
                 reader.close()
         except BaseException as error:
             # Sorted out under the lock, and raised again on the calling thread if it is nothing that a source did.

@@ -1,0 +1,35 @@
+"""What callers give to every transport, checked the same way by each.
+
+Law of this file: arguments to plain values, or one sentence about what is wrong with them.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from tft_ckpt.errors import WrongSetting
+from tft_ckpt.key import StateKey
+
+__all__ = ["key_of", "positive_seconds"]
+
+
+def key_of(key: StateKey | None, step: int) -> StateKey:
+    """The name of the state that is meant.
+
+    Raises: WrongSetting: the key is of another step.
+    """
+    if key is None:
+        return StateKey(quorum_id=0, nonce=0, step=step, lineage=0)
+    if key.step != step:
+        raise WrongSetting(f"step is {step}, but key names step {key.step}; give the same one twice")
+    return key
+
+
+def positive_seconds(timeout: timedelta) -> float:
+    """A time-out in seconds. Raises: WrongSetting: it is no timedelta above zero."""
+    if not isinstance(timeout, timedelta):
+        raise WrongSetting(f"timeout is {timeout!r}; give a timedelta, such as timedelta(seconds=60)")
+    seconds = timeout.total_seconds()
+    if seconds <= 0:
+        raise WrongSetting(f"timeout is {seconds:g} s; give more than 0")
+    return seconds
