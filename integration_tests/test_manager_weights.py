@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing.connection
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -103,12 +102,8 @@ def train(lighthouse: str, name: str, settings: dict[str, Any], connection: Conn
     connection.send(Event("end"))
 
 
-def start(job: Job, spawn: Spawn, lighthouse: LighthouseServer, name: str, **settings: Any) -> Trainer:
-    ours, theirs = multiprocessing.connection.Pipe()
-    trainer = Trainer(name, spawn(train, str(lighthouse.address), name, settings, theirs), ours)
-    theirs.close()
-    job.trainers.append(trainer)
-    return trainer
+def start(job: Job, lighthouse: LighthouseServer, name: str, **settings: Any) -> Trainer:
+    return job.add(name, train, str(lighthouse.address), name, settings)
 
 
 @pytest.fixture
@@ -145,9 +140,9 @@ def test_unequal_batches_give_the_gradient_of_one_process_also_while_one_heals(
     spawn: Spawn, lighthouse: LighthouseServer
 ) -> None:
     job = Job(spawn, lighthouse)
-    trainers = [start(job, spawn, lighthouse, name) for name in ("a", "b")]
+    trainers = [start(job, lighthouse, name) for name in ("a", "b")]
     job.until(lambda: all(trainer.committed_with(2) for trainer in trainers), "two commit together")
-    trainers.append(start(job, spawn, lighthouse, "c"))
+    trainers.append(start(job, lighthouse, "c"))
     job.until(lambda: all(trainer.committed_with(3) for trainer in trainers), "three commit together")
     job.finish()
     assert {("a", "b"), ("(c)", "a", "b"), ("a", "b", "c")} <= check_gradients(trainers)
@@ -157,7 +152,7 @@ def test_unequal_batches_give_the_gradient_of_one_process_also_while_one_heals(
 def test_a_spare_weighs_nothing(spawn: Spawn, lighthouse: LighthouseServer) -> None:
     job = Job(spawn, lighthouse)
     settings = {"world_size_mode": WorldSizeMode.FIXED_WITH_SPARES, "min_replica_size": 2}
-    trainers = [start(job, spawn, lighthouse, name, **settings) for name in ("a", "b", "c")]
+    trainers = [start(job, lighthouse, name, **settings) for name in ("a", "b", "c")]
     job.until(lambda: all(trainer.step >= 10 for trainer in trainers), "all three train")
     job.finish()
     seen = check_gradients(trainers)

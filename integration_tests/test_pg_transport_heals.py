@@ -4,7 +4,6 @@ again, and trainers in processes of their own, who are killed and heal over the 
 
 from __future__ import annotations
 
-import multiprocessing.connection
 import os
 import signal
 import time
@@ -143,12 +142,8 @@ def train(lighthouse: str, name: str, settings: dict[str, Any], connection: Conn
     connection.send(Event("end"))
 
 
-def start(job: Job, spawn: Spawn, lighthouse: LighthouseServer, name: str, **settings: Any) -> Trainer:
-    ours, theirs = multiprocessing.connection.Pipe()
-    trainer = Trainer(name, spawn(train, str(lighthouse.address), name, settings, theirs), ours)
-    theirs.close()
-    job.trainers.append(trainer)
-    return trainer
+def start(job: Job, lighthouse: LighthouseServer, name: str, **settings: Any) -> Trainer:
+    return job.add(name, train, str(lighthouse.address), name, settings)
 
 
 @pytest.fixture
@@ -162,13 +157,13 @@ def test_a_killed_replica_heals_over_the_process_group(
     spawn: Spawn, lighthouse: LighthouseServer, kill: Kill, use_async_quorum: bool
 ) -> None:
     job = Job(spawn, lighthouse)
-    survivors = [start(job, spawn, lighthouse, name, use_async_quorum=use_async_quorum) for name in ("a", "b")]
-    victim = start(job, spawn, lighthouse, "c", use_async_quorum=use_async_quorum)
+    survivors = [start(job, lighthouse, name, use_async_quorum=use_async_quorum) for name in ("a", "b")]
+    victim = start(job, lighthouse, "c", use_async_quorum=use_async_quorum)
     job.until(lambda: all(trainer.committed_with(3) for trainer in job.trainers), "three commit together")
     assert victim.process.pid is not None
     kill(victim.process.pid)
     job.until(lambda: all(trainer.committed_with(2) for trainer in survivors), "two go on")
-    newcomer = start(job, spawn, lighthouse, "c", use_async_quorum=use_async_quorum)
+    newcomer = start(job, lighthouse, "c", use_async_quorum=use_async_quorum)
     job.until(lambda: all(trainer.committed_with(3) for trainer in (*survivors, newcomer)), "three commit again")
     assert newcomer.of_kind("healed")
     job.finish([*survivors, newcomer])
@@ -177,11 +172,11 @@ def test_a_killed_replica_heals_over_the_process_group(
 def test_a_source_killed_while_it_sends_is_replaced_by_another(spawn: Spawn, lighthouse: LighthouseServer) -> None:
     job = Job(spawn, lighthouse)
     # The first by name is the source of the one that heals.
-    source, other = (start(job, spawn, lighthouse, name) for name in ("a", "b"))
+    source, other = (start(job, lighthouse, name) for name in ("a", "b"))
     job.until(lambda: all(trainer.committed_with(2) for trainer in (source, other)), "two commit together")
     source.connection.send("die")
     job.until(lambda: bool(source.of_kind("struck")), "the source is ready to die")
-    newcomer = start(job, spawn, lighthouse, "c")
+    newcomer = start(job, lighthouse, "c")
     job.until(lambda: all(trainer.committed_with(2) for trainer in (other, newcomer)), "the newcomer trains")
     source.process.join(TIMEOUT.total_seconds())
     assert source.process.exitcode == -signal.SIGKILL
@@ -191,11 +186,11 @@ def test_a_source_killed_while_it_sends_is_replaced_by_another(spawn: Spawn, lig
 
 def test_who_heals_is_told_that_the_sources_state_dict_raised(spawn: Spawn, lighthouse: LighthouseServer) -> None:
     job = Job(spawn, lighthouse)
-    source, other = (start(job, spawn, lighthouse, name) for name in ("a", "b"))
+    source, other = (start(job, lighthouse, name) for name in ("a", "b"))
     job.until(lambda: all(trainer.committed_with(2) for trainer in (source, other)), "two commit together")
     source.connection.send("raise")
     job.until(lambda: bool(source.of_kind("struck")), "the source is ready to raise")
-    newcomer = start(job, spawn, lighthouse, "c")
+    newcomer = start(job, lighthouse, "c")
     job.until(lambda: all(trainer.committed_with(3) for trainer in job.trainers), "three commit together")
     failed = [event.text for event in newcomer.of_kind("failed")]
     assert any(

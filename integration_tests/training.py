@@ -273,8 +273,12 @@ class Job:
             environment=environment or {},
             settings=settings,
         )
+        return self.add(name, train, spec)
+
+    def add(self, name: str, target: Callable[..., None], *arguments: object) -> Trainer:
+        """Start a trainer of the test's own: `target(*arguments, connection)`, which tells its events."""
         ours, theirs = multiprocessing.connection.Pipe()
-        trainer = Trainer(name, self._spawn(train, spec, theirs), ours)
+        trainer = Trainer(name, self._spawn(target, *arguments, theirs), ours)
         theirs.close()
         self.trainers.append(trainer)
         return trainer
