@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -27,6 +28,7 @@ from tft_ckpt import (
     StateUnavailable,
     WrongSetting,
 )
+from tft_ckpt.pg_link import Call, Link
 from tft_ckpt.testing import FaultyGroup, GroupFault, assert_same_state, members_of_gloo, sample_state
 
 BOUND = timedelta(seconds=20)
@@ -283,6 +285,27 @@ def test_what_a_group_says_while_it_is_waited_for_is_told_at_the_end() -> None:
 
     with pytest.raises(DeadlinePassed, match=r"the last try: .* the group is not configured"):
         PGTransport[Any](Never(), BOUND, CPU).recv_checkpoint(0, "", 5, SHORT)
+
+
+def test_a_wait_that_a_group_cuts_off_to_whole_milliseconds_took_too_long() -> None:
+    class Late:
+        def wait(self, timeout: timedelta) -> bool:
+            whole_ms = timeout // timedelta(milliseconds=1)
+            ends = time.monotonic() + whole_ms / 1000
+            while time.monotonic() < ends:
+                pass
+            raise RuntimeError(f"Timed out waiting {whole_ms}ms for send operation to complete")
+
+    class Group:
+        def send(self, *_: Any) -> Late:
+            return Late()
+
+        recv = send
+
+    call = Call(Group(), ranks=[1], timeout_s=5, silence_s=0.0109)
+    link = Link(call, rank=1, device=CPU, is_source=True)
+    with pytest.raises(DeadlinePassed):
+        link.end(link.start_send(torch.ones(1)))
 
 
 def test_nobody_to_send_to_costs_no_transfer() -> None:

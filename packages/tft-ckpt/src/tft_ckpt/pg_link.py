@@ -12,6 +12,7 @@ Law of this file: messages, waiting and errors; nothing about states.
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -30,9 +31,14 @@ __all__ = ["Call", "Group", "Link", "bytes_of"]
 _SOURCE_TAG = 0x7F7C
 _RECEIVER_TAG = _SOURCE_TAG + 1
 _NO_MESSAGE_TAG = _SOURCE_TAG + 2
-_MOMENT = timedelta(milliseconds=1)
 # How long a member's connection may be too busy to be ended.
 _END_S = 1.0
+
+
+def _whole_milliseconds(seconds: float) -> timedelta:
+    # Torch cuts a limit off to whole ones. A wait that ends a little early would not be known for one that took too
+    # long, and 0 means for ever to some groups.
+    return timedelta(milliseconds=max(math.ceil(seconds * 1000), 1))
 
 
 class Group(Protocol):
@@ -149,7 +155,7 @@ class Call:
                 while time.monotonic() < until:
                     work = self.group.recv([message], rank, _NO_MESSAGE_TAG)
                     with suppress(Exception):
-                        work.wait(_MOMENT)
+                        work.wait(_whole_milliseconds(0))
 
 
 def _is_gloo(group: Any) -> bool:
@@ -221,7 +227,7 @@ class Link:
         limit_s = min(self.call.silence_s if patience_s is None else patience_s, self.call.remaining_s())
         started = time.monotonic()
         try:
-            work.wait(max(timedelta(seconds=limit_s), _MOMENT))
+            work.wait(_whole_milliseconds(limit_s))
             if self.device.type != "cpu":
                 # Some groups' waits are for the device to do.
                 torch.accelerator.current_stream(self.device).synchronize()
