@@ -16,10 +16,21 @@ class Purpose(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     STAGED: _ClassVar[Purpose]
     WITHOUT_OWN: _ClassVar[Purpose]
     MATCHED: _ClassVar[Purpose]
+
+class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OUTSIDE: _ClassVar[Phase]
+    OWN: _ClassVar[Phase]
+    WAITING: _ClassVar[Phase]
+    REDUCING: _ClassVar[Phase]
 COMMIT: Purpose
 STAGED: Purpose
 WITHOUT_OWN: Purpose
 MATCHED: Purpose
+OUTSIDE: Phase
+OWN: Phase
+WAITING: Phase
+REDUCING: Phase
 
 class RaftMessageRequest(_message.Message):
     __slots__ = ("message",)
@@ -130,7 +141,7 @@ class LighthouseHeartbeatResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ManagerQuorumRequest(_message.Message):
-    __slots__ = ("group_rank", "step", "checkpoint_metadata", "shrink_only", "init_sync", "commit_failures", "reconfigure_handle", "lineage", "live", "torn", "needs_configure", "failed_heals", "allow_heal", "use_async_quorum", "fixed_with_spares", "min_replica_size", "data", "held", "attempt")
+    __slots__ = ("group_rank", "step", "checkpoint_metadata", "shrink_only", "init_sync", "commit_failures", "reconfigure_handle", "lineage", "live", "torn", "needs_configure", "failed_heals", "allow_heal", "use_async_quorum", "fixed_with_spares", "min_replica_size", "data", "held", "attempt", "fingerprint")
     GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_METADATA_FIELD_NUMBER: _ClassVar[int]
@@ -150,6 +161,7 @@ class ManagerQuorumRequest(_message.Message):
     DATA_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     group_rank: int
     step: int
     checkpoint_metadata: str
@@ -169,7 +181,8 @@ class ManagerQuorumRequest(_message.Message):
     data: str
     held: QuorumKey
     attempt: int
-    def __init__(self, group_rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_metadata: _Optional[str] = ..., shrink_only: bool = ..., init_sync: bool = ..., commit_failures: _Optional[int] = ..., reconfigure_handle: _Optional[str] = ..., lineage: _Optional[int] = ..., live: bool = ..., torn: bool = ..., needs_configure: bool = ..., failed_heals: _Optional[int] = ..., allow_heal: bool = ..., use_async_quorum: bool = ..., fixed_with_spares: bool = ..., min_replica_size: _Optional[int] = ..., data: _Optional[str] = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., attempt: _Optional[int] = ...) -> None: ...
+    fingerprint: _containers.RepeatedCompositeFieldContainer[FingerprintPart]
+    def __init__(self, group_rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_metadata: _Optional[str] = ..., shrink_only: bool = ..., init_sync: bool = ..., commit_failures: _Optional[int] = ..., reconfigure_handle: _Optional[str] = ..., lineage: _Optional[int] = ..., live: bool = ..., torn: bool = ..., needs_configure: bool = ..., failed_heals: _Optional[int] = ..., allow_heal: bool = ..., use_async_quorum: bool = ..., fixed_with_spares: bool = ..., min_replica_size: _Optional[int] = ..., data: _Optional[str] = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., attempt: _Optional[int] = ..., fingerprint: _Optional[_Iterable[_Union[FingerprintPart, _Mapping]]] = ...) -> None: ...
 
 class ManagerQuorumResponse(_message.Message):
     __slots__ = ("quorum_id", "recover_src_manager_address", "recover_src_replica_rank", "recover_dst_replica_ranks", "store_address", "max_step", "max_replica_rank", "max_world_size", "replica_rank", "replica_world_size", "heal", "commit_failures", "replica_ids", "reconfigure_handles", "nonce", "unchanged", "lineage", "sources", "serve", "up_to_date", "participants", "min_replica_size")
@@ -232,24 +245,28 @@ class CheckpointMetadataResponse(_message.Message):
     def __init__(self, checkpoint_metadata: _Optional[str] = ...) -> None: ...
 
 class ShouldCommitRequest(_message.Message):
-    __slots__ = ("should_commit", "group_rank", "step", "key", "purpose")
+    __slots__ = ("should_commit", "group_rank", "step", "key", "purpose", "leaving")
     SHOULD_COMMIT_FIELD_NUMBER: _ClassVar[int]
     GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     should_commit: bool
     group_rank: int
     step: int
     key: QuorumKey
     purpose: Purpose
-    def __init__(self, should_commit: bool = ..., group_rank: _Optional[int] = ..., step: _Optional[int] = ..., key: _Optional[_Union[QuorumKey, _Mapping]] = ..., purpose: _Optional[_Union[Purpose, str]] = ...) -> None: ...
+    leaving: bool
+    def __init__(self, should_commit: bool = ..., group_rank: _Optional[int] = ..., step: _Optional[int] = ..., key: _Optional[_Union[QuorumKey, _Mapping]] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., leaving: bool = ...) -> None: ...
 
 class ShouldCommitResponse(_message.Message):
-    __slots__ = ("should_commit",)
+    __slots__ = ("should_commit", "leaves")
     SHOULD_COMMIT_FIELD_NUMBER: _ClassVar[int]
+    LEAVES_FIELD_NUMBER: _ClassVar[int]
     should_commit: bool
-    def __init__(self, should_commit: bool = ...) -> None: ...
+    leaves: bool
+    def __init__(self, should_commit: bool = ..., leaves: bool = ...) -> None: ...
 
 class KillRequest(_message.Message):
     __slots__ = ("msg",)
@@ -269,6 +286,14 @@ class QuorumKey(_message.Message):
     nonce: int
     def __init__(self, quorum_id: _Optional[int] = ..., nonce: _Optional[int] = ...) -> None: ...
 
+class FingerprintPart(_message.Message):
+    __slots__ = ("name", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: str
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+
 class Source(_message.Message):
     __slots__ = ("replica_rank", "replica_id", "address")
     REPLICA_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -280,7 +305,7 @@ class Source(_message.Message):
     def __init__(self, replica_rank: _Optional[int] = ..., replica_id: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("job", "replica_id", "session", "address", "replaces", "ready", "held", "lighthouse_started_ms", "cluster_id")
+    __slots__ = ("job", "replica_id", "session", "address", "replaces", "ready", "held", "lighthouse_started_ms", "cluster_id", "left")
     JOB_FIELD_NUMBER: _ClassVar[int]
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -290,6 +315,7 @@ class Hello(_message.Message):
     HELD_FIELD_NUMBER: _ClassVar[int]
     LIGHTHOUSE_STARTED_MS_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
     job: str
     replica_id: str
     session: int
@@ -299,23 +325,50 @@ class Hello(_message.Message):
     held: QuorumKey
     lighthouse_started_ms: int
     cluster_id: str
-    def __init__(self, job: _Optional[str] = ..., replica_id: _Optional[str] = ..., session: _Optional[int] = ..., address: _Optional[str] = ..., replaces: _Optional[str] = ..., ready: bool = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., lighthouse_started_ms: _Optional[int] = ..., cluster_id: _Optional[str] = ...) -> None: ...
+    left: bool
+    def __init__(self, job: _Optional[str] = ..., replica_id: _Optional[str] = ..., session: _Optional[int] = ..., address: _Optional[str] = ..., replaces: _Optional[str] = ..., ready: bool = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., lighthouse_started_ms: _Optional[int] = ..., cluster_id: _Optional[str] = ..., left: bool = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("step", "phase", "since_ms", "excused", "slowest_step_ms")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    SINCE_MS_FIELD_NUMBER: _ClassVar[int]
+    EXCUSED_FIELD_NUMBER: _ClassVar[int]
+    SLOWEST_STEP_MS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    phase: Phase
+    since_ms: int
+    excused: bool
+    slowest_step_ms: int
+    def __init__(self, step: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., since_ms: _Optional[int] = ..., excused: bool = ..., slowest_step_ms: _Optional[int] = ...) -> None: ...
 
 class Beat(_message.Message):
-    __slots__ = ("healed_bytes",)
+    __slots__ = ("healed_bytes", "progress")
     HEALED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     healed_bytes: int
-    def __init__(self, healed_bytes: _Optional[int] = ...) -> None: ...
+    progress: Progress
+    def __init__(self, healed_bytes: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
 
 class QuorumRequest(_message.Message):
-    __slots__ = ("request", "member", "held")
+    __slots__ = ("request", "member", "held", "fingerprint")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     request: int
     member: QuorumMember
     held: QuorumKey
-    def __init__(self, request: _Optional[int] = ..., member: _Optional[_Union[QuorumMember, _Mapping]] = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ...) -> None: ...
+    fingerprint: _containers.RepeatedCompositeFieldContainer[FingerprintPart]
+    def __init__(self, request: _Optional[int] = ..., member: _Optional[_Union[QuorumMember, _Mapping]] = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., fingerprint: _Optional[_Iterable[_Union[FingerprintPart, _Mapping]]] = ...) -> None: ...
+
+class Leave(_message.Message):
+    __slots__ = ("reason", "serve_ms")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SERVE_MS_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    serve_ms: int
+    def __init__(self, reason: _Optional[str] = ..., serve_ms: _Optional[int] = ...) -> None: ...
 
 class Withdraw(_message.Message):
     __slots__ = ("request",)
@@ -335,21 +388,31 @@ class Death(_message.Message):
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
+class Hang(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
 class ToLighthouse(_message.Message):
-    __slots__ = ("hello", "beat", "quorum_request", "withdraw", "quorum_report", "death")
+    __slots__ = ("hello", "beat", "quorum_request", "withdraw", "quorum_report", "death", "leave", "hang")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     QUORUM_REQUEST_FIELD_NUMBER: _ClassVar[int]
     WITHDRAW_FIELD_NUMBER: _ClassVar[int]
     QUORUM_REPORT_FIELD_NUMBER: _ClassVar[int]
     DEATH_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
+    HANG_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     beat: Beat
     quorum_request: QuorumRequest
     withdraw: Withdraw
     quorum_report: QuorumReport
     death: Death
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., quorum_request: _Optional[_Union[QuorumRequest, _Mapping]] = ..., withdraw: _Optional[_Union[Withdraw, _Mapping]] = ..., quorum_report: _Optional[_Union[QuorumReport, _Mapping]] = ..., death: _Optional[_Union[Death, _Mapping]] = ...) -> None: ...
+    leave: Leave
+    hang: Hang
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., quorum_request: _Optional[_Union[QuorumRequest, _Mapping]] = ..., withdraw: _Optional[_Union[Withdraw, _Mapping]] = ..., quorum_report: _Optional[_Union[QuorumReport, _Mapping]] = ..., death: _Optional[_Union[Death, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., hang: _Optional[_Union[Hang, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("session", "lighthouse_started_ms", "cluster_id")
@@ -391,6 +454,20 @@ class LossNotice(_message.Message):
     lives: bool
     def __init__(self, key: _Optional[_Union[QuorumKey, _Mapping]] = ..., replica_id: _Optional[str] = ..., session: _Optional[int] = ..., reason: _Optional[str] = ..., lives: bool = ...) -> None: ...
 
+class AskToLeave(_message.Message):
+    __slots__ = ("reason", "serve_ms")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SERVE_MS_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    serve_ms: int
+    def __init__(self, reason: _Optional[str] = ..., serve_ms: _Optional[int] = ...) -> None: ...
+
+class NewcomerAsks(_message.Message):
+    __slots__ = ("replica_id",)
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    def __init__(self, replica_id: _Optional[str] = ...) -> None: ...
+
 class QuorumAnswer(_message.Message):
     __slots__ = ("request", "quorum", "unchanged", "refused")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
@@ -404,20 +481,40 @@ class QuorumAnswer(_message.Message):
     def __init__(self, request: _Optional[int] = ..., quorum: _Optional[_Union[Quorum, _Mapping]] = ..., unchanged: _Optional[_Union[QuorumKey, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
 
 class FromLighthouse(_message.Message):
-    __slots__ = ("welcome", "refused", "lost", "ask_for_quorum", "answer", "loss_notice")
+    __slots__ = ("welcome", "refused", "lost", "ask_for_quorum", "answer", "loss_notice", "ask_to_leave", "newcomer_asks")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     ASK_FOR_QUORUM_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     LOSS_NOTICE_FIELD_NUMBER: _ClassVar[int]
+    ASK_TO_LEAVE_FIELD_NUMBER: _ClassVar[int]
+    NEWCOMER_ASKS_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refused: Refused
     lost: Lost
     ask_for_quorum: QuorumKey
     answer: QuorumAnswer
     loss_notice: LossNotice
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., ask_for_quorum: _Optional[_Union[QuorumKey, _Mapping]] = ..., answer: _Optional[_Union[QuorumAnswer, _Mapping]] = ..., loss_notice: _Optional[_Union[LossNotice, _Mapping]] = ...) -> None: ...
+    ask_to_leave: AskToLeave
+    newcomer_asks: NewcomerAsks
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., ask_for_quorum: _Optional[_Union[QuorumKey, _Mapping]] = ..., answer: _Optional[_Union[QuorumAnswer, _Mapping]] = ..., loss_notice: _Optional[_Union[LossNotice, _Mapping]] = ..., ask_to_leave: _Optional[_Union[AskToLeave, _Mapping]] = ..., newcomer_asks: _Optional[_Union[NewcomerAsks, _Mapping]] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("job", "replica_id", "reason", "serve_ms")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SERVE_MS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    replica_id: str
+    reason: str
+    serve_ms: int
+    def __init__(self, job: _Optional[str] = ..., replica_id: _Optional[str] = ..., reason: _Optional[str] = ..., serve_ms: _Optional[int] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class RankHello(_message.Message):
     __slots__ = ("group_rank", "session")
@@ -428,10 +525,20 @@ class RankHello(_message.Message):
     def __init__(self, group_rank: _Optional[int] = ..., session: _Optional[int] = ...) -> None: ...
 
 class RankBeat(_message.Message):
-    __slots__ = ("healed_bytes",)
+    __slots__ = ("healed_bytes", "progress")
     HEALED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     healed_bytes: int
-    def __init__(self, healed_bytes: _Optional[int] = ...) -> None: ...
+    progress: Progress
+    def __init__(self, healed_bytes: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
+
+class RankLeaves(_message.Message):
+    __slots__ = ("reason", "serve_ms")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SERVE_MS_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    serve_ms: int
+    def __init__(self, reason: _Optional[str] = ..., serve_ms: _Optional[int] = ...) -> None: ...
 
 class RankGoodbye(_message.Message):
     __slots__ = ()
@@ -456,18 +563,20 @@ class RankWithdraw(_message.Message):
     def __init__(self, call: _Optional[int] = ...) -> None: ...
 
 class ToManagerServer(_message.Message):
-    __slots__ = ("hello", "beat", "goodbye", "call", "withdraw")
+    __slots__ = ("hello", "beat", "goodbye", "call", "withdraw", "leaves")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
     CALL_FIELD_NUMBER: _ClassVar[int]
     WITHDRAW_FIELD_NUMBER: _ClassVar[int]
+    LEAVES_FIELD_NUMBER: _ClassVar[int]
     hello: RankHello
     beat: RankBeat
     goodbye: RankGoodbye
     call: RankCall
     withdraw: RankWithdraw
-    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., beat: _Optional[_Union[RankBeat, _Mapping]] = ..., goodbye: _Optional[_Union[RankGoodbye, _Mapping]] = ..., call: _Optional[_Union[RankCall, _Mapping]] = ..., withdraw: _Optional[_Union[RankWithdraw, _Mapping]] = ...) -> None: ...
+    leaves: RankLeaves
+    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., beat: _Optional[_Union[RankBeat, _Mapping]] = ..., goodbye: _Optional[_Union[RankGoodbye, _Mapping]] = ..., call: _Optional[_Union[RankCall, _Mapping]] = ..., withdraw: _Optional[_Union[RankWithdraw, _Mapping]] = ..., leaves: _Optional[_Union[RankLeaves, _Mapping]] = ...) -> None: ...
 
 class RankAnswer(_message.Message):
     __slots__ = ("call", "plan", "verdict", "refused")
@@ -489,16 +598,28 @@ class GroupLost(_message.Message):
     left: bool
     def __init__(self, message: _Optional[str] = ..., left: bool = ...) -> None: ...
 
+class KillRank(_message.Message):
+    __slots__ = ("message",)
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    message: str
+    def __init__(self, message: _Optional[str] = ...) -> None: ...
+
 class FromManagerServer(_message.Message):
-    __slots__ = ("welcome", "refused", "answer", "loss_notice", "group_lost")
+    __slots__ = ("welcome", "refused", "answer", "loss_notice", "group_lost", "ask_to_leave", "newcomer_asks", "kill")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     LOSS_NOTICE_FIELD_NUMBER: _ClassVar[int]
     GROUP_LOST_FIELD_NUMBER: _ClassVar[int]
+    ASK_TO_LEAVE_FIELD_NUMBER: _ClassVar[int]
+    NEWCOMER_ASKS_FIELD_NUMBER: _ClassVar[int]
+    KILL_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refused: Refused
     answer: RankAnswer
     loss_notice: LossNotice
     group_lost: GroupLost
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., answer: _Optional[_Union[RankAnswer, _Mapping]] = ..., loss_notice: _Optional[_Union[LossNotice, _Mapping]] = ..., group_lost: _Optional[_Union[GroupLost, _Mapping]] = ...) -> None: ...
+    ask_to_leave: AskToLeave
+    newcomer_asks: NewcomerAsks
+    kill: KillRank
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., answer: _Optional[_Union[RankAnswer, _Mapping]] = ..., loss_notice: _Optional[_Union[LossNotice, _Mapping]] = ..., group_lost: _Optional[_Union[GroupLost, _Mapping]] = ..., ask_to_leave: _Optional[_Union[AskToLeave, _Mapping]] = ..., newcomer_asks: _Optional[_Union[NewcomerAsks, _Mapping]] = ..., kill: _Optional[_Union[KillRank, _Mapping]] = ...) -> None: ...
