@@ -24,6 +24,8 @@ from typing import Final, TypeAlias
 import psutil
 import pytest
 
+from integration_tests.torchft_peer import torchft_python as torchft_python  # the fixture, for all tests
+
 ROOT: Final = Path(__file__).resolve().parent.parent
 MARK: Final = "TFT_TEST_SESSION"
 SETTLE_S: Final = 5.0

@@ -1,0 +1,84 @@
+"""torchft's wheel in an environment of its own, for the tests that put its programs beside ours.
+
+A test asks for the fixture `torchft_python` and is given the path of an interpreter that imports torchft and the same
+torch as ours; `torchft_lighthouse` (their command) lies beside it, as `torchft_lighthouse(python)` says. Where the
+wheel can't be had (no index, no wheel for this machine) the test is skipped, and the reason says why. The environment is
+made once, in some seconds, below the root of the tree, and torch in it is the one that the tests run with. Nothing of
+ours can be imported there.
+
+    def test_something(torchft_python: Path, launch: Launch) -> None:
+        process = launch([torchft_python, "-c", "import torchft"], env=OF_A_SHELL)
+
+Law of this file: making that environment, and where its programs lie; no test.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+WHEEL: Final = "torchft-nightly==2026.10.26"
+MAKE_WITHIN_S: Final = 120.0
+# What a program of theirs is started with, besides our own environment: none of our variables for import.
+OF_A_SHELL: Final = {"PYTHONPATH": "", "TORCHFT_LIGHTHOUSE": ""}
+
+
+class _CannotBeMadeError(Exception):
+    """One sentence."""
+
+
+def torchft_lighthouse(python: Path) -> Path:
+    """Their lighthouse's command."""
+    return python.parent / "torchft_lighthouse"
+
+
+@pytest.fixture(scope="session")
+def torchft_python() -> Path:
+    """An interpreter that imports torchft; the test is skipped where there can be none."""
+    try:
+        return _made()
+    except _CannotBeMadeError as error:
+        pytest.skip(str(error))
+
+
+def _made() -> Path:
+    place = ROOT / f".venv-torchft-{sys.version_info.major}.{sys.version_info.minor}"
+    place.mkdir(exist_ok=True)
+    home = place / "environment"
+    python, done = home / "bin" / "python", home / "made-for-tests"
+    with (place / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the tests run in several processes
+        if not done.exists():
+            _make(home, python)
+            done.write_text(WHEEL + "\n")
+    return python
+
+
+def _make(home: Path, python: Path) -> None:
+    """An environment that takes torch, and whatever else is here already, from the one that the tests run in."""
+    _run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(home)])
+    packages = next(home.glob("lib/python*/site-packages"))
+    # Entries of such a file are looked at last, and the files of this kind that lie there are not read: our own
+    # packages, which are installed by one, stay out.
+    (packages / "packages-of-the-tests.pth").write_text(f"{_own_packages()}\n")
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
+    _run([*pip, "install", "--quiet", "--retries", "1", WHEEL])
+    _run([str(python), "-c", "import torchft"])
+
+
+def _own_packages() -> Path:
+    return Path(pytest.__file__).resolve().parent.parent
+
+
+def _run(command: list[str]) -> None:
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=MAKE_WITHIN_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        raise _CannotBeMadeError(f"{WHEEL} can't be had here: {said[-1] if said else error!r}") from error
