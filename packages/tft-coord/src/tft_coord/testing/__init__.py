@@ -16,13 +16,14 @@ Law of this folder: standard library and tft_coord's core only; no real clock, t
 from tft_coord.testing.clock import EventBudgetExceeded, VirtualClock
 from tft_coord.testing.cluster import Chance, Cluster, ClusterConfig
 from tft_coord.testing.invariants import InvariantBroken, Invariants
-from tft_coord.testing.marks import Marks
+from tft_coord.testing.marks import SCENARIO_MARKS, Marks
 from tft_coord.testing.network import Fate, Network, Rule, Stream
 from tft_coord.testing.process import Process, State
 from tft_coord.testing.scenario import Scenario, ScenarioError, play
 from tft_coord.testing.simulator import Report, SimulationConfig, SimulationFailed, simulate
 
 __all__ = [
+    "SCENARIO_MARKS",
     "Chance",
     "Cluster",
     "ClusterConfig",
