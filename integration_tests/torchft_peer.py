@@ -2,9 +2,9 @@
 
 A test asks for the fixture `torchft_python` and is given the path of an interpreter that imports torchft and the same
 torch as ours; `torchft_lighthouse` (their command) lies beside it, as `torchft_lighthouse(python)` says. Where the
-wheel can't be had (no index, no wheel for this machine) the test is skipped, and the reason says why. The environment is
-made once, in some seconds, below the root of the tree, and torch in it is the one that the tests run with. Nothing of
-ours can be imported there.
+wheel can't be had (no index, no wheel for this machine) the test is skipped, and the reason says why. The environment
+is made once, in some seconds, below the root of the tree, and torch in it is the one that the tests run with. Nothing
+of ours can be imported there.
 
     def test_something(torchft_python: Path, launch: Launch) -> None:
         process = launch([torchft_python, "-c", "import torchft"], env=OF_A_SHELL)
