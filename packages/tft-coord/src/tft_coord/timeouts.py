@@ -9,50 +9,75 @@ Law of this file: numbers and the order between them; nothing here waits.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any, Final
 
 from tft_coord.errors import SettingError
+
+_DERIVED: Final[Any] = None  # not said: it follows from the others
+_LONGEST_MS: Final = 7 * 24 * 3_600_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """Waiting times of one job, in milliseconds.
+    """Waiting times of one job, in milliseconds. A few are said, the others follow from them where they are not.
 
     Args:
         timeout_ms: one reduction, one vote, one step's worth of waiting inside the group.
-        quorum_timeout_ms: a trainer's wait for the next quorum; also how long a lighthouse may be away.
-        connect_timeout_ms: from a trainer's start until it reaches its manager server and store.
         heartbeat_timeout_ms: silence after which a replica is lost.
         join_timeout_ms: how long a quorum waits for healthy replicas that have not asked.
-        heal_timeout_ms: how long a member that heals, and whose bytes arrive, is waited for.
-        beat_interval_ms: between signs of life on a stream.
-        reconnect_grace_ms: a broken stream that is back within it was never broken.
-        quorum_tick_ms: how often the lighthouse looks at the clock.
+        connect_timeout_ms: from a trainer's start until it reaches its manager server and store.
+        quorum_timeout_ms: a trainer's wait for the next quorum; also how long a lighthouse may be away. Default: a
+            minute, or more where `timeout_ms`, or the waiting for stragglers and then for the silent, takes longer.
+        heal_timeout_ms: how long a member that heals, and whose bytes arrive, is waited for. Default: ten minutes, or
+            ten times `timeout_ms` if that is longer.
+        beat_interval_ms: between signs of life on a stream. Default: a second, at most half of `heartbeat_timeout_ms`.
+        reconnect_grace_ms: a broken stream that is back within it was never broken. Default: 300, at most
+            `heartbeat_timeout_ms`.
+        quorum_tick_ms: how often the lighthouse looks at the clock. Default: 100, at most `heartbeat_timeout_ms`.
     Raises: SettingError: a number is out of its range, or two of them clash; both are named.
     """
 
     timeout_ms: int = 60_000
-    quorum_timeout_ms: int = 60_000
-    connect_timeout_ms: int = 60_000
     heartbeat_timeout_ms: int = 5_000
     join_timeout_ms: int = 60_000
-    heal_timeout_ms: int = 600_000
-    beat_interval_ms: int = 1_000
-    reconnect_grace_ms: int = 300
-    quorum_tick_ms: int = 100
+    connect_timeout_ms: int = 60_000
+    quorum_timeout_ms: int = _DERIVED
+    heal_timeout_ms: int = _DERIVED
+    beat_interval_ms: int = _DERIVED
+    reconnect_grace_ms: int = _DERIVED
+    quorum_tick_ms: int = _DERIVED
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise SettingError(f"{item.name} is {value!r}; give whole milliseconds")
-            least = 0 if item.name == "join_timeout_ms" else 1
-            if not least <= value <= 7 * 24 * 3_600_000:
-                raise SettingError(f"{item.name} is {value}; give {least} to 604800000 milliseconds (a week)")
+            if getattr(self, item.name) is not _DERIVED or item.default is not _DERIVED:
+                self._check_range(item.name)
+        for name, value in self._derived().items():
+            if getattr(self, name) is _DERIVED:
+                object.__setattr__(self, name, value)
         # A replica may miss one beat without being taken for dead.
         self._check("beat_interval_ms", 2, "heartbeat_timeout_ms")
         self._check("quorum_tick_ms", 1, "heartbeat_timeout_ms")
         # A redial must come back before silence is judged.
         self._check("reconnect_grace_ms", 1, "heartbeat_timeout_ms")
+
+    def _derived(self) -> dict[str, int]:
+        # Stragglers are waited for, and then whoever has gone silent in the meantime is found out.
+        waits_ms = self.join_timeout_ms + 2 * self.heartbeat_timeout_ms
+        return {
+            "quorum_timeout_ms": min(max(60_000, self.timeout_ms, waits_ms), _LONGEST_MS),
+            "heal_timeout_ms": min(max(600_000, 10 * self.timeout_ms), _LONGEST_MS),
+            "beat_interval_ms": max(1, min(1_000, self.heartbeat_timeout_ms // 2)),
+            "reconnect_grace_ms": min(300, self.heartbeat_timeout_ms),
+            "quorum_tick_ms": min(100, self.heartbeat_timeout_ms),
+        }
+
+    def _check_range(self, name: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise SettingError(f"{name} is {value!r}; give whole milliseconds")
+        least = {"join_timeout_ms": 0, "heartbeat_timeout_ms": 2}.get(name, 1)
+        if not least <= value <= _LONGEST_MS:
+            raise SettingError(f"{name} is {value}; give {least} to {_LONGEST_MS} milliseconds (a week)")
 
     def _check(self, small: str, factor: int, large: str) -> None:
         if getattr(self, small) * factor > getattr(self, large):
@@ -61,6 +86,28 @@ class Timeouts:
                 f"{times} ({getattr(self, small) * factor} ms) exceeds {large} ({getattr(self, large)} ms); "
                 f"lower {small} or raise {large}"
             )
+
+    def doubts(self) -> tuple[str, ...]:
+        """Orders that work, and that hardly anybody wants: what each does, and its remedy, one sentence each."""
+        found = []
+        if self.quorum_timeout_ms <= self.join_timeout_ms:
+            found.append(
+                f"quorum_timeout_ms ({self.quorum_timeout_ms}) is not above join_timeout_ms ({self.join_timeout_ms}): a "
+                "trainer gives up before the lighthouse has stopped waiting for stragglers; raise the first, or lower "
+                "the lighthouse's --join_timeout_ms"
+            )
+        if self.quorum_timeout_ms <= self.heartbeat_timeout_ms:
+            found.append(
+                f"quorum_timeout_ms ({self.quorum_timeout_ms}) is not above heartbeat_timeout_ms "
+                f"({self.heartbeat_timeout_ms}): a trainer gives up before a silent replica is known to be lost; raise "
+                "the first, or lower the lighthouse's --heartbeat_timeout_ms"
+            )
+        if self.heal_timeout_ms < self.timeout_ms:
+            found.append(
+                f"heal_timeout_ms ({self.heal_timeout_ms}) is below timeout_ms ({self.timeout_ms}): whoever heals is "
+                "given less time than one reduction; raise the first"
+            )
+        return tuple(found)
 
     @property
     def forget_after_ms(self) -> int:

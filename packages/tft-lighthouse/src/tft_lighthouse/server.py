@@ -65,13 +65,10 @@ class LighthouseServer:
         host = _host_of(bind)
         if min_replicas > MAX_MEMBERS:
             raise SettingError(f"min_replicas is {min_replicas}; give 1 to {MAX_MEMBERS}, the largest quorum")
-        # How often a stream beats and how fast it comes back is its own affair; here they only must not contradict.
         timeouts = Timeouts(
             join_timeout_ms=join_timeout_ms,
             quorum_tick_ms=quorum_tick_ms,
             heartbeat_timeout_ms=heartbeat_timeout_ms,
-            beat_interval_ms=max(1, min(Timeouts().beat_interval_ms, heartbeat_timeout_ms // 2)),
-            reconnect_grace_ms=max(1, min(Timeouts().reconnect_grace_ms, heartbeat_timeout_ms)),
         )
         config = LighthouseConfig(min_replicas=min_replicas, timeouts=timeouts)
         if token is not None:

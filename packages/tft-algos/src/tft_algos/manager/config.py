@@ -329,7 +329,7 @@ def _timeouts(config: ManagerConfig, environ: Mapping[str, str]) -> tuple[Timeou
         elif config.timeouts is None and environ.get(variable):
             chosen[f"{name}_ms"] = _milliseconds(variable, environ[variable])
     try:
-        timeouts = replace(config.timeouts or Timeouts(), **chosen)
+        timeouts = replace(config.timeouts, **chosen) if config.timeouts is not None else Timeouts(**chosen)
     except CoordinationSettingError as error:
         raise SettingError(str(error)) from error
     return timeouts, "timeout_ms" in chosen or config.timeouts is not None
