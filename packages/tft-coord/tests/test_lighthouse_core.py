@@ -902,7 +902,7 @@ class TestWithoutMemory:
         self.comes_back(table, "b")
         self.comes_back(table, "c", held=newer)
         assert self.comes_back(table, "d", held=newer) == [
-            effects.Welcome(4, 1, STARTED_MS, "cluster")
+            effects.Welcome(4, 1, STARTED_MS, "cluster", 5_000, 60_000)
         ]  # c is asked already
         match how:
             case "no longer held":
@@ -947,7 +947,7 @@ class TestWithoutMemory:
     def test_a_quorum_formed_here_is_newer_than_any_reported(self) -> None:
         table = Table()
         table.first_quorum("x")
-        assert self.comes_back(table, "a") == [effects.Welcome(1, 1, STARTED_MS, "cluster")]
+        assert self.comes_back(table, "a") == [effects.Welcome(1, 1, STARTED_MS, "cluster", 5_000, 60_000)]
 
     def test_a_job_that_was_forgotten_comes_back_as_after_a_restart(self) -> None:
         """The lighthouse was cut off for a minute: nobody is left, and whoever comes first must not start alone."""

@@ -214,3 +214,18 @@ def test_a_duplicate_waits_until_the_first_would_be_lost_and_then_gives_up() -> 
 def test_the_rest_is_final(refusal: Refusal) -> None:
     core = welcomed()
     assert core.told_refused(refusal, "why", 10) == [GiveUp(refusal.value, "why"), HangUp()]
+
+
+def test_a_lighthouse_that_is_sooner_out_of_patience_hears_us_more_often() -> None:
+    core = session()
+    core.start(0)
+    core.stream_opened(1)
+    core.welcomed(100, 50, 2, "c", 400)
+    assert core.next_beat_ms == 202
+    assert core.tick(202) == [SendBeat(0)]
+    assert core.next_beat_ms == 402
+    core.stream_broke(500)
+    core.stream_opened(600)
+    core.welcomed(100, 60, 601, "d", 60_000)  # its successor has more
+    core.tick(core.next_beat_ms)
+    assert core.next_beat_ms == 600 + 2 * TIMEOUTS.beat_interval_ms

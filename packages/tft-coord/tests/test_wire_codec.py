@@ -45,6 +45,7 @@ from tft_coord.core.types import (
     Source,
 )
 from tft_coord.errors import ProtocolError
+from tft_coord.views import DescribedJob, LighthouseDescription
 from tft_coord.wire import codec
 from tft_coord.wire import coordination_pb2 as pb
 from tft_coord.wire.limits import MAX_COUNT, MAX_HEALED_BYTES, MAX_MEMBERS, MAX_SENTENCE_BYTES, MAX_WORLD_SIZE
@@ -260,6 +261,24 @@ def test_a_member_without_lineage_is_not_one_with_lineage_zero() -> None:
         assert codec.decode_to_lighthouse(1, codec.encode_to_lighthouse(event)) == event
 
 
+def test_what_a_lighthouse_says_of_itself() -> None:
+    jobs = tuple(DescribedJob(f"job{number:04}", number, 2, "nobody has asked") for number in range(1_100))
+    said = LighthouseDescription(
+        version="0.1.0",
+        started_ms=1,
+        now_ms=2,
+        cluster_id="c",
+        min_replicas=1,
+        join_timeout_ms=0,
+        heartbeat_timeout_ms=5_000,
+        quorum_tick_ms=100,
+        jobs=jobs,
+    )
+    assert codec.decode_description(codec.encode_description(said)) == replace(said, jobs=jobs[:1_000])
+    with pytest.raises(ProtocolError, match="version"):
+        codec.decode_description(pb.DescribeResponse(version="two\nlines").SerializeToString())
+
+
 DECODERS: list[Callable[[bytes], object]] = [
     lambda data: codec.decode_to_lighthouse(1, data),
     codec.decode_from_lighthouse,
@@ -270,6 +289,7 @@ DECODERS: list[Callable[[bytes], object]] = [
     codec.decode_plan,
     codec.decode_lighthouse_request,
     codec.decode_lighthouse_response,
+    codec.decode_description,
     codec.decode_heartbeat,
     codec.decode_metadata,
     codec.decode_metadata_request,

@@ -591,3 +591,19 @@ def test_a_setting_that_cannot_be_is_refused_by_name(settings: dict[str, object]
     with pytest.raises(SettingError, match=says):
         LighthouseServer(**{"bind": "127.0.0.1:0", **settings})  # type: ignore[arg-type]
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("tft-")]
+
+
+def test_time_outs_that_do_not_go_together_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        LighthouseServer("127.0.0.1:0", join_timeout_ms=90_000, heartbeat_timeout_ms=500, quorum_tick_ms=20) as server,
+        LighthouseClient(server.address, LATE) as client,
+        Trainer("a", server.address) as trainer,
+    ):
+        trainer.train()
+        described = client.describe()
+        assert (described.join_timeout_ms, described.heartbeat_timeout_ms) == (90_000, 500)
+        assert [(job.name, job.num_members) for job in described.jobs] == [("default", 1)]
+        trainer.train()
+    (doubt,) = [record.message for record in caplog.records if "join_timeout_ms (90000)" in record.message]
+    assert "quorum_timeout_ms (64000)" in doubt
+    assert "is lost" not in caplog.text  # it beats as often as this lighthouse wants

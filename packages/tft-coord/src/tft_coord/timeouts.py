@@ -8,7 +8,7 @@ Law of this file: numbers and the order between them; nothing here waits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 from tft_coord.errors import SettingError
@@ -92,9 +92,9 @@ class Timeouts:
         found = []
         if self.quorum_timeout_ms <= self.join_timeout_ms:
             found.append(
-                f"quorum_timeout_ms ({self.quorum_timeout_ms}) is not above join_timeout_ms ({self.join_timeout_ms}): a "
-                "trainer gives up before the lighthouse has stopped waiting for stragglers; raise the first, or lower "
-                "the lighthouse's --join_timeout_ms"
+                f"quorum_timeout_ms ({self.quorum_timeout_ms}) is not above join_timeout_ms ({self.join_timeout_ms}): "
+                "a trainer gives up before the lighthouse has stopped waiting for stragglers; raise the first, or "
+                "lower the lighthouse's --join_timeout_ms"
             )
         if self.quorum_timeout_ms <= self.heartbeat_timeout_ms:
             found.append(
@@ -108,6 +108,22 @@ class Timeouts:
                 "given less time than one reduction; raise the first"
             )
         return tuple(found)
+
+    def beside(self, heartbeat_timeout_ms: int, join_timeout_ms: int) -> Timeouts:
+        """These, with a lighthouse's own where it is the lighthouse that waits.
+
+        Args:
+            heartbeat_timeout_ms, join_timeout_ms: as it says; out of range counts as the nearest number in it.
+        """
+        heartbeat_timeout_ms = min(max(heartbeat_timeout_ms, 2), _LONGEST_MS)
+        return replace(
+            self,
+            heartbeat_timeout_ms=heartbeat_timeout_ms,
+            join_timeout_ms=min(max(join_timeout_ms, 0), _LONGEST_MS),
+            beat_interval_ms=max(1, min(self.beat_interval_ms, heartbeat_timeout_ms // 2)),
+            reconnect_grace_ms=min(self.reconnect_grace_ms, heartbeat_timeout_ms),
+            quorum_tick_ms=min(self.quorum_tick_ms, heartbeat_timeout_ms),
+        )
 
     @property
     def forget_after_ms(self) -> int:

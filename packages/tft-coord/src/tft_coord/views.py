@@ -44,6 +44,40 @@ class Quorum:
 
 
 @dataclass(frozen=True, slots=True)
+class DescribedJob:
+    """One job of a lighthouse: its newest quorum (id 0: none yet), and what its next one waits for."""
+
+    name: str
+    quorum_id: int
+    num_members: int
+    waiting_for: str
+
+
+@dataclass(frozen=True, slots=True)
+class LighthouseDescription:
+    """What a lighthouse says of itself.
+
+    Args:
+        version: of tft-lighthouse.
+        started_ms, now_ms: its clock, milliseconds since 1970.
+        cluster_id: of the lighthouses that stand in for each other.
+        min_replicas: smallest quorum.
+        join_timeout_ms, heartbeat_timeout_ms, quorum_tick_ms: its time-outs.
+        jobs: those it has heard of.
+    """
+
+    version: str
+    started_ms: int
+    now_ms: int
+    cluster_id: str
+    min_replicas: int
+    join_timeout_ms: int
+    heartbeat_timeout_ms: int
+    quorum_tick_ms: int
+    jobs: tuple[DescribedJob, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class QuorumResult:
     """What a group rank does in a quorum, with torchft's field names.
 

@@ -27,9 +27,10 @@ from tft_coord.core.types import Quorum, Refusal
 from tft_coord.errors import ProtocolError, SettingError
 from tft_coord.transport.outbox import Outbox
 from tft_coord.transport.settings import fail, server_options
+from tft_coord.views import DescribedJob, LighthouseDescription
 from tft_coord.wire import codec, services
 from tft_coord.wire.services import Context
-from tft_lighthouse import log
+from tft_lighthouse import __version__, log
 
 logger = logging.getLogger("tft_lighthouse")
 
@@ -49,15 +50,16 @@ class LighthouseShell:
         self._loop = asyncio.get_running_loop()
         self._tick_s = config.timeouts.quorum_tick_ms / 1000
         self._grace_s = config.timeouts.reconnect_grace_ms / 1000
-        started_ms = self._wall_ms()
+        self._config = config
+        self._started_ms = self._wall_ms()
         self._core = LighthouseCore(
             config,
-            started_ms=started_ms,
+            started_ms=self._started_ms,
             cluster_id=str(uuid.uuid4()),
             nonces=lambda: secrets.randbits(64),
             now_ms=self._now_ms(),
         )
-        self._torchft = TorchftCore(config, started_ms=started_ms)
+        self._torchft = TorchftCore(config, started_ms=self._started_ms)
         self._numbers = itertools.count(1)
         self._streams: dict[int, Outbox] = {}
         self._calls: dict[int, asyncio.Future[Quorum | effects.RefuseUnary | None]] = {}
@@ -70,6 +72,7 @@ class LighthouseShell:
             [
                 services.Services(
                     unary={
+                        services.LIGHTHOUSE_DESCRIBE: self._answer_describe,
                         services.LIGHTHOUSE_HEARTBEAT: self._answer_heartbeat,
                         services.LIGHTHOUSE_QUORUM: self._answer_quorum,
                     },
@@ -202,6 +205,28 @@ class LighthouseShell:
             self._perform([effects.RefuseSession(stream, Refusal.MALFORMED, message)])
         finally:
             outbox.close()
+
+    async def _answer_describe(self, _request: bytes, _context: Context) -> bytes:
+        timeouts = self._config.timeouts
+        jobs = tuple(self._described(name) for name in self._core.jobs)
+        return codec.encode_description(
+            LighthouseDescription(
+                version=__version__,
+                started_ms=self._started_ms,
+                now_ms=self._wall_ms(),
+                cluster_id=self._core.cluster_id,
+                min_replicas=self._config.min_replicas,
+                join_timeout_ms=timeouts.join_timeout_ms,
+                heartbeat_timeout_ms=timeouts.heartbeat_timeout_ms,
+                quorum_tick_ms=timeouts.quorum_tick_ms,
+                jobs=jobs,
+            )
+        )
+
+    def _described(self, job: str) -> DescribedJob:
+        quorum = self._core.quorum(job)
+        key, members = (quorum.key.quorum_id, len(quorum.members)) if quorum is not None else (0, 0)
+        return DescribedJob(job, key, members, self._core.waiting_for(job))
 
     # --- torchft's unary calls ----------------------------------------------------------------------------------------
 

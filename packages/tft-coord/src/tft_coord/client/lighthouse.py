@@ -14,7 +14,7 @@ from tft_coord.client.caller import Caller, seconds
 from tft_coord.core.types import Member
 from tft_coord.errors import SettingError
 from tft_coord.timeouts import Timeouts
-from tft_coord.views import Quorum, quorum_view
+from tft_coord.views import LighthouseDescription, Quorum, quorum_view
 from tft_coord.wire import codec, services
 
 
@@ -34,6 +34,7 @@ class LighthouseClient:
     ) -> None:
         self._caller = Caller("lighthouse", addr, connect_timeout, token, Timeouts())
         self._quorum_stub = self._caller.stub(services.LIGHTHOUSE_QUORUM)
+        self._describe_stub = self._caller.stub(services.LIGHTHOUSE_DESCRIBE)
         self._heartbeat_stub = self._caller.stub(services.LIGHTHOUSE_HEARTBEAT)
 
     def quorum(
@@ -82,6 +83,16 @@ class LighthouseClient:
         request = codec.encode_heartbeat(replica_id)
         what = f"replica {replica_id}'s heartbeat"
         self._caller.call(self._heartbeat_stub, request, seconds(timeout), what, again=False)
+
+    def describe(self, timeout: timedelta = timedelta(seconds=5)) -> LighthouseDescription:
+        """What the lighthouse says of itself: version, clock, time-outs, jobs. Only ours does.
+
+        Raises: ProtocolError: it is not one of ours. Refused: the token is wrong. DeadlinePassed, Unreachable.
+        """
+        answer = self._caller.call(
+            self._describe_stub, b"", seconds(timeout), "what the lighthouse says of itself", again=False
+        )
+        return codec.decode_description(answer)
 
     def close(self) -> None:
         """Calls under way end with Closed. Idempotent."""

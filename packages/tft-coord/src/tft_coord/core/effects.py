@@ -14,12 +14,14 @@ from tft_coord.core.types import LossNotice, Member, Plan, Quorum, QuorumKey, Re
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Tell the stream that its session stands, and who answers."""
+    """Tell the stream that its session stands, who answers, and by which time-outs it judges; 0: not said."""
 
     stream: int
     session: int
     lighthouse_started_ms: int
     cluster_id: str
+    heartbeat_timeout_ms: int = 0
+    join_timeout_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)

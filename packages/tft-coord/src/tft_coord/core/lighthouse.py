@@ -93,6 +93,11 @@ class LighthouseCore:
         """Names of the jobs that have been heard of."""
         return tuple(self._jobs)
 
+    @property
+    def cluster_id(self) -> str:
+        """Of the lighthouses that share one memory."""
+        return self._birth.cluster_id
+
     def quorum(self, job: str) -> Quorum | None:
         """The newest quorum of that job."""
         return self._jobs[job].previous if job in self._jobs else None
@@ -307,7 +312,17 @@ class Job:
         out: list[effects.LighthouseEffect] = []
         if result.replaced_stream is not None:
             out.append(effects.CloseStream(result.replaced_stream))
-        out.append(effects.Welcome(stream, hello.session, self._birth.started_ms, self._birth.cluster_id))
+        birth, timeouts = self._birth, self._timeouts
+        out.append(
+            effects.Welcome(
+                stream,
+                hello.session,
+                birth.started_ms,
+                birth.cluster_id,
+                timeouts.heartbeat_timeout_ms,
+                timeouts.join_timeout_ms,
+            )
+        )
         if result.lost is not None:
             out += self._told_lost(result.lost)
         # What a stream that was broken has missed.

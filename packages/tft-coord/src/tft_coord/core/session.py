@@ -110,6 +110,7 @@ class SessionCore:
         self._open: SendRequest | None = None
         self._broken_at_ms: int | None = None
         self._next_beat_ms = 0
+        self._beat_interval_ms = timeouts.beat_interval_ms
         self._healed_bytes = 0
         self._stale_in_a_row = 0
         self._duplicate_since_ms: int | None = None
@@ -139,11 +140,17 @@ class SessionCore:
         return [Dial(now_ms + self._redial_delay_ms(now_ms))]
 
     def welcomed(
-        self, session: int, lighthouse_started_ms: int, now_ms: int, cluster_id: str = ""
+        self,
+        session: int,
+        lighthouse_started_ms: int,
+        now_ms: int,
+        cluster_id: str = "",
+        heartbeat_timeout_ms: int = 0,
     ) -> list[SessionEffect]:
         """The lighthouse took the hello. An older one of the same cluster than one obeyed before is not believed.
 
-        One of another cluster at the same address is a restart without memory, whatever its clock says.
+        One of another cluster at the same address is a restart without memory, whatever its clock says. Where it calls
+        a replica lost sooner than ours would, we beat as often as that takes.
         """
         if session != self.session:
             return []
@@ -155,6 +162,10 @@ class SessionCore:
         self._broken_at_ms = None
         self._stale_in_a_row = 0
         self._duplicate_since_ms = None
+        self._beat_interval_ms = self._timeouts.beat_interval_ms
+        if heartbeat_timeout_ms:
+            self._beat_interval_ms = max(1, min(self._beat_interval_ms, heartbeat_timeout_ms // 2))
+            self._next_beat_ms = min(self._next_beat_ms, now_ms + self._beat_interval_ms)
         return [self._open] if self._open is not None else []
 
     def told_lost(self, session: int, now_ms: int) -> list[SessionEffect]:
@@ -221,7 +232,7 @@ class SessionCore:
         """Beat when it is time."""
         if not self._welcomed or now_ms < self._next_beat_ms:
             return []
-        self._next_beat_ms = now_ms + self._timeouts.beat_interval_ms
+        self._next_beat_ms = now_ms + self._beat_interval_ms
         return [SendBeat(self._healed_bytes)]
 
     @property

@@ -107,6 +107,7 @@ class LighthouseLink:
         self._reported_death = False
         self._away_since_ms: int | None = None
         self._said_away = False
+        self._compared = False
         self._turned_away = ""  # why the lighthouse refuses for now
         self.trouble = f"the lighthouse at {self._target} has not been reached yet"
 
@@ -264,10 +265,11 @@ class LighthouseLink:
             case RefuseRequest(_, request, refusal, sentence):
                 if self._core.answered(request, None):
                     self._arrived(events.RequestRefused(request, refusal.value, sentence))
-            case Welcome(_, session, started_ms, cluster_id):
+            case Welcome(_, session, started_ms, cluster_id, heartbeat_timeout_ms, join_timeout_ms):
                 self.trouble = self._turned_away = ""
                 self._away_since_ms, self._said_away = None, False
-                self._perform(self._core.welcomed(session, started_ms, now_ms, cluster_id))
+                self._compare(heartbeat_timeout_ms, join_timeout_ms)
+                self._perform(self._core.welcomed(session, started_ms, now_ms, cluster_id, heartbeat_timeout_ms))
                 self._beat()
             case TellLost(_, session, sentence):
                 logger.warning("replica %s: %s", self._replica_id, sentence)
@@ -282,6 +284,14 @@ class LighthouseLink:
             case AskForQuorum(_, key):
                 held = self._quorum()
                 self._say(events.QuorumReported(0, held if held is not None and held.key == key else None))
+
+    def _compare(self, heartbeat_timeout_ms: int, join_timeout_ms: int) -> None:
+        """Say once what the lighthouse's time-outs and ours do to each other."""
+        if self._compared or not heartbeat_timeout_ms:
+            return
+        self._compared = True
+        for doubt in self._timeouts.beside(heartbeat_timeout_ms, join_timeout_ms).doubts():
+            logger.warning("replica %s, on the lighthouse at %s: %s", self._replica_id, self._target, doubt)
 
     def _beat(self) -> None:
         """Beat when it is time, for as long as this stream is open."""

@@ -247,7 +247,9 @@ class ManagerProcess(Process):
         match order:
             case effects.Welcome():
                 started_ms, cluster_id = order.lighthouse_started_ms, order.cluster_id
-                self._perform_session(self.session.welcomed(order.session, started_ms, now_ms, cluster_id))
+                self._perform_session(
+                    self.session.welcomed(order.session, started_ms, now_ms, cluster_id, order.heartbeat_timeout_ms)
+                )
             case effects.TellLost():
                 self._cluster.marks.hit("the living were told that they are lost")
                 self._perform_session(self.session.told_lost(order.session, now_ms))

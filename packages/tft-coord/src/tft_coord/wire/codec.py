@@ -53,6 +53,7 @@ from tft_coord.core.types import (
     Source,
 )
 from tft_coord.errors import ProtocolError
+from tft_coord.views import DescribedJob, LighthouseDescription
 from tft_coord.wire import coordination_pb2 as pb
 from tft_coord.wire.limits import (
     MAX_ADDRESS_BYTES,
@@ -60,6 +61,7 @@ from tft_coord.wire.limits import (
     MAX_DATA_BYTES,
     MAX_HANDLES_BYTES,
     MAX_HEALED_BYTES,
+    MAX_JOBS_DESCRIBED,
     MAX_MEMBERS,
     MAX_METADATA_BYTES,
     MAX_NAME_BYTES,
@@ -242,6 +244,8 @@ def encode_from_lighthouse(effect: ToldEffect) -> bytes:
                 session=effect.session,
                 lighthouse_started_ms=effect.lighthouse_started_ms,
                 cluster_id=effect.cluster_id,
+                heartbeat_timeout_ms=effect.heartbeat_timeout_ms,
+                join_timeout_ms=effect.join_timeout_ms,
             )
             return pb.FromLighthouse(welcome=welcome).SerializeToString()
         case RefuseSession():
@@ -278,7 +282,10 @@ def decode_from_lighthouse(data: bytes) -> ToldEffect:
         case "welcome":
             welcome = message.welcome
             started = _count("lighthouse_started_ms", welcome.lighthouse_started_ms, MAX_INT64)
-            return Welcome(0, welcome.session, started, _printable("cluster_id", welcome.cluster_id, MAX_NAME_BYTES))
+            cluster_id = _printable("cluster_id", welcome.cluster_id, MAX_NAME_BYTES)
+            return Welcome(
+                0, welcome.session, started, cluster_id, welcome.heartbeat_timeout_ms, welcome.join_timeout_ms
+            )
         case "refused":
             refusal, sentence = _refused_from_wire(message.refused)
             return RefuseSession(0, refusal, sentence)
@@ -320,6 +327,52 @@ def decode_lighthouse_response(data: bytes) -> Quorum:
     if not message.HasField("quorum"):
         raise ProtocolError("the lighthouse answered without a quorum; it speaks another protocol")
     return _quorum_from_wire(message.quorum)
+
+
+def encode_description(description: LighthouseDescription) -> bytes:
+    """What a lighthouse says of itself; of more jobs than MAX_JOBS_DESCRIBED the first in order of their names."""
+    jobs = [
+        pb.DescribedJob(
+            name=job.name, quorum_id=job.quorum_id, num_members=job.num_members, waiting_for=_clip(job.waiting_for)
+        )
+        for job in sorted(description.jobs, key=lambda job: job.name)[:MAX_JOBS_DESCRIBED]
+    ]
+    return pb.DescribeResponse(
+        version=description.version,
+        started_ms=description.started_ms,
+        now_ms=description.now_ms,
+        cluster_id=description.cluster_id,
+        min_replicas=description.min_replicas,
+        join_timeout_ms=description.join_timeout_ms,
+        heartbeat_timeout_ms=description.heartbeat_timeout_ms,
+        quorum_tick_ms=description.quorum_tick_ms,
+        jobs=jobs,
+    ).SerializeToString()
+
+
+def decode_description(data: bytes) -> LighthouseDescription:
+    """What a lighthouse says of itself. Raises: ProtocolError: damaged or out of bounds."""
+    message = _parse(pb.DescribeResponse, data)
+    jobs = tuple(
+        DescribedJob(
+            name=_printable("job", job.name, MAX_NAME_BYTES),
+            quorum_id=_count("quorum_id", job.quorum_id, MAX_INT64),
+            num_members=_count("num_members", job.num_members, MAX_MEMBERS),
+            waiting_for=_printable("waiting_for", job.waiting_for, MAX_SENTENCE_BYTES),
+        )
+        for job in message.jobs[:MAX_JOBS_DESCRIBED]
+    )
+    return LighthouseDescription(
+        version=_printable("version", message.version, MAX_NAME_BYTES),
+        started_ms=_count("started_ms", message.started_ms, MAX_INT64),
+        now_ms=_count("now_ms", message.now_ms, MAX_INT64),
+        cluster_id=_printable("cluster_id", message.cluster_id, MAX_NAME_BYTES),
+        min_replicas=message.min_replicas,
+        join_timeout_ms=message.join_timeout_ms,
+        heartbeat_timeout_ms=message.heartbeat_timeout_ms,
+        quorum_tick_ms=message.quorum_tick_ms,
+        jobs=jobs,
+    )
 
 
 def encode_heartbeat(replica_id: str) -> bytes:

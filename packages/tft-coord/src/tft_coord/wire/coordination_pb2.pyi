@@ -415,14 +415,18 @@ class ToLighthouse(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., quorum_request: _Optional[_Union[QuorumRequest, _Mapping]] = ..., withdraw: _Optional[_Union[Withdraw, _Mapping]] = ..., quorum_report: _Optional[_Union[QuorumReport, _Mapping]] = ..., death: _Optional[_Union[Death, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., hang: _Optional[_Union[Hang, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("session", "lighthouse_started_ms", "cluster_id")
+    __slots__ = ("session", "lighthouse_started_ms", "cluster_id", "heartbeat_timeout_ms", "join_timeout_ms")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     LIGHTHOUSE_STARTED_MS_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    JOIN_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     session: int
     lighthouse_started_ms: int
     cluster_id: str
-    def __init__(self, session: _Optional[int] = ..., lighthouse_started_ms: _Optional[int] = ..., cluster_id: _Optional[str] = ...) -> None: ...
+    heartbeat_timeout_ms: int
+    join_timeout_ms: int
+    def __init__(self, session: _Optional[int] = ..., lighthouse_started_ms: _Optional[int] = ..., cluster_id: _Optional[str] = ..., heartbeat_timeout_ms: _Optional[int] = ..., join_timeout_ms: _Optional[int] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("code", "message")
@@ -515,6 +519,44 @@ class DrainRequest(_message.Message):
 class DrainResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class DescribeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribedJob(_message.Message):
+    __slots__ = ("name", "quorum_id", "num_members", "waiting_for")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    quorum_id: int
+    num_members: int
+    waiting_for: str
+    def __init__(self, name: _Optional[str] = ..., quorum_id: _Optional[int] = ..., num_members: _Optional[int] = ..., waiting_for: _Optional[str] = ...) -> None: ...
+
+class DescribeResponse(_message.Message):
+    __slots__ = ("version", "started_ms", "now_ms", "cluster_id", "min_replicas", "join_timeout_ms", "heartbeat_timeout_ms", "quorum_tick_ms", "jobs")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STARTED_MS_FIELD_NUMBER: _ClassVar[int]
+    NOW_MS_FIELD_NUMBER: _ClassVar[int]
+    CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
+    MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    JOIN_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_TICK_MS_FIELD_NUMBER: _ClassVar[int]
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    started_ms: int
+    now_ms: int
+    cluster_id: str
+    min_replicas: int
+    join_timeout_ms: int
+    heartbeat_timeout_ms: int
+    quorum_tick_ms: int
+    jobs: _containers.RepeatedCompositeFieldContainer[DescribedJob]
+    def __init__(self, version: _Optional[str] = ..., started_ms: _Optional[int] = ..., now_ms: _Optional[int] = ..., cluster_id: _Optional[str] = ..., min_replicas: _Optional[int] = ..., join_timeout_ms: _Optional[int] = ..., heartbeat_timeout_ms: _Optional[int] = ..., quorum_tick_ms: _Optional[int] = ..., jobs: _Optional[_Iterable[_Union[DescribedJob, _Mapping]]] = ...) -> None: ...
 
 class RankHello(_message.Message):
     __slots__ = ("group_rank", "session")

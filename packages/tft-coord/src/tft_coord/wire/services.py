@@ -22,6 +22,7 @@ MANAGER_SHOULD_COMMIT = "/torchft.ManagerService/ShouldCommit"
 MANAGER_KILL = "/torchft.ManagerService/Kill"
 LIGHTHOUSE_QUORUM = "/torchft.LighthouseService/Quorum"
 LIGHTHOUSE_HEARTBEAT = "/torchft.LighthouseService/Heartbeat"
+LIGHTHOUSE_DESCRIBE = "/torchft.TftLighthouseService/Describe"
 LIGHTHOUSE_SESSION = "/torchft.TftLighthouseService/Session"
 MANAGER_SESSION = "/torchft.TftManagerService/Session"
 

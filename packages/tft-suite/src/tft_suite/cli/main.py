@@ -10,13 +10,14 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tft_suite import __version__
-from tft_suite.errors import MissingExtraError, SuiteError
+from tft_suite.errors import MissingExtraError, SettingError, SuiteError
 
 DEMO_NEEDS = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "rich": "rich"}
 
@@ -70,6 +71,30 @@ def demo(
     for name in OF_LAUNCHERS:
         os.environ.pop(name, None)
     return run_demo(settings, console=Console())
+
+
+@app.command()
+def doctor(
+    lighthouse: Annotated[
+        str | None, typer.Option(help="Its address, or several with commas. Default: the environment's.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that each lighthouse may take to answer.")] = 5.0,
+) -> int:
+    """Look at what a job needs here: versions, addresses, interfaces, the lighthouse, the time-outs in force.
+
+    Each problem is said with its remedy. Changes nothing and joins no job. Exits with 0 if there is no problem, else 1.
+    """
+    if not 0.001 <= timeout <= 3600:
+        raise SettingError(f"--timeout is {timeout}; give seconds, 0.001 to 3600")
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own words would stand beside ours
+    from tft_suite.doctor.findings import findings
+    from tft_suite.doctor.report import report
+    from tft_suite.doctor.survey import survey
+
+    facts = survey(os.environ, lighthouse=lighthouse, timeout=timedelta(seconds=timeout))
+    found = findings(facts)
+    typer.echo(report(facts, found))
+    return int(any(finding.is_problem for finding in found))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,0 +1,152 @@
+"""What of the facts is wrong, and how it is mended.
+
+A problem keeps a job from working, or from surviving what it should; a note is what works and may surprise.
+
+Law of this file: pure; each finding is one sentence: what, where, what it does, what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, final
+
+from tft_suite.doctor.facts import Facts, LighthouseFacts
+
+OURS: Final = ("tft-coord", "tft-lighthouse", "tft-pg", "tft-ckpt", "tft-algos", "tft-suite")
+INTERFACE_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+_LEAST_TORCH: Final = (2, 13)
+_CLOCKS_DIFFER_MS: Final = 60_000
+_OTHERS_MAY_READ: Final = 0o044
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One sentence; `is_problem`: a job would not work, or not survive what it should."""
+
+    sentence: str
+    is_problem: bool = True
+
+
+def findings(facts: Facts) -> list[Finding]:
+    """All that is to be said of the facts, problems first."""
+    found = [*_of_versions(facts), *_of_settings(facts), *_of_network(facts), *_of_lighthouses(facts), *_of_time(facts)]
+    return sorted(found, key=lambda finding: not finding.is_problem)
+
+
+def _of_versions(facts: Facts) -> Iterator[Finding]:
+    missing = [name for name in OURS if not facts.versions.get(name)]
+    if missing:
+        yield Finding(f"{', '.join(missing)} is not installed; install tft-suite, or only the packages that you use")
+    releases = {_release(facts.versions[name])[:2] for name in OURS if facts.versions.get(name)}
+    if len(releases) > 1:
+        mixed = ", ".join(f"{name} {facts.versions[name]}" for name in OURS if facts.versions.get(name))
+        yield Finding(f"packages of different releases are installed ({mixed}); install one release of all of them")
+    torch = facts.versions.get("torch", "")
+    if not torch:
+        yield Finding("torch is not installed; install it for your accelerator")
+    elif _release(torch)[:2] < _LEAST_TORCH:
+        yield Finding(f"torch {torch} is older than 2.13, the oldest that is tested; install a newer one")
+
+
+def _of_settings(facts: Facts) -> Iterator[Finding]:
+    if facts.setting_error:
+        yield Finding(f"a Manager would refuse to start: {facts.setting_error}")
+    if not facts.token_is_set:
+        yield Finding(
+            "no shared secret is set: whoever reaches a port of the job can join it; set TFT_TOKEN or TFT_TOKEN_FILE "
+            "to the same secret on every process and on the lighthouse",
+            is_problem=False,
+        )
+    if facts.token_file_mode is not None and facts.token_file_mode & _OTHERS_MAY_READ:
+        yield Finding(
+            f"TFT_TOKEN_FILE can be read by others (mode {facts.token_file_mode:o}); chmod 600 the file",
+            is_problem=False,
+        )
+
+
+def _of_network(facts: Facts) -> Iterator[Finding]:
+    if facts.hostname_is_loopback and not all(_is_local(each) for each in facts.lighthouses):
+        yield Finding(
+            f"other machines would be told to reach this one as {facts.hostname!r}, which means themselves to them; "
+            "give the Manager a hostname, or mend this machine's name in /etc/hosts"
+        )
+    ways = {
+        name
+        for each in facts.lighthouses
+        for name, addresses in facts.interfaces.items()
+        if each.local_address in addresses
+    }
+    for variable in INTERFACE_VARIABLES:
+        value = facts.environ.get(variable, "").strip()
+        # NCCL takes prefixes: = says that they are whole names, ^ that all others are meant.
+        exact = variable == "GLOO_SOCKET_IFNAME" or value.startswith("=")
+        if value.startswith("^"):
+            continue
+        named = [name for each in value.split(",") if (name := each.strip("= "))]
+        for name in named:
+            if not any(there == name or (not exact and there.startswith(name)) for there in facts.interfaces):
+                yield Finding(
+                    f"{variable} names {name!r}, and this machine has {', '.join(sorted(facts.interfaces)) or 'none'}; "
+                    "name one of these, or unset it"
+                )
+        if exact and ways and set(named) & set(facts.interfaces) and not ways & set(named):
+            yield Finding(
+                f"{variable} is {','.join(named)}, and the way to the lighthouse is {', '.join(sorted(ways))}: the "
+                "replicas meet on one network and are judged on another; meant where the first is the faster one",
+                is_problem=False,
+            )
+
+
+def _of_lighthouses(facts: Facts) -> Iterator[Finding]:
+    clusters = {each.description.cluster_id for each in facts.lighthouses if each.description is not None}
+    if len(clusters) > 1:
+        yield Finding(
+            "the lighthouses of the list are of different clusters, so that a replica stays with the first that it "
+            "reaches; start them with one --cluster_id"
+        )
+    for each in facts.lighthouses:
+        if each.is_foreign:
+            yield Finding(
+                f"what answers at {each.address} has not got our service; torchft's lighthouse works, but a death is "
+                "found by its heartbeat time-out alone; start tft-lighthouse there",
+                is_problem=False,
+            )
+        elif each.trouble:
+            yield Finding(f"the lighthouse at {each.address} can't be used: {each.trouble}")
+        elif abs(each.clock_ahead_ms) >= _CLOCKS_DIFFER_MS:
+            way = "ahead of" if each.clock_ahead_ms > 0 else "behind"
+            yield Finding(
+                f"the clock of the lighthouse at {each.address} is {abs(each.clock_ahead_ms) / 1000:.0f} s {way} this "
+                "machine's: logs can't be laid side by side, and new quorum ids come from it; set both by NTP",
+                is_problem=False,
+            )
+
+
+def _of_time(facts: Facts) -> Iterator[Finding]:
+    if facts.timeouts is None:
+        return
+    doubts = list(facts.timeouts.doubts())
+    for each in facts.lighthouses:
+        if each.description is not None:
+            described = each.description
+            beside = facts.timeouts.beside(described.heartbeat_timeout_ms, described.join_timeout_ms)
+            # What it says counts; what was assumed of it before does not.
+            doubts = list(beside.doubts())
+    for doubt in dict.fromkeys(doubts):
+        yield Finding(f"time-outs: {doubt}", is_problem=False)
+
+
+def _is_local(lighthouse: LighthouseFacts) -> bool:
+    return lighthouse.local_address.startswith("127.") or lighthouse.local_address == "::1"
+
+
+def _release(version: str) -> tuple[int, ...]:
+    numbers = []
+    for part in version.split("+")[0].split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)

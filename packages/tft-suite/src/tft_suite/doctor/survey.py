@@ -1,0 +1,135 @@
+"""Gathers the facts: asks the environment, this machine and the lighthouses.
+
+Law of this file: it looks, and changes nothing; what it can't learn is a fact as well.
+"""
+
+from __future__ import annotations
+
+import socket
+import stat
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+import psutil
+import torch
+
+from tft_algos.errors import SettingError
+from tft_algos.manager.config import ManagerConfig, from_environment
+from tft_algos.manager.group_store import is_loopback, own_host
+from tft_coord import LighthouseClient
+from tft_coord.errors import CoordinationError, ProtocolError
+from tft_coord.errors import SettingError as CoordinationSettingError
+from tft_coord.timeouts import Timeouts
+from tft_coord.transport.address import target
+from tft_suite.doctor.facts import Facts, LighthouseFacts
+from tft_suite.doctor.findings import INTERFACE_VARIABLES, OURS
+
+SECRET: Final = "TFT_TOKEN"
+THEIRS: Final = ("torch", "grpcio", "protobuf", "aiohttp")
+PREFIXES: Final = ("TFT_", "TORCHFT_", "TORCHELASTIC_")
+NAMES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *INTERFACE_VARIABLES)
+
+
+def survey(environ: Mapping[str, str], *, lighthouse: str | None, timeout: timedelta) -> Facts:
+    """Look at everything.
+
+    Args:
+        environ: the variables that a Manager here would read.
+        lighthouse: addresses with commas between them; None: those of the environment.
+        timeout: for each address of a lighthouse.
+    """
+    hostname = own_host()
+    timeouts: Timeouts | None = None
+    addresses, token, setting_error = lighthouse or "", environ.get(SECRET), ""
+    try:
+        resolved = from_environment(ManagerConfig(lighthouse_addr=lighthouse), environ, own_host=lambda: hostname)
+    except SettingError as error:
+        setting_error = str(error)
+    else:
+        timeouts, token, addresses = resolved.timeouts, resolved.token, resolved.lighthouse_addr or ""
+    said = [address.strip() for address in addresses.split(",") if _is_address(address)]
+    return Facts(
+        versions={name: _version(name) for name in (*OURS, *THEIRS)},
+        setting_error=setting_error,
+        hostname=hostname,
+        hostname_is_loopback=is_loopback(hostname),
+        interfaces=_interfaces(),
+        environ={
+            name: "set" if name == SECRET else value
+            for name, value in sorted(environ.items())
+            if name in NAMES or name.startswith(PREFIXES)
+        },
+        token_is_set=token is not None,
+        token_file_mode=_mode(environ.get("TFT_TOKEN_FILE", "")),
+        timeouts=timeouts,
+        lighthouses=tuple(_ask(address, token=token, timeout=timeout) for address in said),
+        accelerator=_accelerator(),
+    )
+
+
+def _is_address(address: str) -> bool:
+    try:
+        return bool(target(address.strip()))
+    except CoordinationSettingError:
+        return False  # the settings' own error says so
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _interfaces() -> dict[str, tuple[str, ...]]:
+    return {
+        name: tuple(each.address.split("%")[0] for each in found if each.family in (socket.AF_INET, socket.AF_INET6))
+        for name, found in psutil.net_if_addrs().items()
+    }
+
+
+def _mode(path: str) -> int | None:
+    try:
+        return stat.S_IMODE(Path(path).stat().st_mode) if path else None
+    except OSError:
+        return None  # the settings' own error says that it can't be read
+
+
+def _accelerator() -> str:
+    if not torch.accelerator.is_available():
+        return "none"
+    device = torch.accelerator.current_accelerator()
+    return f"{torch.accelerator.device_count()} x {device.type if device is not None else 'unknown'}"
+
+
+def _ask(address: str, *, token: str | None, timeout: timedelta) -> LighthouseFacts:
+    local_address = _way_to(address)
+    try:
+        with LighthouseClient(address, timeout, token=token) as client:
+            description = client.describe(timeout)
+            clock_ahead_ms = description.now_ms - time.time_ns() // 1_000_000
+    except ProtocolError:
+        return LighthouseFacts(address=address, is_foreign=True, local_address=local_address)
+    except CoordinationError as error:
+        return LighthouseFacts(address=address, trouble=str(error), local_address=local_address)
+    return LighthouseFacts(
+        address=address, description=description, clock_ahead_ms=clock_ahead_ms, local_address=local_address
+    )
+
+
+def _way_to(address: str) -> str:
+    """Of which of this machine's addresses packets to that one come; "" where that can't be told."""
+    try:
+        parts = urlsplit(address if "//" in address else f"//{address}")
+        found = socket.getaddrinfo(parts.hostname, parts.port or 1, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, place = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(place)  # of a datagram socket: nothing is sent
+            return str(probe.getsockname()[0])
+    except (OSError, ValueError):
+        return ""

@@ -1,0 +1,206 @@
+"""`tft doctor`: what is wrong is found, said with its remedy, and nothing else is."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tft_coord.timeouts import Timeouts
+from tft_coord.views import DescribedJob, LighthouseDescription
+from tft_lighthouse import LighthouseServer
+from tft_suite.cli.main import exit_code_of
+from tft_suite.doctor.facts import Facts, LighthouseFacts
+from tft_suite.doctor.findings import OURS, findings
+from tft_suite.doctor.report import report
+from tft_suite.doctor.survey import survey
+
+SOON = timedelta(seconds=5)
+DESCRIPTION = LighthouseDescription(
+    version="0.1.0",
+    started_ms=1_000,
+    now_ms=61_000,
+    cluster_id="c",
+    min_replicas=2,
+    join_timeout_ms=60_000,
+    heartbeat_timeout_ms=5_000,
+    quorum_tick_ms=100,
+    jobs=(DescribedJob("default", 7, 3, "nobody has asked"),),
+)
+LIGHTHOUSE = LighthouseFacts(address="lh:1", description=DESCRIPTION, local_address="10.0.0.1")
+GOOD = Facts(
+    versions={**dict.fromkeys(OURS, "0.1.0"), "torch": "2.13.0+cpu"},
+    hostname="node-1",
+    interfaces={"eth0": ("10.0.0.1", "fe80::1"), "ib0": ("10.1.0.1",), "lo": ("127.0.0.1",)},
+    environ={"TFT_LIGHTHOUSE": "lh:1"},
+    token_is_set=True,
+    token_file_mode=0o600,
+    timeouts=Timeouts(),
+    lighthouses=(LIGHTHOUSE,),
+)
+
+
+def test_of_a_good_machine_nothing_is_said() -> None:
+    assert findings(GOOD) == []
+    text = report(GOOD, [])
+    assert "problems: none" in text
+    assert "job default: quorum 7 of 3, waits for: nobody has asked" in text
+    assert "up 60 s" in text
+
+
+def lighthouse(**changes: object) -> tuple[LighthouseFacts, ...]:
+    return (replace(LIGHTHOUSE, **changes),)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says", "is_problem"),
+    [
+        ({"versions": {**GOOD.versions, "tft-pg": ""}}, ["tft-pg is not installed", "install"], True),
+        ({"versions": {**GOOD.versions, "tft-pg": "0.2.0"}}, ["tft-pg 0.2.0", "one release"], True),
+        ({"versions": {**GOOD.versions, "torch": "2.9.1"}}, ["torch 2.9.1", "install a newer"], True),
+        ({"versions": {**GOOD.versions, "torch": ""}}, ["torch is not installed"], True),
+        ({"setting_error": "RANK is 'x'; give a whole number"}, ["refuse to start", "RANK is 'x'"], True),
+        ({"token_is_set": False}, ["no shared secret", "TFT_TOKEN"], False),
+        ({"token_file_mode": 0o644}, ["mode 644", "chmod 600"], False),
+        ({"hostname": "localhost", "hostname_is_loopback": True}, ["'localhost'", "/etc/hosts"], True),
+        ({"environ": {"GLOO_SOCKET_IFNAME": "eth7"}}, ["GLOO_SOCKET_IFNAME names 'eth7'", "eth0, ib0, lo"], True),
+        ({"environ": {"NCCL_SOCKET_IFNAME": "docker"}}, ["NCCL_SOCKET_IFNAME names 'docker'"], True),
+        ({"environ": {"GLOO_SOCKET_IFNAME": "ib0"}}, ["is ib0", "lighthouse is eth0"], False),
+        ({"lighthouses": lighthouse(description=None, trouble="nobody answers")}, ["lh:1", "nobody answers"], True),
+        ({"lighthouses": lighthouse(description=None, is_foreign=True)}, ["lh:1", "heartbeat time-out alone"], False),
+        ({"lighthouses": lighthouse(clock_ahead_ms=-90_000)}, ["90 s behind", "NTP"], False),
+        (
+            {
+                "lighthouses": (
+                    LIGHTHOUSE,
+                    replace(LIGHTHOUSE, address="b:1", description=replace(DESCRIPTION, cluster_id="d")),
+                )
+            },
+            ["different clusters", "--cluster_id"],
+            True,
+        ),
+        ({"timeouts": Timeouts(quorum_timeout_ms=60_000)}, ["quorum_timeout_ms", "join_timeout_ms"], False),
+        (
+            {"lighthouses": lighthouse(description=replace(DESCRIPTION, join_timeout_ms=600_000))},
+            ["quorum_timeout_ms (70000)", "join_timeout_ms (600000)"],
+            False,
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_once_with_its_remedy(
+    changes: dict[str, object], says: list[str], is_problem: bool
+) -> None:
+    (finding,) = findings(replace(GOOD, **changes))  # type: ignore[arg-type]
+    assert all(words in finding.sentence for words in says), finding.sentence
+    assert "\n" not in finding.sentence
+    assert finding.is_problem is is_problem
+
+
+def test_what_the_lighthouse_says_of_itself_counts_and_not_what_was_assumed_of_it() -> None:
+    quick = replace(DESCRIPTION, join_timeout_ms=1_000)
+    facts = replace(GOOD, timeouts=Timeouts(quorum_timeout_ms=20_000), lighthouses=lighthouse(description=quick))
+    assert findings(facts) == []
+
+
+def test_prefixes_of_interfaces_are_for_those_who_take_them() -> None:
+    assert findings(replace(GOOD, environ={"NCCL_SOCKET_IFNAME": "ib,eth"})) == []
+    assert findings(replace(GOOD, environ={"NCCL_SOCKET_IFNAME": "^docker"})) == []
+    assert len(findings(replace(GOOD, environ={"NCCL_SOCKET_IFNAME": "=ib"}))) == 1
+    assert len(findings(replace(GOOD, environ={"GLOO_SOCKET_IFNAME": "ib"}))) == 1
+
+
+def test_on_one_machine_loopback_is_right() -> None:
+    here = lighthouse(address="localhost:1", local_address="127.0.0.1")
+    assert findings(replace(GOOD, hostname="localhost", hostname_is_loopback=True, lighthouses=here)) == []
+
+
+# --- with a real lighthouse ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served() -> Iterator[LighthouseServer]:
+    with LighthouseServer("127.0.0.1:0", token="a-long-enough-secret") as server:
+        yield server
+
+
+def test_a_lighthouse_is_heard(served: LighthouseServer) -> None:
+    environ = {"TFT_LIGHTHOUSE": served.address, "TFT_TOKEN": "a-long-enough-secret", "TFT_OTHER": "x"}
+    facts = survey(environ, lighthouse=None, timeout=SOON)
+    (heard,) = facts.lighthouses
+    assert heard.description is not None
+    assert heard.description.heartbeat_timeout_ms == 5_000
+    assert heard.description.jobs == ()  # asking joins no job
+    assert abs(heard.clock_ahead_ms) < 5_000
+    assert heard.local_address == "127.0.0.1"
+    assert facts.environ["TFT_TOKEN"] == "set"
+    assert "a-long-enough-secret" not in report(facts, findings(facts))
+    assert [finding for finding in findings(facts) if finding.is_problem] == []
+
+
+def test_a_wrong_secret_is_said(served: LighthouseServer) -> None:
+    facts = survey({"TFT_TOKEN": "another-long-secret"}, lighthouse=served.address, timeout=SOON)
+    (finding,) = [finding for finding in findings(facts) if finding.is_problem]
+    assert "secret" in finding.sentence
+    assert served.address in finding.sentence
+
+
+def test_a_server_without_our_service_is_foreign() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as threads:
+        server = grpc.server(threads)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        try:
+            facts = survey({}, lighthouse=f"127.0.0.1:{port}", timeout=SOON)
+        finally:
+            server.stop(None).wait()
+    assert facts.lighthouses[0].is_foreign
+
+
+def test_the_command_prints_and_exits(
+    served: LighthouseServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in list(os.environ):
+        if name.startswith(("TFT_", "TORCHFT_")) or name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.delenv(name)
+    secret = tmp_path / "secret"
+    secret.write_text("a-long-enough-secret")
+    secret.chmod(0o600)
+    monkeypatch.setenv("TFT_TOKEN_FILE", str(secret))
+    monkeypatch.setenv("TFT_LIGHTHOUSE", served.address)
+    monkeypatch.setenv("TORCHFT_TIMEOUT_SEC", "1.5")
+    assert exit_code_of(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert "problems: none" in said
+    assert "timeout                   1500" in said
+
+    monkeypatch.setenv("TORCHFT_TIMEOUT_SEC", "soon")
+    assert exit_code_of(["doctor"]) == 1
+    assert "TORCHFT_TIMEOUT_SEC is 'soon'" in capsys.readouterr().out
+
+
+def test_nobody_there_is_a_problem_and_not_a_hang(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:  # bound and not listening: refused at once, and nobody else's
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert exit_code_of(["doctor", "--lighthouse", address, "--timeout", "0.3"]) == 1
+    assert "was not reached within 0.3 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("address", ["nonsense", "host:port", "http://[::1", ","])
+def test_a_bad_address_is_one_sentence(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code_of(["doctor", "--lighthouse", address, "--timeout", "0.3"]) == 1
+    assert "problems: 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("timeout", ["0", "-1", "nan", "1e9"])
+def test_a_wrong_timeout_is_refused(timeout: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code_of(["doctor", "--timeout", timeout]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
