@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tft_coord.core.fingerprint import Fingerprint
 from tft_coord.core.types import LossNotice, Member, Plan, Quorum, QuorumKey, Refusal
 
 # --- of the lighthouse -----------------------------------------------------------------------------------------------
@@ -161,11 +162,12 @@ UnaryEffect = AnswerUnaryQuorum | RefuseUnary | QuorumFormed
 
 @dataclass(frozen=True, slots=True)
 class AskLighthouse:
-    """Send the group's merged request."""
+    """Send the group's merged request. `fingerprint` is the group's, when a rank has said one; empty: as before."""
 
     request: int
     member: Member
     held: QuorumKey | None
+    fingerprint: Fingerprint = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tft_coord.core.fingerprint import Fingerprint
 from tft_coord.core.types import Hello, LossNotice, Member, Purpose, Quorum, QuorumKey, RankRequest
 
 # --- to the lighthouse ---------------------------------------------------------------------------------------------
@@ -33,12 +34,16 @@ class BeatReceived:
 
 @dataclass(frozen=True, slots=True)
 class QuorumRequested:
-    """A replica group asks for the next quorum; `request` is its own number, rising; `member.session` is ignored."""
+    """A replica group asks for the next quorum; `request` is its own number, rising; `member.session` is ignored.
+
+    `fingerprint` comes with the first request on a stream, and again when a part is added; empty: said before.
+    """
 
     stream: int
     request: int
     member: Member
     held: QuorumKey | None
+    fingerprint: Fingerprint = ()
 
 
 @dataclass(frozen=True, slots=True)

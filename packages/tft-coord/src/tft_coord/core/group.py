@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from tft_coord.core import effects, events
 from tft_coord.core.assignment import assign, plan_for
 from tft_coord.core.commit import RoundName, Votes
+from tft_coord.core.fingerprint import Fingerprint, differences_of_ranks, merged, said
 from tft_coord.core.types import LossNotice, Member, Quorum, QuorumKey, RankRequest, Refusal
 from tft_coord.errors import ProtocolError
 from tft_coord.timeouts import Timeouts
@@ -63,6 +64,8 @@ class GroupCore:
         self._last_request = 0
         self._votes = Votes(world_size)
         self._metadata: dict[int, str] = {}
+        self._fingerprints: dict[int, Fingerprint] = {}  # what each rank has said last
+        self._fingerprint_changed = False  # since the lighthouse was told
         self._streams: dict[int, int] = {}
         self._sessions: dict[int, int] = {}  # of each rank's newest process that has said hello
         self._broken_ms: dict[int, int] = {}
@@ -225,15 +228,30 @@ class GroupCore:
             out.append(effects.FailRank(before.call, rank, "stale", message))
         self._asked[rank] = _Asked(event.call, event.request, event.deadline_ms)
         self._metadata[rank] = event.request.checkpoint_metadata
+        if event.request.fingerprint:
+            self._fingerprints[rank] = event.request.fingerprint
+            self._fingerprint_changed = True
         out += self._fail_those_behind()
         if len(self._asked) < self._world_size:
             return out
+        found = differences_of_ranks(self._fingerprints) if self._fingerprint_changed else []
+        if found:
+            message = (
+                f"the ranks of replica {self._replica_id} differ: {said(found)}; give every process of the group the "
+                "same settings"
+            )
+            return [*out, *self._fail_all(Refusal.DIFFERS.value, message)]
         member, held = self._merge()
         self._votes.forget_before(member.step)
         self._last_request += 1
         self._open_request = self._last_request
         self._open_member = member
-        return [*out, effects.AskLighthouse(self._open_request, member, held)]
+        return [*out, effects.AskLighthouse(self._open_request, member, held, self._fingerprint())]
+
+    def _fingerprint(self) -> Fingerprint:
+        """The group's, if it has changed since the lighthouse was told; else empty."""
+        changed, self._fingerprint_changed = self._fingerprint_changed, False
+        return merged(self._fingerprints) if changed else ()
 
     def _fail_those_behind(self) -> list[effects.GroupEffect]:
         """A rank whose request has failed is one attempt ahead of the others, and would stay ahead for ever: each would

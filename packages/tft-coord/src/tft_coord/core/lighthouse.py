@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from tft_coord.core import effects, events
 from tft_coord.core.assignment import all_at, assign
+from tft_coord.core.handshake import Handshake, Standing
 from tft_coord.core.liveness import Accepted, Liveness, Lost, OpenRequest, Rejected, Replica
 from tft_coord.core.quorum import Form, Situation, decide, reason_for_new_id
 from tft_coord.core.types import MAX_INT64, Hello, LossNotice, Member, Quorum, QuorumKey, Refusal
@@ -239,6 +240,8 @@ class Job:
         # given again, because the quorum has begun to end.
         self._asked_since: set[str] = set()
         self._asking: tuple[int, QuorumKey, int] | None = None  # (stream, key, since_ms)
+        self._now_ms = now_ms
+        self._handshake = Handshake(name, self._standing)
         self._asked_in_vain: set[int] = set()  # streams that could not say the members of the quorum they hold
 
     @property
@@ -496,19 +499,21 @@ class Job:
         if event.held is not None and event.held.quorum_id > HIGHEST_ID_BELIEVED:
             message = f"replica {replica.replica_id} holds quorum {event.held}, an id that no lighthouse gives"
             return [effects.RefuseRequest(stream, event.request, Refusal.MALFORMED, message + "; start it anew")]
+        out = self._compare(replica, event, now_ms)
+        if any(isinstance(order, effects.RefuseRequest) and order.stream == stream for order in out):
+            return out
         replica.ready = True
         if event.held is not None:
             self.last_id = max(self.last_id, event.held.quorum_id)
         patience_ms = self._timeouts.heartbeat_timeout_ms
         request = OpenRequest(event.request, member, event.held, replica.asked_ms(now_ms, patience_ms))
-        out: list[effects.LighthouseEffect] = []
         if self._lost_the_answer(replica, request):
             if self._runs(replica, request):
-                return self._answer_again(replica, request, now_ms)
-            out = self._break_quorum(replica.replica_id, replica.session, "does not hold it", lives=True)
+                return out + self._answer_again(replica, request, now_ms)
+            out += self._break_quorum(replica.replica_id, replica.session, "does not hold it", lives=True)
         elif member.needs_configure and event.held == self._previous_key:
             # The others may wait for it in a rendezvous or a reduction that it has left.
-            out = self._break_quorum(replica.replica_id, replica.session, "can't use its process group", lives=True)
+            out += self._break_quorum(replica.replica_id, replica.session, "can't use its process group", lives=True)
         if replica.replica_id in self._members:
             self._asked_since.add(replica.replica_id)
         replica.held = event.held
@@ -520,6 +525,32 @@ class Job:
         else:
             replica.ineligible_until_ms = 0
         return out
+
+    def _compare(self, replica: Replica, event: events.QuorumRequested, now_ms: int) -> list[effects.LighthouseEffect]:
+        """Refuse whoever turns out not to belong to this job: the one that asks, most often."""
+        self._now_ms = now_ms
+        if len(self._handshake) > 2 * len(self.liveness.replicas) + 16:
+            self._handshake.forget_the_gone()
+        out: list[effects.LighthouseEffect] = []
+        for differs in self._handshake.asks(replica.replica_id, event.fingerprint):
+            other = self.liveness.replicas[differs.replica_id]
+            request = event.request if other is replica else None
+            if other.request is not None:
+                request, other.request = request or other.request.request, None
+            if request is not None and other.stream is not None:
+                out.append(effects.RefuseRequest(other.stream, request, Refusal.DIFFERS, differs.message))
+        return out
+
+    def _standing(self, replica_id: str) -> Standing:
+        """How much that replica's word weighs. One that is lost may come back, with its state; a dead one won't."""
+        replica = self.liveness.replicas.get(replica_id)
+        if replica is None or replica.dead:
+            return Standing.GONE
+        if not replica.healthy and self._now_ms - replica.lost_ms >= self._timeouts.heartbeat_timeout_ms:
+            return Standing.GONE
+        if replica_id in self._members:
+            return Standing.MEMBER
+        return Standing.NEW if replica.held is None else Standing.HOLDS
 
     def _withdrawn(self, replica: Replica, request: int, now_ms: int) -> None:
         """The asker gave a request up: the open one, or one whose answer was on its way."""

@@ -11,8 +11,9 @@ Law of this file: no I/O; the shell dials, sends and tells the time. Jitter come
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from tft_coord.core.fingerprint import Fingerprint
 from tft_coord.core.types import Hello, Member, QuorumKey, Refusal
 from tft_coord.timeouts import Timeouts
 
@@ -35,11 +36,12 @@ class SendHello:
 
 @dataclass(frozen=True, slots=True)
 class SendRequest:
-    """Ask for a quorum."""
+    """Ask for a quorum. `fingerprint` comes with the first request on a stream, and when it has changed."""
 
     request: int
     member: Member
     held: QuorumKey | None
+    fingerprint: Fingerprint = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,8 @@ class SessionCore:
         self._ready = False
         self._welcomed = False
         self._open: SendRequest | None = None
+        self._fingerprint: Fingerprint = ()
+        self._fingerprint_said = False  # on this stream
         self._broken_at_ms: int | None = None
         self._next_beat_ms = 0
         self._beat_interval_ms = timeouts.beat_interval_ms
@@ -126,6 +130,7 @@ class SessionCore:
             return [HangUp()]
         self.connected = True
         self._welcomed = False
+        self._fingerprint_said = False
         self._next_beat_ms = now_ms + self._timeouts.beat_interval_ms
         return [self._hello()]
 
@@ -166,7 +171,7 @@ class SessionCore:
         if heartbeat_timeout_ms:
             self._beat_interval_ms = max(1, min(self._beat_interval_ms, heartbeat_timeout_ms // 2))
             self._next_beat_ms = min(self._next_beat_ms, now_ms + self._beat_interval_ms)
-        return [self._open] if self._open is not None else []
+        return [self._request(self._open)] if self._open is not None else []
 
     def told_lost(self, session: int, now_ms: int) -> list[SessionEffect]:
         """Our session was taken for lost while we live: open a newer one on the same stream."""
@@ -198,15 +203,22 @@ class SessionCore:
         self.refused = GiveUp(refusal.value, message)
         return [self.refused, HangUp()]
 
-    def ask(self, request: int, member: Member, held: QuorumKey | None, now_ms: int) -> list[SessionEffect]:
-        """Ask for the next quorum; said again on every new stream until answered or withdrawn."""
+    def ask(
+        self, request: int, member: Member, held: QuorumKey | None, now_ms: int, fingerprint: Fingerprint = ()
+    ) -> list[SessionEffect]:
+        """Ask for the next quorum; said again on every new stream until answered or withdrawn.
+
+        A fingerprint is kept, and said with the first request on each stream: a lighthouse may have no memory.
+        """
+        if fingerprint:
+            self._fingerprint, self._fingerprint_said = fingerprint, False
         self._ready = True
         if held is not None and (self.held is None or held > self.held):
             # Never an older one: ranks that ask as before have not got the newest, or are heard late; the hello names
             # what was given here, for in it the ranks may be.
             self.held = held
         self._open = SendRequest(request, member, held)
-        return [self._open] if self._welcomed else []
+        return [self._request(self._open)] if self._welcomed else []
 
     def withdraw(self, request: int, now_ms: int) -> list[SessionEffect]:
         """Give the request up."""
@@ -239,6 +251,10 @@ class SessionCore:
     def next_beat_ms(self) -> int:
         """When `tick` has something to do next."""
         return self._next_beat_ms
+
+    def _request(self, request: SendRequest) -> SendRequest:
+        said, self._fingerprint_said = self._fingerprint_said, True
+        return request if said or not self._fingerprint else replace(request, fingerprint=self._fingerprint)
 
     def _hello(self) -> SendHello:
         return SendHello(

@@ -13,6 +13,7 @@ import enum
 import itertools
 from dataclasses import dataclass, field
 
+from tft_coord.core.fingerprint import Fingerprint
 from tft_coord.errors import ProtocolError
 
 MAX_UINT64 = 2**64 - 1
@@ -170,6 +171,7 @@ class Refusal(enum.Enum):
     DEAD = "dead"  # its trainer was reported dead: start with a new replica id
     LOST = "lost"  # it was taken for lost: open a newer session
     AHEAD = "ahead"  # its loaded state is ahead of every live one: load an older one, or start the job from it
+    DIFFERS = "differs"  # its parameters or settings are not those of the job: mend what the message names
     OTHER_KIND = "other_kind"  # torchft's members and ours never share a job
     MALFORMED = "malformed"  # the message breaks the protocol
     OLD_LIGHTHOUSE = "old_lighthouse"  # a newer lighthouse serves this cluster
@@ -234,7 +236,8 @@ class RankRequest:
 
     Fields as in Member, of this rank alone; `held` is the key of the quorum that its process group is configured for
     or that it was last given, `checkpoint_metadata` is where its live state can be fetched. `attempt` counts what this
-    rank asks from 1, what failed and what never left it included; 0: not said.
+    rank asks from 1, what failed and what never left it included; 0: not said. `fingerprint` comes with a rank's first
+    request, and again when a part is added; empty: said before.
     """
 
     step: int
@@ -255,6 +258,7 @@ class RankRequest:
     data: str = ""
     reconfigure_handle: str = ""
     attempt: int = 0
+    fingerprint: Fingerprint = ()
 
 
 @dataclass(frozen=True, slots=True)

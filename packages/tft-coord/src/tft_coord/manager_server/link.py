@@ -29,6 +29,7 @@ from tft_coord.core.effects import (
     TellLost,
     Welcome,
 )
+from tft_coord.core.fingerprint import Fingerprint
 from tft_coord.core.session import (
     Dial,
     GiveUp,
@@ -115,14 +116,14 @@ class LighthouseLink:
         """Begin to dial."""
         self._perform(self._core.start(self._now_ms()))
 
-    def ask(self, request: int, member: Member, held: QuorumKey | None) -> None:
+    def ask(self, request: int, member: Member, held: QuorumKey | None, fingerprint: Fingerprint) -> None:
         """Ask for the next quorum; the answer arrives by `arrived`, however often the stream breaks before."""
         refused = self._core.refused
         if refused is not None:
             self._arrived(events.RequestRefused(request, refused.code, refused.message))
             return
         self._open_request = request
-        self._perform(self._core.ask(request, member, held, self._now_ms()))
+        self._perform(self._core.ask(request, member, held, self._now_ms(), fingerprint))
 
     def withdraw(self, request: int) -> None:
         """Take the request back."""
@@ -157,8 +158,8 @@ class LighthouseLink:
     def _perform(self, effects: Sequence[SessionEffect]) -> None:
         for effect in effects:
             match effect:
-                case SendRequest(request, member, held):
-                    self._say(events.QuorumRequested(0, request, member, held))
+                case SendRequest(request, member, held, fingerprint):
+                    self._say(events.QuorumRequested(0, request, member, held, fingerprint))
                 case SendWithdraw(request):
                     self._say(events.RequestWithdrawn(0, request))
                 case SendBeat(healed_bytes):

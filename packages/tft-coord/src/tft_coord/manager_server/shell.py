@@ -150,8 +150,8 @@ class ManagerServerShell:
                     self._answer(call, key)
                 case effects.AnswerVote(call, _, verdict):
                     self._answer(call, verdict)
-                case effects.AskLighthouse(request, member, held):
-                    self._link.ask(request, member, held)
+                case effects.AskLighthouse(request, member, held, fingerprint):
+                    self._link.ask(request, member, held, fingerprint)
                 case effects.AnswerPlan(call, _, plan):
                     self._answer(call, plan)
                 case effects.WithdrawFromLighthouse(request):

@@ -31,6 +31,7 @@ FATAL = frozenset(
         Refusal.DUPLICATE.value,
         Refusal.MALFORMED.value,
         Refusal.OTHER_KIND.value,
+        Refusal.DIFFERS.value,
     }
 )
 
@@ -136,7 +137,9 @@ class ManagerProcess(Process):
             match order:
                 case effects.AskLighthouse():
                     self._open_request = order.request
-                    self._perform_session(self.session.ask(order.request, order.member, order.held, now_ms))
+                    self._perform_session(
+                        self.session.ask(order.request, order.member, order.held, now_ms, order.fingerprint)
+                    )
                     if self.session.refused is not None:
                         self._refuse_open(self.session.refused)
                 case effects.WithdrawFromLighthouse():
@@ -181,9 +184,8 @@ class ManagerProcess(Process):
                 case SendHello():
                     self._send(partial(events.HelloReceived, hello=order.hello))
                 case SendRequest():
-                    self._send(
-                        partial(events.QuorumRequested, request=order.request, member=order.member, held=order.held)
-                    )
+                    asked = partial(events.QuorumRequested, request=order.request, member=order.member)
+                    self._send(partial(asked, held=order.held, fingerprint=order.fingerprint))
                 case SendWithdraw():
                     self._cluster.marks.hit("a request was withdrawn")
                     self._send(partial(events.RequestWithdrawn, request=order.request))

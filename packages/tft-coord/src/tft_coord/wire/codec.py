@@ -38,6 +38,8 @@ from tft_coord.core.events import (
     RequestWithdrawn,
     StreamClosed,
 )
+from tft_coord.core.fingerprint import Fingerprint, FingerprintPart
+from tft_coord.core.fingerprint import check as check_fingerprint
 from tft_coord.core.types import (
     MAX_INT64,
     MAX_UINT64,
@@ -166,7 +168,10 @@ def encode_to_lighthouse(event: LighthouseEvent) -> bytes:
             return pb.ToLighthouse(beat=pb.Beat(healed_bytes=event.healed_bytes)).SerializeToString()
         case QuorumRequested():
             asked = pb.QuorumRequest(
-                request=event.request, member=_member_to_wire(event.member), held=_key_to_wire(event.held)
+                request=event.request,
+                member=_member_to_wire(event.member),
+                held=_key_to_wire(event.held),
+                fingerprint=_fingerprint_to_wire(event.fingerprint),
             )
             return pb.ToLighthouse(quorum_request=asked).SerializeToString()
         case RequestWithdrawn():
@@ -203,7 +208,8 @@ def decode_to_lighthouse(stream: int, data: bytes) -> LighthouseEvent:
         case "quorum_request":
             asked = message.quorum_request
             held = _key_from_wire(asked.held) if asked.HasField("held") else None
-            return QuorumRequested(stream, asked.request, _member_from_wire(asked.member), held)
+            fingerprint = _fingerprint_from_wire(asked.fingerprint)
+            return QuorumRequested(stream, asked.request, _member_from_wire(asked.member), held, fingerprint)
         case "withdraw":
             return RequestWithdrawn(stream, message.withdraw.request)
         case "hello":
@@ -420,6 +426,7 @@ def _ask_to_wire(ask: Ask) -> pb.ManagerQuorumRequest:
         data=request.data,
         held=_key_to_wire(request.held),
         attempt=request.attempt,
+        fingerprint=_fingerprint_to_wire(request.fingerprint),
     )
 
 
@@ -445,6 +452,7 @@ def _ask_from_wire(message: pb.ManagerQuorumRequest) -> Ask:
         data=_text("data", message.data, MAX_DATA_BYTES),
         reconfigure_handle=_text("reconfigure_handle", message.reconfigure_handle, MAX_METADATA_BYTES),
         attempt=_count("attempt", message.attempt, MAX_INT64),
+        fingerprint=_fingerprint_from_wire(message.fingerprint),
     )
     return Ask(rank, request)
 
@@ -857,6 +865,16 @@ def _notice_from_wire(message: pb.LossNotice) -> LossNotice:
         reason=_sentence("reason", message.reason),
         lives=message.lives,
     )
+
+
+def _fingerprint_to_wire(fingerprint: Fingerprint) -> list[pb.FingerprintPart]:
+    return [pb.FingerprintPart(name=name, value=value) for name, value in fingerprint]
+
+
+def _fingerprint_from_wire(parts: Collection[pb.FingerprintPart]) -> Fingerprint:
+    if not parts:
+        return ()
+    return check_fingerprint(tuple(FingerprintPart(part.name, part.value) for part in parts))
 
 
 def _key_to_wire(key: QuorumKey | None) -> pb.QuorumKey | None:

@@ -1,0 +1,116 @@
+"""Who belongs to a job: what its replicas have said they are made of, and who may join them.
+
+The first to come says what the job is; whoever differs from those that are there is refused, and told in what. A
+replica that holds a quorum has trained in this job, and stands over one that holds none: when the lighthouse has just
+started, the stranger may well be heard first. What was said is forgotten with those who said it.
+
+Law of this file: the fingerprints of one job; who lives, and how much a word weighs, is told by the caller.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tft_coord.core.fingerprint import Fingerprint, differences, said
+
+
+class Standing(enum.IntEnum):
+    """How much a replica's word weighs; it is gone, and weighs nothing, or it has trained in this job, or not."""
+
+    GONE = 0
+    NEW = 1
+    HOLDS = 2  # some quorum
+    MEMBER = 3  # of the newest quorum
+
+
+@dataclass(frozen=True, slots=True)
+class Differs:
+    """That replica does not belong to the job that the others are; one sentence says why, and what to do."""
+
+    replica_id: str
+    message: str
+
+
+class Handshake:
+    """The fingerprints of one job's replicas.
+
+    Args:
+        job: its name.
+        standing: of a replica, now.
+    """
+
+    def __init__(self, job: str, standing: Callable[[str], Standing]) -> None:
+        self._job = job
+        self._standing = standing
+        # Nearly all replicas say the same, so each fingerprint is kept once, and compared once.
+        self._by: dict[Fingerprint, dict[str, None]] = {}
+        self._said: dict[str, Fingerprint] = {}
+        self._refused: dict[str, Fingerprint] = {}
+
+    def __len__(self) -> int:
+        """How many replicas are remembered."""
+        return len(self._said) + len(self._refused)
+
+    def asks(self, replica_id: str, fingerprint: Fingerprint) -> list[Differs]:
+        """A replica asks for a quorum, and may say what it is made of; what it said before counts no more then.
+
+        Returns: who does not belong to the job: nobody, the replica itself, or those that are there and weigh less.
+        """
+        fingerprint = fingerprint or self._refused.get(replica_id, ())
+        if not fingerprint:
+            return []
+        self.forget(replica_id)
+        out = self._compare(replica_id, fingerprint) if fingerprint not in self._by else []
+        for differs in out:
+            self._refuse(differs.replica_id, fingerprint)
+        if replica_id not in self._refused:
+            sayers = self._by.setdefault(fingerprint, {})
+            # The very object that is there, so that a thousand replicas hold one.
+            self._said[replica_id] = self._said[next(iter(sayers))] if sayers else fingerprint
+            sayers[replica_id] = None
+        return out
+
+    def forget(self, replica_id: str) -> None:
+        """What that replica has said counts no more."""
+        self._refused.pop(replica_id, None)
+        fingerprint = self._said.pop(replica_id, None)
+        if fingerprint is not None:
+            sayers = self._by[fingerprint]
+            del sayers[replica_id]
+            if not sayers:
+                del self._by[fingerprint]
+
+    def forget_the_gone(self) -> None:
+        """What the dead have said counts no more."""
+        for replica_id in [*self._said, *self._refused]:
+            if self._standing(replica_id) is Standing.GONE:
+                self.forget(replica_id)
+
+    def _compare(self, replica_id: str, fingerprint: Fingerprint) -> list[Differs]:
+        """Who has to go: all that differ from the newcomer, if each weighs less than it; else the newcomer alone."""
+        self.forget_the_gone()
+        out: list[Differs] = []
+        own = self._standing(replica_id)
+        for known, sayers in self._by.items():
+            found = differences(dict(known), fingerprint)
+            if not found:
+                continue
+            chief = max(sorted(sayers), key=self._standing)
+            if self._standing(chief) >= own:
+                return [Differs(replica_id, self._message(replica_id, chief, found))]
+            found = differences(dict(fingerprint), known)
+            out += [Differs(sayer, self._message(sayer, replica_id, found)) for sayer in sorted(sayers)]
+        return out
+
+    def _refuse(self, replica_id: str, of_newcomer: Fingerprint) -> None:
+        fingerprint = self._said.get(replica_id, of_newcomer)
+        self.forget(replica_id)
+        self._refused[replica_id] = fingerprint
+
+    def _message(self, replica_id: str, other: str, found: list[str]) -> str:
+        return (
+            f"replica {replica_id} differs from {other} of job {self._job!r}: {said(found)}; give all replicas of the "
+            "job the same, or start this one under another job (TFT_JOB_ID)"
+        )
