@@ -30,6 +30,7 @@ def test_the_defaults_stand() -> None:
         ({"quorum_tick_ms": 5_001}, "quorum_tick_ms", "heartbeat_timeout_ms"),
         ({"reconnect_grace_ms": 6_000}, "reconnect_grace_ms", "heartbeat_timeout_ms"),
         ({"heartbeat_timeout_ms": 200, "reconnect_grace_ms": 201}, "reconnect_grace_ms", "heartbeat_timeout_ms"),
+        ({"slowest_step_ms": 999, "beat_interval_ms": 1_000}, "beat_interval_ms", "slowest_step_ms"),
     ],
 )
 def test_two_that_clash_are_named(changes: dict[str, int], small: str, large: str) -> None:
@@ -47,10 +48,12 @@ def test_a_wrong_number_is_named(name: str, value: object) -> None:
         Timeouts(**{name: value})  # type: ignore[arg-type]
 
 
-def test_zero_is_for_join_timeout_alone() -> None:
+def test_zero_is_for_two_alone() -> None:
+    """A quorum may wait for nobody, and a step may take any time."""
     assert Timeouts(join_timeout_ms=0).join_timeout_ms == 0
+    assert Timeouts(slowest_step_ms=0).slowest_step_ms == 0
     for name in NAMES:
-        if name != "join_timeout_ms":
+        if name not in ("join_timeout_ms", "slowest_step_ms"):
             with pytest.raises(SettingError, match=name):
                 Timeouts(**{name: 0})
 
@@ -119,3 +122,4 @@ def test_constructed_or_refused_by_name(changes: dict[str, int]) -> None:
     assert timeouts.reconnect_grace_ms <= timeouts.heartbeat_timeout_ms
     assert timeouts.quorum_tick_ms <= timeouts.heartbeat_timeout_ms
     assert timeouts.forget_after_ms > timeouts.heartbeat_timeout_ms
+    assert timeouts.slowest_step_ms == 0 or timeouts.beat_interval_ms <= timeouts.slowest_step_ms

@@ -30,6 +30,7 @@ from tft_coord.core.events import (
     QuorumRequested,
     RequestWithdrawn,
 )
+from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.types import (
     MAX_INT64,
     MAX_UINT64,
@@ -59,6 +60,7 @@ steps = st.integers(0, MAX_INT64)
 numbers = st.integers(0, MAX_UINT64)
 counts = st.integers(0, MAX_COUNT)
 lineages = st.none() | numbers
+progresses = st.builds(Progress, steps, st.sampled_from(Phase), steps, st.booleans(), steps)
 keys = st.builds(QuorumKey, steps, numbers)
 sizes = st.integers(1, 1000)
 members = st.builds(
@@ -156,7 +158,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 told_to_lighthouse = st.one_of(
     st.builds(HelloReceived, st.just(7), hellos),
-    st.builds(BeatReceived, st.just(7), st.integers(0, MAX_INT64)),
+    st.builds(BeatReceived, st.just(7), st.integers(0, MAX_INT64), st.none() | progresses),
     st.builds(QuorumRequested, st.just(7), numbers, members, st.none() | keys),
     st.builds(RequestWithdrawn, st.just(7), numbers),
     st.builds(QuorumReported, st.just(7), st.none() | quorums),
@@ -176,7 +178,7 @@ told_by_lighthouse = st.one_of(
 )
 told_by_rank = st.one_of(
     st.builds(codec.RankHello, st.integers(0, 1000), numbers),
-    st.builds(codec.RankBeat, st.integers(0, MAX_HEALED_BYTES)),
+    st.builds(codec.RankBeat, st.integers(0, MAX_HEALED_BYTES), st.none() | progresses),
     st.just(codec.RankGoodbye()),
     st.builds(codec.RankCall, numbers, counts, asks | votes),
     st.builds(codec.RankWithdraw, numbers),
@@ -367,6 +369,22 @@ def test_healed_bytes_whose_sum_over_a_group_would_not_fit_are_refused_by_name()
         codec.decode_from_rank(codec.encode_from_rank(codec.RankBeat(MAX_HEALED_BYTES + 1)))
     with pytest.raises(ProtocolError, match=rf"healed_bytes is .*; it must be 0\.\.{MAX_INT64}"):
         codec.decode_to_lighthouse(7, codec.encode_to_lighthouse(BeatReceived(7, MAX_INT64 + 1)))
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        (pb.Progress(phase=4), "a beat tells of phase 4, which this version does not know"),  # type: ignore[arg-type]
+        (pb.Progress(step=-1), "step is -1; it must be 0"),
+        (pb.Progress(since_ms=2**63), f"since_ms is {2**63}; it must be 0"),
+        (pb.Progress(slowest_step_ms=2**63), f"slowest_step_ms is {2**63}; it must be 0"),
+    ],
+)
+def test_a_beat_that_tells_nonsense_of_a_step_is_refused(said: pb.Progress, sentence: str) -> None:
+    with pytest.raises(ProtocolError, match=sentence):
+        codec.decode_from_rank(pb.ToManagerServer(beat=pb.RankBeat(progress=said)).SerializeToString())
+    with pytest.raises(ProtocolError, match=sentence):
+        codec.decode_to_lighthouse(7, pb.ToLighthouse(beat=pb.Beat(progress=said)).SerializeToString())
 
 
 def test_a_quorum_of_too_many_members_is_refused_before_they_are_looked_at() -> None:

@@ -30,7 +30,10 @@ class Timeouts:
             minute, or more where `timeout_ms`, or the waiting for stragglers and then for the silent, takes longer.
         heal_timeout_ms: how long a member that heals, and whose bytes arrive, is waited for. Default: ten minutes, or
             ten times `timeout_ms` if that is longer.
-        beat_interval_ms: between signs of life on a stream. Default: a second, at most half of `heartbeat_timeout_ms`.
+        slowest_step_ms: a trainer that is busy with its own part of a step for longer hangs; the first step after a
+            start, a healing or a reconfiguration may take any time. 0: nobody ever hangs.
+        beat_interval_ms: between signs of life on a stream. Default: a second, at most half of `heartbeat_timeout_ms`
+            and at most `slowest_step_ms`.
         reconnect_grace_ms: a broken stream that is back within it was never broken. Default: 300, at most
             `heartbeat_timeout_ms`.
         quorum_tick_ms: how often the lighthouse looks at the clock. Default: 100, at most `heartbeat_timeout_ms`.
@@ -43,6 +46,7 @@ class Timeouts:
     connect_timeout_ms: int = 60_000
     quorum_timeout_ms: int = _DERIVED
     heal_timeout_ms: int = _DERIVED
+    slowest_step_ms: int = 600_000
     beat_interval_ms: int = _DERIVED
     reconnect_grace_ms: int = _DERIVED
     quorum_tick_ms: int = _DERIVED
@@ -59,6 +63,9 @@ class Timeouts:
         self._check("quorum_tick_ms", 1, "heartbeat_timeout_ms")
         # A redial must come back before silence is judged.
         self._check("reconnect_grace_ms", 1, "heartbeat_timeout_ms")
+        # Beats tell who hangs; a step that is shorter than one can't be told from the next.
+        if self.slowest_step_ms:
+            self._check("beat_interval_ms", 1, "slowest_step_ms")
 
     def _derived(self) -> dict[str, int]:
         # Stragglers are waited for, and then whoever has gone silent in the meantime is found out.
@@ -66,7 +73,7 @@ class Timeouts:
         return {
             "quorum_timeout_ms": min(max(60_000, self.timeout_ms, waits_ms), _LONGEST_MS),
             "heal_timeout_ms": min(max(600_000, 10 * self.timeout_ms), _LONGEST_MS),
-            "beat_interval_ms": max(1, min(1_000, self.heartbeat_timeout_ms // 2)),
+            "beat_interval_ms": max(1, min(1_000, self.heartbeat_timeout_ms // 2, self.slowest_step_ms or 1_000)),
             "reconnect_grace_ms": min(300, self.heartbeat_timeout_ms),
             "quorum_tick_ms": min(100, self.heartbeat_timeout_ms),
         }
@@ -75,7 +82,7 @@ class Timeouts:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int):
             raise SettingError(f"{name} is {value!r}; give whole milliseconds")
-        least = {"join_timeout_ms": 0, "heartbeat_timeout_ms": 2}.get(name, 1)
+        least = {"join_timeout_ms": 0, "heartbeat_timeout_ms": 2, "slowest_step_ms": 0}.get(name, 1)
         if not least <= value <= _LONGEST_MS:
             raise SettingError(f"{name} is {value}; give {least} to {_LONGEST_MS} milliseconds (a week)")
 

@@ -15,6 +15,7 @@ from typing import final
 from tft_coord.client.caller import Caller, seconds
 from tft_coord.client.local_link import LocalLink
 from tft_coord.client.rank_session import RankSession
+from tft_coord.core.progress import Progress
 from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest
 from tft_coord.errors import Closed, CoordinationError, GroupLost, ProtocolError
 from tft_coord.timeouts import Timeouts
@@ -45,6 +46,8 @@ class ManagerClient:
             with this client.
         listener: told on the session of losses: of a member of a quorum, or of this group. It is called by a thread of
             this client's and must return at once.
+        progress: asked once a beat, by a thread of this client's, where in its step this rank is; None: it is not said,
+            and this rank never hangs.
     Raises: SettingError: the address is none. Unreachable: nobody answered in time. ProtocolError: no such rank.
         Refused: another process is this rank.
     """
@@ -59,6 +62,7 @@ class ManagerClient:
         timeouts: Timeouts = Timeouts(),  # noqa: B008  # frozen
         link: socket.socket | None = None,
         listener: Callable[[LossNotice | GroupLost], None] = lambda _: None,
+        progress: Callable[[], Progress | None] = lambda: None,
     ) -> None:
         self._caller = Caller("manager server", addr, connect_timeout, token, timeouts)
         self._link = LocalLink(link) if link is not None else None
@@ -69,6 +73,7 @@ class ManagerClient:
         self._commit_stub = self._caller.stub(services.MANAGER_SHOULD_COMMIT)
         self._metadata_stub = self._caller.stub(services.MANAGER_CHECKPOINT_METADATA)
         self._listener = listener
+        self._progress = progress
         self._session: RankSession | None = None
         self._closed = False
         if group_rank is not None:
@@ -179,6 +184,7 @@ class ManagerClient:
             token=self._token,
             timeouts=self._timeouts,
             listener=self._listener,
+            progress=self._progress,
             connect_within_s=self._connect_within_s,
         )
 

@@ -22,6 +22,7 @@ from typing import final
 import grpc.aio
 
 from tft_coord.core.effects import RefuseSession, Welcome
+from tft_coord.core.progress import Progress
 from tft_coord.core.types import LossNotice, Plan, QuorumKey
 from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, GroupLost, Unreachable
 from tft_coord.security import call_metadata
@@ -51,6 +52,7 @@ class RankSession:
         timeouts: of the job.
         connect_within_s: how long the constructor waits until the manager server knows this rank.
         listener: told of losses, on the process's loop; it must return at once.
+        progress: gives where in its step this rank is; asked once a beat, on the process's loop. None: not said.
     Raises: ProtocolError: the group has no such rank. Refused: another process has it. Unreachable: the manager server
         did not answer.
     """
@@ -64,9 +66,11 @@ class RankSession:
         timeouts: Timeouts,
         connect_within_s: float,
         listener: Callable[[LossNotice | GroupLost], None],
+        progress: Callable[[], Progress | None] = lambda: None,
     ) -> None:
         self._address = address
         self._listener = listener
+        self._progress = progress
         self._metadata = call_metadata(token)
         self._timeouts = timeouts
         self._session = time.time_ns()
@@ -259,13 +263,22 @@ class RankSession:
             await call.done_writing()
 
     async def _beat(self, outbox: Outbox) -> None:
-        """Tell how much live state has come in, when there is something to tell."""
+        """Tell where in its step this rank is, and how much live state has come in, if there is anything to tell."""
         told = 0
         while True:
             await asyncio.sleep(self._timeouts.beat_interval_ms / 1000)
-            if self.healed_bytes > told:
+            progress = self._where()
+            if progress is not None or self.healed_bytes > told:
                 told = self.healed_bytes
-                outbox.put(codec.encode_from_rank(codec.RankBeat(told)))
+                outbox.put(codec.encode_from_rank(codec.RankBeat(told, progress)))
+
+    def _where(self) -> Progress | None:
+        try:
+            return self._progress()
+        except Exception:
+            # As for a listener: whoever can't say where it is lives all the same.
+            logger.exception("%s: it can't say where in its step it is", self._what)
+            return None
 
 
 @final

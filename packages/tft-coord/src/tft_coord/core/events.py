@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tft_coord.core.fingerprint import Fingerprint
+from tft_coord.core.progress import Progress
 from tft_coord.core.types import Hello, LossNotice, Member, Purpose, Quorum, QuorumKey, RankRequest
 
 # --- to the lighthouse ---------------------------------------------------------------------------------------------
@@ -26,10 +27,12 @@ class HelloReceived:
 
 @dataclass(frozen=True, slots=True)
 class BeatReceived:
-    """A sign of life; `healed_bytes` counts the bytes of live state that its trainers have received, ever rising."""
+    """A sign of life; `healed_bytes` counts the bytes of live state that its trainers have received, ever rising.
+    `progress` is where they are in their step; None: not said."""
 
     stream: int
     healed_bytes: int = 0
+    progress: Progress | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +142,14 @@ class RankDied:
 
 
 @dataclass(frozen=True, slots=True)
+class RankProgressed:
+    """A group rank's beat says where in its step it is."""
+
+    rank: int
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True)
 class RankAsked:
     """A group rank asks for the next quorum and waits as `call` until `deadline_ms` (of the core's clock)."""
 
@@ -216,6 +227,7 @@ GroupEvent = (
     RankConnected
     | RankDisconnected
     | RankDied
+    | RankProgressed
     | RankAsked
     | RankWithdrew
     | RankVoted

@@ -15,7 +15,8 @@ from tft_coord.core import effects, events
 from tft_coord.core.assignment import assign, plan_for
 from tft_coord.core.commit import RoundName, Votes
 from tft_coord.core.fingerprint import Fingerprint, differences_of_ranks, merged, said
-from tft_coord.core.types import LossNotice, Member, Quorum, QuorumKey, RankRequest, Refusal
+from tft_coord.core.progress import GroupProgress, Progress
+from tft_coord.core.types import LossNotice, Member, Purpose, Quorum, QuorumKey, RankRequest, Refusal
 from tft_coord.errors import ProtocolError
 from tft_coord.timeouts import Timeouts
 
@@ -69,6 +70,8 @@ class GroupCore:
         self._streams: dict[int, int] = {}
         self._sessions: dict[int, int] = {}  # of each rank's newest process that has said hello
         self._broken_ms: dict[int, int] = {}
+        self._progress = GroupProgress(world_size, timeouts)
+        self._followed: QuorumKey | None = None  # of the newest plan that the ranks were given
         self._lost: str | None = None
         self._left = False  # it was lost by a goodbye
         self._notices: list[LossNotice] = []  # of the quorum that is held, and of those that are still to come
@@ -82,9 +85,47 @@ class GroupCore:
         """Where that rank's live state can be fetched, as it said with its last request; None before."""
         return self._metadata.get(rank)
 
+    def progress(self, now_ms: int) -> Progress | None:
+        """Where in its step the group is: the word of its next beat to the lighthouse. None: its ranks don't say."""
+        return self._progress.now(now_ms)
+
+    def is_hung(self, now_ms: int) -> bool:
+        """Whether a rank of the group hangs."""
+        return self._progress.is_hung(now_ms)
+
     def handle(self, event: events.GroupEvent, now_ms: int) -> list[effects.GroupEffect]:
         """Take one event; returns what to do about it, in order."""
+        out = self._handle(event, now_ms)
+        self._follow(event, out, now_ms)
+        return out
+
+    def _follow(self, event: events.GroupEvent, decided: list[effects.GroupEffect], now_ms: int) -> None:
+        """Where in their step the ranks are now, as far as this shows it: their beats may not come."""
+        progress = self._progress
         match event:
+            case events.RankProgressed():
+                if 0 <= event.rank < self._world_size:
+                    progress.said(event.rank, event.progress, now_ms)
+            case events.RankAsked():
+                progress.asked(event.rank, event.request.step, now_ms)
+            case events.RankVoted():
+                progress.votes(event.rank, now_ms)
+        verdict = isinstance(event, events.RankVoted) and event.purpose is Purpose.COMMIT
+        key = self._followed
+        for order in decided:
+            match order:
+                case effects.AnswerPlan(_, rank, plan):
+                    self._followed = plan.key
+                    progress.planned(rank, plan.step, now_ms, excused=plan.key != key, heals=plan.heal)
+                case effects.AnswerRankUnchanged(_, rank):
+                    progress.planned(rank, self._planned_step, now_ms, excused=False, heals=False)
+                case effects.AnswerVote(_, rank) if verdict:
+                    progress.ended(rank, now_ms)
+
+    def _handle(self, event: events.GroupEvent, now_ms: int) -> list[effects.GroupEffect]:
+        match event:
+            case events.RankProgressed():
+                return []
             case events.RankConnected():
                 return self._connected(event)
             case events.RankDisconnected():

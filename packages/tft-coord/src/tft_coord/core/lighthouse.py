@@ -17,6 +17,7 @@ from tft_coord.core import effects, events
 from tft_coord.core.assignment import all_at, assign
 from tft_coord.core.handshake import Handshake, Standing
 from tft_coord.core.liveness import Accepted, Liveness, Lost, OpenRequest, Rejected, Replica
+from tft_coord.core.progress import HangWatch, hang_reason, stuck_reason
 from tft_coord.core.quorum import Form, Situation, decide, reason_for_new_id
 from tft_coord.core.types import MAX_INT64, Hello, LossNotice, Member, Quorum, QuorumKey, Refusal
 from tft_coord.errors import ProtocolError, SettingError
@@ -142,6 +143,7 @@ class LighthouseCore:
         if now_ms - self._last_tick_ms >= timeouts.quorum_tick_ms + timeouts.reconnect_grace_ms:
             for job in self._jobs.values():
                 job.liveness.excuse_all(now_ms)
+                job.hangs.forget()
         self._last_tick_ms = now_ms
 
     @property
@@ -217,6 +219,7 @@ class Job:
     ) -> None:
         self.name = name
         self.liveness = Liveness(config.timeouts)
+        self.hangs = HangWatch(config.timeouts)
         self.previous: Quorum | None = None
         self.waiting_for = "nobody has asked"
         self._config = config
@@ -290,6 +293,7 @@ class Job:
         match event:
             case events.BeatReceived():
                 self._progress(replica, event.healed_bytes, now_ms)
+                self.hangs.heard(replica.replica_id, event.progress, now_ms)
             case events.QuorumReported():
                 out += self._reported(event, now_ms)
                 out += self._form(now_ms, wall_ms)
@@ -306,6 +310,7 @@ class Job:
         out: list[effects.LighthouseEffect] = []
         if self._asking is not None and now_ms - self._asking[2] >= self._timeouts.heartbeat_timeout_ms:
             out += self._asked_nobody(self._asking[0], now_ms)
+        out += self._judge_hung(now_ms)
         return out + self._judge(now_ms) + self._form(now_ms, wall_ms)
 
     # --- sessions -----------------------------------------------------------------------------------------------
@@ -337,8 +342,19 @@ class Job:
             out += self._told_lost(lost)
         return out
 
+    def _judge_hung(self, now_ms: int) -> list[effects.LighthouseEffect]:
+        """Take for lost whose trainer hangs; where all wait for one another, end that, and blame nobody."""
+        hung = self.hangs.hung(now_ms)
+        if hung is not None:
+            replica_id, progress = hung
+            lost = self.liveness.hang(replica_id, hang_reason(progress), now_ms)
+            return self._told_lost(lost) if lost is not None else []
+        step = self.hangs.stuck(self._members) if self._broken is None else None
+        return [] if step is None else self._break_for_all(stuck_reason(step))
+
     def _told_lost(self, lost: Lost) -> list[effects.LighthouseEffect]:
         replica = lost.replica
+        self.hangs.heard(replica.replica_id, None, lost.replica.lost_ms)
         self._healthy_before = None
         out: list[effects.LighthouseEffect] = [
             effects.ReplicaLost(self.name, replica.replica_id, replica.session, lost.reason),
@@ -372,6 +388,15 @@ class Job:
             for other in others
             if other is not None and other.stream is not None
         ]
+
+    def _break_for_all(self, reason: str) -> list[effects.LighthouseEffect]:
+        """Nobody can go on in the newest quorum, and nobody is lost: each member is told, the one that is named too."""
+        first = next(iter(self._members.values()))
+        out = self._break_quorum(first.replica_id, first.session, reason, lives=True)
+        named, notice = self.liveness.replicas.get(first.replica_id), self._losses.get(first.replica_id)
+        if named is not None and named.stream is not None and notice is not None:
+            out.append(effects.NotifyLoss(named.stream, notice))
+        return out
 
     def _losses_in(self, key: QuorumKey | None) -> Iterable[LossNotice]:
         """Who was lost in that quorum: the newest, or one that a member may still be in because it heard of no next."""
@@ -503,6 +528,7 @@ class Job:
         if any(isinstance(order, effects.RefuseRequest) and order.stream == stream for order in out):
             return out
         replica.ready = True
+        self.hangs.heard(replica.replica_id, None, now_ms)  # whoever asks has moved
         if event.held is not None:
             self.last_id = max(self.last_id, event.held.quorum_id)
         patience_ms = self._timeouts.heartbeat_timeout_ms

@@ -212,6 +212,13 @@ class Liveness:
             return None
         return self._lose(replica, f"its manager server reports: {reason}", now_ms, dead=True)
 
+    def hang(self, replica_id: str, reason: str, now_ms: int) -> Lost | None:
+        """A trainer hangs: lost until its manager server, which knows when it goes on, opens a newer session."""
+        replica = self.replicas.get(replica_id)
+        if replica is None or not replica.healthy:
+            return None
+        return self._lose(replica, reason, now_ms)
+
     def judge(self, now_ms: int) -> list[Lost]:
         """Take for lost whose grace or heartbeat_timeout has passed; forget whom nobody remembers."""
         losses = []

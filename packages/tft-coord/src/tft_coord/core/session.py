@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tft_coord.core.fingerprint import Fingerprint
+from tft_coord.core.progress import Progress
 from tft_coord.core.types import Hello, Member, QuorumKey, Refusal
 from tft_coord.timeouts import Timeouts
 
@@ -56,6 +57,7 @@ class SendBeat:
     """Give a sign of life."""
 
     healed_bytes: int
+    progress: Progress | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,7 @@ class SessionCore:
         self._healed_bytes = 0
         self._stale_in_a_row = 0
         self._duplicate_since_ms: int | None = None
+        self.hangs = False  # the session was lost, and no newer one is opened while the trainer hangs
 
     def start(self, now_ms: int) -> list[SessionEffect]:
         """Begin: dial at once."""
@@ -173,12 +176,26 @@ class SessionCore:
             self._next_beat_ms = min(self._next_beat_ms, now_ms + self._beat_interval_ms)
         return [self._request(self._open)] if self._open is not None else []
 
-    def told_lost(self, session: int, now_ms: int) -> list[SessionEffect]:
-        """Our session was taken for lost while we live: open a newer one on the same stream."""
+    def told_lost(self, session: int, now_ms: int, *, hung: bool = False) -> list[SessionEffect]:
+        """Our session was taken for lost while we live: open a newer one on the same stream.
+
+        A loss ends with a newer session whose trainer lives; of one that is hung there is none before it goes on.
+        """
         if session != self.session or not self.connected:
             return []
-        self.session += 1
         self._welcomed = False
+        self.hangs = hung
+        return [] if hung else self._open_newer()
+
+    def went_on(self, now_ms: int) -> list[SessionEffect]:
+        """The trainer that was hung goes on: open the session that was held back."""
+        if not self.hangs:
+            return []
+        self.hangs = False
+        return self._open_newer() if self.connected else []
+
+    def _open_newer(self) -> list[SessionEffect]:
+        self.session += 1
         return [self._hello()]
 
     def told_refused(self, refusal: Refusal, message: str, now_ms: int) -> list[SessionEffect]:
@@ -240,12 +257,12 @@ class SessionCore:
         """Bytes of live state received so far; travels with the beats."""
         self._healed_bytes = max(self._healed_bytes, healed_bytes)
 
-    def tick(self, now_ms: int) -> list[SessionEffect]:
-        """Beat when it is time."""
+    def tick(self, now_ms: int, progress: Callable[[], Progress | None] = lambda: None) -> list[SessionEffect]:
+        """Beat when it is time; `progress` gives what the beat tells of the trainers."""
         if not self._welcomed or now_ms < self._next_beat_ms:
             return []
         self._next_beat_ms = now_ms + self._beat_interval_ms
-        return [SendBeat(self._healed_bytes)]
+        return [SendBeat(self._healed_bytes, progress())]
 
     @property
     def next_beat_ms(self) -> int:

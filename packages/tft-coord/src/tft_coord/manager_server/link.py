@@ -30,6 +30,7 @@ from tft_coord.core.effects import (
     Welcome,
 )
 from tft_coord.core.fingerprint import Fingerprint
+from tft_coord.core.progress import Progress
 from tft_coord.core.session import (
     Dial,
     GiveUp,
@@ -67,6 +68,7 @@ class LighthouseLink:
         job, replica_id, address, replaces: as in `Hello`.
         arrived: is given what the lighthouse answers.
         quorum: gives the newest quorum that the group holds.
+        progress: gives, for a time of the loop's clock in milliseconds, where in its step the group is.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class LighthouseLink:
         replaces: str,
         arrived: Callable[[events.GroupEvent], None],
         quorum: Callable[[], Quorum | None],
+        progress: Callable[[int], Progress | None] = lambda _: None,
     ) -> None:
         self._target = target(lighthouse_addr)
         self._metadata = call_metadata(token)
@@ -88,6 +91,7 @@ class LighthouseLink:
         self._replica_id = replica_id
         self._arrived = arrived
         self._quorum = quorum
+        self._progress = progress
         self._core = SessionCore(
             job=job,
             replica_id=replica_id,
@@ -133,6 +137,15 @@ class LighthouseLink:
         """Bytes of live state that the group's ranks have received so far; travels with the beats."""
         self._core.healed(healed_bytes)
 
+    @property
+    def hangs(self) -> bool:
+        """The session was lost while a trainer hangs; `went_on` opens the next one."""
+        return self._core.hangs
+
+    def went_on(self) -> None:
+        """The trainer that was hung goes on."""
+        self._perform(self._core.went_on(self._now_ms()))
+
     def report_death(self, reason: str) -> None:
         """Say that a trainer of this group ended."""
         self._reported_death = True
@@ -162,8 +175,8 @@ class LighthouseLink:
                     self._say(events.QuorumRequested(0, request, member, held, fingerprint))
                 case SendWithdraw(request):
                     self._say(events.RequestWithdrawn(0, request))
-                case SendBeat(healed_bytes):
-                    self._say(events.BeatReceived(0, healed_bytes))
+                case SendBeat(healed_bytes, progress):
+                    self._say(events.BeatReceived(0, healed_bytes, progress))
                 case SendHello(hello):
                     self._say(events.HelloReceived(0, hello))
                 case Dial(at_ms):
@@ -274,7 +287,9 @@ class LighthouseLink:
                 self._beat()
             case TellLost(_, session, sentence):
                 logger.warning("replica %s: %s", self._replica_id, sentence)
-                self._perform(self._core.told_lost(session, now_ms))
+                progress = self._progress(now_ms)
+                hung = progress is not None and progress.is_hung
+                self._perform(self._core.told_lost(session, now_ms, hung=hung))
                 self._arrived(events.SessionLost(session, sentence))
             case NotifyLoss(_, notice):
                 logger.info("replica %s: %s", self._replica_id, notice)
@@ -301,6 +316,6 @@ class LighthouseLink:
         if self._outbox is None or self._ended:
             return
         now_ms = self._now_ms()
-        self._perform(self._core.tick(now_ms))
+        self._perform(self._core.tick(now_ms, lambda: self._progress(now_ms)))
         # Between a loss and the next welcome no beat is due however late it is; look again soon.
         self._next_beat = self._loop.call_at(max(self._core.next_beat_ms, now_ms + 50) / 1000, self._beat)

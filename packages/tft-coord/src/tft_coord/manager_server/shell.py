@@ -108,6 +108,7 @@ class ManagerServerShell:
             replaces=config.replaces,
             arrived=self._handle,
             quorum=self._quorum,
+            progress=self._core.progress,
         )
         await self._server.start()
         self._link.start()
@@ -140,7 +141,10 @@ class ManagerServerShell:
     # --- the core's decisions ----------------------------------------------------------------------------------------
 
     def _handle(self, event: events.GroupEvent) -> None:
-        self._perform(self._core.handle(event, self._now_ms()))
+        now_ms = self._now_ms()
+        self._perform(self._core.handle(event, now_ms))
+        if self._link.hangs and not self._core.is_hung(now_ms):
+            self._link.went_on()
         self._watch_the_clock()
 
     def _perform(self, decisions: Sequence[effects.GroupEffect]) -> None:
@@ -347,7 +351,9 @@ class ManagerServerShell:
                 self._called(rank, number, timeout_ms, asked)
             case codec.RankWithdraw(number):
                 self._withdraw(rank.rank, rank.calls.pop(number, 0))
-            case codec.RankBeat(healed_bytes):
+            case codec.RankBeat(healed_bytes, progress):
+                if progress is not None:
+                    self._handle(events.RankProgressed(rank.rank, progress))
                 self._healed_bytes[rank.rank] = max(healed_bytes, self._healed_bytes.get(rank.rank, 0))
                 self._link.healed(sum(self._healed_bytes.values()))
             case codec.RankGoodbye():

@@ -40,6 +40,7 @@ from tft_coord.core.events import (
 )
 from tft_coord.core.fingerprint import Fingerprint, FingerprintPart
 from tft_coord.core.fingerprint import check as check_fingerprint
+from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.types import (
     MAX_INT64,
     MAX_UINT64,
@@ -85,9 +86,10 @@ class RankHello:
 
 @dataclass(frozen=True, slots=True)
 class RankBeat:
-    """Bytes of live state that the rank's process has received so far, ever rising."""
+    """Bytes of live state that the rank's process has received so far, ever rising, and where in its step it is."""
 
     healed_bytes: int
+    progress: Progress | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +167,8 @@ def encode_to_lighthouse(event: LighthouseEvent) -> bytes:
     """What the lighthouse shall be told; the stream's number stays at home."""
     match event:
         case BeatReceived():
-            return pb.ToLighthouse(beat=pb.Beat(healed_bytes=event.healed_bytes)).SerializeToString()
+            beat = pb.Beat(healed_bytes=event.healed_bytes, progress=_progress_to_wire(event.progress))
+            return pb.ToLighthouse(beat=beat).SerializeToString()
         case QuorumRequested():
             asked = pb.QuorumRequest(
                 request=event.request,
@@ -204,7 +207,8 @@ def decode_to_lighthouse(stream: int, data: bytes) -> LighthouseEvent:
     message = _parse(pb.ToLighthouse, data)
     match message.WhichOneof("message"):
         case "beat":
-            return BeatReceived(stream, _count("healed_bytes", message.beat.healed_bytes, MAX_INT64))
+            healed_bytes = _count("healed_bytes", message.beat.healed_bytes, MAX_INT64)
+            return BeatReceived(stream, healed_bytes, _progress_from_wire(message.beat))
         case "quorum_request":
             asked = message.quorum_request
             held = _key_from_wire(asked.held) if asked.HasField("held") else None
@@ -634,7 +638,8 @@ def encode_from_rank(message: FromRank) -> bytes:
             hello = pb.RankHello(group_rank=message.group_rank, session=message.session)
             return pb.ToManagerServer(hello=hello).SerializeToString()
         case RankBeat():
-            return pb.ToManagerServer(beat=pb.RankBeat(healed_bytes=message.healed_bytes)).SerializeToString()
+            beat = pb.RankBeat(healed_bytes=message.healed_bytes, progress=_progress_to_wire(message.progress))
+            return pb.ToManagerServer(beat=beat).SerializeToString()
         case RankWithdraw():
             return pb.ToManagerServer(withdraw=pb.RankWithdraw(call=message.call)).SerializeToString()
         case RankGoodbye():
@@ -651,7 +656,8 @@ def decode_from_rank(data: bytes) -> FromRank:
         case "hello":
             return RankHello(_count("group_rank", message.hello.group_rank, MAX_WORLD_SIZE), message.hello.session)
         case "beat":
-            return RankBeat(_count("healed_bytes", message.beat.healed_bytes, MAX_HEALED_BYTES))
+            healed_bytes = _count("healed_bytes", message.beat.healed_bytes, MAX_HEALED_BYTES)
+            return RankBeat(healed_bytes, _progress_from_wire(message.beat))
         case "withdraw":
             return RankWithdraw(message.withdraw.call)
         case "goodbye":
@@ -875,6 +881,35 @@ def _fingerprint_from_wire(parts: Collection[pb.FingerprintPart]) -> Fingerprint
     if not parts:
         return ()
     return check_fingerprint(tuple(FingerprintPart(part.name, part.value) for part in parts))
+
+
+def _progress_to_wire(progress: Progress | None) -> pb.Progress | None:
+    if progress is None:
+        return None
+    return pb.Progress(
+        step=progress.step,
+        phase=progress.phase.name,
+        since_ms=progress.since_ms,
+        excused=progress.excused,
+        slowest_step_ms=progress.slowest_step_ms,
+    )
+
+
+def _progress_from_wire(beat: pb.Beat | pb.RankBeat) -> Progress | None:
+    if not beat.HasField("progress"):
+        return None
+    said = beat.progress
+    try:
+        phase = Phase(said.phase)
+    except ValueError:
+        raise ProtocolError(f"a beat tells of phase {said.phase}, which this version does not know") from None
+    return Progress(
+        step=_count("step", said.step, MAX_INT64),
+        phase=phase,
+        since_ms=_count("since_ms", said.since_ms, MAX_INT64),
+        excused=said.excused,
+        slowest_step_ms=_count("slowest_step_ms", said.slowest_step_ms, MAX_INT64),
+    )
 
 
 def _key_to_wire(key: QuorumKey | None) -> pb.QuorumKey | None:
