@@ -8,6 +8,7 @@ Law of this file: starting trainers and listening to them; what must hold stands
 
 from __future__ import annotations
 
+import itertools
 import logging
 import multiprocessing.connection
 import os
@@ -207,16 +208,18 @@ class Trainer:
         self.process = process
         self.connection = connection
         self.events: list[Event] = []
+        self.step = 0  # the highest that it has committed
+
+    def hear(self, event: Event) -> None:
+        """It told this."""
+        self.events.append(event)
+        if event.kind == "commit":
+            self.step = max(self.step, event.step)
 
     @property
     def commits(self) -> dict[int, Event]:
         """By step."""
         return {event.step: event for event in self.events if event.kind == "commit"}
-
-    @property
-    def step(self) -> int:
-        """Of its last commit."""
-        return max(self.commits, default=0)
 
     @property
     def ended(self) -> Event | None:
@@ -227,7 +230,8 @@ class Trainer:
 
     def committed_with(self, participants: int, times: int = 5) -> bool:
         """Whether its last commits had that many participants."""
-        last = [event for event in self.events if event.kind == "commit"][-times:]
+        commits = (event for event in reversed(self.events) if event.kind == "commit")
+        last = list(itertools.islice(commits, times))
         return len(last) == times and all(event.participants == participants for event in last)
 
     def manager_server(self) -> psutil.Process:
@@ -289,15 +293,16 @@ class Job:
         while not condition():
             left = deadline - time.monotonic()
             assert left > 0, f"not within {PATIENCE_S:g} s: {what}; {self.story()}"
-            self._take_in(left)
+            self.take_in(left)
 
-    def _take_in(self, timeout_s: float) -> None:
+    def take_in(self, timeout_s: float) -> None:
+        """Take in what is told, waiting at most that long for it."""
         by_connection = {trainer.connection: trainer for trainer in self.trainers if not trainer.connection.closed}
         assert by_connection, f"nobody is left; {self.story()}"
         for connection in multiprocessing.connection.wait(list(by_connection), timeout_s):
             assert isinstance(connection, Connection)
             try:
-                by_connection[connection].events.append(connection.recv())
+                by_connection[connection].hear(connection.recv())
             except (EOFError, ConnectionResetError):
                 connection.close()
 
@@ -305,7 +310,7 @@ class Job:
         """Let all stop at one step, and see that they have."""
         living = [trainer for trainer in (trainers or self.trainers) if not trainer.connection.closed]
         while any(trainer.connection.poll() for trainer in living):
-            self._take_in(0)
+            self.take_in(0)
         last = max(trainer.step for trainer in living) + MARGIN_STEPS
         for trainer in living:
             trainer.connection.send(last)
