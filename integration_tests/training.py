@@ -14,7 +14,7 @@ import multiprocessing.connection
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -355,6 +355,10 @@ class Launcher:
 
     def start(self, **options: Any) -> list[Trainer]:
         """Start the group, again if it was started before; options as for `Job.start`."""
+        return self.start_each([options] * self._world_size)
+
+    def start_each(self, options: Sequence[dict[str, Any]]) -> list[Trainer]:
+        """As `start`, with options for each rank."""
         self._starts += 1
         return [
             self._job.start(
@@ -367,7 +371,7 @@ class Launcher:
                     "TORCHELASTIC_RUN_ID": self._name,
                     "TORCHELASTIC_RESTART_COUNT": str(self._starts),
                 },
-                **({"model": "buckets"} | options),
+                **({"model": "buckets"} | of_rank),
             )
-            for rank in range(self._world_size)
+            for rank, of_rank in enumerate(options)
         ]

@@ -33,6 +33,14 @@ def reductions_of(manager: Manager) -> BackwardReductions:
     return _of_manager.setdefault(manager, BackwardReductions())
 
 
+def tell_parameters(manager: object, *models: torch.nn.Module) -> None:
+    """Have the Manager tell the other replicas what these models are made of; another one may have no way to."""
+    describe = getattr(manager, "describe_parameters", None)
+    if describe is not None:
+        for model in models:
+            describe(model)
+
+
 class Model(Protocol):
     """What makes reductions in backward passes."""
 

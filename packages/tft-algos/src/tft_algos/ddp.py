@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from tft_algos.backward import at_end_of_backward, reductions_of, refuse_sparse
+from tft_algos.backward import at_end_of_backward, reductions_of, refuse_sparse, tell_parameters
 from tft_algos.errors import SettingError, Unsupported
 from tft_algos.manager import Manager
 from tft_pg import Collective, DummyWork, ProcessGroup, ProcessGroupDummy
@@ -122,6 +122,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         if maps is not None:
             maps.parameters = self._build_params_for_reducer()[0]
         self._lay_out_buckets()
+        tell_parameters(manager, module)
         row.add(self)
 
     def _lay_out_buckets(self) -> None:

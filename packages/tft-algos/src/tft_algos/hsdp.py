@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tft_algos.backward import reductions_of
+from tft_algos.backward import reductions_of, tell_parameters
 from tft_algos.errors import SettingError, Unsupported
 from tft_algos.manager import Manager
 from tft_pg import ManagedProcessGroup, ProcessGroup, extend_device_mesh
@@ -80,6 +80,7 @@ def reduce_across(manager: Manager, *models: torch.nn.Module) -> None:
         parts.update((id(part.group), part) for part in found)
     for part in parts.values():
         part.set_hook(_hook(manager, part))
+    tell_parameters(manager, *models)
 
 
 @final

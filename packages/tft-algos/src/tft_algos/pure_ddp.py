@@ -15,7 +15,7 @@ from typing import Any, NoReturn, final
 
 import torch
 
-from tft_algos.backward import at_end_of_backward, reductions_of, refuse_sparse
+from tft_algos.backward import at_end_of_backward, reductions_of, refuse_sparse, tell_parameters
 from tft_algos.errors import UsageError
 from tft_algos.manager import Manager
 
@@ -40,6 +40,7 @@ class PureDistributedDataParallel(torch.nn.Module):
     def __init__(self, manager: Manager, module: torch.nn.Module) -> None:
         super().__init__()
         refuse_sparse(module)
+        tell_parameters(manager, module)
         self.module = module
         self._pass = _Pass(manager, [parameter for parameter in module.parameters() if parameter.requires_grad][::-1])
 

@@ -75,6 +75,9 @@ class ManagerConfig:
             StateDiverged.
         quorum_retries: torchft's number of attempts of a quorum; env TORCHFT_QUORUM_RETRIES. Default 0. Whatever it is,
             the lighthouse is dialled until quorum_timeout has passed.
+        fingerprint: parts of the user's own, name to value, in which all replicas of the job have to be alike: a digest
+            of the tokenizer, the name of the data set. Who differs is refused by name. `Manager.add_to_fingerprint`
+            adds later ones.
         job: jobs of different names on one lighthouse never meet; env TFT_JOB_ID. Default "default".
         token: the job's shared secret, shown to and demanded of everybody; env TFT_TOKEN or TFT_TOKEN_FILE.
     Raises: SettingError: a value can't work; one sentence names it.
@@ -103,6 +106,7 @@ class ManagerConfig:
     check_state_every: int = 0
     on_divergence: Literal["heal", "stop"] = "heal"
     quorum_retries: int | None = None
+    fingerprint: Mapping[str, str] | None = None
     job: str | None = None
     token: str | None = field(default=None, repr=False)
 
@@ -132,8 +136,17 @@ class ManagerConfig:
                 raise SettingError(f"{name} is a {type(value).__name__}; give a string")
             if isinstance(value, str) and not value.isprintable():
                 raise SettingError(f"{name} has unprintable characters; give printable ones, without line breaks")
+        self._check_fingerprint()
         if self.job is not None and (not self.job or "/" in self.job):
             raise SettingError(f"job is {self.job!r}; give a name without a slash")
+
+    def _check_fingerprint(self) -> None:
+        parts = self.fingerprint if self.fingerprint is not None else {}
+        if not isinstance(parts, Mapping):
+            raise SettingError(f"fingerprint is a {type(parts).__name__}; give a mapping of names to values, all text")
+        for name, value in parts.items():
+            if not (isinstance(name, str) and name and isinstance(value, str)):
+                raise SettingError(f"fingerprint has the part {name!r}: {value!r}; give names and values that are text")
 
     def _check_whole(self, name: str, least: int) -> None:
         value = getattr(self, name)
@@ -182,6 +195,7 @@ class ResolvedConfig:
     check_state_every: int
     on_divergence: Literal["heal", "stop"]
     quorum_retries: int
+    fingerprint: Mapping[str, str]
     job: str
     token: str | None = field(repr=False)
     tls: TLS | None
@@ -291,6 +305,7 @@ def from_environment(
         check_state_every=config.check_state_every,
         on_divergence=config.on_divergence,
         quorum_retries=retries if retries is not None else _whole(environ, "TORCHFT_QUORUM_RETRIES", 0) or 0,
+        fingerprint=dict(config.fingerprint or {}),
         job=job,
         token=_token(config, environ),
         tls=_tls(environ) if config.checkpoint_transport is None else None,

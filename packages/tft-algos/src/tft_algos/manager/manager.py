@@ -43,6 +43,7 @@ from tft_algos.manager.config import ManagerConfig, ResolvedConfig, WorldSizeMod
 from tft_algos.manager.coordinator import GroupCoordinator
 from tft_algos.manager.core import Arrival, CoreSettings, Healing, Phase, StepCore, StepName
 from tft_algos.manager.divergence import StateDigester, combine, describe, differences
+from tft_algos.manager.fingerprint import USER, OwnFingerprint
 from tft_algos.manager.group_store import own_host
 from tft_algos.manager.healing import Fetch, state_key
 from tft_algos.manager.parts import Clock, Coordinator, Group, ServerRestarted
@@ -107,6 +108,7 @@ class Manager:
             raise SettingError("load_state_dict and state_dict belong together; give both or neither")
         self._config: ResolvedConfig = from_environment(config_of(config, settings), os.environ, own_host=own_host)
         self._pg = pg
+        self._fingerprint = OwnFingerprint(self._config)
         self._core = StepCore(
             CoreSettings(
                 job=self._config.job,
@@ -192,6 +194,27 @@ class Manager:
             self._core.optimizer_raised()
             self._log(logging.INFO, "state was registered under %r after the healing, so this replica heals again", key)
 
+    def add_to_fingerprint(self, name: str, value: str) -> None:
+        """Add a part in which all replicas of the job have to be alike; who differs is refused by name.
+
+        It goes with the next request for a quorum, so that it is compared before the reductions of that step. A part
+        that another replica lacks is not compared.
+
+        Args:
+            name: of the part, the same on every replica.
+            value: what has to be the same: a digest of the tokenizer, say.
+        Raises: SettingError: there is a part of that name with another value, or these are no texts.
+        """
+        self._fingerprint.add(USER + name if isinstance(name, str) else name, value)
+
+    def describe_parameters(self, model: torch.nn.Module) -> None:
+        """Add names, dtypes and (global) shapes of a model's parameters to the fingerprint.
+
+        The wrappers of models do it themselves; a strategy of your own calls it once for each model, in the same order
+        on every replica, before the first step.
+        """
+        self._fingerprint.add_model(model)
+
     def set_state_dict_fns(self, load_state_dict: LoadState, state_dict: TakeState) -> None:
         """Deprecated: use register_state_dict_fn, which takes a key."""
         warnings.warn("set_state_dict_fns is deprecated; use register_state_dict_fn", DeprecationWarning, stacklevel=2)
@@ -254,6 +277,7 @@ class Manager:
             allow_heal=allow_heal,
             shrink_only=shrink_only,
         )
+        request = replace(request, fingerprint=self._fingerprint.unsaid())
         self._quorum = self._executor.submit(self._negotiate, request, limit)
         if self._healed_in == self.attempt - 1:
             self._transport.prepare_to_send()  # now that nobody waits for this replica's first step any more
@@ -304,8 +328,9 @@ class Manager:
                 answer = self._coordinator.quorum(request, remaining)
             except ServerRestarted:
                 self._core.server_restarted()
-                request = replace(request, held=None, needs_configure=False)
+                request = replace(request, held=None, needs_configure=False, fingerprint=self._fingerprint.whole())
                 continue
+            self._fingerprint.was_said(request.fingerprint)
             with self._lock:
                 if not isinstance(answer, QuorumKey):
                     return self._core.plan_arrived(answer)

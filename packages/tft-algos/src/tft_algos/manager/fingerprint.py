@@ -1,0 +1,94 @@
+"""What this replica is made of, as it is told to the others before the first collective.
+
+Settings by which the replicas of a job have to go alike, the parameters of the models, and what the user adds. It goes
+with the first request for a quorum, and again when something is added.
+
+Law of this file: the names of the parts and their words; who is refused for them is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from typing import Final, final
+
+import torch
+
+from tft_algos.errors import SettingError
+from tft_algos.manager.config import ResolvedConfig
+from tft_coord.core.fingerprint import OF_A_RANK, PROTOCOL_VERSION, Fingerprint, fingerprint_of
+
+USER: Final = "user/"
+
+
+@final
+class OwnFingerprint:
+    """The parts of one Manager. Parts are added by the training thread, and said by the quorum thread.
+
+    Args:
+        config: whose settings are parts.
+    """
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        self._parts = {
+            "protocol version": str(PROTOCOL_VERSION),
+            "group world size": str(config.world_size),
+            "use_async_quorum": str(config.use_async_quorum),
+            "world_size_mode": config.world_size_mode.name,
+            "min_replica_size": str(config.min_replica_size),
+            "init_sync": str(config.init_sync),
+        }
+        self._lock = threading.Lock()
+        self._whole: Fingerprint = ()  # of the parts; empty: to be made anew
+        self._said: Fingerprint = ()
+        self._num_models = 0
+        for name, value in config.fingerprint.items():
+            self.add(USER + name, value)
+
+    def add(self, name: str, value: str) -> None:
+        """Raises: SettingError: there is a part of that name with another value, or these are no texts."""
+        if not (isinstance(name, str) and isinstance(value, str)) or name in ("", USER):
+            raise SettingError(f"the fingerprint's part {name!r} is {value!r}; give a name and a value, both text")
+        with self._lock:
+            if self._parts.setdefault(name, value) != value:
+                raise SettingError(
+                    f"the fingerprint's part {name.removeprefix(USER)!r} is {self._parts[name]!r} already and can't "
+                    f"become {value!r}, because other replicas may have been compared with it; give it another name"
+                )
+            self._whole = ()
+
+    def add_model(self, model: torch.nn.Module) -> None:
+        """Add the parameters of one more model, by name, and their order."""
+        prefix = f"{OF_A_RANK}{self._num_models}"
+        self._num_models += 1
+        described = [(name, _describe(parameter)) for name, parameter in model.named_parameters()]
+        names = hashlib.sha256("\n".join(name for name, _ in described).encode()).hexdigest()
+        self.add(prefix, f"{len(described)} parameters, their names and order {names[:16]}")
+        for name, words in described:
+            self.add(f"{prefix}/{name}", words)
+
+    def unsaid(self) -> Fingerprint:
+        """What goes with the next request; empty when all of it was said."""
+        with self._lock:
+            self._whole = self._whole or fingerprint_of(self._parts)
+            return () if self._whole == self._said else self._whole
+
+    def whole(self) -> Fingerprint:
+        """All of it, for a manager server that has heard none."""
+        with self._lock:
+            self._whole = self._whole or fingerprint_of(self._parts)
+            return self._whole
+
+    def was_said(self, fingerprint: Fingerprint) -> None:
+        """A request that carried this was answered."""
+        if fingerprint:
+            with self._lock:
+                self._said = fingerprint
+
+
+def _describe(parameter: torch.nn.Parameter) -> str:
+    """Dtype and shape; of a DTensor, the global one."""
+    if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+        return "not initialized"
+    words = f"{str(parameter.dtype).removeprefix('torch.')} {[int(size) for size in parameter.shape]}"
+    return words if parameter.requires_grad else f"{words}, frozen"

@@ -1,0 +1,128 @@
+"""What a Manager tells the other replicas of itself, and when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tft_algos import DistributedDataParallel, PureDistributedDataParallel, SettingError, WorldSizeMode
+from tft_algos.manager import ServerRestarted
+from tft_algos.testing import plan_of
+from tft_coord.core.types import QuorumKey
+from tft_coord.errors import DeadlinePassed, Refused
+
+UNCHANGED = QuorumKey(7, 7)
+
+
+def said(rig: Any, request: int = -1) -> dict[str, str]:
+    return dict(rig.coordinator.requests[request].fingerprint)
+
+
+def test_the_settings_by_which_all_must_go_are_said_with_the_first_request(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2), UNCHANGED, min_replica_size=2, world_size_mode=WorldSizeMode.FIXED_WITH_SPARES)
+    rig.step()
+    assert said(rig) == {
+        "protocol version": "1",
+        "group world size": "1",
+        "use_async_quorum": "True",
+        "world_size_mode": "FIXED_WITH_SPARES",
+        "min_replica_size": "2",
+        "init_sync": "True",
+    }
+    rig.step()
+    assert said(rig) == {}
+
+
+def test_a_request_that_failed_says_it_again(rigs: Any) -> None:
+    rig = rigs(DeadlinePassed("nobody"), plan_of(7), UNCHANGED)
+    for _ in range(3):
+        rig.step()
+    assert [bool(request.fingerprint) for request in rig.coordinator.requests] == [True, True, False]
+
+
+def test_a_new_manager_server_hears_it_anew(rigs: Any) -> None:
+    rig = rigs(plan_of(7), ServerRestarted(), plan_of(8))
+    rig.step()
+    rig.step()
+    assert [bool(request.fingerprint) for request in rig.coordinator.requests] == [True, False, True]
+
+
+def test_the_users_own_parts(rigs: Any) -> None:
+    rig = rigs(plan_of(7), UNCHANGED, UNCHANGED, fingerprint={"tokenizer": "ab12"})
+    rig.manager.add_to_fingerprint("data", "v3")
+    rig.step()
+    assert (said(rig)["user/tokenizer"], said(rig)["user/data"]) == ("ab12", "v3")
+    rig.manager.add_to_fingerprint("data", "v3")
+    rig.step()
+    assert said(rig) == {}
+    rig.manager.add_to_fingerprint("sampler", "exact")
+    rig.step()
+    assert said(rig)["user/sampler"] == "exact"
+
+
+def test_a_part_keeps_its_value(rigs: Any) -> None:
+    manager = rigs(fingerprint={"data": "v3"}).manager
+    with pytest.raises(SettingError, match=r"part 'data' is 'v3' already and can't become 'v4'"):
+        manager.add_to_fingerprint("data", "v4")
+
+
+@pytest.mark.parametrize(("name", "value"), [("", "x"), (1, "x"), ("x", 1)])
+def test_parts_are_texts(rigs: Any, name: Any, value: Any) -> None:
+    manager = rigs().manager
+    with pytest.raises(SettingError, match="give a name and a value, both text"):
+        manager.add_to_fingerprint(name, value)
+    with pytest.raises(SettingError, match="names and values that are text"):
+        rigs(fingerprint={name: value})
+
+
+def test_a_fingerprint_is_a_mapping(rigs: Any) -> None:
+    with pytest.raises(SettingError, match="fingerprint is a list; give a mapping"):
+        rigs(fingerprint=["x"])
+
+
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, PureDistributedDataParallel])
+def test_wrappers_describe_their_parameters(rigs: Any, wrapper: Any) -> None:
+    rig = rigs(plan_of(7))
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1).double())
+    module[1].bias.requires_grad_(False)
+    wrapper(rig.manager, module)
+    wrapper(rig.manager, torch.nn.Linear(1, 1, bias=False))
+    rig.step()
+    parts = said(rig)
+    assert parts["parameter/0"].startswith("4 parameters, their names and order ")
+    assert parts["parameter/0/0.weight"] == "float32 [2, 3]"
+    assert parts["parameter/0/1.bias"] == "float64 [1], frozen"
+    assert parts["parameter/1/weight"] == "float32 [1, 1]"
+
+
+def test_another_order_of_the_same_parameters_is_another_model(rigs: Any) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self, names: str) -> None:
+            super().__init__()
+            for name in names:
+                self.register_parameter(name, torch.nn.Parameter(torch.zeros(1)))
+
+    parts = []
+    for names in ("ab", "ba", "ab"):
+        rig = rigs(plan_of(7))
+        rig.manager.describe_parameters(Model(names))
+        rig.step()
+        parts.append(said(rig)["parameter/0"])
+    assert parts[0] != parts[1]
+    assert parts[0] == parts[2]
+
+
+def test_parameters_without_a_shape_yet(rigs: Any) -> None:
+    rig = rigs(plan_of(7))
+    rig.manager.describe_parameters(torch.nn.LazyLinear(2))
+    rig.step()
+    assert said(rig)["parameter/0/weight"] == "not initialized"
+
+
+def test_who_is_refused_is_told_before_any_reduction(rigs: Any) -> None:
+    rig = rigs(Refused("min_replica_size is '1' there and '2' here", code="differs"))
+    with pytest.raises(Refused, match="is '1' there and '2' here"):
+        rig.step()
+    assert rig.group.calls == []
