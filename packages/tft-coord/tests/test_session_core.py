@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from tft_coord.core.session import Dial, GiveUp, HangUp, SendBeat, SendHello, SendRequest, SendWithdraw, SessionCore
+from tft_coord.core.session import (
+    Dial,
+    GiveUp,
+    HangUp,
+    Say,
+    SendBeat,
+    SendHello,
+    SendRequest,
+    SendWithdraw,
+    SessionCore,
+    SessionEffect,
+)
 from tft_coord.core.types import Member, QuorumKey, Refusal
 from tft_coord.timeouts import Timeouts
 
@@ -229,3 +240,102 @@ def test_a_lighthouse_that_is_sooner_out_of_patience_hears_us_more_often() -> No
     core.welcomed(100, 60, 601, "d", 60_000)  # its successor has more
     core.tick(core.next_beat_ms)
     assert core.next_beat_ms == 600 + 2 * TIMEOUTS.beat_interval_ms
+
+
+# --- several addresses -----------------------------------------------------------------------------------------------
+
+
+def several(number: int = 3) -> SessionCore:
+    return SessionCore(
+        job="job",
+        replica_id="a",
+        address="a:1",
+        session=100,
+        timeouts=TIMEOUTS,
+        jitter=lambda: 0.5,
+        num_addresses=number,
+    )
+
+
+def dialed(effects: list[SessionEffect]) -> int:
+    (dial,) = effects
+    assert isinstance(dial, Dial)
+    return dial.address
+
+
+def serve(core: SessionCore, cluster_id: str, started_ms: int = 50) -> list[SessionEffect]:
+    core.stream_opened(1)
+    return core.welcomed(core.session, started_ms, 2, cluster_id)
+
+
+def test_the_next_address_is_dialed_when_one_cannot_be_reached() -> None:
+    core = several()
+    assert dialed(core.start(0)) == 0
+    assert [dialed(core.stream_broke(at_ms)) for at_ms in (1, 100, 200)] == [1, 2, 0]
+
+
+def test_a_stream_that_only_blinked_comes_back_to_the_same_address_and_then_to_the_next() -> None:
+    core = several()
+    core.start(0)
+    core.stream_broke(1)
+    assert serve(core, "ours") == []
+    assert dialed(core.stream_broke(10)) == 1
+    assert dialed(core.stream_broke(80)) == 2
+
+
+def test_one_that_answers_no_more_is_left_for_the_next() -> None:
+    core = several()
+    core.start(0)
+    serve(core, "ours")
+    assert core.told_refused(Refusal.OLD_LIGHTHOUSE, "a newer one serves", 5) == [HangUp()]
+    assert dialed(core.stream_broke(5)) == 1
+
+
+def test_who_is_refused_as_stale_says_a_newer_session_to_the_same() -> None:
+    core = several()
+    core.start(0)
+    core.stream_opened(1)
+    core.told_refused(Refusal.STALE, "an older session", 2)
+    assert dialed(core.stream_broke(3)) == 0
+
+
+def test_of_several_addresses_a_lighthouse_of_another_cluster_is_hung_up_on_and_named_once() -> None:
+    core = several(2)
+    core.start(0)
+    serve(core, "ours")
+    core.stream_broke(10)
+    assert dialed(core.stream_broke(20)) == 1
+    (said, hung_up) = serve(core, "theirs", 99)
+    assert isinstance(said, Say)
+    assert "theirs" in said.message
+    assert "ours" in said.message
+    assert hung_up == HangUp()
+    assert (core.cluster_id, core.lighthouse_started_ms) == ("ours", 50)
+    assert core.ask(1, Member("a"), None, 30) == []  # nothing is asked of it
+    assert dialed(core.stream_broke(40)) == 0
+    core.stream_broke(50)
+    assert serve(core, "theirs", 99) == [HangUp()]
+    core.stream_broke(60)
+    assert serve(core, "ours", 51) == [SendRequest(1, Member("a"), None)]
+
+
+def test_an_older_one_of_the_cluster_is_left_for_the_next() -> None:
+    core = several(2)
+    core.start(0)
+    serve(core, "ours", 50)
+    core.stream_broke(10)
+    core.stream_broke(20)
+    assert serve(core, "ours", 40) == [HangUp()]
+    assert dialed(core.stream_broke(30)) == 0
+
+
+def test_torchfts_lighthouse_serves_where_it_is_the_only_one() -> None:
+    assert session().found_foreign() == []
+    core = several(2)
+    core.start(0)
+    core.stream_opened(1)
+    (said, hung_up) = core.found_foreign()
+    assert isinstance(said, Say)
+    assert "torchft's" in said.message
+    assert hung_up == HangUp()
+    assert dialed(core.stream_broke(2)) == 1

@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             join_timeout_ms=settings.join_timeout_ms,
             quorum_tick_ms=settings.quorum_tick_ms,
             heartbeat_timeout_ms=settings.heartbeat_timeout_ms,
+            cluster_id=settings.cluster_id,
             token=read_token(os.environ),
         )
     except SettingError as error:
@@ -84,6 +85,12 @@ def _parser() -> argparse.ArgumentParser:
     for name, (default, help_text) in numbers.items():
         spellings = (f"--{name}", f"--{name.replace('_', '-')}")
         parser.add_argument(*spellings, dest=name, type=int, default=default, metavar="N", help=help_text)
+    parser.add_argument(
+        "--cluster_id",
+        "--cluster-id",
+        metavar="NAME",
+        help="one name for all lighthouses whose addresses a job is given; without it a random one, of this one alone",
+    )
     parser.add_argument("-V", "--version", action="version", version=f"tft-lighthouse {__version__}")
     return parser
 

@@ -16,7 +16,7 @@ from tft_coord.security import check_token
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.address import join_host_port
 from tft_coord.transport.loop import LoopShare
-from tft_coord.wire.limits import MAX_MEMBERS
+from tft_coord.wire.limits import MAX_MEMBERS, MAX_NAME_BYTES
 from tft_lighthouse import defaults
 from tft_lighthouse.shell import LighthouseShell
 
@@ -47,6 +47,8 @@ class LighthouseServer:
         heartbeat_timeout_ms: silence after which a replica is lost.
         hostname: under which others reach this machine; None takes the host of `bind`, or this machine's name when
             that is all interfaces.
+        cluster_id: one name for all lighthouses whose addresses a job is given, 1 to 256 bytes; None takes a random
+            one, of this lighthouse alone.
         token: shared secret, or None; with one, nothing is answered without it.
     Raises: SettingError: an argument can't be, two of them clash, or the address can't be bound.
     """
@@ -60,6 +62,7 @@ class LighthouseServer:
         heartbeat_timeout_ms: int = defaults.HEARTBEAT_TIMEOUT_MS,
         *,
         hostname: str | None = None,
+        cluster_id: str | None = None,
         token: str | None = None,
     ) -> None:
         host = _host_of(bind)
@@ -70,13 +73,15 @@ class LighthouseServer:
             quorum_tick_ms=quorum_tick_ms,
             heartbeat_timeout_ms=heartbeat_timeout_ms,
         )
+        if cluster_id is not None and not (cluster_id.isprintable() and 0 < len(cluster_id.encode()) <= MAX_NAME_BYTES):
+            raise SettingError(f"cluster_id is {cluster_id[:64]!r}; give 1 to {MAX_NAME_BYTES} bytes, printable")
         config = LighthouseConfig(min_replicas=min_replicas, timeouts=timeouts)
         if token is not None:
             check_token(token)
         self._shell: LighthouseShell | None = None
         self._share = LoopShare("this lighthouse", at_exit=self.shutdown)
         try:
-            self._shell, port = self._share.run(self._start(config, bind, token))
+            self._shell, port = self._share.run(self._start(config, bind, cluster_id, token))
         except BaseException:
             self._share.give_back()
             raise
@@ -106,8 +111,10 @@ class LighthouseServer:
         self.shutdown()
 
     @staticmethod
-    async def _start(config: LighthouseConfig, bind: str, token: str | None) -> tuple[LighthouseShell, int]:
-        shell = LighthouseShell(config, token=token)
+    async def _start(
+        config: LighthouseConfig, bind: str, cluster_id: str | None, token: str | None
+    ) -> tuple[LighthouseShell, int]:
+        shell = LighthouseShell(config, cluster_id=cluster_id, token=token)
         return shell, await shell.start(bind)
 
 

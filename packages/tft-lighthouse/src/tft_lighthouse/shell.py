@@ -43,10 +43,11 @@ class LighthouseShell:
 
     Args:
         config: limits and time-outs.
+        cluster_id: of the lighthouses that stand for each other, or None for one alone.
         token: shared secret, or None.
     """
 
-    def __init__(self, config: LighthouseConfig, *, token: str | None) -> None:
+    def __init__(self, config: LighthouseConfig, *, cluster_id: str | None, token: str | None) -> None:
         self._loop = asyncio.get_running_loop()
         self._tick_s = config.timeouts.quorum_tick_ms / 1000
         self._grace_s = config.timeouts.reconnect_grace_ms / 1000
@@ -55,7 +56,7 @@ class LighthouseShell:
         self._core = LighthouseCore(
             config,
             started_ms=self._started_ms,
-            cluster_id=str(uuid.uuid4()),
+            cluster_id=cluster_id if cluster_id is not None else str(uuid.uuid4()),
             nonces=lambda: secrets.randbits(64),
             now_ms=self._now_ms(),
         )

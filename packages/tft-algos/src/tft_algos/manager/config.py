@@ -21,7 +21,7 @@ from tft_ckpt import TLS, CheckpointTransport, WrongSetting
 from tft_coord.errors import SettingError as CoordinationSettingError
 from tft_coord.security import check_token, read_token
 from tft_coord.timeouts import Timeouts
-from tft_coord.transport.address import target
+from tft_coord.transport.address import targets
 
 DEFAULT_JOB: Final = "default"
 MAX_PORT: Final = 65_535
@@ -59,8 +59,8 @@ class ManagerConfig:
         store_addr: host of the replica group's store, which runs already; env MASTER_ADDR. A group of one process
             without it hosts its own.
         store_port: port of that store; env MASTER_PORT.
-        lighthouse_addr: `host:port` or `http://host:port`; env TFT_LIGHTHOUSE, then TORCHFT_LIGHTHOUSE. Group rank 0
-            needs it.
+        lighthouse_addr: `host:port` or `http://host:port`, several of one cluster with commas between them; env
+            TFT_LIGHTHOUSE, then TORCHFT_LIGHTHOUSE. Group rank 0 needs it.
         replica_id: a name for this replica group; its full id is `name:uuid4`.
         port: of the manager server; env TORCHFT_MANAGER_PORT. Default 0, a free one.
         hostname: the name or address under which other replicas reach this machine. Default: its host name,
@@ -373,6 +373,6 @@ def _whole(
 
 def _check_address(what: str, address: str) -> None:
     try:
-        target(address)
+        targets(address)
     except CoordinationSettingError as error:
         raise SettingError(f"the address of {what} can't be used: {error}") from error

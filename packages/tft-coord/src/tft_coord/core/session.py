@@ -23,9 +23,10 @@ STALE_DOUBLINGS_MOST = 40  # 2^40 ms are 35 years
 
 @dataclass(frozen=True, slots=True)
 class Dial:
-    """Open a stream at `at_ms`."""
+    """Open a stream at `at_ms`, to the address of that number in the list of the lighthouse's addresses."""
 
     at_ms: int
+    address: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,13 @@ class HangUp:
 
 
 @dataclass(frozen=True, slots=True)
+class Say:
+    """For the log, once: what is wrong with the lighthouse that was dialed."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class GiveUp:
     """The lighthouse refused this replica for good; nothing more is sent."""
 
@@ -73,7 +81,7 @@ class GiveUp:
     message: str
 
 
-SessionEffect = Dial | SendHello | SendRequest | SendWithdraw | SendBeat | HangUp | GiveUp
+SessionEffect = Dial | SendHello | SendRequest | SendWithdraw | SendBeat | HangUp | Say | GiveUp
 
 
 class SessionCore:
@@ -84,6 +92,8 @@ class SessionCore:
         session: first session number; a number that rises with restarts (milliseconds since 1970 do).
         timeouts: beat interval and redial pace.
         jitter: gives a number in [0, 1); spreads redials.
+        num_addresses: of the lighthouse; with more than one all must be of one cluster, and the next is dialed when one
+            can't be reached or answers no more.
     """
 
     def __init__(
@@ -96,6 +106,7 @@ class SessionCore:
         timeouts: Timeouts,
         jitter: Callable[[], float],
         replaces: str = "",
+        num_addresses: int = 1,
     ) -> None:
         self._job = job
         self._replica_id = replica_id
@@ -103,6 +114,10 @@ class SessionCore:
         self._replaces = replaces
         self._timeouts = timeouts
         self._jitter = jitter
+        self._num_addresses = num_addresses
+        self._address_dialed = 0
+        self._stays = False  # the lighthouse that was dialed last serves us, or will
+        self._strangers: set[int] = set()  # addresses at which a lighthouse of another cluster was found
         self.session = session
         self.connected = False
         self.refused: GiveUp | None = None
@@ -125,14 +140,14 @@ class SessionCore:
     def start(self, now_ms: int) -> list[SessionEffect]:
         """Begin: dial at once."""
         self._broken_at_ms = now_ms
-        return [Dial(now_ms)]
+        return [Dial(now_ms, self._address_dialed)]
 
     def stream_opened(self, now_ms: int) -> list[SessionEffect]:
         """The dial succeeded: the hello goes first."""
         if self.refused is not None:
             return [HangUp()]
         self.connected = True
-        self._welcomed = False
+        self._welcomed = self._stays = False
         self._fingerprint_said = False
         self._next_beat_ms = now_ms + self._timeouts.beat_interval_ms
         return [self._hello()]
@@ -145,7 +160,10 @@ class SessionCore:
             return []
         if self._broken_at_ms is None:  # only a welcome ends a break: dials that are refused slow down too
             self._broken_at_ms = now_ms
-        return [Dial(now_ms + self._redial_delay_ms(now_ms))]
+        if not self._stays:
+            self._address_dialed = (self._address_dialed + 1) % self._num_addresses
+        self._stays = False
+        return [Dial(now_ms + self._redial_delay_ms(now_ms), self._address_dialed)]
 
     def welcomed(
         self,
@@ -157,16 +175,19 @@ class SessionCore:
     ) -> list[SessionEffect]:
         """The lighthouse took the hello. An older one of the same cluster than one obeyed before is not believed.
 
-        One of another cluster at the same address is a restart without memory, whatever its clock says. Where it calls
-        a replica lost sooner than ours would, we beat as often as that takes.
+        One of another cluster at the one address there is is a restart without memory, whatever its clock says. Among
+        several addresses it is a stranger: who believed it would leave the others, who may never reach it. Where the
+        lighthouse calls a replica lost sooner than ours would, we beat as often as that takes.
         """
         if session != self.session:
             return []
+        if self._num_addresses > 1 and self.cluster_id and cluster_id != self.cluster_id:
+            return self._leave_stranger(f"is of cluster {cluster_id}")
         if cluster_id == self.cluster_id and lighthouse_started_ms < self.lighthouse_started_ms:
             return [HangUp()]
         self.lighthouse_started_ms = lighthouse_started_ms
         self.cluster_id = cluster_id
-        self._welcomed = True
+        self._welcomed = self._stays = True
         self._broken_at_ms = None
         self._stale_in_a_row = 0
         self._duplicate_since_ms = None
@@ -208,17 +229,28 @@ class SessionCore:
         if refusal in (Refusal.STALE, Refusal.LOST):
             self.session += 1 << min(self._stale_in_a_row, STALE_DOUBLINGS_MOST)
             self._stale_in_a_row += 1
+            self._stays = True
             return [HangUp()]
         if refusal is Refusal.OLD_LIGHTHOUSE:
+            self._stays = False
             return [HangUp()]
         if refusal is Refusal.DUPLICATE:
             if self._duplicate_since_ms is None:
                 self._duplicate_since_ms = now_ms
             patience_ms = self._timeouts.heartbeat_timeout_ms + self._timeouts.reconnect_grace_ms
             if now_ms - self._duplicate_since_ms < patience_ms:
+                self._stays = True
                 return [HangUp()]
         self.refused = GiveUp(refusal.value, message)
         return [self.refused, HangUp()]
+
+    def found_foreign(self) -> list[SessionEffect]:
+        """The lighthouse does not know our service: it is torchft's. It can serve where it is the only one."""
+        if self._num_addresses > 1:
+            return self._leave_stranger("is torchft's, which knows no clusters")
+        self._stays = True
+        self._broken_at_ms = None
+        return []
 
     def ask(
         self, request: int, member: Member, held: QuorumKey | None, now_ms: int, fingerprint: Fingerprint = ()
@@ -265,6 +297,11 @@ class SessionCore:
         return [SendBeat(self._healed_bytes, progress())]
 
     @property
+    def open_request(self) -> SendRequest | None:
+        """What has been asked and is neither answered nor withdrawn."""
+        return self._open
+
+    @property
     def next_beat_ms(self) -> int:
         """When `tick` has something to do next."""
         return self._next_beat_ms
@@ -272,6 +309,14 @@ class SessionCore:
     def _request(self, request: SendRequest) -> SendRequest:
         said, self._fingerprint_said = self._fingerprint_said, True
         return request if said or not self._fingerprint else replace(request, fingerprint=self._fingerprint)
+
+    def _leave_stranger(self, what: str) -> list[SessionEffect]:
+        address, ours = self._address_dialed, f"those of cluster {self.cluster_id}" if self.cluster_id else "our own"
+        if address in self._strangers:
+            return [HangUp()]
+        self._strangers.add(address)
+        message = f"{what}; of several addresses only {ours} are used: start all lighthouses with one --cluster_id"
+        return [Say(message), HangUp()]
 
     def _hello(self) -> SendHello:
         return SendHello(

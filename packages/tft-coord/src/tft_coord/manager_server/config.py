@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from tft_coord.errors import SettingError
 from tft_coord.security import check_token
 from tft_coord.timeouts import Timeouts
-from tft_coord.transport.address import target
+from tft_coord.transport.address import targets
 from tft_coord.wire.limits import MAX_ADDRESS_BYTES, MAX_NAME_BYTES, MAX_WORLD_SIZE
 
 
@@ -21,7 +21,7 @@ class ManagerServerConfig:
 
     Args:
         replica_id: of the group, 1 to 256 bytes.
-        lighthouse_addr: `host:port` or `http://host:port`.
+        lighthouse_addr: `host:port` or `http://host:port`; several of one cluster with commas between them.
         hostname: under which the ranks and the other groups reach this server.
         bind: `host:port` to listen at; port 0 takes a free one.
         store_addr: of the group's rendezvous store.
@@ -58,7 +58,7 @@ class ManagerServerConfig:
             raise SettingError(f"world_size is {self.world_size!r}; give 1 to {MAX_WORLD_SIZE}")
         if self.token is not None:
             check_token(self.token)
-        target(self.lighthouse_addr)
+        targets(self.lighthouse_addr)
 
     def to_json(self) -> str:
         """One line; `from_json` gives the value back."""

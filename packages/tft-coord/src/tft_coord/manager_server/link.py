@@ -1,7 +1,8 @@
 """The manager server's stream to the lighthouse, kept up for as long as the process lives.
 
 `SessionCore` decides when to dial and what to say; this shell dials, writes, reads and keeps the time. Each dial is a
-new channel, so that no back-off of an earlier one delays it.
+new channel, so that no back-off of an earlier one delays it. A lighthouse that does not know our service is torchft's:
+the rest of that channel's life is `ForeignConversation`'s.
 
 Law of this file: one stream, its channel, its timers; no decision about quorums.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import final
@@ -30,11 +32,13 @@ from tft_coord.core.effects import (
     Welcome,
 )
 from tft_coord.core.fingerprint import Fingerprint
+from tft_coord.core.foreign import ForeignCore
 from tft_coord.core.progress import Progress
 from tft_coord.core.session import (
     Dial,
     GiveUp,
     HangUp,
+    Say,
     SendBeat,
     SendHello,
     SendRequest,
@@ -44,9 +48,10 @@ from tft_coord.core.session import (
 )
 from tft_coord.core.types import Member, Quorum, QuorumKey, Refusal
 from tft_coord.errors import ProtocolError, Unreachable
+from tft_coord.manager_server.foreign import ForeignConversation
 from tft_coord.security import call_metadata
 from tft_coord.timeouts import Timeouts
-from tft_coord.transport.address import target
+from tft_coord.transport.address import targets
 from tft_coord.transport.dial import cancelled, dial
 from tft_coord.transport.outbox import Outbox
 from tft_coord.wire import codec, services
@@ -62,7 +67,7 @@ class LighthouseLink:
     """One replica group's way to the lighthouse. To be used on one loop only.
 
     Args:
-        lighthouse_addr: where to dial.
+        lighthouse_addr: where to dial, several addresses with commas between them.
         token: shared secret of the job, or None.
         timeouts: of the job.
         job, replica_id, address, replaces: as in `Hello`.
@@ -85,7 +90,8 @@ class LighthouseLink:
         quorum: Callable[[], Quorum | None],
         progress: Callable[[int], Progress | None] = lambda _: None,
     ) -> None:
-        self._target = target(lighthouse_addr)
+        self._targets = targets(lighthouse_addr)
+        self._target = self._targets[0]  # that was dialed last
         self._metadata = call_metadata(token)
         self._timeouts = timeouts
         self._replica_id = replica_id
@@ -100,7 +106,13 @@ class LighthouseLink:
             timeouts=timeouts,
             jitter=random.random,
             replaces=replaces,
+            num_addresses=len(self._targets),
         )
+        self._foreign_core = ForeignCore(
+            job=job, replica_id=replica_id, timeouts=timeouts, words=lambda: secrets.randbits(64)
+        )
+        self._foreign: ForeignConversation | None = None
+        self._said_foreign = False
         self._loop = asyncio.get_running_loop()
         self._outbox: Outbox | None = None
         self._stream: asyncio.Task[None] | None = None
@@ -128,9 +140,15 @@ class LighthouseLink:
             return
         self._open_request = request
         self._perform(self._core.ask(request, member, held, self._now_ms(), fingerprint))
+        if self._foreign is not None:
+            self._foreign.ask(request, member, held, self._core.session)
 
     def withdraw(self, request: int) -> None:
         """Take the request back."""
+        if self._foreign is not None:
+            self._foreign.withdraw(request)
+        else:
+            self._foreign_core.withdraw(request)
         self._perform(self._core.withdraw(request, self._now_ms()))
 
     def healed(self, healed_bytes: int) -> None:
@@ -149,6 +167,7 @@ class LighthouseLink:
     def report_death(self, reason: str) -> None:
         """Say that a trainer of this group ended."""
         self._reported_death = True
+        self._foreign_core.ended()
         self._say(events.DeathReported(0, reason))
 
     async def close(self) -> None:
@@ -179,9 +198,11 @@ class LighthouseLink:
                     self._say(events.BeatReceived(0, healed_bytes, progress))
                 case SendHello(hello):
                     self._say(events.HelloReceived(0, hello))
-                case Dial(at_ms):
+                case Dial(at_ms, address):
                     if not self._ended:
-                        self._redial = self._loop.call_at(at_ms / 1000, self._dial)
+                        self._redial = self._loop.call_at(at_ms / 1000, self._dial, self._targets[address])
+                case Say(message):
+                    logger.warning("replica %s: the lighthouse at %s %s", self._replica_id, self._target, message)
                 case HangUp():
                     if self._call is not None:
                         self._call.cancel()
@@ -202,7 +223,8 @@ class LighthouseLink:
 
     # --- the stream --------------------------------------------------------------------------------------------------
 
-    def _dial(self) -> None:
+    def _dial(self, target: str) -> None:
+        self._target = target
         self._stream = self._loop.create_task(self._keep_stream())
 
     async def _keep_stream(self) -> None:
@@ -210,7 +232,12 @@ class LighthouseLink:
         try:
             channel = await dial(self._target, self._timeouts)
             try:
-                await self._converse(channel)
+                try:
+                    await self._converse(channel)
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                        raise
+                    await self._converse_by_calls(channel)
             finally:
                 await channel.close()
         except grpc.aio.AioRpcError as error:
@@ -239,6 +266,37 @@ class LighthouseLink:
             writer.cancel()
             call.cancel()
             await asyncio.wait([writer])
+
+    async def _converse_by_calls(self, channel: grpc.aio.Channel) -> None:
+        """The life of a channel to a lighthouse that does not know us. Raises: AioRpcError: it has broken."""
+        self._outbox = self._call = None
+        self._perform(self._core.found_foreign())
+        if len(self._targets) > 1:
+            self._note_trouble("it is torchft's, and one of several addresses")
+            return
+        if not self._said_foreign:
+            self._said_foreign = True
+            logger.warning(
+                "replica %s: the lighthouse at %s is torchft's. What it can't carry: losses are found by time-outs "
+                "alone, and ids count from 1 again when it is started anew",
+                self._replica_id,
+                self._target,
+            )
+        self.trouble = self._turned_away = ""
+        self._away_since_ms, self._said_away = None, False
+        conversation = ForeignConversation(
+            self._foreign_core, channel, self._timeouts, replica_id=self._replica_id, arrived=self._foreign_answer
+        )
+        self._foreign = conversation
+        try:
+            await conversation.hold(self._core.open_request, self._core.session)
+        finally:
+            self._foreign = None
+
+    def _foreign_answer(self, event: events.QuorumArrived | events.RequestRefused) -> None:
+        key = event.quorum.key if isinstance(event, events.QuorumArrived) else None
+        if self._core.answered(event.request, key):
+            self._arrived(event)
 
     async def _write(self, call: grpc.aio.StreamStreamCall[bytes, bytes], outbox: Outbox) -> None:
         try:

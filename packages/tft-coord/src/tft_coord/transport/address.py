@@ -29,6 +29,14 @@ def target(address: str) -> str:
     return bare
 
 
+def targets(addresses: str) -> tuple[str, ...]:
+    """What grpc dials for one address or several with commas between them, in order, each once.
+
+    Raises: SettingError: one of them is none, or there is none.
+    """
+    return tuple(dict.fromkeys(target(address) for address in addresses.split(",")))
+
+
 def join_host_port(host: str, port: int) -> str:
     """`host:port`, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"

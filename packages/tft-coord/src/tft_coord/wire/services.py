@@ -29,6 +29,7 @@ MANAGER_SESSION = "/torchft.TftManagerService/Session"
 # Quoted: grpc's classes take type arguments in their stubs only.
 Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 UnaryStub: TypeAlias = "grpc.UnaryUnaryMultiCallable[bytes, bytes]"
+CallStub: TypeAlias = "grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]"
 StreamStub: TypeAlias = "grpc.aio.StreamStreamMultiCallable[bytes, bytes]"
 UnaryHandler: TypeAlias = Callable[[bytes, Context], Awaitable[bytes]]
 StreamHandler: TypeAlias = Callable[[object, Context], Awaitable[None]]
@@ -74,6 +75,11 @@ async def _refuse(_request: object, context: Context) -> bytes:
 
 def unary_stub(channel: grpc.Channel, method: str) -> UnaryStub:
     """A blocking stub of bytes for that method."""
+    return channel.unary_unary(method, request_serializer=None, response_deserializer=None)
+
+
+def call_stub(channel: grpc.aio.Channel, method: str) -> CallStub:
+    """An asyncio stub of bytes for that method with one message each way."""
     return channel.unary_unary(method, request_serializer=None, response_deserializer=None)
 
 

@@ -1,0 +1,83 @@
+"""A lighthouse as a program of its own, ours or torchft's, which is killed and started anew at the same address.
+
+Law of this file: one process, its address and what it logged; no test.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import final
+
+UP_WITHIN_S = 30.0
+END_WITHIN_S = 5.0
+LISTENING = re.compile(r"listening (?:at|on:) http://\S+?:(\d+)")
+
+
+@final
+class LighthouseProgram:
+    """One address, and one life of a lighthouse after another there.
+
+    Args:
+        command: the program and its settings, without `--bind`.
+        log: a file for what all lives say.
+        environment: besides our own.
+    """
+
+    def __init__(self, command: Sequence[str | Path], log: Path, *, environment: dict[str, str] | None = None) -> None:
+        self._command = [str(word) for word in command]
+        self._environment = {**os.environ, **(environment or {})}
+        self._log = log
+        self._port = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self.num_lives = 0
+
+    @property
+    def address(self) -> str:
+        """`http://host:port`, the same for all lives."""
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def said(self) -> str:
+        """All that was logged so far."""
+        return self._log.read_text(errors="replace")
+
+    def start(self) -> None:
+        """Start a life, and wait until it listens."""
+        assert self._process is None, "it lives"
+        before = len(LISTENING.findall(self.said)) if self.num_lives else 0
+        with self._log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [*self._command, "--bind", f"127.0.0.1:{self._port}"],
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+        self.num_lives += 1
+        deadline = time.monotonic() + UP_WITHIN_S
+        while len(found := LISTENING.findall(self.said)) == before:
+            assert self._process.poll() is None, f"it ended: {self.said[-2000:]}"
+            assert time.monotonic() < deadline, f"it does not listen: {self.said[-2000:]}"
+            time.sleep(0.02)
+        self._port = int(found[-1])
+
+    def kill(self) -> None:
+        """kill -9; returns when it is gone."""
+        self._signal(signal.SIGKILL)
+
+    def end(self) -> None:
+        """End what runs, if anything does."""
+        if self._process is not None:
+            self.kill()
+
+    def _signal(self, number: int) -> None:
+        process, self._process = self._process, None
+        assert process is not None, "it does not live"
+        process.send_signal(number)
+        process.wait(END_WITHIN_S)

@@ -1,0 +1,151 @@
+"""What a member says of itself where the wire has no room for it: in the text that is the user's own.
+
+A lighthouse that does not know us drops the fields that it does not know, and hands on the text called `data`, which is
+JSON of the user's. Ours travel in it under one key. What the user wrote comes out as it went in.
+
+Law of this file: a member's fields to text and back. Whatever comes back was written by a stranger, so each field is
+looked at; nothing is decided.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeVar
+
+from tft_coord.core.types import MAX_INT64, MAX_UINT64, Member, QuorumKey
+from tft_coord.errors import ProtocolError
+
+KEY: Final = "tft"
+MAX_DATA_BYTES: Final = 64 * 1024  # that a lighthouse hands on
+HIGHEST_ID_BELIEVED: Final = MAX_INT64 - 2**32  # a quorum above it would leave no ids
+MAX_COUNT: Final = 2**31 - 1
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Aside:
+    """What a member says with its request and not of itself.
+
+    Args:
+        job: that it belongs to.
+        word: a random 64-bit number, another one with each request.
+        held: key of the quorum that all its ranks hold, or None.
+        list_digest: of the list that this quorum was, and of the lighthouse's id for it; 0 without.
+    """
+
+    job: str
+    word: int
+    held: QuorumKey | None
+    list_digest: int
+
+
+def with_ours(member: Member, aside: Aside) -> Member:
+    """The member as it is told to a lighthouse that hands on nothing but `data` of what is ours.
+
+    Raises: ProtocolError: the user's text leaves no room.
+    """
+    ours: dict[str, Any] = {
+        "job": aside.job,
+        "word": aside.word,
+        "held": None if aside.held is None else [aside.held.quorum_id, aside.held.nonce],
+        "list": aside.list_digest,
+        "session": member.session,
+        "lineage": member.lineage,
+        "live": member.live,
+        "torn": member.torn,
+        "needs_configure": member.needs_configure,
+        "failed_heals": member.failed_heals,
+        "init_sync": member.init_sync,
+        "allow_heal": member.allow_heal,
+        "use_async_quorum": member.use_async_quorum,
+        "fixed_with_spares": member.fixed_with_spares,
+        "min_replica_size": member.min_replica_size,
+    }
+    users = _object(member.data)
+    users.pop(KEY, None)  # the name is taken: it travels as the rest of such a text does
+    if _without_ours(users) != member.data:
+        ours["data"] = member.data  # it is no object, or not spelled as we would
+    data = json.dumps({**users, KEY: ours})
+    if len(data.encode()) > MAX_DATA_BYTES:
+        raise ProtocolError(
+            f"data of replica {member.replica_id} has {len(member.data.encode())} bytes, which leaves no room on a "
+            f"lighthouse that hands on {MAX_DATA_BYTES} bytes in all; shorten it"
+        )
+    return replace(member, data=data)
+
+
+def parted(member: Member) -> tuple[Member, Aside] | None:
+    """The member as it told of itself, and what it said besides; None for one that carries nothing of ours.
+
+    Raises: ProtocolError: what it carries can't be.
+    """
+    users = _object(member.data)
+    ours = users.pop(KEY, None)
+    if ours is None:
+        return None
+    if not isinstance(ours, dict):
+        raise ProtocolError(f"replica {member.replica_id} carries {KEY!r} in its data, and it is no object")
+    read = _Reader(member.replica_id, ours)
+    held = read.one("held", list, type(None))
+    if held is not None and (len(held) != 2 or any(type(number) is not int for number in held)):
+        raise ProtocolError(f"replica {member.replica_id} holds {held!r}, which is no quorum; start it anew")
+    key = None if held is None else QuorumKey(*held)
+    if key is not None and key.quorum_id > HIGHEST_ID_BELIEVED:
+        raise ProtocolError(f"replica {member.replica_id} holds quorum {key}, an id that no lighthouse gives")
+    aside = Aside(read.one("job", str), read.number("word", MAX_UINT64), key, read.number("list", MAX_UINT64))
+    whole = replace(
+        member,
+        session=read.number("session", MAX_UINT64),
+        lineage=None if ours.get("lineage") is None else read.number("lineage", MAX_UINT64),
+        live=read.one("live", bool),
+        torn=read.one("torn", bool),
+        needs_configure=read.one("needs_configure", bool),
+        failed_heals=read.number("failed_heals", MAX_COUNT),
+        init_sync=read.one("init_sync", bool),
+        allow_heal=read.one("allow_heal", bool),
+        use_async_quorum=read.one("use_async_quorum", bool),
+        fixed_with_spares=read.one("fixed_with_spares", bool),
+        min_replica_size=read.number("min_replica_size", MAX_COUNT),
+        data=read.one("data", str) if "data" in ours else _without_ours(users),
+    )
+    return whole, aside
+
+
+class _Reader:
+    """The fields of what came back, one by one."""
+
+    def __init__(self, replica_id: str, fields: dict[str, Any]) -> None:
+        self._replica_id = replica_id
+        self._fields = fields
+
+    def one(self, name: str, *kinds: type) -> Any:
+        """A field of one of these kinds, and no other."""
+        value = self._fields.get(name)
+        if type(value) not in kinds:
+            raise ProtocolError(
+                f"replica {self._replica_id} says {name} {str(value)[:80]!r}; all replicas of a job need a tft-coord "
+                "of one version"
+            )
+        return value
+
+    def number(self, name: str, most: int) -> int:
+        value: int = self.one(name, int)
+        if not 0 <= value <= most:
+            raise ProtocolError(f"replica {self._replica_id} says {name} {value}; it must be 0..{most}")
+        return value
+
+
+def _object(data: str) -> dict[str, Any]:
+    """What the text says, if it is an object of JSON; else an empty one."""
+    try:
+        found = json.loads(data) if data else {}
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _without_ours(users: dict[str, Any]) -> str:
+    """The user's text, from what is left of it."""
+    return json.dumps(users) if users else ""

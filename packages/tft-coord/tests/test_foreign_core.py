@@ -1,0 +1,301 @@
+"""On a lighthouse that does not know us: what travels in `data`, and what key an answer has."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tft_coord.core import events
+from tft_coord.core.foreign import BEAT_INTERVAL_MS, CallQuorum, CancelCall, ForeignCore, LeftOut, TellGroup
+from tft_coord.core.foreign_data import MAX_DATA_BYTES, Aside, parted, with_ours
+from tft_coord.core.types import MAX_UINT64, Member, Quorum, QuorumKey, Refusal
+from tft_coord.errors import ProtocolError
+from tft_coord.timeouts import Timeouts
+
+TIMEOUTS = Timeouts()
+ASIDE = Aside("job", 7, QuorumKey(5, 1), 3)
+
+
+class Table:
+    """Several groups, each with a core, and a lighthouse that gives one answer to all."""
+
+    def __init__(self, *names: str, job: str = "job") -> None:
+        self.cores: dict[str, ForeignCore] = {}
+        self.calls: dict[str, CallQuorum] = {}
+        self.held: dict[str, QuorumKey | None] = {}
+        self.said: list[str] = []
+        self.refused: dict[str, events.RequestRefused] = {}
+        self._words = itertools.count(1)
+        self._requests = itertools.count(1)
+        for name in names:
+            self.join(name, job)
+
+    def join(self, name: str, job: str = "job") -> None:
+        """A manager server starts, a further one of that group perhaps; its ranks hold what they held."""
+        self.cores[name] = ForeignCore(job=job, replica_id=name, timeouts=TIMEOUTS, words=lambda: next(self._words))
+        self.held.setdefault(name, None)
+        self.cores[name].opened()
+
+    def ask(self, name: str, session: int = 1, **changes: object) -> None:
+        member = replace(Member(name, address=f"{name}:1"), **changes)  # type: ignore[arg-type]
+        (call,) = [
+            each
+            for each in self.cores[name].ask(next(self._requests), member, self.held[name], session, 0)
+            if not isinstance(each, CancelCall)
+        ]
+        assert isinstance(call, CallQuorum)
+        self.calls[name] = call
+
+    def answer(self, lighthouse_id: int, *foreign: Member) -> dict[str, Quorum]:
+        """The lighthouse gives all that have asked one answer; what each group hears of it."""
+        members = sorted([*(call.member for call in self.calls.values()), *foreign], key=lambda each: each.replica_id)
+        answer = Quorum(QuorumKey(lighthouse_id, 0), tuple(members), 99)
+        heard: dict[str, Quorum] = {}
+        for name, call in self.calls.items():
+            for effect in self.cores[name].answered(call.call, answer):
+                match effect:
+                    case TellGroup(events.QuorumArrived(_, quorum)):
+                        heard[name] = quorum
+                        self.held[name] = quorum.key
+                    case TellGroup(events.RequestRefused() as refused):
+                        self.refused[name] = refused
+                    case LeftOut(message):
+                        self.said.append(message)
+        self.calls.clear()
+        return heard
+
+    def next(self, lighthouse_id: int, *names: str, **changes: object) -> QuorumKey:
+        """These ask and are answered; all hear the same."""
+        for name in names:
+            self.ask(name, **changes)  # type: ignore[arg-type]
+        heard = self.answer(lighthouse_id)
+        assert set(heard) == set(names)
+        assert len(set(heard.values())) == 1
+        return next(iter(heard.values())).key
+
+
+# --- what travels in `data` ------------------------------------------------------------------------------------------
+
+
+@given(
+    data=st.one_of(
+        st.just(""),
+        st.text(max_size=30),
+        st.dictionaries(st.text(max_size=5), st.one_of(st.integers(), st.text(max_size=5))).map(json.dumps),
+        st.sampled_from(["{}", "[1]", '{"a":1}', '{ "a": 1 }', '{"tft": 1}', "null", "[" * 5000]),
+    ),
+    lineage=st.one_of(st.none(), st.integers(0, MAX_UINT64)),
+    flags=st.lists(st.booleans(), min_size=7, max_size=7),
+    held=st.one_of(st.none(), st.builds(QuorumKey, st.integers(0, 2**62), st.integers(0, MAX_UINT64))),
+)
+def test_what_a_member_says_comes_back_and_the_users_text_as_it_was(
+    data: str, lineage: int | None, flags: list[bool], held: QuorumKey | None
+) -> None:
+    names = ("live", "torn", "needs_configure", "init_sync", "allow_heal", "use_async_quorum", "fixed_with_spares")
+    member = Member("a", session=9, step=4, lineage=lineage, min_replica_size=2, failed_heals=1, data=data)
+    member = replace(member, **dict(zip(names, flags, strict=True)))  # type: ignore[arg-type]
+    aside = Aside("job", 7, held, 3)
+    told = with_ours(member, aside)
+    assert parted(Member("a", step=4, data=told.data)) == (member, aside)
+
+
+def test_the_users_own_stands_beside_ours() -> None:
+    told = json.loads(with_ours(Member("a", data='{"zone": "b"}'), ASIDE).data)
+    assert told["zone"] == "b"
+    assert set(told) == {"zone", "tft"}
+
+
+def test_a_text_that_leaves_no_room_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="leaves no room"):
+        with_ours(Member("a", data="x" * (MAX_DATA_BYTES - 100)), ASIDE)
+
+
+@pytest.mark.parametrize("data", ["", "{}", "[]", "17", "{", '{"other": {}}'])
+def test_torchfts_own_members_carry_nothing(data: str) -> None:
+    assert parted(Member("a", data=data)) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("word", -1),
+        ("word", True),
+        ("word", 2**64),
+        ("held", [1]),
+        ("held", [1, "2"]),
+        ("held", [2**63 - 1, 1]),
+        ("live", 1),
+        ("min_replica_size", 2**40),
+        ("lineage", "x"),
+        ("job", None),
+        ("data", 3),
+    ],
+)
+def test_nonsense_in_it_is_refused_by_name(field: str, value: object) -> None:
+    told = json.loads(with_ours(Member("replica-a"), ASIDE).data)
+    told["tft"][field] = value
+    with pytest.raises(ProtocolError, match=r"replica-a|outside"):
+        parted(Member("replica-a", data=json.dumps(told)))
+
+
+# --- keys ------------------------------------------------------------------------------------------------------------
+
+
+def test_all_make_the_same_quorum_of_one_answer_and_a_steady_one_keeps_its_key() -> None:
+    table = Table("a", "b")
+    first = table.next(1, "a", "b")
+    assert table.next(1, "a", "b", step=1) == first
+    assert table.next(1, "a", "b", step=2) == first
+
+
+def test_what_is_not_on_their_wire_reaches_the_group_core() -> None:
+    table = Table("a")
+    table.ask("a", lineage=5, live=True, torn=True, data='{"zone": 1}', session=77)
+    member = table.answer(1)["a"].members[0]
+    assert (member.lineage, member.live, member.torn, member.session) == (5, True, True, 77)
+    assert member.data == '{"zone": 1}'
+
+
+def test_another_id_or_list_is_another_key_and_ids_rise() -> None:
+    table = Table("a", "b", "c")
+    first = table.next(1, "a", "b")
+    second = table.next(2, "a", "b", "c")
+    third = table.next(2, "a", "b")  # the same id, by whatever fault
+    assert first < second < third
+    assert len({first.nonce, second.nonce, third.nonce}) == 3
+
+
+def test_a_lighthouse_that_counts_from_1_again_gives_no_key_twice() -> None:
+    table = Table("a", "b")
+    table.next(1, "a", "b")
+    before = table.next(7, "a", "b", commit_failures=1)
+    # It was started anew; the ids it gives have been given before, to other members of the same names.
+    after = table.next(1, "a", "b")
+    assert after.quorum_id == before.quorum_id + 1
+    # And again, to the very id that is held now.
+    assert table.next(after.quorum_id, "a", "b") != after
+
+
+@pytest.mark.parametrize("why", [{"needs_configure": True}, {"commit_failures": 1}])
+def test_a_process_group_that_is_no_use_is_another_key_though_the_id_stands(why: dict[str, object]) -> None:
+    table = Table("a", "b")
+    first = table.next(1, "a", "b")
+    table.ask("a", **why)  # type: ignore[arg-type]
+    table.ask("b")
+    heard = table.answer(1)
+    assert heard["a"].key == heard["b"].key != first
+
+
+def test_one_that_holds_another_key_makes_all_configure_anew() -> None:
+    table = Table("a", "b")
+    first = table.next(1, "a", "b")
+    table.held["b"] = QuorumKey(1, 5)  # an answer that reached it alone
+    second = table.next(1, "a", "b")
+    assert second > first
+
+
+def test_a_new_manager_server_of_a_group_that_lives_is_another_list() -> None:
+    """It has no memory of the list, and its ranks hold the key still."""
+    table = Table("a", "b")
+    first = table.next(1, "a", "b")
+    table.join("b")
+    table.ask("a")
+    table.ask("b", session=2)
+    heard = table.answer(1)
+    assert heard["a"] == heard["b"]
+    assert heard["a"].key.quorum_id == first.quorum_id + 1
+
+
+def test_an_answer_to_an_older_request_is_asked_anew() -> None:
+    table = Table("a", "b")
+    table.ask("a")
+    stale = table.calls["a"].member
+    table.ask("a", step=1)
+    (again,) = table.cores["a"].answered(table.calls["a"].call, Quorum(QuorumKey(1, 0), (stale,)))
+    assert isinstance(again, CallQuorum)
+    assert again.call != table.calls["a"].call
+    assert again.member == table.calls["a"].member
+
+
+# --- strangers -------------------------------------------------------------------------------------------------------
+
+
+def test_torchfts_members_were_here_first_and_ours_are_refused_by_name() -> None:
+    table = Table("a")
+    table.ask("a")
+    assert table.answer(1, Member("torch:1")) == {}
+    refused = table.refused["a"]
+    assert refused.code == Refusal.OTHER_KIND.value
+    assert "torch:1 (torchft's own)" in refused.message
+
+
+def test_torchfts_members_that_come_later_are_left_out_and_named_once() -> None:
+    table = Table("a", "b")
+    first = table.next(1, "a", "b")
+    for step in (1, 2):
+        table.ask("a", step=step)
+        table.ask("b", step=step)
+        heard = table.answer(2, Member("torch:1"))
+        assert heard["a"].replica_ids == ("a", "b")
+        assert heard["a"].key == heard["b"].key != first
+    assert len(table.said) == 2  # each group, once
+    assert "torch:1" in table.said[0]
+
+
+def test_a_replica_of_another_job_is_a_stranger_as_well() -> None:
+    table = Table("a")
+    table.join("b", job="other")
+    table.ask("a")
+    table.ask("b")
+    table.answer(1)
+    assert "b (job other)" in table.refused["a"].message
+    assert "a (job job)" in table.refused["b"].message
+
+
+def test_a_state_from_outside_that_is_ahead_of_every_live_one_is_refused() -> None:
+    table = Table("a", "b")
+    table.ask("a", step=10, live=True)
+    table.ask("b", step=1_000)
+    heard = table.answer(1)
+    assert heard["a"].replica_ids == ("a",)
+    assert (table.refused["b"].code, "step 1000" in table.refused["b"].message) == (Refusal.AHEAD.value, True)
+
+
+# --- requests and beats ----------------------------------------------------------------------------------------------
+
+
+def test_who_has_not_asked_does_not_beat() -> None:
+    core = Table("a").cores["a"]
+    assert not core.tick(1_000)
+    core.ask(1, Member("a"), None, 1, 2_000)
+    assert core.tick(2_000)
+    assert not core.tick(2_000 + BEAT_INTERVAL_MS - 1)
+    assert core.tick(2_000 + BEAT_INTERVAL_MS)
+    core.ended()
+    assert not core.tick(9_000)
+
+
+def test_an_open_request_is_asked_again_on_the_next_connection_and_a_withdrawn_one_is_not() -> None:
+    table = Table("a")
+    core = table.cores["a"]
+    table.ask("a")
+    core.closed()
+    (again,) = core.opened()
+    assert isinstance(again, CallQuorum)
+    assert core.withdraw(2) == []
+    assert core.withdraw(1) == [CancelCall(again.call)]
+    core.closed()
+    assert core.opened() == []
+
+
+def test_an_answer_to_a_call_that_was_given_up_is_not_believed() -> None:
+    table = Table("a")
+    table.ask("a")
+    call = table.calls["a"]
+    table.cores["a"].withdraw(1)
+    assert table.cores["a"].answered(call.call, Quorum(QuorumKey(1, 0), (call.member,))) == []
