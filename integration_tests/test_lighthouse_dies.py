@@ -1,0 +1,107 @@
+"""The lighthouse is killed again and again, with kill -9, and comes back with an empty memory: no trainer ends by it.
+
+Whoever waits for a quorum waits on (I8); ids go on rising (I1), so that no key names two quorums; and a step is lost
+only to the death of a trainer. With a second lighthouse of the same cluster nobody waits for the first to come back.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from integration_tests.conftest import Kill, Spawn
+from integration_tests.lighthouse_program import LighthouseProgram
+from integration_tests.training import Job, Trainer
+from tft_lighthouse import LighthouseServer
+
+NEW_QUORUM = re.compile(r"new quorum (\d+), job default")
+STEPS_BETWEEN = 10
+
+NewLighthouse = Callable[..., LighthouseProgram]
+
+
+@pytest.fixture
+def new_lighthouse(tmp_path: Path) -> Iterator[NewLighthouse]:
+    """`new_lighthouse("first")` is one that runs; `cluster_id=...` is one of several."""
+    programs: list[LighthouseProgram] = []
+
+    def start(name: str, **settings: str) -> LighthouseProgram:
+        chosen = {"min_replicas": 1, "join_timeout_ms": 3_000, "heartbeat_timeout_ms": 3_000, **settings}
+        command: list[str | Path] = [Path(sys.executable).parent / "tft-lighthouse"]
+        programs.append(
+            LighthouseProgram([*command, *(f"--{key}={value}" for key, value in chosen.items())], tmp_path / name)
+        )
+        programs[-1].start()
+        return programs[-1]
+
+    yield start
+    for program in programs:
+        program.end()
+
+
+def together(*trainers: Trainer) -> Callable[[], bool]:
+    return lambda: all(trainer.committed_with(len(trainers)) for trainer in trainers)
+
+
+def go_on(job: Job, *trainers: Trainer) -> None:
+    """All commit a good many steps, together."""
+    last = max(trainer.step for trainer in trainers)
+    job.until(
+        lambda: min(trainer.step for trainer in trainers) > last + STEPS_BETWEEN and together(*trainers)(),
+        "all go on together",
+    )
+
+
+@pytest.mark.parametrize("num_kills", [5, pytest.param(50, marks=[pytest.mark.soak, pytest.mark.timeout(1_200)])])
+def test_a_lighthouse_that_is_killed_again_and_again_ends_no_trainer(
+    new_lighthouse: NewLighthouse, spawn: Spawn, kill: Kill, num_kills: int
+) -> None:
+    lighthouse = new_lighthouse("lighthouse")
+    job = Job(spawn, cast(LighthouseServer, lighthouse))
+    trainers = [job.start(name) for name in ("a", "b", "c")]
+    job.until(together(*trainers), "all commit together")
+    for number in range(num_kills):
+        lighthouse.kill()
+        if number == num_kills // 2:
+            # A trainer dies while there is nobody to tell of it, and another life of it comes.
+            kill(trainers[2].process.pid or 0)
+            trainers[2] = job.start("c")
+        lighthouse.start()
+        go_on(job, *trainers)
+    job.finish(trainers)
+    ids = [int(number) for number in NEW_QUORUM.findall(lighthouse.said)]
+    assert ids == sorted(set(ids)), "ids rise, whoever gives them"
+    # The survivors lose a step to the death of a trainer, and none to that of a lighthouse.
+    failed = [len(trainer.of_kind("failed")) for trainer in trainers[:2]]
+    assert max(failed) <= 3, job.story()
+
+
+def test_a_second_lighthouse_of_the_cluster_takes_over_at_once(new_lighthouse: NewLighthouse, spawn: Spawn) -> None:
+    first, second, stranger = (
+        new_lighthouse(name, cluster_id=cluster) for name, cluster in [("1", "ours"), ("2", "ours"), ("3", "other")]
+    )
+    job = Job(spawn, cast(LighthouseServer, Addresses(first, stranger, second)))
+    trainers = [job.start(name) for name in ("a", "b")]
+    job.until(together(*trainers), "both commit together")
+    assert NEW_QUORUM.findall(second.said) == []
+    first.kill()
+    go_on(job, *trainers)
+    # What was started at the first address meanwhile is newer, and is not needed.
+    first.start()
+    second.kill()
+    go_on(job, *trainers)
+    job.finish()
+    assert all(trainer.of_kind("failed") == [] for trainer in trainers)
+    assert NEW_QUORUM.findall(stranger.said) == []
+
+
+class Addresses:
+    """As much of a lighthouse as a Job needs: several addresses."""
+
+    def __init__(self, *lighthouses: LighthouseProgram) -> None:
+        self.address = ",".join(each.address for each in lighthouses)
