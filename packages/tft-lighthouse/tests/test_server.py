@@ -414,6 +414,31 @@ def test_a_request_that_was_given_up_is_in_no_quorum() -> None:
     assert [member.replica_id for member in quorum.participants] == ["a", "b"]
 
 
+def test_a_job_is_of_one_kind() -> None:
+    with (
+        LighthouseServer("127.0.0.1:0", min_replicas=1, quorum_tick_ms=20) as lighthouse,
+        LighthouseClient(lighthouse.address, LATE) as client,
+    ):
+        with Trainer("ours", lighthouse.address) as ours:
+            ours.train()
+            client.heartbeat("theirs")  # it is told when it asks
+            with pytest.raises(
+                Refused, match=r"replica theirs of torchft's can't join job 'default', in which"
+            ) as said:
+                client.quorum("theirs", LATE)
+            assert said.value.code == "other_kind"
+            ours.train()
+        theirs = client.quorum("theirs", LATE)  # ours have left
+        assert [member.replica_id for member in theirs.participants] == ["theirs"]
+        with (
+            Trainer("late", lighthouse.address) as late,
+            pytest.raises(Refused, match=r"replica late of ours can't join job 'default', in which replica theirs"),
+        ):
+            late.train()
+        with Trainer("apart", lighthouse.address, job="another") as apart:
+            apart.train()
+
+
 def test_a_groups_request_that_was_given_up_is_in_no_quorum(lighthouse: LighthouseServer) -> None:
     with Trainer("a:1", lighthouse.address) as a, Trainer("b:1", lighthouse.address) as b:
         with pytest.raises(DeadlinePassed, match="the lighthouse has not answered"):
@@ -516,9 +541,9 @@ def test_after_shutdown_no_open_connection_is_answered_and_nothing_is_left() -> 
             client.heartbeat("a")
         # The port is free for the next one, which is reached on the same connections.
         with LighthouseServer(f"127.0.0.1:{port}", min_replicas=1):
+            a.train()
             with LighthouseClient(f"127.0.0.1:{port}", LATE) as second:
                 second.heartbeat("a")
-            a.train()
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("tft-")]
     with socket.socket() as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -21,6 +21,7 @@ import grpc
 import grpc.aio
 
 from tft_coord.core import effects, events
+from tft_coord.core.kinds import Kinds
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.torchft_rule import TorchftCore
 from tft_coord.core.types import Quorum, Refusal
@@ -60,7 +61,12 @@ class LighthouseShell:
             nonces=lambda: secrets.randbits(64),
             now_ms=self._now_ms(),
         )
-        self._torchft = TorchftCore(config, started_ms=self._started_ms)
+        self._kinds = Kinds(
+            self._core,
+            TorchftCore(config, started_ms=self._started_ms),
+            undecided_ms=config.timeouts.heartbeat_timeout_ms,
+            now_ms=self._now_ms(),
+        )
         self._numbers = itertools.count(1)
         self._streams: dict[int, Outbox] = {}
         self._calls: dict[int, asyncio.Future[Quorum | effects.RefuseUnary | None]] = {}
@@ -112,8 +118,7 @@ class LighthouseShell:
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._tick_s, self._tick)
-        self._perform(self._core.tick(self._now_ms(), self._wall_ms()))
-        self._perform_unary(self._torchft.tick(self._now_ms(), self._wall_ms()))
+        self._perform(self._kinds.tick(self._now_ms(), self._wall_ms()))
 
     def _look_after_grace(self) -> None:
         """A stream broke: judge it when its grace ends, for the next tick may come a good part of that later."""
@@ -128,12 +133,12 @@ class LighthouseShell:
         self._graces.add(timer)
 
     def _handle(self, event: events.LighthouseEvent) -> None:
-        self._perform(self._core.handle(event, self._now_ms(), self._wall_ms()))
+        self._perform(self._kinds.handle(event, self._now_ms(), self._wall_ms()))
 
     def _handle_unary(self, event: events.UnaryEvent) -> None:
-        self._perform_unary(self._torchft.handle(event, self._now_ms(), self._wall_ms()))
+        self._perform(self._kinds.handle_unary(event, self._now_ms(), self._wall_ms()))
 
-    def _perform(self, decisions: Iterable[effects.LighthouseEffect]) -> None:
+    def _perform(self, decisions: Iterable[effects.LighthouseEffect | effects.UnaryEffect]) -> None:
         for decision in decisions:
             match decision:
                 case effects.AnswerQuorum(stream, request, quorum):
@@ -148,18 +153,13 @@ class LighthouseShell:
                     log.quorum_formed(decision)
                 case effects.ReplicaLost():
                     log.replica_lost(decision)
-                case _:
-                    self._put(decision.stream, codec.encode_from_lighthouse(decision))
-
-    def _perform_unary(self, decisions: Iterable[effects.UnaryEffect]) -> None:
-        for decision in decisions:
-            match decision:
                 case effects.AnswerUnaryQuorum(call, quorum):
                     self._answer(call, quorum)
-                case effects.RefuseUnary(call):
+                case effects.RefuseUnary(call, refusal, message):
+                    logger.warning("a call is refused (%s): %s", refusal.value, message)
                     self._answer(call, decision)
-                case effects.QuorumFormed():
-                    log.quorum_formed(decision)
+                case _:
+                    self._put(decision.stream, codec.encode_from_lighthouse(decision))
 
     def _put(self, stream: int, message: bytes) -> None:
         outbox = self._streams.get(stream)

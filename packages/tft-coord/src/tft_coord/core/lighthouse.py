@@ -104,6 +104,29 @@ class LighthouseCore:
         """The newest quorum of that job."""
         return self._jobs[job].previous if job in self._jobs else None
 
+    def living(self, job: str) -> str | None:
+        """One of that job's replicas that is healthy, or None."""
+        replicas = self._jobs[job].liveness.replicas.values() if job in self._jobs else ()
+        return next((replica.replica_id for replica in replicas if replica.healthy), None)
+
+    def has_trained(self, job: str) -> bool:
+        """Whether that job has a quorum, or one of its replicas holds an earlier one."""
+        known = self._jobs.get(job)
+        return known is not None and (
+            known.previous is not None or any(each.held is not None for each in known.liveness.replicas.values())
+        )
+
+    def turn_out(self, job: str, refusal: Refusal, message: str) -> list[effects.LighthouseEffect]:
+        """Refuse all replicas of a job, and forget it."""
+        known = self._jobs.pop(job, None)
+        if known is None:
+            return []
+        self._forgotten_id = max(self._forgotten_id, known.last_id)
+        streams = [stream for stream, its_job in self._job_of_stream.items() if its_job is known]
+        for stream in streams:
+            del self._job_of_stream[stream]
+        return [effects.RefuseSession(stream, refusal, message) for stream in streams]
+
     def waiting_for(self, job: str) -> str:
         """What the job's next quorum waits for, one phrase."""
         return self._jobs[job].waiting_for if job in self._jobs else "nobody of this job has been heard of"

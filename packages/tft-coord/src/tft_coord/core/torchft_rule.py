@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tft_coord.core import effects, events
 from tft_coord.core.lighthouse import LighthouseConfig
-from tft_coord.core.types import Member, Quorum, QuorumKey
+from tft_coord.core.types import Member, Quorum, QuorumKey, Refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,23 @@ class TorchftCore:
         self.previous: Quorum | None = None
         self._formed_ms = 0
         self.waiting_for = "nobody has asked"
+
+    def living(self, now_ms: int) -> str | None:
+        """One whose beats are young enough, or None."""
+        timeout_ms = self._config.timeouts.heartbeat_timeout_ms
+        return next((name for name, at in self._beats.items() if now_ms - at < timeout_ms), None)
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether these members have a quorum, or one of them comes with steps of an earlier one."""
+        return self.previous is not None or any(entry.member.step > 0 for entry in self._waiting.values())
+
+    def turn_out(self, refusal: Refusal, message: str) -> list[effects.UnaryEffect]:
+        """Refuse all that wait, and forget everybody."""
+        calls = list(self._waiting)
+        self._waiting.clear()
+        self._beats.clear()
+        return [effects.RefuseUnary(call, refusal, message) for call in calls]
 
     def handle(self, event: events.UnaryEvent, now_ms: int, wall_ms: int) -> list[effects.UnaryEffect]:
         """Take one event; returns what to do about it, in order."""

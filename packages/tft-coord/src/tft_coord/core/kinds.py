@@ -1,0 +1,84 @@
+"""A job is of one kind: torchft's members, which ask by unary calls, and ours, which hold a stream, never meet.
+
+They could not train together: what a plan depends on is not on torchft's wire. Nor may both be there under one name,
+each taking itself for the whole job. torchft knows no job ids, so its members are of the job that is called "default".
+While a member of one kind is healthy there, the other kind is refused by name.
+
+A lighthouse that has just started does not know who was there before. So in its first heartbeat_timeout whoever has
+trained stands over those who have not.
+
+Law of this file: which of the two cores may hear of an event; every other decision is theirs.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tft_coord.core import effects, events
+from tft_coord.core.lighthouse import LighthouseCore
+from tft_coord.core.torchft_rule import TorchftCore
+from tft_coord.core.types import Refusal
+
+TORCHFT_JOB: Final = "default"
+
+Effects = list[effects.LighthouseEffect | effects.UnaryEffect]
+
+
+class Kinds:
+    """Our sessions and torchft's calls on one lighthouse.
+
+    Args:
+        ours, theirs: what hears of each.
+        undecided_ms: how long after the start it may be unknown who was there before.
+        now_ms: the time at the start.
+        job: to which torchft's members belong.
+    """
+
+    def __init__(
+        self, ours: LighthouseCore, theirs: TorchftCore, *, undecided_ms: int, now_ms: int, job: str = TORCHFT_JOB
+    ) -> None:
+        self._ours = ours
+        self._theirs = theirs
+        self._undecided_until_ms = now_ms + undecided_ms
+        self._job = job
+
+    def handle(self, event: events.LighthouseEvent, now_ms: int, wall_ms: int) -> Effects:
+        """Take an event of a stream; returns what to do about it, in order."""
+        out: Effects = []
+        if isinstance(event, events.HelloReceived) and event.hello.job == self._job:
+            other = self._theirs.living(now_ms)
+            name = event.hello.replica_id
+            trains = event.hello.held is not None and not self._theirs.has_trained
+            if other is not None and (not trains or now_ms >= self._undecided_until_ms):
+                message = self._message(f"replica {name} of ours", f"{other} of torchft's")
+                return [effects.RefuseSession(event.stream, Refusal.OTHER_KIND, message)]
+            # Who is left of them has asked and then fallen silent, or has not trained.
+            out += self._theirs.turn_out(Refusal.OTHER_KIND, self._message("a member of torchft's", f"{name} of ours"))
+        return [*out, *self._ours.handle(event, now_ms, wall_ms)]
+
+    def handle_unary(self, event: events.UnaryEvent, now_ms: int, wall_ms: int) -> Effects:
+        """Take one of torchft's calls; returns what to do about it, in order."""
+        out: Effects = []
+        if not isinstance(event, events.UnaryRequestWithdrawn):
+            other = self._ours.living(self._job)
+            if other is not None:
+                if not isinstance(event, events.UnaryQuorumRequested):
+                    return []  # it is told when it asks; its beats would count as those of a member to wait for
+                name = event.member.replica_id
+                trains = event.member.step > 0 and not self._ours.has_trained(self._job)
+                if not trains or now_ms >= self._undecided_until_ms:
+                    message = self._message(f"replica {name} of torchft's", f"{other} of ours")
+                    return [effects.RefuseUnary(event.call, Refusal.OTHER_KIND, message)]
+                message = self._message("replicas of ours", f"{name} of torchft's")
+                out += self._ours.turn_out(self._job, Refusal.OTHER_KIND, message)
+        return [*out, *self._theirs.handle(event, now_ms, wall_ms)]
+
+    def tick(self, now_ms: int, wall_ms: int) -> Effects:
+        """Let time pass; call every quorum_tick_ms."""
+        return [*self._ours.tick(now_ms, wall_ms), *self._theirs.tick(now_ms, wall_ms)]
+
+    def _message(self, who: str, other: str) -> str:
+        return (
+            f"{who} can't join job {self._job!r}, in which replica {other} lives: torchft's members and ours never "
+            "share a quorum; use a lighthouse for each, or start ours under another job (TFT_JOB_ID)"
+        )
