@@ -19,9 +19,10 @@ from tft_coord.core.lighthouse import Job
 from tft_coord.core.lineage import fold_lineage
 from tft_coord.core.liveness import Liveness
 from tft_coord.core.quorum import Situation
-from tft_coord.core.types import LossNotice, Quorum, QuorumKey, Refusal
+from tft_coord.core.types import LossNotice, Plan, Quorum, QuorumKey, Refusal
 from tft_coord.testing import InvariantBroken, SimulationFailed, simulate, trainer
-from tft_coord.testing.trainer import Trainer
+from tft_coord.testing.invariants import Held
+from tft_coord.testing.trainer import Snapshot, Trainer
 
 SEEDS = 300  # after so many without a word a mistake counts as unseen
 
@@ -124,6 +125,12 @@ def needs_no_majority(*_: object) -> None:
     return None
 
 
+def offers_what_it_took_in_vain(self: Trainer, plan: Plan) -> None:
+    if self._early is not None and plan.serve:
+        self.snapshot = Snapshot(plan.key, Held(plan.step, plan.lineage, self._early.weights))
+        self._early = None
+
+
 right_noticed = GroupCore._noticed
 right_heard = Trainer.noticed
 right_break_quorum = Job._break_quorum
@@ -152,6 +159,8 @@ MUTANTS = [
     Mutant(Job, "_unchanged", stands_though_somebody_heals, "I3", 0),
     Mutant(quorum, "_majority", needs_no_majority, "I2", 0),
     Mutant(quorum, "_lost_state", waits_for_no_state, "I3", 0),
+    # States for newcomers.
+    Mutant(Trainer, "_offer_early", offers_what_it_took_in_vain, "I3", 0),
     # Commits.
     Mutant(Votes, "__init__", counts_the_first_vote_for_all, "I5", 0),
     Mutant(Votes, "cast", changes_its_mind, "I5", 200),

@@ -29,6 +29,9 @@ REACHED = (
     "unchanged was answered",
     "a group healed",
     "a healing failed",
+    # news of a newcomer
+    "a state was offered before the forward",
+    "a state was taken early in vain",
     # how a replica is lost
     "lost: its manager server reports",
     "lost: its stream broke",

@@ -16,6 +16,7 @@ TRANSCRIPTS = sorted((Path(__file__).parent / "transcripts").glob("*.txt"))
 NEEDED = {
     "join",
     "two_joins",
+    "newcomer",
     "death",
     "slow_joiner",
     "shrink_only",

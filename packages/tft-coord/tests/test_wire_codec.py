@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tft_coord.core.effects import (
+    AnnounceNewcomer,
     AnswerQuorum,
     AnswerUnchanged,
     AskForQuorum,
@@ -37,6 +38,7 @@ from tft_coord.core.types import (
     Hello,
     LossNotice,
     Member,
+    NewcomerAsks,
     Plan,
     Purpose,
     Quorum,
@@ -171,6 +173,7 @@ told_by_lighthouse = st.one_of(
     st.builds(RefuseSession, st.just(0), refusals, lines),
     st.builds(TellLost, st.just(0), numbers, lines),
     st.builds(NotifyLoss, st.just(0), notices),
+    st.builds(AnnounceNewcomer, st.just(0), names),
     st.builds(AskForQuorum, st.just(0), keys),
     st.builds(AnswerQuorum, st.just(0), numbers, quorums),
     st.builds(AnswerUnchanged, st.just(0), numbers, keys),
@@ -187,6 +190,7 @@ told_to_rank = st.one_of(
     st.builds(Welcome, st.just(0), numbers, st.just(0), st.just("")),
     st.builds(RefuseSession, st.just(0), refusals, lines),
     notices,
+    st.builds(NewcomerAsks, names),
     st.builds(codec.RanksLost, lines, st.booleans()),
     st.builds(
         codec.RankAnswer, numbers, st.one_of(plans(), keys, st.booleans(), st.builds(codec.Failure, names, lines))

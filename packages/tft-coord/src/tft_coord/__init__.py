@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tft_coord.client import LighthouseClient, ManagerClient, Unchanged
-    from tft_coord.core.types import LossNotice, Member, Plan, Purpose, QuorumKey, RankRequest
+    from tft_coord.core.types import LossNotice, Member, NewcomerAsks, Plan, Purpose, QuorumKey, RankRequest
     from tft_coord.errors import (
         Closed,
         CoordinationError,
@@ -38,6 +38,7 @@ __all__ = [
     "ManagerClient",
     "ManagerServer",
     "Member",
+    "NewcomerAsks",
     "Plan",
     "ProtocolError",
     "Purpose",
@@ -57,7 +58,7 @@ __all__ = [
 
 _HOMES = {
     "tft_coord.client": ("LighthouseClient", "ManagerClient", "Unchanged"),
-    "tft_coord.core.types": ("LossNotice", "Member", "Plan", "Purpose", "QuorumKey", "RankRequest"),
+    "tft_coord.core.types": ("LossNotice", "Member", "NewcomerAsks", "Plan", "Purpose", "QuorumKey", "RankRequest"),
     "tft_coord.errors": (
         "Closed",
         "CoordinationError",

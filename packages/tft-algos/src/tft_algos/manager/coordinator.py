@@ -19,7 +19,7 @@ from tft_algos.manager.config import ResolvedConfig
 from tft_algos.manager.group_store import GroupStore, open_group_store
 from tft_algos.manager.parts import ServerRestarted
 from tft_coord import ManagerServer
-from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest
+from tft_coord.core.types import LossNotice, NewcomerAsks, Plan, Purpose, QuorumKey, RankRequest
 from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, GroupLost, Unreachable
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class GroupCoordinator:
         self._replaces = ""
         self._lock = threading.Condition()  # notified when the client has changed
         self._closing = threading.Event()
-        self._listener: Callable[[LossNotice | GroupLost], None] = lambda _: None
+        self._listener: Callable[[LossNotice | NewcomerAsks | GroupLost], None] = lambda _: None
         self._watch: threading.Thread | None = None
         self._store: GroupStore = open_group_store(config)
         try:
@@ -86,7 +86,7 @@ class GroupCoordinator:
         except (Unreachable, Closed) as error:
             raise self._after_the_loss(client, error) from error
 
-    def listen(self, listener: Callable[[LossNotice | GroupLost], None]) -> None:
+    def listen(self, listener: Callable[[LossNotice | NewcomerAsks | GroupLost], None]) -> None:
         self._listener = listener
 
     def gather(self, name: str, value: str, timeout: timedelta) -> tuple[str, ...]:
@@ -127,7 +127,7 @@ class GroupCoordinator:
             raise self._gone()
         return client
 
-    def _told(self, news: LossNotice | GroupLost) -> None:
+    def _told(self, news: LossNotice | NewcomerAsks | GroupLost) -> None:
         self._listener(news)
 
     def _gone(self) -> CoordinationError:

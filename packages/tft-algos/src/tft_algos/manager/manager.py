@@ -52,7 +52,7 @@ from tft_algos.manager.reducer import Reducer
 from tft_algos.manager.reduction import check_weight
 from tft_algos.manager.shards import has_shards, place_shards
 from tft_ckpt import CheckpointTransport, HTTPTransport
-from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest
+from tft_coord.core.types import LossNotice, NewcomerAsks, Plan, Purpose, QuorumKey, RankRequest
 from tft_coord.errors import DeadlinePassed, GroupLost
 
 T = TypeVar("T")
@@ -538,7 +538,7 @@ class Manager:
 
     # --- losses of others ----------------------------------------------------------------------------------------
 
-    def _told(self, news: LossNotice | GroupLost) -> None:
+    def _told(self, news: LossNotice | NewcomerAsks | GroupLost) -> None:
         """A member of a quorum was lost, or this group; a thread of the coordinator's calls, so nothing waits here."""
         if isinstance(news, GroupLost):
             with self._lock:

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest
+from tft_coord.core.types import LossNotice, NewcomerAsks, Plan, Purpose, QuorumKey, RankRequest
 from tft_coord.errors import GroupLost
 
 
@@ -88,7 +88,7 @@ class Coordinator(Protocol):
         """
         ...
 
-    def listen(self, listener: Callable[[LossNotice | GroupLost], None]) -> None:
+    def listen(self, listener: Callable[[LossNotice | NewcomerAsks | GroupLost], None]) -> None:
         """Have `listener` told of each loss that concerns this rank, of a member of a quorum or of this group.
 
         It is called by a thread of the coordinator's and must return at once.

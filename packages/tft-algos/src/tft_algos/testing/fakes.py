@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tft_algos.manager.reduction import changing
 from tft_ckpt import CheckpointTransport, Closed, StateKey, StateUnavailable, WrongSetting
 from tft_coord.core.lineage import initial_lineage
-from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest, Source
+from tft_coord.core.types import LossNotice, NewcomerAsks, Plan, Purpose, QuorumKey, RankRequest, Source
 from tft_coord.errors import GroupLost
 from tft_pg.work import PendingWork
 
@@ -100,7 +100,7 @@ class ScriptedCoordinator:
         self.other_ranks: tuple[str, ...] = ()
         self.healed_bytes = 0
         self.closed = False
-        self.listener: Callable[[LossNotice | GroupLost], None] = lambda _: None
+        self.listener: Callable[[LossNotice | NewcomerAsks | GroupLost], None] = lambda _: None
 
     def quorum(self, request: RankRequest, timeout: timedelta) -> Plan | QuorumKey:
         self.requests.append(request)
@@ -122,7 +122,7 @@ class ScriptedCoordinator:
         self.gathered.append((name, value))
         return (value, *self.other_ranks)
 
-    def listen(self, listener: Callable[[LossNotice | GroupLost], None]) -> None:
+    def listen(self, listener: Callable[[LossNotice | NewcomerAsks | GroupLost], None]) -> None:
         self.listener = listener
 
     def source_metadata(self, address: str, timeout: timedelta) -> str:

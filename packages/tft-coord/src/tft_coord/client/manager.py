@@ -16,7 +16,7 @@ from tft_coord.client.caller import Caller, seconds
 from tft_coord.client.local_link import LocalLink
 from tft_coord.client.rank_session import RankSession
 from tft_coord.core.progress import Progress
-from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest
+from tft_coord.core.types import LossNotice, NewcomerAsks, Plan, Purpose, QuorumKey, RankRequest
 from tft_coord.errors import Closed, CoordinationError, GroupLost, ProtocolError
 from tft_coord.timeouts import Timeouts
 from tft_coord.views import QuorumResult, result_view
@@ -44,8 +44,8 @@ class ManagerClient:
         timeouts: of the job.
         link: `ManagerServer.link()`, in the process that started the manager server: its calls travel there. Closed
             with this client.
-        listener: told on the session of losses: of a member of a quorum, or of this group. It is called by a thread of
-            this client's and must return at once.
+        listener: told on the session of losses, of a member of a quorum or of this group, and of newcomers that ask.
+            It is called by a thread of this client's and must return at once.
         progress: asked once a beat, by a thread of this client's, where in its step this rank is; None: it is not said,
             and this rank never hangs.
     Raises: SettingError: the address is none. Unreachable: nobody answered in time. ProtocolError: no such rank.
@@ -61,7 +61,7 @@ class ManagerClient:
         token: str | None = None,
         timeouts: Timeouts = Timeouts(),  # noqa: B008  # frozen
         link: socket.socket | None = None,
-        listener: Callable[[LossNotice | GroupLost], None] = lambda _: None,
+        listener: Callable[[LossNotice | NewcomerAsks | GroupLost], None] = lambda _: None,
         progress: Callable[[], Progress | None] = lambda: None,
     ) -> None:
         self._caller = Caller("manager server", addr, connect_timeout, token, timeouts)

@@ -23,7 +23,7 @@ import grpc.aio
 
 from tft_coord.core.effects import RefuseSession, Welcome
 from tft_coord.core.progress import Progress
-from tft_coord.core.types import LossNotice, Plan, QuorumKey
+from tft_coord.core.types import LossNotice, NewcomerAsks, Plan, QuorumKey
 from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, GroupLost, Unreachable
 from tft_coord.security import call_metadata
 from tft_coord.timeouts import Timeouts
@@ -51,7 +51,7 @@ class RankSession:
         token: shared secret of the job, or None.
         timeouts: of the job.
         connect_within_s: how long the constructor waits until the manager server knows this rank.
-        listener: told of losses, on the process's loop; it must return at once.
+        listener: told of losses and newcomers, on the process's loop; it must return at once.
         progress: gives where in its step this rank is; asked once a beat, on the process's loop. None: not said.
     Raises: ProtocolError: the group has no such rank. Refused: another process has it. Unreachable: the manager server
         did not answer.
@@ -65,7 +65,7 @@ class RankSession:
         token: str | None,
         timeouts: Timeouts,
         connect_within_s: float,
-        listener: Callable[[LossNotice | GroupLost], None],
+        listener: Callable[[LossNotice | NewcomerAsks | GroupLost], None],
         progress: Callable[[], Progress | None] = lambda: None,
     ) -> None:
         self._address = address
@@ -231,8 +231,8 @@ class RankSession:
                         caller = self._waiting.pop(number, None)
                         if caller is not None:
                             caller.release(answer)
-                    case LossNotice() as notice:
-                        self._tell(notice)
+                    case LossNotice() | NewcomerAsks() as news:
+                        self._tell(news)
                     case codec.RanksLost(sentence, left):
                         self._group_lost = GroupLost(sentence)
                         if not left:  # after a goodbye this rank may be about its own end; it learns of it if it asks
@@ -250,7 +250,7 @@ class RankSession:
             call.cancel()
             await asyncio.wait(helpers)
 
-    def _tell(self, what: LossNotice | GroupLost) -> None:
+    def _tell(self, what: LossNotice | NewcomerAsks | GroupLost) -> None:
         try:
             self._listener(what)
         except Exception:

@@ -52,6 +52,15 @@ class NotifyLoss:
 
 
 @dataclass(frozen=True, slots=True)
+class AnnounceNewcomer:
+    """Tell the stream that somebody asks who will heal in the next quorum, so that its trainer may take its state
+    early."""
+
+    stream: int
+    replica_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class CloseStream:
     """End a stream that a newer one of the same replica has replaced."""
 
@@ -128,6 +137,7 @@ LighthouseEffect = (
     | RefuseSession
     | TellLost
     | NotifyLoss
+    | AnnounceNewcomer
     | CloseStream
     | AskForQuorum
     | AnswerQuorum
@@ -231,6 +241,14 @@ class NotifyRank:
 
 
 @dataclass(frozen=True, slots=True)
+class TellNewcomer:
+    """Tell a rank that somebody asks who will heal."""
+
+    rank: int
+    replica_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class TellGroupLost:
     """Tell a rank that its own group is lost, one sentence; `left`: another rank said goodbye, and nobody died."""
 
@@ -248,6 +266,7 @@ GroupEffect = (
     | AnswerVote
     | ReportDeath
     | NotifyRank
+    | TellNewcomer
     | TellGroupLost
     | RefuseSession
 )

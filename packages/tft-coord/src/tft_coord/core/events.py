@@ -216,6 +216,13 @@ class LossNoticed:
 
 
 @dataclass(frozen=True, slots=True)
+class NewcomerAnnounced:
+    """The lighthouse says that somebody asks who will heal in the next quorum."""
+
+    replica_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class SessionLost:
     """The lighthouse took this group's own session for lost, so its quorum is broken for the others."""
 
@@ -235,5 +242,6 @@ GroupEvent = (
     | UnchangedArrived
     | RequestRefused
     | LossNoticed
+    | NewcomerAnnounced
     | SessionLost
 )

@@ -149,6 +149,8 @@ class GroupCore:
                 return self._fail_all(event.code, event.message)
             case events.LossNoticed():
                 return self._noticed(event.notice)
+            case events.NewcomerAnnounced():
+                return self._newcomer(event.replica_id)
             case events.SessionLost():
                 return self._session_lost(event)
 
@@ -229,6 +231,13 @@ class GroupCore:
         # Those of the lowest keys are kept: nothing that is said of quorums to come pushes those of the held one out.
         self._notices = sorted([*self._notices, notice], key=lambda each: each.key)[:MAX_NOTICES_KEPT]
         return [effects.NotifyRank(rank, notice) for rank in sorted(self._streams)] if notice.key == held else []
+
+    def _newcomer(self, replica_id: str) -> list[effects.GroupEffect]:
+        """Somebody asks who will heal. A rank alone may take its state at its next step boundary. Of several ranks some
+        would hear of it before that boundary and some after, and taking the state may need all of them at once."""
+        if self._world_size > 1:
+            return []
+        return [effects.TellNewcomer(rank, replica_id) for rank in sorted(self._streams)]
 
     def _session_lost(self, event: events.SessionLost) -> list[effects.GroupEffect]:
         """The others of the quorum that is held go on without us, if it is that session's."""

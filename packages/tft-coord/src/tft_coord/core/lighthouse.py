@@ -209,6 +209,12 @@ class LighthouseCore:
         return job.hello(event.stream, hello, now_ms, wall_ms)
 
 
+def _takes_early(member: Member) -> bool:
+    """Whether an early word of a newcomer is of use to it: in a synchronous quorum it takes its state at the boundary
+    anyway; and a torn one has none to give."""
+    return member.use_async_quorum and not member.torn
+
+
 def _nonsense(hello: Hello, wall_ms: int) -> str | None:
     """What in a hello can't be true, or None. Believed, one such number would lock others out for good."""
     name, latest_ms = hello.replica_id, wall_ms + CLOCKS_DIFFER_MOST_MS
@@ -265,6 +271,8 @@ class Job:
         # Members of the newest quorum that have asked for the next: once one has, the answer that another lost is not
         # given again, because the quorum has begun to end.
         self._asked_since: set[str] = set()
+        self._newest_step = 0  # that a member of the newest quorum was at or has said since
+        self._announced = False  # since the newest quorum: somebody asks who will heal
         self._asking: tuple[int, QuorumKey, int] | None = None  # (stream, key, since_ms)
         self._now_ms = now_ms
         self._handshake = Handshake(name, self._standing)
@@ -494,8 +502,7 @@ class Job:
         self._forget_losses()
         self.previous = quorum
         self._members = {member.replica_id: member for member in quorum.members}
-        self._broken = None
-        self._healthy_before = None
+        self._begin_round()
         self._formed_ms = self._key_formed_ms = now_ms
         out: list[effects.LighthouseEffect] = []
         successors = {replica.replaces: replica.replica_id for replica in self.liveness.replicas.values()}
@@ -573,7 +580,27 @@ class Job:
             replica.ineligible_until_ms = request.asked_ms + pause_ms
         else:
             replica.ineligible_until_ms = 0
-        return out
+        return out + self._announce(replica, member, now_ms)
+
+    def _announce(self, replica: Replica, member: Member, now_ms: int) -> list[effects.LighthouseEffect]:
+        """Where somebody asks who will heal: those who may be its sources can take their state at their next step
+        boundary, so that it comes while they compute. Who waits already has passed that boundary. Once for each
+        quorum, for one snapshot is good for all newcomers."""
+        is_member = replica.replica_id in self._members
+        if is_member and not member.torn and member.step >= self._newest_step:
+            self._newest_step = member.step
+            return []
+        if self._announced or not self._members or replica.ineligible_until_ms > now_ms:
+            return []
+        self._announced = True
+        takers = (member.replica_id for member in self._members.values() if _takes_early(member))
+        others = (self.liveness.replicas.get(replica_id) for replica_id in takers)
+        return [
+            effects.AnnounceNewcomer(other.stream, replica.replica_id)
+            for other in others
+            if other is not None and other is not replica and other.healthy
+            if other.stream is not None and other.request is None
+        ]
 
     def _compare(self, replica: Replica, event: events.QuorumRequested, now_ms: int) -> list[effects.LighthouseEffect]:
         """Refuse whoever turns out not to belong to this job: the one that asks, most often."""
@@ -757,8 +784,7 @@ class Job:
         self.previous = quorum
         self._members = {member.replica_id: member for member in members}
         self._formed_here = True
-        self._healthy_before = None
-        self._broken = None
+        self._begin_round()
         if reason is not None:
             out.append(effects.QuorumFormed(self.name, quorum, previous, now_ms - self._key_formed_ms, reason))
             self._key_formed_ms = now_ms
@@ -766,6 +792,13 @@ class Job:
         self._asked_since = set()
         self.waiting_for = "nobody has asked"
         return out + self._answers(quorum, previous, now_ms)
+
+    def _begin_round(self) -> None:
+        """There is another newest quorum, or it was given anew."""
+        self._healthy_before = None
+        self._broken = None
+        self._newest_step = max(member.step for member in self._members.values())
+        self._announced = False
 
     def _answers(self, quorum: Quorum, previous: Quorum | None, now_ms: int) -> list[effects.LighthouseEffect]:
         unchanged = self._unchanged(quorum, previous)

@@ -231,6 +231,17 @@ class LossNotice:
 
 
 @dataclass(frozen=True, slots=True)
+class NewcomerAsks:
+    """A replica that will heal has asked for the next quorum. A hint: nothing depends on whether it is heard.
+
+    Args:
+        replica_id: who asks.
+    """
+
+    replica_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class RankRequest:
     """What one group rank says when it asks its manager server for the next quorum.
 

@@ -22,6 +22,7 @@ import grpc.aio
 
 from tft_coord.core import events
 from tft_coord.core.effects import (
+    AnnounceNewcomer,
     AnswerQuorum,
     AnswerUnchanged,
     AskForQuorum,
@@ -352,6 +353,8 @@ class LighthouseLink:
             case NotifyLoss(_, notice):
                 logger.info("replica %s: %s", self._replica_id, notice)
                 self._arrived(events.LossNoticed(notice))
+            case AnnounceNewcomer(_, replica_id):
+                self._arrived(events.NewcomerAnnounced(replica_id))
             case RefuseSession(_, refusal, sentence):
                 self._turned_away = sentence
                 self._perform(self._core.told_refused(refusal, sentence, now_ms))

@@ -20,7 +20,7 @@ import grpc.aio
 
 from tft_coord.core import effects, events
 from tft_coord.core.group import GroupCore
-from tft_coord.core.types import Plan, Quorum, QuorumKey, Refusal
+from tft_coord.core.types import NewcomerAsks, Plan, Quorum, QuorumKey, Refusal
 from tft_coord.errors import ProtocolError, SettingError
 from tft_coord.manager_server.config import ManagerServerConfig
 from tft_coord.manager_server.link import LighthouseLink
@@ -165,6 +165,8 @@ class ManagerServerShell:
                     self._answer(call, codec.Failure(code, message + why))
                 case effects.NotifyRank(rank, notice):
                     self._tell(rank, notice)
+                case effects.TellNewcomer(rank, replica_id):
+                    self._tell(rank, NewcomerAsks(replica_id))
                 case effects.TellGroupLost(rank, message, left):
                     self._tell(rank, codec.RanksLost(message, left))
                 case effects.RefuseSession():

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from tft_coord.core import effects, events
-from tft_coord.core.types import LossNotice, Member, QuorumKey
+from tft_coord.core.types import LossNotice, Member, NewcomerAsks, QuorumKey
 from tft_coord.testing.clock import VirtualClock
 from tft_coord.testing.invariants import Invariants
 from tft_coord.testing.lighthouse_process import JOB, LighthouseProcess, kind_of_loss
@@ -312,11 +312,14 @@ class Cluster:
             trainer.after(50, lambda: self.connect_rank(replica, trainer))
 
         def opened(stream: Stream) -> None:
-            stream.listen(trainer, noticed, again)
+            stream.listen(trainer, heard, again)
 
-        def noticed(notice: LossNotice) -> None:
-            self.losses.told(trainer, notice)
-            trainer.noticed(notice)
+        def heard(news: LossNotice | NewcomerAsks) -> None:
+            if isinstance(news, NewcomerAsks):
+                trainer.heard_of_newcomer(news.replica_id)
+                return
+            self.losses.told(trainer, news)
+            trainer.noticed(news)
 
         self.network.dial(
             trainer,

@@ -13,7 +13,7 @@ from tft_coord.core import effects, events
 from tft_coord.core.group import GroupCore
 from tft_coord.core.session import Dial, GiveUp, HangUp, SendBeat, SendHello, SendRequest, SendWithdraw, SessionCore
 from tft_coord.core.session import SessionEffect as _SessionEffect
-from tft_coord.core.types import Refusal
+from tft_coord.core.types import NewcomerAsks, Refusal
 from tft_coord.testing.clock import Timer
 from tft_coord.testing.lighthouse_process import JOB
 from tft_coord.testing.network import Stream
@@ -163,6 +163,9 @@ class ManagerProcess(Process):
                 case effects.NotifyRank():
                     if order.rank in self._ranks:
                         self._ranks[order.rank].send(self, order.notice)
+                case effects.TellNewcomer():
+                    if order.rank in self._ranks:
+                        self._ranks[order.rank].send(self, NewcomerAsks(order.replica_id))
                 case effects.TellGroupLost():
                     pass  # whoever is left of the group ends with it
                 case effects.RefuseSession():
@@ -258,6 +261,8 @@ class ManagerProcess(Process):
                 self.handle(events.SessionLost(order.session, order.message))
             case effects.NotifyLoss():
                 self.handle(events.LossNoticed(order.notice))
+            case effects.AnnounceNewcomer():
+                self.handle(events.NewcomerAnnounced(order.replica_id))
             case effects.RefuseSession():
                 self._perform_session(self.session.told_refused(order.refusal, order.message, now_ms))
             case effects.AskForQuorum():

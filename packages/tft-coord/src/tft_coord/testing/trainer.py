@@ -321,6 +321,8 @@ class Trainer(Process):
         self._num_reductions = 0
         self._received_bytes = 0
         self._refused: set[str] = set()
+        self._newcomer = ""  # who asked, as a hint says that nothing has come of yet
+        self._early: Held | None = None  # its state at the boundary, taken on such a hint
         self._notices: list[LossNotice] = []
         self._fetches: tuple[Plan, Waiter] | None = None  # the chunk that is on its way, and of which plan
 
@@ -369,6 +371,10 @@ class Trainer(Process):
         self._outside.marks.hit(f"a notice came in: {self.phase}")
         self._outside.note(self, f"hears of a loss in its quorum ({self.phase})")
         self.after(ABORT_AFTER_MS, lambda: self._abort(notice.key))
+
+    def heard_of_newcomer(self, replica_id: str) -> None:
+        """Somebody asks who will heal."""
+        self._newcomer = replica_id
 
     def _abort(self, key: QuorumKey) -> None:
         """End what runs in that quorum; another one is not touched."""
@@ -430,9 +436,11 @@ class Trainer(Process):
             self.loads_step = None
         self.phase = "quorum"
         self.num_requests += 1
+        self._take_early()
         answer = yield self._outside.ask(self, self._request())
         if isinstance(answer, Refused):
             self._outside.note(self, f"is refused a quorum ({answer.code})")
+            self._early = None
             if answer.fatal:
                 self._quit(answer.code)
                 yield Waiter()  # for ever
@@ -440,6 +448,7 @@ class Trainer(Process):
             return
         plan = self._plan_of(answer)
         vote = Round(plan.key, plan.step, plan.lineage, Purpose.COMMIT)
+        self._offer_early(plan)
         good = yield from self._configure(plan)
         if not plan.heal and self.lineage is None:
             self.lineage = plan.lineage
@@ -457,7 +466,7 @@ class Trainer(Process):
         if good:
             reduced = yield from self._reduce(plan)
         if self._settings.use_async_quorum:
-            if plan.serve and not self.snapshots_late:
+            if plan.serve and not self.snapshots_late and (self.snapshot is None or self.snapshot.key != plan.key):
                 self._take_snapshot(plan)
             if plan.heal:
                 healed = yield from self._heal(plan, vote)
@@ -568,6 +577,25 @@ class Trainer(Process):
 
     def _take_snapshot(self, plan: Plan) -> None:
         self.snapshot = Snapshot(plan.key, self.state_held)
+
+    def _take_early(self) -> None:
+        """At the boundary, if somebody was said to ask who will heal; under which key it goes is not known yet."""
+        if self._newcomer and self._settings.use_async_quorum and not self.torn and self.lineage is not None:
+            self._early = self.state_held
+        self._newcomer = ""
+
+    def _offer_early(self, plan: Plan) -> None:
+        """Under the plan's key, if somebody heals from what was taken; else it was taken in vain."""
+        early, self._early = self._early, None
+        if early is None:
+            return
+        if not plan.serve or (early.step, early.lineage) != (plan.step, plan.lineage):
+            self._outside.marks.hit("a state was taken early in vain")
+            self._outside.note(self, "has taken its state early in vain, and drops it")
+            return
+        self._outside.marks.hit("a state was offered before the forward")
+        self._outside.note(self, f"offers step {early.step} at once: it has taken it at the boundary")
+        self.snapshot = Snapshot(plan.key, early)
 
     def _heal(self, plan: Plan, vote: Round) -> Life:
         """Fetch, agree with the other ranks that all have, load; all or none."""

@@ -19,6 +19,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from tft_coord.core.effects import (
+    AnnounceNewcomer,
     AnswerQuorum,
     AnswerUnchanged,
     AskForQuorum,
@@ -47,6 +48,7 @@ from tft_coord.core.types import (
     Hello,
     LossNotice,
     Member,
+    NewcomerAsks,
     Plan,
     Purpose,
     Quorum,
@@ -157,7 +159,7 @@ class RanksLost:
 
 
 FromRank = RankHello | RankBeat | RankGoodbye | RankCall | RankWithdraw
-ToRank = Welcome | RefuseSession | RankAnswer | LossNotice | RanksLost
+ToRank = Welcome | RefuseSession | RankAnswer | LossNotice | NewcomerAsks | RanksLost
 
 
 # --- a manager server's stream to the lighthouse ---------------------------------------------------------------------
@@ -230,7 +232,15 @@ def decode_to_lighthouse(stream: int, data: bytes) -> LighthouseEvent:
 # --- the lighthouse's stream to a manager server ---------------------------------------------------------------------
 
 ToldEffect = (
-    Welcome | RefuseSession | TellLost | NotifyLoss | AskForQuorum | AnswerQuorum | AnswerUnchanged | RefuseRequest
+    Welcome
+    | RefuseSession
+    | TellLost
+    | NotifyLoss
+    | AnnounceNewcomer
+    | AskForQuorum
+    | AnswerQuorum
+    | AnswerUnchanged
+    | RefuseRequest
 )
 
 
@@ -266,6 +276,8 @@ def encode_from_lighthouse(effect: ToldEffect) -> bytes:
             return pb.FromLighthouse(lost=lost).SerializeToString()
         case NotifyLoss():
             return pb.FromLighthouse(loss_notice=_notice_to_wire(effect.notice)).SerializeToString()
+        case AnnounceNewcomer():
+            return pb.FromLighthouse(newcomer_asks=pb.NewcomerAsks(replica_id=effect.replica_id)).SerializeToString()
         case AskForQuorum():
             return pb.FromLighthouse(ask_for_quorum=_key_to_wire(effect.key)).SerializeToString()
 
@@ -304,6 +316,8 @@ def decode_from_lighthouse(data: bytes) -> ToldEffect:
             return TellLost(0, lost.session, _sentence("message", lost.message))
         case "loss_notice":
             return NotifyLoss(0, _notice_from_wire(message.loss_notice))
+        case "newcomer_asks":
+            return AnnounceNewcomer(0, _name("replica_id", message.newcomer_asks.replica_id))
         case "ask_for_quorum":
             return AskForQuorum(0, _key_from_wire(message.ask_for_quorum))
         case _:
@@ -689,6 +703,9 @@ def encode_to_rank(message: ToRank) -> bytes:
             return pb.FromManagerServer(refused=refused).SerializeToString()
         case LossNotice():
             return pb.FromManagerServer(loss_notice=_notice_to_wire(message)).SerializeToString()
+        case NewcomerAsks():
+            asks = pb.NewcomerAsks(replica_id=message.replica_id)
+            return pb.FromManagerServer(newcomer_asks=asks).SerializeToString()
         case RanksLost():
             lost = pb.GroupLost(message=_clip(message.message), left=message.left)
             return pb.FromManagerServer(group_lost=lost).SerializeToString()
@@ -708,6 +725,8 @@ def decode_to_rank(data: bytes) -> ToRank:
             return RefuseSession(0, refusal, sentence)
         case "loss_notice":
             return _notice_from_wire(message.loss_notice)
+        case "newcomer_asks":
+            return NewcomerAsks(_name("replica_id", message.newcomer_asks.replica_id))
         case "group_lost":
             return RanksLost(_sentence("message", message.group_lost.message), message.group_lost.left)
         case _:

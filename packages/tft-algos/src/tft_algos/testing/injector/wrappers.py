@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tft_algos.manager.parts import Coordinator, Group
 from tft_algos.testing.injector.fault import Fault, Place
 from tft_ckpt import CheckpointTransport, StateKey, StateUnavailable
-from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest
+from tft_coord.core.types import LossNotice, NewcomerAsks, Plan, Purpose, QuorumKey, RankRequest
 from tft_coord.errors import DeadlinePassed, GroupLost
 from tft_pg.errors import ConfigureFailed, PeerFailed
 from tft_pg.work import PendingWork
@@ -119,7 +119,7 @@ class StruckCoordinator:
         if fault is not None:
             raise DeadlinePassed(fault.describe())
 
-    def listen(self, listener: Callable[[LossNotice | GroupLost], None]) -> None:
+    def listen(self, listener: Callable[[LossNotice | NewcomerAsks | GroupLost], None]) -> None:
         self._inside.listen(listener)
 
     def gather(self, name: str, value: str, timeout: timedelta) -> tuple[str, ...]:
