@@ -18,7 +18,7 @@ from tft_ckpt.http.tls import TLS
 from tft_ckpt.key import StateKey
 from tft_ckpt.pg_transport import PGTransport
 from tft_ckpt.sharding import LocalShard, Placement, Sharding
-from tft_ckpt.transport import CheckpointTransport
+from tft_ckpt.transport import CheckpointTransport, StagedCheckpoint
 from tft_ckpt.tree import Limits, register_named_tuple, register_tensor_subclass
 
 __version__ = "0.1.0"
@@ -36,6 +36,7 @@ __all__ = [
     "Placement",
     "ReceiveReport",
     "Sharding",
+    "StagedCheckpoint",
     "StateCorrupt",
     "StateDiffers",
     "StateKey",

@@ -73,6 +73,16 @@ class Shelf:
         self._take_down()
         return list(self._readers)[:-MAX_RETIRED]
 
+    def make_room(self) -> None:
+        """A state is about to be taken whose key is not known yet: take the one on offer down if nobody reads it."""
+        if self._current is not None and self._current not in self._readers:
+            self._failure = "its memory was needed for the next one; heal from that"
+            self._take_down()
+
+    def put_by(self, buffer: Buffer) -> None:
+        """Take back the buffer of a state that was never put up."""
+        self._put_by(buffer)
+
     def withdraw(self) -> None:
         """Nobody has come for the state on offer for long: let go of it, unless it is read or buffers are kept."""
         if self._current is not None and self._current not in self._readers and not self._keep_buffers:

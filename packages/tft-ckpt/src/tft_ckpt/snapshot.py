@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import final
 
 import torch
@@ -75,6 +76,11 @@ class Snapshot:
     def key(self) -> StateKey:
         """Which state it is."""
         return self.layout.key
+
+    def named(self, key: StateKey, *, limits: Limits) -> Snapshot:
+        """The same state in the same buffer, under another key; this one is not to be used any more."""
+        layout = replace(self.layout, key=key)
+        return Snapshot(layout, encode_layout(layout, limits=limits), self.buffer)
 
     @property
     def data(self) -> memoryview:

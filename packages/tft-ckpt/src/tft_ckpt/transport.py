@@ -11,20 +11,44 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
+from tft_ckpt.errors import WrongSetting
 from tft_ckpt.key import StateKey
 
-__all__ = ["CheckpointTransport"]
+__all__ = ["CheckpointTransport", "StagedCheckpoint"]
 
 T = TypeVar("T")
+
+
+class StagedCheckpoint(ABC):
+    """A copy of a state that has no name yet. It ends with one call of either method, from any thread."""
+
+    @abstractmethod
+    def offer(self, dst_ranks: list[int], *, key: StateKey) -> None:
+        """Put it up under a name, in place of the state before; returns at once.
+
+        Args:
+            dst_ranks: replica ranks that will ask for it; may be empty.
+            key: names the state.
+        Raises: Closed.
+        """
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Nobody wants it: let go of its memory, which may be used for the next one."""
 
 
 class CheckpointTransport(ABC, Generic[T]):
     """Sends and receives states of type T, a state dict as a rule. One per process that trains.
 
     Where a key is None on both sides, it stands for StateKey(0, 0, step, 0).
+
+    Attributes:
+        stages: it can copy a state before its name is known, by `stage_checkpoint`.
     """
+
+    stages: ClassVar[bool] = False
 
     @abstractmethod
     def metadata(self) -> str:
@@ -63,6 +87,22 @@ class CheckpointTransport(ABC, Generic[T]):
             dst_ranks: replica ranks that will ask for it. A transport that has to go to them tells no others.
         Raises: WrongSetting, Closed.
         """
+
+    def stage_checkpoint(self, state_dict: T, timeout: timedelta) -> StagedCheckpoint:
+        """Copy a state that somebody may ask for soon, on the thread that trains, at a step boundary.
+
+        What is on offer and nobody reads is taken down for it, so that its memory can be used.
+
+        Args:
+            state_dict: the state; may be changed when this returns.
+            timeout: for the call.
+        Raises:
+            StateUnsupported: a leaf can't travel.
+            StateUnavailable: there is no memory for it.
+            DeadlinePassed: it took longer than timeout.
+            WrongSetting: this transport stages nothing. Closed.
+        """
+        raise WrongSetting(f"a {type(self).__name__} stages nothing; look at its `stages` first")
 
     @abstractmethod
     def recv_checkpoint(

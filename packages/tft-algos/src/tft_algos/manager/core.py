@@ -479,10 +479,21 @@ class StepCore:
     def snapshot_state(self) -> dict[str, Any]:
         """This Manager's part of what a healing member fetches."""
         plan = self._needed_plan()
+        return self._state_of(plan.step, plan.lineage)
+
+    def boundary_state(self) -> dict[str, Any]:
+        """The same where the plan is not known yet; fits the plan whose reference is this rank's own step and lineage.
+
+        To be asked where the lineage is known.
+        """
+        assert self.lineage is not None, "the state of a boundary without a lineage"
+        return self._state_of(self.step, self.lineage)
+
+    def _state_of(self, step: int, lineage: int) -> dict[str, Any]:
         state: dict[str, Any] = {
-            "step": plan.step,
+            "step": step,
             "batches_committed": self.batches_committed,
-            "lineage": f"{plan.lineage:016x}",
+            "lineage": f"{lineage:016x}",
         }
         if self.check is not None:
             state["check"] = [self.check.step, f"{self.check.before:016x}", f"{self.check.after:016x}"]

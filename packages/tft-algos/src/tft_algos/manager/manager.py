@@ -43,6 +43,7 @@ from tft_algos.manager.config import ManagerConfig, ResolvedConfig, WorldSizeMod
 from tft_algos.manager.coordinator import GroupCoordinator
 from tft_algos.manager.core import Arrival, CoreSettings, Healing, Phase, StepCore, StepName
 from tft_algos.manager.divergence import StateDigester, combine, describe, differences
+from tft_algos.manager.early import EarlyState
 from tft_algos.manager.fingerprint import USER, OwnFingerprint
 from tft_algos.manager.group_store import own_host
 from tft_algos.manager.healing import Fetch, state_key
@@ -145,6 +146,9 @@ class Manager:
             advertise_addr=self._config.hostname,
             token=self._config.token,
             tls=self._config.tls,
+        )
+        self._early = EarlyState(
+            take=self._take, transport=self._transport, timeout=self._config.heal_timeout, log=self._log
         )
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tft-quorum")
         try:
@@ -278,13 +282,27 @@ class Manager:
             shrink_only=shrink_only,
         )
         request = replace(request, fingerprint=self._fingerprint.unsaid())
+        takes_early = self._takes_early()
         self._quorum = self._executor.submit(self._negotiate, request, limit)
+        if takes_early:
+            self._early.take(self._core.boundary_state())
         if self._healed_in == self.attempt - 1:
             self._transport.prepare_to_send()  # now that nobody waits for this replica's first step any more
         if not self._config.use_async_quorum:
             self.wait_quorum()
             self._give_or_take_state()
             self._raise_fatal()  # who was told meanwhile that its group is lost has nobody to train with
+
+    def _takes_early(self) -> bool:
+        """Whether the state is taken at this step boundary, for a newcomer that asks.
+
+        The ranks of a larger group can't know alike that somebody asks, and a synchronous quorum serves here anyway.
+        """
+        core, config = self._core, self._config
+        if not config.use_async_quorum or config.world_size > 1:
+            return False
+        readable = self._reading_allowed and not core.torn
+        return self._early.step_begins(core.name.attempt, core.step, core.lineage if readable else None)
 
     def wait_quorum(self) -> None:
         """Wait until the plan is here and the process group is configured.
@@ -300,6 +318,7 @@ class Manager:
         begun = self._clock.monotonic()
         try:
             arrival = self._ask(request, timeout)
+            self._early.plan_arrived(arrival.plan)
             if arrival.heal:
                 self._start_fetch(arrival.plan)
             for loss in self._core.losses:
@@ -539,13 +558,16 @@ class Manager:
     # --- losses of others ----------------------------------------------------------------------------------------
 
     def _told(self, news: LossNotice | NewcomerAsks | GroupLost) -> None:
-        """A member of a quorum was lost, or this group; a thread of the coordinator's calls, so nothing waits here."""
+        """A loss in a quorum or of this group, or a newcomer; a thread of the coordinator calls: nothing waits here."""
         if isinstance(news, GroupLost):
             with self._lock:
                 self._core.group_lost(news)
             self._records.error(self._core.name, news, counts=True)
             self._log(logging.ERROR, "%s", news)
             self._breaker.break_all()
+            return
+        if isinstance(news, NewcomerAsks):
+            self._early.heard(news.replica_id)
             return
         with self._lock:
             breaks = self._core.loss_noticed(news)
@@ -594,6 +616,7 @@ class Manager:
         if failure is not None and core.error is None and (core.broken is None or self._synchronize is not None):
             self._report(failure, core.name)
         if self._config.use_async_quorum:
+            self._early.reductions_ended(readable=self._reading_allowed)
             self._give_or_take_state()
             self._raise_fatal()  # who was told meanwhile that its group is lost has nobody to vote with
         vote = core.vote()
@@ -629,6 +652,8 @@ class Manager:
     def _conclude(self, verdict: bool) -> bool:
         error = self._core.error
         self._records.commit(self._core.name, verdict, num_participants=self._core.num_participants)
+        if self._core.plan is not None:
+            self._early.step_ended(self._core.name.attempt, self._core.plan)
         outcome = self._core.verdict_arrived(verdict)
         if outcome.exhausted:
             raise TooManyFailures(
@@ -646,7 +671,8 @@ class Manager:
         if plan is None:
             return
         if plan.serve:
-            self._serve(plan)
+            if not self._early.serves(plan):
+                self._serve(plan)
         elif self._core.healing is Healing.FETCHING:
             self._heal(plan)
 
@@ -990,6 +1016,7 @@ class Manager:
         self._reducer.release()
         self._pg.shutdown()
         self._coordinator.close()
+        self._early.drop()
         self._transport.shutdown(wait)
         self._executor.shutdown(wait, cancel_futures=True)
 

@@ -89,7 +89,8 @@ class Coordinator(Protocol):
         ...
 
     def listen(self, listener: Callable[[LossNotice | NewcomerAsks | GroupLost], None]) -> None:
-        """Have `listener` told of each loss that concerns this rank, of a member of a quorum or of this group.
+        """Have `listener` told of each loss that concerns this rank, of a member of a quorum or of this group, and of
+        newcomers that ask.
 
         It is called by a thread of the coordinator's and must return at once.
         """

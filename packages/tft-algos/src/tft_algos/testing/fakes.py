@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tft_algos.manager.reduction import changing
-from tft_ckpt import CheckpointTransport, Closed, StateKey, StateUnavailable, WrongSetting
+from tft_ckpt import CheckpointTransport, Closed, StagedCheckpoint, StateKey, StateUnavailable, WrongSetting
 from tft_coord.core.lineage import initial_lineage
 from tft_coord.core.types import LossNotice, NewcomerAsks, Plan, Purpose, QuorumKey, RankRequest, Source
 from tft_coord.errors import GroupLost
@@ -262,11 +262,28 @@ class FakeGroup:
 
 
 @final
+class MemoryStaged(StagedCheckpoint):
+    """A state that a `MemoryTransport` has staged; `end` says what became of it: "" so far."""
+
+    def __init__(self, transport: MemoryTransport, state: Any) -> None:
+        self.end = ""
+        self._transport = transport
+        self._state = state
+
+    def offer(self, dst_ranks: list[int], *, key: StateKey) -> None:
+        self.end = "offered"
+        self._transport.send_checkpoint(dst_ranks, key.step, self._state, timedelta(seconds=1), key=key)
+
+    def drop(self) -> None:
+        self.end = "dropped"
+
+
+@final
 class MemoryTransport(CheckpointTransport[Any]):
     """Keeps what is sent in a dictionary, and receives from it.
 
     `sent_to` holds the receivers of each sending, `received_from` of each receiving the source's rank and metadata and
-    the other sources. `receiving` is set when the first receiving begins.
+    the other sources. `receiving` is set when the first receiving begins. `staged` holds what was staged.
 
     Args:
         shelf: by state key; the same one for sender and receiver.
@@ -276,10 +293,13 @@ class MemoryTransport(CheckpointTransport[Any]):
     def __init__(self, shelf: dict[StateKey | None, Any] | None = None, *, endless: bool = False) -> None:
         self.shelf: dict[StateKey | None, Any] = {} if shelf is None else shelf
         self.sent_to: list[list[int]] = []
+        self.staged: list[MemoryStaged] = []
         self.received_from: list[tuple[int, str, list[str]]] = []
         self.receiving = threading.Event()
         self._endless = endless
         self.closed = False
+
+    stages = True
 
     def metadata(self) -> str:
         return "memory"
@@ -289,6 +309,11 @@ class MemoryTransport(CheckpointTransport[Any]):
     ) -> None:
         self.sent_to.append(dst_ranks)
         self.shelf[key] = state_dict
+
+    def stage_checkpoint(self, state_dict: Any, timeout: timedelta) -> StagedCheckpoint:
+        staged = MemoryStaged(self, state_dict)
+        self.staged.append(staged)
+        return staged
 
     def refuse_checkpoint(
         self, step: int, sentence: str, *, key: StateKey | None = None, dst_ranks: Sequence[int] = ()

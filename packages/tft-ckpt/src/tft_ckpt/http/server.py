@@ -37,6 +37,8 @@ __all__ = ["Relay", "StateServer"]
 THREAD_NAME = "tft-ckpt-http"
 PREPARE_THREAD_NAME = "tft-ckpt-memory"
 
+_NO_KEY = StateKey(0, 0, 0, 0)  # of a snapshot that is staged
+
 _log = logging.getLogger("tft_ckpt.http")
 
 
@@ -122,6 +124,49 @@ class StateServer:
             self._check_open()
             self._shelf.publish(snapshot)
         self._tell(lambda: self._app.published(snapshot, expected))
+
+    def stage(self, state: object, *, check: Callable[[], None]) -> Snapshot:
+        """Take a snapshot on the calling thread that has no key yet; `put_up` or `put_by` must follow.
+
+        Args:
+            check: called when the snapshot is taken; raises if it is too late.
+        Raises: what check raises, and as `Snapshot.take`; Closed.
+        """
+        with self._lock:
+            self._check_open()
+            self._shelf.make_room()
+        buffers: list[Buffer] = []
+
+        def allocate(num_bytes: int) -> Buffer:
+            buffers.append(self._allocate(num_bytes))
+            return buffers[0]
+
+        try:
+            snapshot = Snapshot.take(
+                state, key=_NO_KEY, chunk_bytes=self._chunk_bytes, limits=self._limits, allocate=allocate
+            )
+            check()
+        except BaseException:
+            for buffer in buffers:
+                self.put_by(buffer)
+            raise
+        return snapshot
+
+    def put_up(self, snapshot: Snapshot, *, key: StateKey, expected: bool) -> None:
+        """Offer a staged snapshot under its key, in place of the state before. Raises: Closed."""
+        named = snapshot.named(key, limits=self._limits)
+        with self._lock:
+            self._check_open()
+            overdue = self._shelf.begin(key)
+            self._shelf.publish(named)
+        if overdue:
+            self._tell(lambda: self._app.send_off(overdue))
+        self._tell(lambda: self._app.published(named, expected))
+
+    def put_by(self, buffer: Buffer) -> None:
+        """Take back the buffer of a staged snapshot that nobody wants."""
+        with self._lock:
+            self._shelf.put_by(buffer)
 
     def refuse(self, key: StateKey, sentence: str) -> None:
         """Put up that sentence in place of a state of that key. Raises: Closed."""

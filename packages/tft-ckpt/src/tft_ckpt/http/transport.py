@@ -30,8 +30,9 @@ from tft_ckpt.http.server import StateServer
 from tft_ckpt.http.tls import TLS
 from tft_ckpt.key import StateKey
 from tft_ckpt.manifest import Layout, check_chunk_bytes
+from tft_ckpt.snapshot import Snapshot
 from tft_ckpt.target import Target
-from tft_ckpt.transport import CheckpointTransport
+from tft_ckpt.transport import CheckpointTransport, StagedCheckpoint
 from tft_ckpt.tree import Limits
 
 __all__ = ["HTTPTransport"]
@@ -150,6 +151,8 @@ class HTTPTransport(CheckpointTransport[T]):
         if token is None and not (tls is not None and tls.check_client):
             _log.warning("no token is set: whoever reaches %s can read this process's state", self._url)
 
+    stages = True
+
     def __enter__(self) -> HTTPTransport[T]:
         return self
 
@@ -190,6 +193,15 @@ class HTTPTransport(CheckpointTransport[T]):
             raise DeadlinePassed(
                 f"taking state {key} took longer than {stop.timeout_s:g} s; give more time", timeout_s=stop.timeout_s
             ) from error
+        finally:
+            stop.close()
+
+    def stage_checkpoint(self, state_dict: T, timeout: timedelta) -> StagedCheckpoint:
+        """Copy the state, into the memory of the one on offer if nobody reads that; see
+        `CheckpointTransport.stage_checkpoint`."""
+        stop = StopSignal(positive_seconds(timeout), None)
+        try:
+            return _Staged(self._server, self._server.stage(state_dict, check=stop.check))
         finally:
             stop.close()
 
@@ -324,6 +336,21 @@ class HTTPTransport(CheckpointTransport[T]):
             with self._lock:
                 self._running.discard(stop)
             stop.close()
+
+
+@final
+class _Staged(StagedCheckpoint):
+    """A snapshot of a server's that is not up yet."""
+
+    def __init__(self, server: StateServer, snapshot: Snapshot) -> None:
+        self._server = server
+        self._snapshot = snapshot
+
+    def offer(self, dst_ranks: list[int], *, key: StateKey) -> None:
+        self._server.put_up(self._snapshot, key=key, expected=bool(dst_ranks))
+
+    def drop(self) -> None:
+        self._server.put_by(self._snapshot.buffer)
 
 
 @final
