@@ -15,7 +15,8 @@ import pytest
 from tft_coord.core import effects, quorum
 from tft_coord.core.commit import RoundName, Votes
 from tft_coord.core.group import GroupCore
-from tft_coord.core.lighthouse import Job
+from tft_coord.core.handshake import Handshake, Standing
+from tft_coord.core.lighthouse import Job, LighthouseCore
 from tft_coord.core.lineage import fold_lineage
 from tft_coord.core.liveness import Liveness
 from tft_coord.core.quorum import Situation
@@ -131,6 +132,21 @@ def offers_what_it_took_in_vain(self: Trainer, plan: Plan) -> None:
         self._early = None
 
 
+
+
+def compares_nothing(self: Handshake, *_: object) -> list[Any]:
+    return []
+
+
+def believes_the_dead(self: Job, replica_id: str) -> Standing:
+    return max(Standing.NEW, right_standing(self, replica_id))
+
+
+def takes_both_kinds(self: LighthouseCore, job: str) -> str | None:
+    return None
+
+
+right_standing = Job._standing
 right_noticed = GroupCore._noticed
 right_heard = Trainer.noticed
 right_break_quorum = Job._break_quorum
@@ -161,6 +177,10 @@ MUTANTS = [
     Mutant(quorum, "_lost_state", waits_for_no_state, "I3", 0),
     # States for newcomers.
     Mutant(Trainer, "_offer_early", offers_what_it_took_in_vain, "I3", 0),
+    # Who belongs to a job.
+    Mutant(Handshake, "_compare", compares_nothing, "P6", 0),
+    Mutant(Job, "_standing", believes_the_dead, "I6", 0),
+    Mutant(LighthouseCore, "living", takes_both_kinds, "P6", 0),
     # Commits.
     Mutant(Votes, "__init__", counts_the_first_vote_for_all, "I5", 0),
     Mutant(Votes, "cast", changes_its_mind, "I5", 200),

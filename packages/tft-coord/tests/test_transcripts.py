@@ -26,11 +26,14 @@ NEEDED = {
     "scenario_02_verdict",
     "scenario_03_lighthouse_without_memory",
     "scenario_04_sessions",
+    "scenario_06_members_that_differ",
     "scenario_07_same_list",
     "scenario_08_notices",
     "scenario_09_partial_commit",
     "scenario_10_long_healing",
     "scenario_14_sick_lighthouse",
+    "scenario_16_mixed_job",
+    "scenario_19_unequal_groups",
 }
 
 

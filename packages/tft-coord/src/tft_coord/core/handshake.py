@@ -72,6 +72,10 @@ class Handshake:
             sayers[replica_id] = None
         return out
 
+    def has_refused(self, replica_id: str) -> bool:
+        """Whether that replica was found to differ, and has not asked since."""
+        return replica_id in self._refused
+
     def forget(self, replica_id: str) -> None:
         """What that replica has said counts no more."""
         self._refused.pop(replica_id, None)

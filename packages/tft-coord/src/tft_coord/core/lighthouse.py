@@ -293,6 +293,8 @@ class Job:
                 return [effects.TellLost(stream, hello.session, result.message)]
             return [effects.RefuseSession(stream, result.refusal, result.message)]
         out = self._accepted(stream, hello, result)
+        if self._handshake.has_refused(hello.replica_id):
+            result.replica.ready = False
         if hello.session > session_before:
             # Its manager server was started anew before anybody missed it; what the old one was in is over anyway.
             out += self._break_quorum(hello.replica_id, session_before, f"session {hello.session} has taken its place")
@@ -611,6 +613,7 @@ class Job:
         for differs in self._handshake.asks(replica.replica_id, event.fingerprint):
             other = self.liveness.replicas[differs.replica_id]
             request = event.request if other is replica else None
+            other.ready = False  # it counts nowhere, and is waited for by nobody
             if other.request is not None:
                 request, other.request = request or other.request.request, None
             if request is not None and other.stream is not None:

@@ -29,6 +29,7 @@ from tft_coord.testing.marks import Marks
 from tft_coord.testing.network import Network, Stream
 from tft_coord.testing.process import Process
 from tft_coord.testing.surroundings import Outside
+from tft_coord.testing.torchft_process import TorchftProcess
 from tft_coord.testing.trainer import Group, Refused, Trainer, TrainerSettings, Waiter
 from tft_coord.timeouts import Timeouts
 
@@ -117,6 +118,7 @@ class Replica:
     num_managers: int = 0
     ended: str = ""
     elsewhere: str = ""
+    world_size: int = 1
 
     @property
     def host(self) -> str:
@@ -170,6 +172,7 @@ class Cluster:
         self.invariants = Invariants(initial_step=config.trainers.step)
         self.losses = LossWatch(self)
         self.replicas: dict[str, Replica] = {}
+        self.torchft: dict[str, TorchftProcess] = {}
         self.log: deque[str] = deque(maxlen=log_lines)
         self.observer: Callable[[effects.LighthouseEffect], None] = lambda _: None
         self.teller: Callable[[str, str], None] = lambda _name, _text: None
@@ -179,7 +182,7 @@ class Cluster:
         self._lives: dict[str, int] = {}
         self._answers: set[tuple[str, QuorumKey, tuple[Member, ...]]] = set()
         self._groups: dict[tuple[QuorumKey, int], Group] = {}
-        self._calls = itertools.count(1)
+        self.calls = itertools.count(1)
         self._digest = hashlib.blake2b(digest_size=16)
         self.lighthouse = self._new_lighthouse()
 
@@ -260,6 +263,7 @@ class Cluster:
         replaces: str = "",
         loading: bool = False,
         twin_of: str = "",
+        world_size: int = 0,
     ) -> Replica:
         """Start a (new) life of that replica group.
 
@@ -269,21 +273,23 @@ class Cluster:
             replaces: the replica id whose place it takes.
             loading: its trainers are started by the caller.
             twin_of: by mistake, it has the replica id of that group's life.
+            world_size: its ranks, if they are not as many as the job's groups have.
         """
         life = self._lives[name] = self._lives.get(name, 0) + 1
         replica = Replica(name, f"{name}:{life}", replaces, life)
         if twin_of:
             replica = Replica(name, self.replicas[twin_of].replica_id, replaces, life, elsewhere=name)
+        replica.world_size = world_size or self.config.world_size
         self.replicas[name] = replica
         self.start_manager(replica)
         chosen = settings if settings is not None else self.config.trainers
-        for rank in range(self.config.world_size):
+        for rank in range(replica.world_size):
             replica.trainers.append(
                 Trainer(
                     JOB,
                     replica.replica_id,
                     rank,
-                    self.config.world_size,
+                    replica.world_size,
                     chosen,
                     Outside(self, replica),
                     host=replica.host,
@@ -294,6 +300,12 @@ class Cluster:
             if not loading:
                 trainer.start()
         return replica
+
+    def start_torchft(self, name: str, *, step: int = 0) -> TorchftProcess:
+        """Start a replica group of torchft's kind, which has trained so far."""
+        process = self.torchft[name] = TorchftProcess(self, name, step)
+        process.start()
+        return process
 
     def start_manager(self, replica: Replica) -> None:
         """Start a manager server, the first or another one after its death."""
@@ -359,7 +371,7 @@ class Cluster:
         if not manager.alive or replica.manager is not manager:
             return
         self.end_process(manager)
-        if self.config.world_size == 1 and replica.alive:
+        if replica.world_size == 1 and replica.alive:
             replica.manager = None
             trainer = replica.trainers[0]
 
@@ -438,7 +450,7 @@ class Cluster:
         done: Callable[[Any], None],
     ) -> int:
         """A unary call of a trainer to its manager server; `done` is given the answer, or Refused, once."""
-        call = next(self._calls)
+        call = next(self.calls)
         manager = replica.manager
         if manager is None:
             trainer.after(1, lambda: done(_UNREACHABLE))
@@ -454,7 +466,7 @@ class Cluster:
             self.marks.hit("an answer of a manager server was lost")
             fail()
 
-        numbers = itertools.chain([call], self._calls)
+        numbers = itertools.chain([call], self.calls)
         num_requests = trainer.num_requests
 
         def arrived() -> None:

@@ -17,7 +17,7 @@ from tft_coord.core.types import Hello, Member, Plan, Purpose, Quorum, QuorumKey
 
 class InvariantBroken(AssertionError):
     """An invariant does not hold. `invariant` is its number in design.md section 10, as `I3`; or `P3`, the bar on how
-    soon the survivors of a loss go on."""
+    soon the survivors of a loss go on; or `P6`: members differ that must not (protocol.md section 6)."""
 
     def __init__(self, invariant: str, message: str) -> None:
         super().__init__(f"{invariant}: {message}")
@@ -95,6 +95,7 @@ class Attendance:
         self._special: set[str] = set()
         self._streams: dict[str, int] = {}
         self._presumed: set[str] = set()
+        self._strangers: set[str] = set()  # whose parameters or settings are not those of the job
         self._replaced: set[str] = set()
         self._asking: dict[str, int] = {}  # on which stream
         self._said: dict[str, tuple[Member, QuorumKey | None]] = {}  # with its newest request
@@ -117,13 +118,14 @@ class Attendance:
         self._look_at(replica_id)
         self._streams[replica_id] = stream
         self._asking.pop(replica_id, None)
-        if hello.ready:
+        if hello.ready and replica_id not in self._strangers:
             self._ready.add(replica_id)
 
     def asked(self, member: Member, stream: int, held: QuorumKey | None = None) -> None:
         """It has asked for a quorum; what comes late on an older stream, or of a lost session, is ignored."""
         if self._streams.get(member.replica_id) != stream or member.replica_id not in self._sessions:
             return
+        self._strangers.discard(member.replica_id)
         self._ready.add(member.replica_id)
         self._asking[member.replica_id] = stream
         # Who fails to heal again and again is not counted for a while; who wants no newcomers doesn't count them.
@@ -139,6 +141,29 @@ class Attendance:
         before = self._newest.member(replica_id) if self._newest is not None else None
         if self._newest is not None and before is not None and before.session == self._sessions[replica_id]:
             self._on_left(self._newest.key, replica_id, member.needs_configure and held == self._newest.key)
+
+    def differs(self, stream: int) -> None:
+        """Whoever asked there does not belong to the job, and counts nowhere."""
+        names = {replica_id for replica_id, each in self._streams.items() if each == stream}
+        self._strangers |= names
+        self._ready -= names
+
+    def turned_out(self, stream: int) -> None:
+        """Members of another kind stand over those who are here: whoever is on that stream is forgotten."""
+        for replica_id in [replica_id for replica_id, each in self._streams.items() if each == stream]:
+            self._sessions.pop(replica_id, None)
+            self._asking.pop(replica_id, None)
+            self._ready.discard(replica_id)
+            for presumed in self._presumed:  # because those who are here named them
+                self._sessions.pop(presumed, None)
+            self._presumed.clear()
+            self._newest = None
+
+    def other_kind_trains(self, quorum: Quorum) -> None:
+        """Members of torchft's are given a quorum: then none of ours lives."""
+        ours = sorted(each for each in self._sessions if each in self._streams)
+        if ours:
+            raise InvariantBroken("P6", f"{', '.join(quorum.replica_ids)} of torchft's train, and {ours} of ours live")
 
     def asks_no_more(self, stream: int) -> None:
         """Whoever asked there was answered, gave its request up, or has lost the stream."""
@@ -280,6 +305,9 @@ class Invariants:
 
     def formed(self, quorum: Quorum) -> None:
         """A lighthouse says that a new quorum was formed."""
+        kinds = {(each.world_size, *each.settings[1:-1]) for each in quorum.members}
+        if len(kinds) > 1:
+            raise InvariantBroken("P6", f"quorum {quorum.key} has members of different settings: {kinds}")
         if quorum.key.quorum_id <= self._highest_id:
             raise InvariantBroken("I1", f"quorum {quorum.key} was formed after one with id {self._highest_id}")
         if quorum.key in self._formed:

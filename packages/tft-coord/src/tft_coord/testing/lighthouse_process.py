@@ -5,11 +5,14 @@ Law of this file: what the gRPC shell of the lighthouse does, and the marks that
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tft_coord.core import effects, events
+from tft_coord.core.kinds import Effects, Kinds
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
-from tft_coord.core.types import Hello, QuorumKey
+from tft_coord.core.torchft_rule import TorchftCore
+from tft_coord.core.types import Hello, Member, Quorum, QuorumKey, Refusal
 from tft_coord.testing.invariants import Attendance
 from tft_coord.testing.marks import Marks
 from tft_coord.testing.network import Stream
@@ -45,6 +48,15 @@ class LighthouseProcess(Process):
             nonces=cluster.chance.nonces,
             now_ms=self.clock.now_ms,
         )
+        torchft = TorchftCore(config, started_ms=cluster.wall_ms)
+        self._kinds = Kinds(
+            self.core,
+            torchft,
+            undecided_ms=cluster.timeouts.heartbeat_timeout_ms,
+            now_ms=self.clock.now_ms,
+            job=JOB,
+        )
+        self._calls: dict[int, tuple[Process, Callable[[Quorum | effects.RefuseUnary], None]]] = {}
         self._cluster = cluster
         self._born_ms = self.clock.now_ms
         self._streams: dict[int, Stream] = {}
@@ -76,7 +88,7 @@ class LighthouseProcess(Process):
         for words in WAITS:
             if words in waits:
                 self._cluster.marks.hit(f"waited: {words}")
-        self._perform(self.core.tick(self.clock.now_ms, self._cluster.wall_ms))
+        self._perform(self._kinds.tick(self.clock.now_ms, self._cluster.wall_ms))
         timeouts, waits = self._cluster.timeouts, self.core.waiting_for(JOB)
         starts = self.clock.now_ms - self._born_ms < timeouts.reconnect_grace_ms
         if not starts and not waits.startswith("the members of quorum"):
@@ -103,15 +115,46 @@ class LighthouseProcess(Process):
                 named = (asked.stream, asked.key) if asked is not None else None
                 if quorum is not None and named == (event.stream, quorum.key):
                     self.attendance.reported(quorum)
-        self._perform(self.core.handle(event, self.clock.now_ms, self._cluster.wall_ms))
+        self._perform(self._kinds.handle(event, self.clock.now_ms, self._cluster.wall_ms))
+
+    def asked_by_call(
+        self, caller: Process, member: Member, answer: Callable[[Quorum | effects.RefuseUnary], None]
+    ) -> int:
+        """A member of torchft's asks; returns the number of its call here."""
+        call = next(self._cluster.calls)
+        self._calls[call] = (caller, answer)
+        self.called(events.UnaryQuorumRequested(call, member))
+        return call
+
+    def called(self, event: events.UnaryEvent) -> None:
+        """One of torchft's calls has come."""
+        if not isinstance(event, events.HeartbeatReceived):
+            self._cluster.trace("lighthouse", event)
+        self._perform(self._kinds.handle_unary(event, self.clock.now_ms, self._cluster.wall_ms))
+
+    def _answer(self, call: int, answer: Quorum | effects.RefuseUnary) -> None:
+        waiting = self._calls.pop(call, None)
+        if waiting is not None:
+            caller, told = waiting
+            self._cluster.network.message(self, caller, lambda: told(answer), lambda: None)
 
     def _closed(self, number: int) -> None:
         self._streams.pop(number, None)
         self._heard(events.StreamClosed(number))
 
-    def _perform(self, orders: list[effects.LighthouseEffect]) -> None:
+    def _perform(self, orders: Effects) -> None:
         for order in orders:
             self._cluster.trace("lighthouse", order)
+            match order:
+                case effects.AnswerUnaryQuorum():
+                    self.attendance.other_kind_trains(order.quorum)
+                    self._answer(order.call, order.quorum)
+                    continue
+                case effects.RefuseUnary():
+                    self._answer(order.call, order)
+                    continue
+                case effects.QuorumFormed() if not order.job:
+                    continue  # of torchft's members; ours have a job
             self._cluster.watch(order)
             self._story.decided(order, self.clock.now_ms)
             match order:
@@ -123,6 +166,8 @@ class LighthouseProcess(Process):
                     now_ms = self.clock.now_ms
                     self.attendance.lost(order.replica_id, order.session, dead=dead, broke=broke, now_ms=now_ms)
                 case effects.AnswerQuorum() | effects.AnswerUnchanged() | effects.RefuseRequest():
+                    if isinstance(order, effects.RefuseRequest) and order.refusal is Refusal.DIFFERS:
+                        self.attendance.differs(order.stream)
                     self.attendance.asks_no_more(order.stream)
                     self._say(order.stream, order)
                 case effects.AskForQuorum():
@@ -139,6 +184,8 @@ class LighthouseProcess(Process):
                     stream = self._streams.get(order.stream)
                     if stream is not None:
                         if isinstance(order, effects.RefuseSession):
+                            if order.refusal is Refusal.OTHER_KIND:
+                                self.attendance.turned_out(order.stream)
                             stream.send(self, order)
                         stream.close(self)
                         self._closed(order.stream)

@@ -47,7 +47,7 @@ class ManagerProcess(Process):
             replica_id=replica.replica_id,
             address=self.address,
             store_address=f"{replica.replica_id}/store:1",
-            world_size=cluster.config.world_size,
+            world_size=replica.world_size,
             timeouts=cluster.timeouts,
         )
         self.session = SessionCore(

@@ -72,11 +72,20 @@ SCENARIO_MARKS: Mapping[int, tuple[str, ...]] = {
         "a transfer lost its last source",
         "waited: heals and its bytes arrive",
     ),
+    6: ("a replica came with other settings", "request refused: differs", "a trainer ended itself: differs"),
     14: (
         "the lighthouse was away for longer than heartbeat_timeout",
         "all were excused together",
         "a flapping link was judged by silence",
     ),
+    16: (
+        "a member of torchft's came",
+        "a member of torchft's trained",
+        "a member of torchft's was refused",
+        "refused: other_kind",
+        "a session was refused: other_kind",
+    ),
+    19: ("a replica came with another world size", "request refused: differs"),
 }
 
 

@@ -242,15 +242,37 @@ class Scenario:
         return []
 
     def _do_start(self, words: list[str]) -> Iterable[str]:
-        """start a b [step=5000] [loading] [replaces]: new lives of these replica groups."""
-        for word in [word for word in words if "=" not in word and word not in ("loading", "replaces")]:
-            settings = self.cluster.config.trainers
-            for other in words:
-                if other.startswith("step="):
-                    settings = replace(settings, step=int(other.removeprefix("step=")))
+        """start a b [step=5000] [loading] [replaces] [world_size=2] [min_replica_size=2] [spares] [synchronous]: new
+        lives of these replica groups, with settings of their own."""
+        options = ("loading", "replaces", "spares", "synchronous")
+        numbers = {name: int(value) for name, _, value in (word.partition("=") for word in words) if value}
+        settings = self.cluster.config.trainers
+        settings = replace(
+            settings,
+            step=numbers.get("step", settings.step),
+            min_replica_size=numbers.get("min_replica_size", settings.min_replica_size),
+            fixed_with_spares="spares" in words or settings.fixed_with_spares,
+            use_async_quorum="synchronous" not in words and settings.use_async_quorum,
+        )
+        for word in [word for word in words if "=" not in word and word not in options]:
             before = self.cluster.replicas.get(word)
             replaces = before.replica_id if before is not None and "replaces" in words else ""
-            self.cluster.start(word, settings=settings, replaces=replaces, loading="loading" in words)
+            self.cluster.start(
+                word,
+                settings=settings,
+                replaces=replaces,
+                loading="loading" in words,
+                world_size=numbers.get("world_size", 0),
+            )
+        return []
+
+    def _do_torchft(self, words: list[str]) -> Iterable[str]:
+        """torchft t [step=7]: a replica group of torchft's comes to this lighthouse; `torchft t ends` kills it."""
+        if "ends" in words:
+            self.cluster.end_process(self.cluster.torchft[words[0]])
+            return []
+        step = next((int(word.removeprefix("step=")) for word in words if word.startswith("step=")), 0)
+        self.cluster.start_torchft(words[0], step=step)
         return []
 
     def _do_twin(self, words: list[str]) -> Iterable[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from tft_coord.testing.cluster import Chance, Cluster, ClusterConfig, Replica
@@ -65,6 +65,8 @@ class Report:
 
 
 TWIN = "twin"  # whoever was started a second time under one replica id
+STRANGER = "stranger"  # whoever was started with other settings than the rest
+TORCHFT = "torchft"  # a group of torchft's kind
 
 
 class SimulationFailed(AssertionError):
@@ -129,6 +131,11 @@ class Simulation:
         self._twin_after_ms = rare.randint(2_000, 9_000) if rare.random() < 0.125 else None
         self._flaps_always = rare.random() < 0.125
         self._rare = rare
+        # And in one of eight, a replica with other settings comes, and in another one a member of torchft's.
+        others = self._rng("others")
+        self._stranger_after_ms = others.randint(0, 9_000) if others.random() < 0.125 else None
+        self._stranger_is_larger = others.random() < 0.5
+        self._torchft_after_ms = others.randint(0, 9_000) if others.random() < 0.125 else None
         size = self._rng("size")
         num_replicas = size.randint(2, config.most_replicas)
         world_size = size.choice((1, 1, 2))
@@ -172,6 +179,10 @@ class Simulation:
             clock.after(self._twin_after_ms, self._start_twin)
         if self._flaps_always:
             clock.after(2_000, self._flap_on)
+        if self._stranger_after_ms is not None:
+            clock.after(self._stranger_after_ms, self._start_stranger)
+        if self._torchft_after_ms is not None:
+            clock.after(self._torchft_after_ms, self._start_torchft)
         clock.run_until(self._config.faults_ms)
         to_commit_ms, to_whole_ms = self._demand_progress()
         return Report(
@@ -200,6 +211,10 @@ class Simulation:
         cluster.revive_lighthouse()
         if TWIN in cluster.replicas:
             cluster.shut_down(cluster.replicas[TWIN], "there are two of it")
+        if STRANGER in cluster.replicas:
+            cluster.shut_down(cluster.replicas[STRANGER], "it was a mistake")
+        for stranger in cluster.torchft.values():
+            cluster.end_process(stranger)
         for process in [cluster.lighthouse, *(p for r in cluster.replicas.values() for p in r.processes())]:
             process.resume()
         calm_ms = clock.now_ms
@@ -239,7 +254,7 @@ class Simulation:
 
     def _ended(self, replica: Replica) -> None:
         """A life is over; the supervisor starts the next, with fresh or loaded state."""
-        if replica.name == TWIN:
+        if replica.name in (TWIN, STRANGER):
             return
         delay_ms = self._faults.randint(300, 3_000)
         loading_ms = self._faults.randint(-6_000, 3_000)
@@ -266,6 +281,25 @@ class Simulation:
                 self.cluster.vanish(first)
             self.cluster.marks.hit("a process was started twice")
             self.cluster.start(TWIN, twin_of=first.name)
+
+    def _start_stranger(self) -> None:
+        """A replica is started with another setting or another world size than the others have."""
+        if self._calm:
+            return
+        if self._stranger_is_larger:
+            self.cluster.marks.hit("a replica came with another world size")
+            self.cluster.start(STRANGER, world_size=self.cluster.config.world_size + 1)
+        else:
+            settings = self.cluster.config.trainers
+            other = replace(settings, use_async_quorum=not settings.use_async_quorum)
+            self.cluster.marks.hit("a replica came with other settings")
+            self.cluster.start(STRANGER, settings=other)
+
+    def _start_torchft(self) -> None:
+        """A group of torchft's comes to the same lighthouse."""
+        if not self._calm:
+            self.cluster.marks.hit("a member of torchft's came")
+            self.cluster.start_torchft(TORCHFT)
 
     def _flap_on(self) -> None:
         """The link of the first group breaks every two seconds, most often for longer than the grace."""

@@ -5,7 +5,7 @@ Law of this file: one implementation of `trainer.Surroundings`, over a cluster.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tft_coord.core import events
@@ -27,6 +27,7 @@ class Outside:
 
     cluster: Cluster
     replica: Replica
+    told: dict[int, object] = field(default_factory=dict)  # the manager server that has a rank's fingerprint
 
     @property
     def clock(self) -> VirtualClock:
@@ -52,14 +53,21 @@ class Outside:
         calls: list[int] = []
 
         def attempt() -> None:
+            manager = self.replica.manager
+
             def make(call: int) -> events.RankAsked:
-                return events.RankAsked(trainer.rank, call, request, deadline_ms)
+                told = self.told.get(trainer.rank) is manager
+                return events.RankAsked(
+                    trainer.rank, call, replace(request, fingerprint=()) if told else request, deadline_ms
+                )
 
             def done(value: Any) -> None:
                 if isinstance(value, Refused) and value.code == "unreachable" and self.clock.now_ms < deadline_ms:
                     if not waiter.done and trainer.alive:
                         trainer.after(100, attempt)
                 else:
+                    if not isinstance(value, Refused):
+                        self.told[trainer.rank] = manager
                     waiter.resolve(value)
 
             if not waiter.done:
@@ -83,7 +91,7 @@ class Outside:
         waiter = Waiter()
         deadline_ms = self.clock.now_ms + self.timeouts.timeout_ms
         first_manager = self.replica.manager
-        world_size = self.cluster.config.world_size
+        world_size = self.replica.world_size
         self.invariants.voted(self.replica.host, trainer.rank, vote, yes)
 
         def attempt() -> None:

@@ -17,6 +17,7 @@ from functools import partial
 from itertools import combinations
 from typing import Any, Protocol
 
+from tft_coord.core.fingerprint import Fingerprint, fingerprint_of
 from tft_coord.core.lineage import fold_lineage, initial_lineage
 from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest
 from tft_coord.testing.clock import VirtualClock
@@ -263,6 +264,18 @@ class TrainerSettings:
     min_replica_size: int = 1
     step: int = 0
 
+    def fingerprint(self, world_size: int) -> Fingerprint:
+        """What a rank says that it is made of."""
+        return fingerprint_of(
+            {
+                "group world size": str(world_size),
+                "use_async_quorum": str(self.use_async_quorum),
+                "world_size_mode": "FIXED_WITH_SPARES" if self.fixed_with_spares else "DYNAMIC",
+                "min_replica_size": str(self.min_replica_size),
+                "init_sync": str(self.init_sync),
+            }
+        )
+
 
 class Trainer(Process):
     """One rank of a replica group.
@@ -316,6 +329,7 @@ class Trainer(Process):
         self.loads_step: int | None = None
         self.late_ms = 0
         self._settings = settings
+        self._fingerprint = settings.fingerprint(world_size)
         self._outside = outside
         self._life: Life | None = None
         self._num_reductions = 0
@@ -521,6 +535,7 @@ class Trainer(Process):
             use_async_quorum=self._settings.use_async_quorum,
             fixed_with_spares=self._settings.fixed_with_spares,
             min_replica_size=self._settings.min_replica_size,
+            fingerprint=self._fingerprint,
         )
 
     def _configure(self, plan: Plan) -> Life:
