@@ -132,8 +132,6 @@ def offers_what_it_took_in_vain(self: Trainer, plan: Plan) -> None:
         self._early = None
 
 
-
-
 def compares_nothing(self: Handshake, *_: object) -> list[Any]:
     return []
 
