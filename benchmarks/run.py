@@ -12,7 +12,17 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn, final
 
-from benchmarks import chain, failure_stall, lighthouse_start, reconfigure, rejoin, serving, step_overhead, transfer
+from benchmarks import (
+    chain,
+    failure_stall,
+    lighthouse_scale,
+    lighthouse_start,
+    reconfigure,
+    rejoin,
+    serving,
+    step_overhead,
+    transfer,
+)
 from benchmarks.row import Row
 
 ROWS: dict[str, Callable[[bool], Row]] = {
@@ -28,6 +38,10 @@ ROWS: dict[str, Callable[[bool], Row]] = {
     "p9": lambda short: transfer.measure_memory(turns=1 if short else 5),
     "two": lambda short: chain.measure_two(turns=1 if short else 5),
     "chain": lambda short: chain.measure_chain(turns=1 if short else 5),
+    "p10": lambda short: lighthouse_scale.measure_rounds(rounds=3 if short else 7),
+    "p11": lambda short: lighthouse_scale.measure_bytes(rounds=1 if short else 3),
+    "p12": lambda short: lighthouse_scale.measure_heartbeats(turns=1 if short else 5, seconds=2 if short else 5),
+    "p13": lambda short: lighthouse_scale.measure_streams(seconds=5.0 if short else 30.0),
     "p14": lambda short: lighthouse_start.measure(turns=3 if short else 7),
     "p15": lambda short: reconfigure.measure(turns=1 if short else 7, configures=5 if short else 20),
 }

@@ -20,11 +20,13 @@ class Started:
 
     Args:
         port: it listens on.
+        pid: of the process.
         start_s: process start to the first accepted connection, seconds.
         resident_bytes: memory of the process and its children then.
     """
 
     port: int
+    pid: int
     start_s: float
     resident_bytes: int
 
@@ -55,7 +57,7 @@ def lighthouse(command: Path, *, min_replicas: int, flags: Sequence[str] = ()) -
             time.sleep(0.005)
         start_s = time.perf_counter() - began
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        yield Started(port, start_s, sum(member.memory_info().rss for member in family))
+        yield Started(port, process.pid, start_s, sum(member.memory_info().rss for member in family))
     finally:
         process.kill()
         process.wait()

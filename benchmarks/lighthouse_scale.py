@@ -1,0 +1,273 @@
+"""P10 to P13: what a lighthouse of thousands of replica groups costs.
+
+P10 and P11: n replicas, each on a connection of its own, ask for the quorum at once, as at the start of a step; the
+clock runs from the first request to the last answer, and all bytes count, those of the requests and of the framing too.
+The members are the same in each round and all commit, so that the quorum is unchanged. P12: unary heartbeats, as
+torchft's managers send ten times a second, by h2load. P13: replica groups that are held alive by a beat a second.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+
+from benchmarks import peer, servers
+from benchmarks.row import Row
+from benchmarks.swarm import SPARE_DESCRIPTORS, Swarm, allow_descriptors, swarm
+from tft_coord.core import effects, events
+from tft_coord.core.types import Hello, Member, QuorumKey
+from tft_coord.wire import codec, services
+
+SIZES = (10, 100, 1000, 2000)
+TIME_BARS_MS = {10: 4.0, 100: 25.0, 1000: 250.0, 2000: 500.0}
+RATIO_SIZE, RATIO_BAR = 1000, 0.35
+BYTE_BARS_MB = {1000: 0.2, 2000: 0.4}
+HEARTBEATS_BAR_PER_S = 6_000.0
+STREAMS_BAR = 5_000
+CORE_BAR = 0.6
+# Some streams are opened at once, for a lighthouse that answers nobody for seconds takes them for silent.
+OPENED_AT_ONCE = 250
+# The peer's rounds of thousands take longer than its usual time-out where the machine is busy.
+PATIENT = ("--heartbeat_timeout_ms", "60000")
+
+
+def _members(number: int) -> list[Member]:
+    """As groups of one rank report themselves."""
+    return [
+        Member(
+            f"replica_{index}:{uuid.UUID(int=index)}",
+            address=f"host-{index}:29500",
+            store_address=f"host-{index}:29501",
+            min_replica_size=1,
+        )
+        for index in range(number)
+    ]
+
+
+def _at_step(member: Member, step: int) -> Member:
+    return Member(
+        member.replica_id,
+        address=member.address,
+        store_address=member.store_address,
+        step=step,
+        lineage=step * 0x9E3779B97F4A7C15 % 2**64,
+        live=step > 0,
+    )
+
+
+def _our_commands() -> Path:
+    return Path(sys.executable).parent / "tft-lighthouse"
+
+
+def _open_sessions(clients: Swarm, members: Sequence[Member]) -> None:
+    """Each says hello and is welcomed."""
+    now_ms = time.time_ns() // 1_000_000
+    for first in range(0, len(members), OPENED_AT_ONCE):
+        some = list(zip(clients.connections, members, strict=True))[first : first + OPENED_AT_ONCE]
+        for connection, member in some:
+            hello = Hello("bench", member.replica_id, now_ms, member.address)
+            connection.open_stream(
+                services.LIGHTHOUSE_SESSION, codec.encode_to_lighthouse(events.HelloReceived(0, hello))
+            )
+        clients.hear_until(lambda some=some: all(connection.answers for connection, _ in some))  # type: ignore[misc]
+
+
+def our_rounds(port: int, number: int, rounds: int) -> tuple[list[float], list[int]]:
+    """Unchanged quorums of that many members on our lighthouse.
+
+    Returns: of each round, seconds and bytes.
+    Raises: RuntimeError: an answer was not "unchanged".
+    """
+    members = _members(number)
+    times_s, byte_counts = [], []
+    with swarm(port, number) as clients:
+        _open_sessions(clients, members)
+        held: QuorumKey | None = None
+        # The first forms the quorum; after the second all know it and are at one live state.
+        for step in range(rounds + 2):
+            words = [
+                connection.framed(
+                    codec.encode_to_lighthouse(events.QuorumRequested(0, step + 1, _at_step(member, step), held))
+                )
+                for connection, member in zip(clients.connections, members, strict=True)
+            ]
+            for connection in clients.connections:
+                connection.messages.clear()
+            bytes_before = clients.bytes_so_far
+            took_s = clients.exchange(words)
+            answers = [codec.decode_from_lighthouse(one.messages[-1]) for one in clients.connections[:: number // 5]]
+            if step >= 2:
+                times_s.append(took_s)
+                byte_counts.append(clients.bytes_so_far - bytes_before)
+                if not all(isinstance(answer, effects.AnswerUnchanged) for answer in answers):
+                    raise RuntimeError(f"the lighthouse gave a whole quorum where nothing had changed: {answers[0]}")
+            if isinstance(answers[0], effects.AnswerQuorum):
+                held = answers[0].quorum.key
+    return times_s, byte_counts
+
+
+def unary_rounds(port: int, number: int, rounds: int) -> tuple[list[float], list[int]]:
+    """The same by torchft's unary calls, on any lighthouse."""
+    members = _members(number)
+    times_s, byte_counts = [], []
+    with swarm(port, number) as clients:
+        for step in range(rounds + 2):
+            words = [
+                connection.unary(services.LIGHTHOUSE_QUORUM, codec.encode_lighthouse_request(_at_step(member, step)))
+                for connection, member in zip(clients.connections, members, strict=True)
+            ]
+            bytes_before = clients.bytes_so_far
+            took_s = clients.exchange(words)
+            if step >= 2:
+                times_s.append(took_s)
+                byte_counts.append(clients.bytes_so_far - bytes_before)
+    return times_s, byte_counts
+
+
+def _rounds(sizes: Sequence[int], rounds: int) -> dict[str, dict[int, tuple[float, float]]]:
+    """Medians of milliseconds and megabytes by system and size. A lighthouse serves one size only, so that nobody of
+    the last is still waited for."""
+    systems: dict[str, tuple[Path, Callable[[int, int, int], tuple[list[float], list[int]]]]] = {
+        "peer": (peer.lighthouse_command(), unary_rounds),
+        "ours": (_our_commands(), our_rounds),
+    }
+    found: dict[str, dict[int, tuple[float, float]]] = {name: {} for name in systems}
+    for number in sizes:
+        for name, (command, measure) in systems.items():
+            allow_descriptors(number + SPARE_DESCRIPTORS)
+            with servers.lighthouse(command, min_replicas=number, flags=PATIENT) as started:
+                times_s, byte_counts = measure(started.port, number, rounds)
+            found[name][number] = (statistics.median(times_s) * 1e3, statistics.median(byte_counts) / 1e6)
+    return found
+
+
+def measure_rounds(rounds: int, sizes: Sequence[int] = SIZES) -> Row:
+    """P10."""
+    found = _rounds(sizes, rounds)
+    ours, theirs = ([found[name][number][0] for number in sizes] for name in ("ours", "peer"))
+    judged = RATIO_SIZE if RATIO_SIZE in sizes else sizes[-1]
+    ratio = found["ours"][judged][0] / found["peer"][judged][0]
+    within = all(found["ours"][number][0] <= TIME_BARS_MS[number] for number in sizes)
+    return Row(
+        name="P10",
+        what=f"quorum of {'/'.join(map(str, sizes))}, ms",
+        ours="/".join(f"{value:.1f}" for value in ours),
+        peer="/".join(f"{value:.1f}" for value in theirs),
+        other="",
+        ratio=ratio,
+        bar=f"<= {'/'.join(f'{TIME_BARS_MS[number]:.0f}' for number in sizes)}, <= {RATIO_BAR} x at {RATIO_SIZE}",
+        met=within and ratio <= RATIO_BAR,
+    )
+
+
+def measure_bytes(rounds: int) -> Row:
+    """P11."""
+    sizes = tuple(BYTE_BARS_MB)
+    found = _rounds(sizes, rounds)
+    return Row(
+        name="P11",
+        what=f"quorum of {'/'.join(map(str, sizes))}, MB",
+        ours="/".join(f"{found['ours'][number][1]:.2f}" for number in sizes),
+        peer="/".join(f"{found['peer'][number][1]:.0f}" for number in sizes),
+        other="both directions",
+        ratio=found["ours"][sizes[0]][1] / found["peer"][sizes[0]][1],
+        bar=f"<= {'/'.join(str(bar) for bar in BYTE_BARS_MB.values())} MB",
+        met=all(found["ours"][number][1] <= bar for number, bar in BYTE_BARS_MB.items()),
+    )
+
+
+def measure_heartbeats(turns: int, seconds: int) -> Row:
+    """P12. Raises: RuntimeError: h2load (Debian's nghttp2-client) is not installed, or a heartbeat failed."""
+    commands = {"peer": peer.lighthouse_command(), "ours": _our_commands()}
+    found: dict[str, list[float]] = {name: [] for name in commands}
+    for _ in range(turns):
+        for name, command in commands.items():
+            with servers.lighthouse(command, min_replicas=1) as started:
+                found[name].append(_heartbeats_per_s(started.port, seconds))
+    per_s = {name: statistics.median(values) for name, values in found.items()}
+    return Row(
+        name="P12",
+        what="unary heartbeats, 20 x 10, k/s",
+        ours=f"{per_s['ours'] / 1e3:.1f}",
+        peer=f"{per_s['peer'] / 1e3:.1f}",
+        other="",
+        ratio=per_s["ours"] / per_s["peer"],
+        bar=f">= {HEARTBEATS_BAR_PER_S / 1e3:.0f} k/s",
+        met=per_s["ours"] >= HEARTBEATS_BAR_PER_S,
+    )
+
+
+def _heartbeats_per_s(port: int, seconds: int) -> float:
+    if shutil.which("h2load") is None:
+        raise RuntimeError("h2load is not installed; it is in Debian's package nghttp2-client")
+    heartbeat = codec.encode_heartbeat("replica_0:00000000-0000-0000-0000-000000000000")
+    with tempfile.NamedTemporaryFile() as body:
+        body.write(b"\0" + len(heartbeat).to_bytes(4, "big") + heartbeat)
+        body.flush()
+        done = subprocess.run(
+            [
+                *("h2load", "--clients=20", "--max-concurrent-streams=10", f"--duration={seconds}", "--warm-up-time=1"),
+                *("--header=content-type: application/grpc", "--header=te: trailers", f"--data={body.name}"),
+                f"http://127.0.0.1:{port}{services.LIGHTHOUSE_HEARTBEAT}",
+            ],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    rate = re.search(r"finished in .*?, ([\d.]+) req/s", done.stdout)
+    failed = re.search(r"(\d+) failed", done.stdout)
+    if rate is None or failed is None or int(failed[1]):
+        raise RuntimeError(f"h2load says: {done.stdout}")
+    return float(rate[1])
+
+
+def measure_streams(seconds: float, number: int = STREAMS_BAR) -> Row:
+    """P13: the share of a core that so many groups cost; it grows with their number."""
+    allow_descriptors(number + SPARE_DESCRIPTORS)
+    members = _members(number)
+    with servers.lighthouse(_our_commands(), min_replicas=number) as started, swarm(started.port, number) as clients:
+        _open_sessions(clients, members)
+        beat = codec.encode_to_lighthouse(events.BeatReceived(0, 0))
+        words = [connection.framed(beat) for connection in clients.connections]
+        server = psutil.Process(started.pid)
+        _beat(clients, words, 1.0)
+        before = server.cpu_times()
+        began = time.perf_counter()
+        _beat(clients, words, seconds)
+        took_s = time.perf_counter() - began
+        after = server.cpu_times()
+        told = sum(connection.answers for connection in clients.connections) - number
+    cores = (after.user + after.system - before.user - before.system) / took_s
+    streams = number * CORE_BAR / cores
+    return Row(
+        name="P13",
+        what=f"streams on {CORE_BAR} of a core",
+        ours=f"{streams:.0f}",
+        peer="-",
+        other=f"{number} cost {cores:.2f} of a core",
+        ratio=cores / CORE_BAR,
+        bar=f">= {STREAMS_BAR}, none lost",
+        met=streams >= STREAMS_BAR and not told,
+    )
+
+
+def _beat(clients: Swarm, words: Sequence[bytes], seconds: float) -> None:
+    """Every client beats once a second, spread over the second."""
+    number = len(words)
+    began, beaten = time.perf_counter(), 0
+    while (passed := time.perf_counter() - began) < seconds:
+        due = int(passed * number)
+        for index in range(beaten, due):
+            clients.connections[index % number].say(words[index % number])
+        beaten = due
+        clients.hear_for(0.01)

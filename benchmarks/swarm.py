@@ -1,0 +1,247 @@
+"""Thousands of clients of a lighthouse in one process: gRPC spoken by hand over plain sockets.
+
+A client library would cost more than the server that is measured, on the same two cores. So requests are laid out as
+bytes before the clock starts, and of what comes back only as much is read as tells one message from the next. Every
+byte in both directions is counted.
+
+Law of this file: HTTP/2 as a gRPC server needs it, connections and their bytes; what is said in them is the rows'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import resource
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, final
+
+SPARE_DESCRIPTORS: Final = 200
+PATIENCE_S: Final = 60.0
+
+_PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_DATA, _HEADERS, _RESET, _SETTINGS, _PING, _GOAWAY, _WINDOW = 0, 1, 3, 4, 6, 7, 8
+_END_STREAM, _ACK, _END_HEADERS = 1, 1, 4
+_MOST: Final = 2**31 - 1
+_AT_ONCE: Final = 1 << 20
+_INITIAL_WINDOW: Final = 4  # the setting
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
+
+
+def _text(value: str) -> bytes:
+    """A string of HPACK, as it is; at most 126 bytes."""
+    assert len(value) < 127
+    return bytes((len(value),)) + value.encode()
+
+
+def _headers(method: str) -> bytes:
+    """Of a gRPC call, none of them remembered by the server from one call to the next."""
+    plain = {"te": "trailers", "content-type": "application/grpc"}
+    return (
+        b"\x83\x86"  # POST, http
+        + b"\x04"
+        + _text(method)
+        + b"\x01"
+        + _text("lighthouse")
+        + b"".join(b"\x00" + _text(name) + _text(value) for name, value in plain.items())
+    )
+
+
+@final
+class Connection:
+    """One client's connection: a stream that stays, or unary calls one after the other.
+
+    Args:
+        port: of the server on this machine.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self.messages: list[bytes] = []  # that came on the stream and were not taken yet
+        self.answers = 0  # messages on the stream, or unary calls that ended
+        self._last_stream = -1
+        self._unary = False
+        self._unread = bytearray()
+        self._skip = 0  # bytes of a unary answer that need not be looked at
+        self._message = bytearray()  # of the stream, of which the end has not come
+        self.sock = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        settings = struct.pack(">HI", _INITIAL_WINDOW, _MOST)
+        window = struct.pack(">I", _MOST - 65_535)
+        self._write(_PREFACE + _frame(_SETTINGS, 0, 0, settings) + _frame(_WINDOW, 0, 0, window))
+
+    def open_stream(self, method: str, message: bytes) -> None:
+        """Begin the stream, with its first message."""
+        self._unary, self._last_stream = False, 1
+        self._write(_frame(_HEADERS, _END_HEADERS, 1, _headers(method)) + self.framed(message))
+
+    def framed(self, message: bytes) -> bytes:
+        """A message on the stream as it goes over the wire."""
+        return _frame(_DATA, 0, self._last_stream, b"\0" + struct.pack(">I", len(message)) + message)
+
+    def unary(self, method: str, message: bytes) -> bytes:
+        """The next call as it goes over the wire."""
+        self._unary = True
+        self._last_stream += 2
+        body = b"\0" + struct.pack(">I", len(message)) + message
+        head = _frame(_HEADERS, _END_HEADERS, self._last_stream, _headers(method))
+        return head + _frame(_DATA, _END_STREAM, self._last_stream, body)
+
+    def say(self, words: bytes) -> None:
+        """Send what `framed` or `unary` made."""
+        self._write(words)
+
+    def close(self) -> None:
+        """End it, without a word."""
+        self.sock.close()
+
+    def _write(self, words: bytes) -> None:
+        self.sock.sendall(words)
+        self.sent_bytes += len(words)
+
+    def hear(self, data: bytes | memoryview) -> None:
+        """Take what came. Raises: RuntimeError: the server ended the call or the connection."""
+        self.received_bytes += len(data)
+        if self._skip:
+            skipped = min(self._skip, len(data))
+            self._skip -= skipped
+            data = data[skipped:]
+        unread = self._unread
+        unread += data
+        at = 0
+        while len(unread) - at >= 9:
+            length = int.from_bytes(unread[at : at + 3], "big")
+            kind, flags = unread[at + 3], unread[at + 4]
+            if kind == _DATA and self._unary:
+                here = min(length, len(unread) - at - 9)
+                self._skip = length - here
+                at += 9 + here
+                continue
+            if len(unread) - at - 9 < length:
+                break
+            self._frame_came(kind, flags, bytes(unread[at + 9 : at + 9 + length]))
+            at += 9 + length
+        del unread[:at]
+
+    def _frame_came(self, kind: int, flags: int, payload: bytes) -> None:
+        if kind == _DATA:
+            self._data_came(payload)
+        elif kind == _HEADERS and flags & _END_STREAM:
+            if not self._unary:
+                raise RuntimeError("the server ended a stream")
+            self.answers += 1
+        elif kind == _SETTINGS and not flags & _ACK:
+            self._write(_frame(_SETTINGS, _ACK, 0, b""))
+        elif kind == _PING and not flags & _ACK:
+            self._write(_frame(_PING, _ACK, 0, payload))
+        elif kind in (_RESET, _GOAWAY):
+            raise RuntimeError(f"the server ended a connection: {payload!r}")
+
+    def _data_came(self, payload: bytes) -> None:
+        self._message += payload
+        while len(self._message) >= 5:
+            end = 5 + int.from_bytes(self._message[1:5], "big")
+            if len(self._message) < end:
+                return
+            self.messages.append(bytes(self._message[5:end]))
+            self.answers += 1
+            del self._message[:end]
+
+
+@final
+class Swarm:
+    """Clients that live until the block ends.
+
+    Args:
+        port: of the server on this machine.
+        number: of connections.
+    """
+
+    def __init__(self, port: int, number: int) -> None:
+        self.connections: list[Connection] = []
+        self._selector = selectors.DefaultSelector()
+        self._buffer = bytearray(_AT_ONCE)
+        try:
+            for _ in range(number):
+                connection = Connection(port)
+                self.connections.append(connection)
+                self._selector.register(connection.sock, selectors.EVENT_READ, connection)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End all connections."""
+        for connection in self.connections:
+            connection.close()
+        self._selector.close()
+
+    @property
+    def bytes_so_far(self) -> int:
+        """Sent and received, frames and all."""
+        return sum(connection.sent_bytes + connection.received_bytes for connection in self.connections)
+
+    def hear_for(self, seconds: float) -> None:
+        """Take what comes, for so long."""
+        end = time.perf_counter() + seconds
+        while (left := end - time.perf_counter()) > 0:
+            self._hear(left)
+
+    def hear_until(self, done: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
+        """Take what comes until that is so. Raises: RuntimeError: it took too long, or the server hung up."""
+        end = time.perf_counter() + within_s
+        while not done():
+            if time.perf_counter() > end:
+                raise RuntimeError("the lighthouse did not answer everybody in time; run it by hand to see why")
+            self._hear(1.0)
+
+    def exchange(self, words: Sequence[bytes], within_s: float = PATIENCE_S) -> float:
+        """Each client says its words, and all are answered once. Returns: seconds from the first word to the last
+        answer."""
+        before = sum(connection.answers for connection in self.connections)
+        began = time.perf_counter()
+        for connection, said in zip(self.connections, words, strict=True):
+            connection.say(said)
+        wanted = before + len(words)
+        self.hear_until(lambda: sum(connection.answers for connection in self.connections) >= wanted, within_s)
+        return time.perf_counter() - began
+
+    def _hear(self, patience_s: float) -> None:
+        for key, _ in self._selector.select(patience_s):
+            connection: Connection = key.data
+            try:
+                count = connection.sock.recv_into(self._buffer)
+            except OSError as error:
+                if error.errno == errno.EAGAIN:
+                    continue
+                raise RuntimeError(f"a connection broke: {error}") from error
+            if not count:
+                raise RuntimeError("the server closed a connection")
+            connection.hear(memoryview(self._buffer)[:count])
+
+
+@contextlib.contextmanager
+def swarm(port: int, number: int) -> Iterator[Swarm]:
+    """So many clients while the block lasts. Raises: RuntimeError: this machine does not allow as many sockets."""
+    allow_descriptors(number + SPARE_DESCRIPTORS)
+    clients = Swarm(port, number)
+    try:
+        yield clients
+    finally:
+        clients.close()
+
+
+def allow_descriptors(number: int) -> None:
+    """Let this process and those that it starts open so many. Raises: RuntimeError: the machine does not allow it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < number:
+        if hard != resource.RLIM_INFINITY and hard < number:
+            raise RuntimeError(f"{number} open files are needed and {hard} allowed; raise it with `ulimit -Hn`")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
