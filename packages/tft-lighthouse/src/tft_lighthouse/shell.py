@@ -74,7 +74,7 @@ class LighthouseShell:
         self._encode_response = _Last(codec.encode_lighthouse_response)
         self._timer: asyncio.TimerHandle | None = None
         self._graces: set[asyncio.TimerHandle] = set()
-        self._server = grpc.aio.server(options=server_options(config.timeouts))
+        self._server = grpc.aio.server(options=server_options(config.timeouts, hears_beats=True))
         self._server.add_generic_rpc_handlers(
             [
                 services.Services(

@@ -273,6 +273,8 @@ class Job:
         self._asked_since: set[str] = set()
         self._newest_step = 0  # that a member of the newest quorum was at or has said since
         self._announced = False  # since the newest quorum: somebody asks who will heal
+        self._askers: dict[str, Replica] = {}  # who has asked; some of them may not wait any more
+        self._more = 0  # requests that must come before the rule can say yes
         self._asking: tuple[int, QuorumKey, int] | None = None  # (stream, key, since_ms)
         self._now_ms = now_ms
         self._handshake = Handshake(name, self._standing)
@@ -300,8 +302,10 @@ class Job:
             out += self._break_quorum(hello.replica_id, session_before, f"session {hello.session} has taken its place")
         if hello.held is not None:
             self.last_id = max(self.last_id, hello.held.quorum_id)
-            out += self._ask_for_newest(now_ms)
-        return out + self._form(now_ms, wall_ms)
+            if all(known is None or hello.held > known for known in (self._previous_key, self._asked_key)):
+                out += self._ask_for_newest(now_ms)
+        # Who has only come makes nothing possible that was not; thousands come together.
+        return out + self._form(now_ms, wall_ms) if result.lost is not None else out
 
     def handle(self, event: events.LighthouseEvent, now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
         """Take an event of one of this job's streams."""
@@ -311,7 +315,7 @@ class Job:
                 self.liveness.stream_closed(event.stream, now_ms)
                 out += self._asked_nobody(event.stream, now_ms)
                 self._asked_in_vain.discard(event.stream)
-                return out + self._judge(now_ms)
+                return out
             case events.DeathReported():
                 lost = self.liveness.death(event.stream, event.reason, now_ms)
                 if lost is not None:
@@ -334,7 +338,8 @@ class Job:
                 self._withdrawn(replica, event.request, now_ms)
             case events.QuorumRequested():
                 out += self._requested(replica, event, now_ms)
-                if self._may_form(now_ms):
+                self._more = 0 if event.member.shrink_only else self._more - 1
+                if self._more <= 0 and self._may_form(now_ms):
                     out += self._form(now_ms, wall_ms)
         return out
 
@@ -350,6 +355,7 @@ class Job:
 
     def _accepted(self, stream: int, hello: Hello, result: Accepted) -> list[effects.LighthouseEffect]:
         self._healthy_before = None
+        self._more = 0
         out: list[effects.LighthouseEffect] = []
         if result.replaced_stream is not None:
             out.append(effects.CloseStream(result.replaced_stream))
@@ -389,6 +395,7 @@ class Job:
         replica = lost.replica
         self.hangs.heard(replica.replica_id, None, lost.replica.lost_ms)
         self._healthy_before = None
+        self._more = 0
         out: list[effects.LighthouseEffect] = [
             effects.ReplicaLost(self.name, replica.replica_id, replica.session, lost.reason),
             *self._break_quorum(replica.replica_id, replica.session, lost.reason),
@@ -577,6 +584,7 @@ class Job:
         replica.held = event.held
         replica.healing_since_ms = None
         replica.request = request
+        self._askers[replica.replica_id] = replica
         if member.failed_heals >= 2:
             pause_ms = min(INELIGIBLE_MOST_MS, INELIGIBLE_FIRST_MS << min(member.failed_heals - 2, 16))
             replica.ineligible_until_ms = request.asked_ms + pause_ms
@@ -651,8 +659,8 @@ class Job:
         before = self._members[replica.replica_id]
         # It may say that its group can't be used, because it was never configured; anything else is news to the others.
         same = replace(request.member, needs_configure=before.needs_configure) == before
-        others = self._asked_since - {replica.replica_id}
-        return not others and self._broken is None and replica.stream is not None and same
+        alone = self._asked_since <= {replica.replica_id}
+        return alone and self._broken is None and replica.stream is not None and same
 
     def _answer_again(self, replica: Replica, request: OpenRequest, now_ms: int) -> list[effects.LighthouseEffect]:
         """Give the newest quorum to a member that has not got it."""
@@ -686,15 +694,16 @@ class Job:
             len(self._asked_since) >= self._healthy_before or now_ms - self._formed_ms >= self._timeouts.join_timeout_ms
         )
 
-    def _waiting(self) -> Iterable[tuple[Replica, OpenRequest]]:
-        for replica in self.liveness.replicas.values():
-            if replica.healthy and replica.request is not None:
-                yield replica, replica.request
+    def _waiting(self) -> list[tuple[Replica, OpenRequest]]:
+        """Who waits, in the order in which they have asked; costs nothing when nobody does."""
+        self._askers = {name: replica for name, replica in self._askers.items() if replica.request is not None}
+        return [(each, each.request) for each in self._askers.values() if each.healthy and each.request is not None]
 
     def _form(self, now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
         """Form the next quorum if the rule says so, and answer everyone in it."""
         out = self._refuse_the_ahead()
-        waiting = list(self._waiting())
+        waiting = self._waiting()
+        self._more = 0
         if not waiting:
             self.waiting_for = "nobody has asked"
             return out
@@ -704,6 +713,7 @@ class Job:
         decision = decide(self._situation(waiting, now_ms))
         if not isinstance(decision, Form):
             self.waiting_for = decision.reason
+            self._more = decision.more
             return out
         return out + self._formed(decision.members, now_ms, wall_ms)
 
@@ -756,7 +766,7 @@ class Job:
 
     def _refuse_the_ahead(self) -> list[effects.LighthouseEffect]:
         """A state loaded from outside must not overtake the job's own."""
-        waiting = list(self._waiting())
+        waiting = self._waiting()
         live = [request.member.step for _, request in waiting if request.member.live]
         if not live:
             return []

@@ -120,6 +120,7 @@ class Liveness:
         self._timeouts = timeouts
         self.replicas: dict[str, Replica] = {}
         self._by_stream: dict[int, Replica] = {}
+        self._broke: dict[str, Replica] = {}  # whose streams broke within the last grace; some may be back
 
     def of_stream(self, stream: int) -> Replica | None:
         """The replica whose newest stream this is."""
@@ -200,6 +201,7 @@ class Liveness:
         replica.withdraw(now_ms)
         if replica.lost is None:
             replica.broken_ms = now_ms
+            self._broke[replica.replica_id] = replica
             self._excuse_if_sick(now_ms)
 
     def death(self, stream: int, reason: str, now_ms: int) -> Lost | None:
@@ -310,11 +312,12 @@ class Liveness:
     def _excuse_if_sick(self, now_ms: int) -> None:
         """When more than half of at least four streams break within one grace, the fault is not theirs."""
         grace_ms = self._timeouts.reconnect_grace_ms
-        broken = [
-            replica
-            for replica in self.replicas.values()
+        self._broke = {
+            name: replica
+            for name, replica in self._broke.items()
             if replica.healthy and replica.broken_ms is not None and now_ms - replica.broken_ms <= grace_ms
-        ]
+        }
+        broken = self._broke.values()
         streams = len(self._by_stream) + len(broken)
         if streams < SICK_STREAMS_LEAST or 2 * len(broken) <= streams:
             return

@@ -10,7 +10,7 @@ Law of this file: functions of what is known now; no state.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tft_coord.core.types import Member, Quorum
 
@@ -57,9 +57,14 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Form none yet; `reason` says what is missing."""
+    """Form none yet; `reason` says what is missing.
+
+    At least `more` requests must come before the rule can say otherwise, as long as nothing else happens: with a
+    thousand members it must not be applied a thousand times for one quorum.
+    """
 
     reason: str
+    more: int = field(default=1, compare=False)
 
 
 def decide(situation: Situation) -> Form | Wait:
@@ -68,40 +73,58 @@ def decide(situation: Situation) -> Form | Wait:
     Returns: `Form` with at least `min_replicas` members, or `Wait` with a sentence.
     Source: protocol.md section 2.
     """
-    previous_ids = situation.previous.replica_ids if situation.previous is not None else ()
-    shrink_only = any(
-        member.shrink_only for replica_id, member in situation.waiting.items() if replica_id in previous_ids
-    )
+    before = frozenset(situation.previous.replica_ids) if situation.previous is not None else frozenset()
+    shrink_only = any(member.shrink_only for replica_id, member in situation.waiting.items() if replica_id in before)
     eligible = set(situation.healthy) - set(situation.ineligible)
     if shrink_only:
-        eligible &= set(previous_ids)
-    candidates = sorted(replica_id for replica_id in situation.waiting if replica_id in eligible)
+        eligible &= before
+    candidates = {replica_id for replica_id in situation.waiting if replica_id in eligible}
+    form = Form(tuple(situation.waiting[replica_id] for replica_id in sorted(candidates)))
     if len(candidates) < situation.min_replicas:
-        return Wait(f"{len(candidates)} of min_replicas {situation.min_replicas} have asked")
-    form = Form(tuple(situation.waiting[replica_id] for replica_id in candidates))
-    if previous_ids and all(replica_id in candidates for replica_id in previous_ids):
+        wait = Wait(f"{len(candidates)} of min_replicas {situation.min_replicas} have asked")
+    elif before and before <= candidates:
         return form
+    elif situation.fast_only:
+        wait = Wait("the lighthouse has just started and waits to hear who trains")
+    else:
+        found = _majority(situation, candidates, eligible, before) or _lost_state(situation, form.members)
+        if found is None:
+            return form
+        wait = found
+    # Who asks without shrink_only after it was said makes more eligible than itself.
+    return wait if shrink_only else replace(wait, more=_more(situation, candidates, eligible, before))
+
+
+def _more(situation: Situation, candidates: Collection[str], eligible: Collection[str], before: frozenset[str]) -> int:
+    """How many requests are missing at the least: each makes one candidate more at most, and no other less needed."""
+    least = max(1, situation.min_replicas - len(candidates))
+    fast = max(least, len(before.difference(candidates))) if before else None
     if situation.fast_only:
-        return Wait("the lighthouse has just started and waits to hear who trains")
-    return _majority(situation, candidates, eligible, previous_ids) or _lost_state(situation, form.members) or form
+        return least if fast is None else fast
+    slow = max(least, len(eligible) // 2 + 1 - len(candidates))
+    if candidates and _remaining_ms(situation, candidates) > 0:
+        slow = max(slow, len(eligible) - len(candidates))
+    return slow if fast is None else min(slow, fast)
 
 
-def _majority(
-    situation: Situation, candidates: list[str], eligible: set[str], previous_ids: Collection[str]
-) -> Wait | None:
+def _remaining_ms(situation: Situation, candidates: Collection[str]) -> int:
+    """Of join_timeout. Who is not eligible may have asked long ago; the others are not hurried by it."""
+    first_asked_ms = min(situation.asked_ms[replica_id] for replica_id in candidates)
+    return first_asked_ms + situation.join_timeout_ms - situation.now_ms
+
+
+def _majority(situation: Situation, candidates: set[str], eligible: set[str], before: Collection[str]) -> Wait | None:
     """The slow path: what it still waits for, or None."""
     if 2 * len(candidates) <= len(eligible):
         return Wait(f"{len(candidates)} of {len(eligible)} healthy replicas have asked, and a majority is needed")
-    survivors = [replica_id for replica_id in previous_ids if replica_id in situation.healthy]
+    survivors = [replica_id for replica_id in before if replica_id in situation.healthy]
     if survivors and not any(replica_id in candidates for replica_id in survivors):
         return Wait(f"a survivor of the last quorum is healthy and has not asked: {_names(survivors)}")
-    missing = sorted(eligible - set(candidates))
+    missing = sorted(eligible - candidates)
     healing = [replica_id for replica_id in missing if replica_id in situation.healing]
     if healing:
         return Wait(f"{_names(healing)} heals and its bytes arrive")
-    # Who is not eligible may have asked long ago; the others are not hurried by it.
-    first_asked_ms = min(situation.asked_ms[replica_id] for replica_id in candidates)
-    remaining_ms = first_asked_ms + situation.join_timeout_ms - situation.now_ms
+    remaining_ms = _remaining_ms(situation, candidates)
     if missing and remaining_ms > 0:
         return Wait(f"{_names(missing)} is healthy and has not asked; join_timeout ends in {remaining_ms} ms")
     return None

@@ -37,6 +37,7 @@ class TorchftCore:
         self._waiting: dict[int, _Waiting] = {}
         self.previous: Quorum | None = None
         self._formed_ms = 0
+        self._more = 0  # requests that must come before the rule can say yes
         self.waiting_for = "nobody has asked"
 
     def living(self, now_ms: int) -> str | None:
@@ -68,7 +69,8 @@ class TorchftCore:
             case events.UnaryQuorumRequested():
                 self._beats[event.member.replica_id] = now_ms
                 self._waiting[event.call] = _Waiting(event.member, now_ms)
-                return self.tick(now_ms, wall_ms)
+                self._more = 0 if event.member.shrink_only else self._more - 1
+                return self.tick(now_ms, wall_ms) if self._more <= 0 else []
 
     def tick(self, now_ms: int, wall_ms: int) -> list[effects.UnaryEffect]:
         """Let time pass; forms a quorum when the rule says so."""
@@ -80,8 +82,20 @@ class TorchftCore:
         for entry in self._waiting.values():  # the newest call of a replica stands for it
             if entry.member.replica_id in healthy:
                 waiting[entry.member.replica_id] = entry
+        self._more = self._least(waiting, healthy, now_ms)
         members = self._decide(waiting, healthy, now_ms)
         return [] if members is None else self._formed(members, now_ms, wall_ms)
+
+    def _least(self, waiting: dict[str, _Waiting], healthy: set[str], now_ms: int) -> int:
+        """How many more must ask before a quorum can form, at the least, while nothing else happens."""
+        if not waiting or any(entry.member.shrink_only for entry in waiting.values()):
+            return 0
+        waited_ms = now_ms - min(entry.asked_ms for entry in waiting.values())
+        missing = len(healthy) - len(waiting) if waited_ms < self._config.timeouts.join_timeout_ms else 0
+        slow = max(self._config.min_replicas - len(waiting), len(healthy) // 2 + 1 - len(waiting), missing)
+        if self.previous is None:
+            return slow
+        return min(slow, sum(1 for replica_id in self.previous.replica_ids if replica_id not in waiting))
 
     def _decide(self, waiting: dict[str, _Waiting], healthy: set[str], now_ms: int) -> tuple[Member, ...] | None:
         previous_ids = set(self.previous.replica_ids) if self.previous is not None else set()
@@ -108,6 +122,7 @@ class TorchftCore:
     def _formed(self, members: tuple[Member, ...], now_ms: int, wall_ms: int) -> list[effects.UnaryEffect]:
         previous = self.previous
         ids = tuple(member.replica_id for member in members)
+        names = frozenset(ids)
         failed = [member.replica_id for member in members if member.commit_failures > 0]
         out: list[effects.UnaryEffect] = []
         if previous is None or previous.replica_ids != ids or failed:
@@ -119,7 +134,7 @@ class TorchftCore:
             quorum = Quorum(previous.key, members, wall_ms)
         self.previous = quorum
         self._formed_ms = now_ms
-        answered = [call for call, entry in self._waiting.items() if entry.member.replica_id in ids]
+        answered = [call for call, entry in self._waiting.items() if entry.member.replica_id in names]
         out += [effects.AnswerUnaryQuorum(call, quorum) for call in answered]
         for call in answered:
             del self._waiting[call]

@@ -231,7 +231,7 @@ class LighthouseLink:
     async def _keep_stream(self) -> None:
         """One dial and, if it succeeds, the life of one stream."""
         try:
-            channel = await dial(self._target, self._timeouts)
+            channel = await dial(self._target, self._timeouts, to_lighthouse=True)
             try:
                 try:
                     await self._converse(channel)

@@ -19,15 +19,16 @@ from tft_coord.transport.settings import channel_options
 CANCEL_AGAIN_S: Final = 0.1
 
 
-async def dial(address: str, timeouts: Timeouts) -> grpc.aio.Channel:
+async def dial(address: str, timeouts: Timeouts, *, to_lighthouse: bool = False) -> grpc.aio.Channel:
     """A new channel that is connected.
 
     Args:
         address: as `target` gives it.
         timeouts: an attempt takes at most heartbeat_timeout_ms.
+        to_lighthouse: which has thousands of channels, so that this one is pinged more seldom.
     Raises: Unreachable: the attempt failed. Nothing is left open.
     """
-    channel = grpc.aio.insecure_channel(address, options=channel_options(timeouts))
+    channel = grpc.aio.insecure_channel(address, options=channel_options(timeouts, to_lighthouse=to_lighthouse))
     try:
         await asyncio.wait_for(_connected(channel), timeouts.heartbeat_timeout_ms / 1000)
     except BaseException as error:

@@ -42,14 +42,16 @@ _STATUS = {
 }
 
 
-def channel_options(timeouts: Timeouts) -> Options:
+def channel_options(timeouts: Timeouts, *, to_lighthouse: bool = False) -> Options:
     """For a client's channel.
+
+    A lighthouse has thousands of them, and every ping costs it as much as a beat; that one hangs is found later.
 
     Redials are the caller's: each dial is a new channel with a pool of its own, so that grpc's back-off, which is
     shared between channels of one address, never delays one.
     """
     return [
-        *_common(timeouts, MAX_MESSAGE_BYTES),
+        *_common(timeouts, MAX_MESSAGE_BYTES, timeouts.heartbeat_timeout_ms // (2 if to_lighthouse else 8)),
         ("grpc.enable_http_proxy", 0),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -58,11 +60,17 @@ def channel_options(timeouts: Timeouts) -> Options:
     ]
 
 
-def server_options(timeouts: Timeouts) -> Options:
-    """For a server: a port has one owner, and pings are welcome at any pace."""
+def server_options(timeouts: Timeouts, *, hears_beats: bool = False) -> Options:
+    """For a server: a port has one owner, and pings are welcome at any pace.
+
+    One that judges its clients by their beats needs no pings of its own to know who is silent; they are for connections
+    that say nothing at all.
+    """
     return [
-        *_common(timeouts, MAX_REQUEST_BYTES),
+        *_common(timeouts, MAX_REQUEST_BYTES, timeouts.heartbeat_timeout_ms // (1 if hears_beats else 8)),
         ("grpc.so_reuseport", 0),
+        # What a server is told is small, and a ping after whatever comes, to measure the link, would double its work.
+        ("grpc.http2.bdp_probe", 0),
         # Who connects and says nothing is sent off: its connection is a descriptor that others need.
         ("grpc.server_handshake_timeout_ms", timeouts.heartbeat_timeout_ms),
         ("grpc.http2.max_ping_strikes", 0),
@@ -70,13 +78,13 @@ def server_options(timeouts: Timeouts) -> Options:
     ]
 
 
-def _common(timeouts: Timeouts, most_received_bytes: int) -> Options:
+def _common(timeouts: Timeouts, most_received_bytes: int, ping_after_ms: int) -> Options:
     # Pings are sent and answered by grpc's own threads, without the interpreter lock: a busy trainer answers, a stopped
-    # one or a cut cable does not: it is found after heartbeat_timeout and before an eighth more of it has passed.
+    # one or a cut cable does not: it is found heartbeat_timeout after a ping, and that goes out after ping_after_ms.
     # Both time-outs are set: a server waits for the longer of the two, and the second is a minute by default.
     unanswered_ms = timeouts.heartbeat_timeout_ms
     return [
-        ("grpc.keepalive_time_ms", max(1, timeouts.heartbeat_timeout_ms // 8)),
+        ("grpc.keepalive_time_ms", max(1, ping_after_ms)),
         ("grpc.keepalive_timeout_ms", unanswered_ms),
         ("grpc.http2.ping_timeout_ms", unanswered_ms),
         ("grpc.http2.max_pings_without_data", 0),
