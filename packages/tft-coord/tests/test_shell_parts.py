@@ -193,7 +193,7 @@ def test_an_outbox_writes_in_order_and_ends_when_it_is_closed_and_empty() -> Non
         written.append(message)
 
     async def scenario() -> None:
-        outbox = Outbox()
+        outbox = Outbox(lambda: written.append(b"overflows"))
         outbox.put(b"1")
         writer = asyncio.create_task(outbox.write_all(write))
         await asyncio.sleep(0)
@@ -205,6 +205,39 @@ def test_an_outbox_writes_in_order_and_ends_when_it_is_closed_and_empty() -> Non
 
     asyncio.run(scenario())
     assert written == [b"1", b"2", b"3"]
+
+
+def test_a_peer_that_does_not_read_costs_no_more_than_the_bound() -> None:
+    ended: list[str] = []
+    outbox = Outbox(lambda: ended.append("overflows"), most_bytes=10)
+    outbox.put(b"x" * 100)  # one message may be as large as it must
+    assert not outbox.closed
+    outbox.put(b"y")
+    assert outbox.closed
+    outbox.put(b"z")
+    assert ended == ["overflows"]
+
+
+def test_what_is_written_does_not_count_as_waiting() -> None:
+    async def scenario() -> None:
+        started, ended = asyncio.Event(), list[str]()
+
+        async def write(_message: bytes) -> None:
+            started.set()
+            await asyncio.Event().wait()
+
+        outbox = Outbox(lambda: ended.append("overflows"), most_bytes=10)
+        outbox.put(b"x" * 100)
+        writer = asyncio.create_task(outbox.write_all(write))
+        await started.wait()
+        outbox.put(b"y" * 9)
+        outbox.put(b"z")
+        assert not ended
+        outbox.put(b"!")
+        assert ended
+        writer.cancel()
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("said_goodbye", [True, False])

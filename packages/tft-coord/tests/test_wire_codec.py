@@ -203,6 +203,26 @@ def test_what_a_manager_server_says_comes_back(event: Any) -> None:
     assert codec.decode_to_lighthouse(7, codec.encode_to_lighthouse(event)) == event
 
 
+@given(members, st.lists(st.tuples(members, st.booleans(), st.integers(0, 2**40), st.none() | keys), max_size=5))
+def test_a_member_that_is_as_before_is_said_once(first: Member, others: list[tuple[Member, bool, int, Any]]) -> None:
+    last, said, heard = first, None, None
+    for request, (other, same, step, held) in enumerate([(first, False, 0, None), *others]):
+        last = replace(last, step=step, lineage=step or None) if same else other
+        event = QuorumRequested(0, request, last, held)
+        data = codec.encode_to_lighthouse(event, said)
+        assert codec.decode_to_lighthouse(0, data, heard) == event
+        if same:
+            assert len(data) < 80
+        said = heard = last
+
+
+def test_a_member_as_before_where_there_was_none_is_refused() -> None:
+    member = Member("a", step=3)
+    data = codec.encode_to_lighthouse(QuorumRequested(0, 1, member, None), member)
+    with pytest.raises(ProtocolError, match="its member is as before, and it is the first one on its stream"):
+        codec.decode_to_lighthouse(0, data)
+
+
 @given(told_by_lighthouse)
 def test_what_the_lighthouse_says_comes_back(effect: Any) -> None:
     assert codec.decode_from_lighthouse(codec.encode_from_lighthouse(effect)) == effect

@@ -15,7 +15,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from typing import Final, cast, final
+from typing import Final, Generic, TypeVar, cast, final
 
 import grpc
 import grpc.aio
@@ -24,7 +24,7 @@ from tft_coord.core import effects, events
 from tft_coord.core.kinds import Kinds
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.torchft_rule import TorchftCore
-from tft_coord.core.types import Quorum, Refusal
+from tft_coord.core.types import LossNotice, Member, Quorum, Refusal
 from tft_coord.errors import ProtocolError, SettingError
 from tft_coord.transport.outbox import Outbox
 from tft_coord.transport.settings import fail, server_options
@@ -36,6 +36,9 @@ from tft_lighthouse import __version__, log
 logger = logging.getLogger("tft_lighthouse")
 
 LAST_ANSWERS_S: Final = 0.2
+LOOKS_APART_S: Final = 0.01  # streams that break together are judged together
+
+_T = TypeVar("_T")
 
 
 @final
@@ -71,9 +74,14 @@ class LighthouseShell:
         self._streams: dict[int, Outbox] = {}
         self._calls: dict[int, asyncio.Future[Quorum | effects.RefuseUnary | None]] = {}
         self._encode_quorum = _Last(codec.encode_quorum)
+        self._framed: tuple[int, bytes, bytes] = (0, b"", b"")  # the last answer: request, quorum, and around it
+        self._encode_notice: _Last[LossNotice] = _Last(
+            lambda notice: codec.encode_from_lighthouse(effects.NotifyLoss(0, notice))
+        )
         self._encode_response = _Last(codec.encode_lighthouse_response)
         self._timer: asyncio.TimerHandle | None = None
         self._graces: set[asyncio.TimerHandle] = set()
+        self._last_look_s = 0.0
         self._server = grpc.aio.server(options=server_options(config.timeouts, hears_beats=True))
         self._server.add_generic_rpc_handlers(
             [
@@ -129,8 +137,11 @@ class LighthouseShell:
             self._graces.discard(timer)
             self._perform(self._core.tick(self._now_ms(), self._wall_ms()))
 
-        timer = self._loop.call_later(self._grace_s + 0.001, look)  # the core's milliseconds are whole
-        self._graces.add(timer)
+        ends_s = self._loop.time() + self._grace_s + 0.001  # the core's milliseconds are whole
+        if self._last_look_s < ends_s:
+            self._last_look_s = ends_s + LOOKS_APART_S
+            timer = self._loop.call_at(self._last_look_s, look)
+            self._graces.add(timer)
 
     def _handle(self, event: events.LighthouseEvent) -> None:
         self._perform(self._kinds.handle(event, self._now_ms(), self._wall_ms()))
@@ -142,7 +153,9 @@ class LighthouseShell:
         for decision in decisions:
             match decision:
                 case effects.AnswerQuorum(stream, request, quorum):
-                    self._put(stream, codec.frame_quorum_answer(request, self._encode_quorum(quorum)))
+                    self._put(stream, self._frame_answer(request, quorum))
+                case effects.NotifyLoss(stream, notice):
+                    self._put(stream, self._encode_notice(notice))
                 case effects.RefuseSession(stream, refusal, message):
                     logger.warning("a stream is refused (%s): %s", refusal.value, message)
                     self._put(stream, codec.encode_from_lighthouse(decision))
@@ -160,6 +173,13 @@ class LighthouseShell:
                     self._answer(call, decision)
                 case _:
                     self._put(decision.stream, codec.encode_from_lighthouse(decision))
+
+    def _frame_answer(self, request: int, quorum: Quorum) -> bytes:
+        """Replicas that started together ask by the same numbers, and are given the same bytes."""
+        encoded = self._encode_quorum(quorum)
+        if self._framed[0] != request or self._framed[1] is not encoded:
+            self._framed = (request, encoded, codec.frame_quorum_answer(request, encoded))
+        return self._framed[2]
 
     def _put(self, stream: int, message: bytes) -> None:
         outbox = self._streams.get(stream)
@@ -185,8 +205,15 @@ class LighthouseShell:
     # --- streams ------------------------------------------------------------------------------------------------------
 
     async def _serve_session(self, _messages: object, context: Context) -> None:
-        stream, outbox = next(self._numbers), Outbox()
-        self._streams[stream] = outbox
+        stream, serves = next(self._numbers), asyncio.current_task()
+        assert serves is not None
+
+        def overflows() -> None:
+            name, peer = self._core.replica_of(stream) or "nobody yet", context.peer()
+            logger.warning("the stream of replica %s, from %s, is ended: it does not read what it is told", name, peer)
+            serves.cancel()
+
+        outbox = self._streams[stream] = Outbox(overflows)
         reader = self._loop.create_task(self._read(stream, outbox, context))
         try:
             await outbox.write_all(context.write)
@@ -199,8 +226,12 @@ class LighthouseShell:
     async def _read(self, stream: int, outbox: Outbox, context: Context) -> None:
         """Hear the stream until its manager server closes its side, breaks, or talks nonsense."""
         try:
+            said: Member | None = None
             while isinstance(message := cast("object", await context.read()), bytes):
-                self._handle(codec.decode_to_lighthouse(stream, message))
+                event = codec.decode_to_lighthouse(stream, message, said)
+                if isinstance(event, events.QuorumRequested):
+                    said = event.member
+                self._handle(event)
         except ProtocolError as error:
             message = f"from {context.peer()}: {error}"
             self._perform([effects.RefuseSession(stream, Refusal.MALFORMED, message)])
@@ -263,14 +294,14 @@ class LighthouseShell:
 
 
 @final
-class _Last:
-    """Encodes a quorum, and gives the same bytes again while it is asked for the same quorum."""
+class _Last(Generic[_T]):
+    """Encodes a value, and gives the same bytes again while it is asked for the same value."""
 
-    def __init__(self, encode: Callable[[Quorum], bytes]) -> None:
+    def __init__(self, encode: Callable[[_T], bytes]) -> None:
         self._encode = encode
-        self._last: tuple[Quorum, bytes] | None = None
+        self._last: tuple[_T, bytes] | None = None
 
-    def __call__(self, quorum: Quorum) -> bytes:
-        if self._last is None or self._last[0] is not quorum:
-            self._last = (quorum, self._encode(quorum))
+    def __call__(self, value: _T) -> bytes:
+        if self._last is None or self._last[0] is not value:
+            self._last = (value, self._encode(value))
         return self._last[1]

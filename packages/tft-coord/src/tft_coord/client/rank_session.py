@@ -219,7 +219,7 @@ class RankSession:
     async def _converse(self, channel: grpc.aio.Channel, known: asyncio.Future[None]) -> None:
         """The life of one stream. Returns when it was ended by goodbye; a break raises."""
         call = services.stream_stub(channel, services.MANAGER_SESSION)(metadata=self._metadata)
-        outbox = self._outbox = Outbox()
+        outbox = self._outbox = Outbox(call.cancel)
         outbox.put(codec.encode_from_rank(codec.RankHello(self.group_rank, self._session)))
         for number, waiting in self._waiting.items():
             self._say(number, waiting)

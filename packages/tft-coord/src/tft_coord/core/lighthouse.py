@@ -127,6 +127,12 @@ class LighthouseCore:
             del self._job_of_stream[stream]
         return [effects.RefuseSession(stream, refusal, message) for stream in streams]
 
+    def replica_of(self, stream: int) -> str | None:
+        """Who said hello on that stream, if it is the newest of that replica."""
+        job = self._job_of_stream.get(stream)
+        replica = job.liveness.of_stream(stream) if job is not None else None
+        return replica.replica_id if replica is not None else None
+
     def waiting_for(self, job: str) -> str:
         """What the job's next quorum waits for, one phrase."""
         return self._jobs[job].waiting_for if job in self._jobs else "nobody of this job has been heard of"

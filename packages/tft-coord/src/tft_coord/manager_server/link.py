@@ -116,6 +116,7 @@ class LighthouseLink:
         self._said_foreign = False
         self._loop = asyncio.get_running_loop()
         self._outbox: Outbox | None = None
+        self._said: Member | None = None  # in the last request on this stream
         self._stream: asyncio.Task[None] | None = None
         self._call: grpc.aio.StreamStreamCall[bytes, bytes] | None = None
         self._redial: asyncio.TimerHandle | None = None
@@ -217,7 +218,9 @@ class LighthouseLink:
 
     def _say(self, event: events.LighthouseEvent) -> None:
         if self._outbox is not None:
-            self._outbox.put(codec.encode_to_lighthouse(event))
+            self._outbox.put(codec.encode_to_lighthouse(event, self._said))
+            if isinstance(event, events.QuorumRequested):
+                self._said = event.member
 
     def _now_ms(self) -> int:
         return int(self._loop.time() * 1000)
@@ -252,7 +255,7 @@ class LighthouseLink:
 
     async def _converse(self, channel: grpc.aio.Channel) -> None:
         call = services.stream_stub(channel, services.LIGHTHOUSE_SESSION)(metadata=self._metadata)
-        self._call, self._outbox = call, Outbox()
+        self._call, self._outbox, self._said = call, Outbox(call.cancel), None
         writer = self._loop.create_task(self._write(call, self._outbox))
         try:
             self._perform(self._core.stream_opened(self._now_ms()))

@@ -306,7 +306,15 @@ class ManagerServerShell:
     # --- a rank's stream ---------------------------------------------------------------------------------------
 
     async def _serve_rank(self, _messages: object, context: Context) -> None:
-        rank = _RankStream(next(self._numbers))
+        serves = asyncio.current_task()
+        assert serves is not None
+
+        def overflows(rank: _RankStream) -> None:
+            sentence = "the stream of rank %d of replica %s is ended: it does not read what it is told"
+            logger.warning(sentence, rank.rank, self._config.replica_id)
+            serves.cancel()
+
+        rank = _RankStream(next(self._numbers), overflows)
         self._ranks.add(rank)
         reader = self._loop.create_task(self._read(rank, context))
         try:
@@ -439,9 +447,9 @@ class _LocalRank(asyncio.Protocol):
 class _RankStream:
     """One stream of one rank: its number here, and the calls on it that wait, by the rank's numbers."""
 
-    def __init__(self, stream: int) -> None:
+    def __init__(self, stream: int, overflows: Callable[[_RankStream], None]) -> None:
         self.stream = stream
-        self.outbox = Outbox()
+        self.outbox = Outbox(lambda: overflows(self))
         self.calls: dict[int, int] = {}
         self.rank = -1
         self.left = False

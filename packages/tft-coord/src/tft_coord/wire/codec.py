@@ -13,7 +13,7 @@ Law of this file: bytes in, values out, and back; no I/O, no state, nothing that
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -165,16 +165,23 @@ ToRank = Welcome | RefuseSession | RankAnswer | LossNotice | NewcomerAsks | Rank
 # --- a manager server's stream to the lighthouse ---------------------------------------------------------------------
 
 
-def encode_to_lighthouse(event: LighthouseEvent) -> bytes:
-    """What the lighthouse shall be told; the stream's number stays at home."""
+def encode_to_lighthouse(event: LighthouseEvent, said: Member | None = None) -> bytes:
+    """What the lighthouse shall be told; the stream's number stays at home.
+
+    Args:
+        said: the member of the last request on this stream, or None; what it says of itself again is left out.
+    """
     match event:
         case BeatReceived():
             beat = pb.Beat(healed_bytes=event.healed_bytes, progress=_progress_to_wire(event.progress))
             return pb.ToLighthouse(beat=beat).SerializeToString()
         case QuorumRequested():
+            member = event.member
+            same = said is not None and replace(said, step=member.step, lineage=member.lineage) == member
             asked = pb.QuorumRequest(
                 request=event.request,
-                member=_member_to_wire(event.member),
+                member=_state_to_wire(member) if same else _member_to_wire(member),
+                as_before=same,
                 held=_key_to_wire(event.held),
                 fingerprint=_fingerprint_to_wire(event.fingerprint),
             )
@@ -183,7 +190,7 @@ def encode_to_lighthouse(event: LighthouseEvent) -> bytes:
             return pb.ToLighthouse(withdraw=pb.Withdraw(request=event.request)).SerializeToString()
         case HelloReceived():
             hello = event.hello
-            said = pb.Hello(
+            greeting = pb.Hello(
                 job=hello.job,
                 replica_id=hello.replica_id,
                 session=hello.session,
@@ -194,7 +201,7 @@ def encode_to_lighthouse(event: LighthouseEvent) -> bytes:
                 lighthouse_started_ms=hello.lighthouse_started_ms,
                 cluster_id=hello.cluster_id,
             )
-            return pb.ToLighthouse(hello=said).SerializeToString()
+            return pb.ToLighthouse(hello=greeting).SerializeToString()
         case QuorumReported():
             report = pb.QuorumReport(quorum=None if event.quorum is None else _quorum_to_wire(event.quorum))
             return pb.ToLighthouse(quorum_report=report).SerializeToString()
@@ -204,8 +211,13 @@ def encode_to_lighthouse(event: LighthouseEvent) -> bytes:
             raise AssertionError("a closed stream is not a message")
 
 
-def decode_to_lighthouse(stream: int, data: bytes) -> LighthouseEvent:
-    """A message that came on that stream. Raises: ProtocolError: it is damaged or breaks a bound."""
+def decode_to_lighthouse(stream: int, data: bytes, said: Member | None = None) -> LighthouseEvent:
+    """A message that came on that stream.
+
+    Args:
+        said: the member of the last request that came on it, or None.
+    Raises: ProtocolError: it is damaged or breaks a bound.
+    """
     message = _parse(pb.ToLighthouse, data)
     match message.WhichOneof("message"):
         case "beat":
@@ -215,7 +227,8 @@ def decode_to_lighthouse(stream: int, data: bytes) -> LighthouseEvent:
             asked = message.quorum_request
             held = _key_from_wire(asked.held) if asked.HasField("held") else None
             fingerprint = _fingerprint_from_wire(asked.fingerprint)
-            return QuorumRequested(stream, asked.request, _member_from_wire(asked.member), held, fingerprint)
+            member = _member_as_before(asked.member, said) if asked.as_before else _member_from_wire(asked.member)
+            return QuorumRequested(stream, asked.request, member, held, fingerprint)
         case "withdraw":
             return RequestWithdrawn(stream, message.withdraw.request)
         case "hello":
@@ -788,6 +801,18 @@ def _member_from_wire(message: pb.QuorumMember) -> Member:
         data=_text("data", message.data, MAX_DATA_BYTES),
         reconfigure_handles=_handles(message.reconfigure_handles),
     )
+
+
+def _state_to_wire(member: Member) -> pb.QuorumMember:
+    """All that changes from one step to the next."""
+    return pb.QuorumMember(step=member.step, lineage=member.lineage)
+
+
+def _member_as_before(message: pb.QuorumMember, said: Member | None) -> Member:
+    if said is None:
+        raise ProtocolError("a request says that its member is as before, and it is the first one on its stream")
+    lineage = message.lineage if message.HasField("lineage") else None
+    return replace(said, step=_count("step", message.step, MAX_INT64), lineage=lineage)
 
 
 def _quorum_to_wire(quorum: Quorum, *, ours: bool = True) -> pb.Quorum:

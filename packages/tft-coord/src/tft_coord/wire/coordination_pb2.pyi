@@ -351,16 +351,18 @@ class Beat(_message.Message):
     def __init__(self, healed_bytes: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
 
 class QuorumRequest(_message.Message):
-    __slots__ = ("request", "member", "held", "fingerprint")
+    __slots__ = ("request", "member", "held", "fingerprint", "as_before")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    AS_BEFORE_FIELD_NUMBER: _ClassVar[int]
     request: int
     member: QuorumMember
     held: QuorumKey
     fingerprint: _containers.RepeatedCompositeFieldContainer[FingerprintPart]
-    def __init__(self, request: _Optional[int] = ..., member: _Optional[_Union[QuorumMember, _Mapping]] = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., fingerprint: _Optional[_Iterable[_Union[FingerprintPart, _Mapping]]] = ...) -> None: ...
+    as_before: bool
+    def __init__(self, request: _Optional[int] = ..., member: _Optional[_Union[QuorumMember, _Mapping]] = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., fingerprint: _Optional[_Iterable[_Union[FingerprintPart, _Mapping]]] = ..., as_before: bool = ...) -> None: ...
 
 class Leave(_message.Message):
     __slots__ = ("reason", "serve_ms")
