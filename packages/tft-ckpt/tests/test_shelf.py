@@ -171,3 +171,25 @@ def test_a_buffer_is_touched_to_its_end_unless_nobody_wants_it_any_more() -> Non
     assert buffer.tensor.sum() == 100
     buffer.touch(lambda: False)
     assert buffer.tensor.sum() == 0
+
+
+def test_room_is_made_for_a_state_without_a_name_unless_the_one_on_offer_is_read() -> None:
+    shelf = Shelf()
+    first = put(shelf, key(1, 1))
+    assert shelf.lease(first)
+    shelf.make_room()
+    assert shelf.look_up(key(1, 1)) == Found(first)
+    shelf.release(first)
+    shelf.make_room()
+    answer = shelf.look_up(key(1, 1))
+    assert isinstance(answer, Refused)
+    assert "its memory was needed for the next one" in answer.sentence
+    assert shelf_says(shelf, key(1, 2)) == "NotYet"
+    assert shelf.allocate(4096) is first.buffer
+
+
+def test_the_memory_of_a_state_that_was_never_put_up_is_used_again() -> None:
+    shelf = Shelf()
+    buffer = shelf.allocate(4096)
+    shelf.put_by(buffer)
+    assert shelf.allocate(4096) is buffer
