@@ -1,4 +1,5 @@
-"""Mutants: a core with one small mistake is caught by the simulator, and by the invariant that is named here.
+"""Mutants: a core with one small mistake is caught, and by the invariant that is named here: at least one for each rule
+of the protocol.
 
 Each mistake is one that somebody could make. A mutant that survives would show that an invariant is missing, or that
 random seeds do not come by the case.
@@ -8,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tft_coord.core import effects, quorum
+from tft_coord.core import assignment, effects, events, lighthouse, quorum
 from tft_coord.core.commit import RoundName, Votes
 from tft_coord.core.group import GroupCore
 from tft_coord.core.handshake import Handshake, Standing
@@ -20,8 +22,9 @@ from tft_coord.core.lighthouse import Job, LighthouseCore
 from tft_coord.core.lineage import fold_lineage
 from tft_coord.core.liveness import Liveness
 from tft_coord.core.quorum import Situation
-from tft_coord.core.types import LossNotice, Plan, Quorum, QuorumKey, Refusal
-from tft_coord.testing import InvariantBroken, SimulationFailed, simulate, trainer
+from tft_coord.core.types import LossNotice, Member, Plan, Quorum, QuorumKey, Refusal
+from tft_coord.testing import InvariantBroken, SimulationFailed, play, simulate, trainer
+from tft_coord.testing.explore import LighthouseWorld
 from tft_coord.testing.invariants import Held
 from tft_coord.testing.trainer import Snapshot, Trainer
 
@@ -30,13 +33,20 @@ SEEDS = 300  # after so many without a word a mistake counts as unseen
 
 @dataclass(frozen=True)
 class Mutant:
-    """A mistake: what is patched, which invariant sees it, and a seed from which on that does not take long."""
+    """A mistake.
+
+    Args:
+        target, name, mistake: what is patched, and with what.
+        invariant: that sees it; or `transcript`: the story comes out another one.
+        where: a seed from which on that does not take long; or the name of the transcript; or a sequence of events in
+            the world of `explore`, of three replicas that train together.
+    """
 
     target: Any
     name: str
     mistake: Callable[..., Any]
     invariant: str
-    first_seed: int
+    where: int | str | tuple[str, ...]
 
 
 def breaks_whatever_is_held(self: GroupCore, notice: LossNotice) -> list[effects.GroupEffect]:
@@ -145,6 +155,39 @@ def takes_both_kinds(self: LighthouseCore, job: str) -> str | None:
 
 
 right_standing = Job._standing
+
+
+def excuses_nobody(self: Liveness, now_ms: int) -> None:
+    return None
+
+
+def keeps_one_job(self: LighthouseCore, event: events.HelloReceived, now_ms: int, wall_ms: int) -> Any:
+    return right_core_hello(self, replace(event, hello=replace(event.hello, job="job")), now_ms, wall_ms)
+
+
+def reuses_what_failed(previous: Quorum | None, members: tuple[Member, ...], broken: str | None) -> str | None:
+    reason = right_reason(previous, members, broken)
+    before = [member.identity for member in previous.members] if previous is not None else []
+    return None if before == [member.identity for member in members] else reason
+
+
+def asks_nobody(self: Job, now_ms: int) -> list[effects.LighthouseEffect]:
+    return []
+
+
+def starts_from_any_state(key: QuorumKey, members: tuple[Member, ...]) -> tuple[int, ...]:
+    return tuple(range(len(members)))
+
+
+def takes_rank_0_for_all(self: GroupCore) -> tuple[Member, QuorumKey | None]:
+    member, held = right_merge(self)
+    first = self._asked[0].request
+    return replace(member, torn=False, step=first.step, lineage=first.lineage), held
+
+
+right_core_hello = LighthouseCore._hello
+right_reason = quorum.reason_for_new_id
+right_merge = GroupCore._merge
 right_noticed = GroupCore._noticed
 right_heard = Trainer.noticed
 right_break_quorum = Job._break_quorum
@@ -156,39 +199,60 @@ right_reject = Liveness._reject
 right_situation = Job._situation
 
 MUTANTS = [
-    # Losses that are not told, or told of the wrong quorum.
+    # Section 3, a broken quorum: losses that are not told, or told of the wrong quorum.
     Mutant(Job, "_break_quorum", tells_nobody, "P3", 0),
     Mutant(Job, "_break_quorum", tells_nobody_of_a_newer_session, "P3", 15),
-    Mutant(Job, "_losses_in", answers_no_hello, "P3", 180),
-    Mutant(Job, "_forget_losses", forgets_who_was_lost, "P3", 480),
+    Mutant(Job, "_losses_in", answers_no_hello, "P3", ("deafen b", "die a", "hello b")),
+    Mutant(
+        Job,
+        "_forget_losses",
+        forgets_who_was_lost,
+        "P3",
+        ("deafen b", "die a", "silence b", "ask c", "hello b"),
+    ),
     Mutant(GroupCore, "_noticed", breaks_whatever_is_held, "P3", 195),
-    Mutant(GroupCore, "_tell_again", tells_nothing_again, "P3", 78),
-    Mutant(Trainer, "noticed", drops_what_comes_early, "P3", 215),
-    # Who lives.
+    Mutant(GroupCore, "_tell_again", tells_nothing_again, "transcript", "scenario_08_notices"),
+    Mutant(Trainer, "noticed", drops_what_comes_early, "P3", "scenario_08_notices"),
+    # Section 1, sessions and liveness: who lives, and in which job.
+    Mutant(Liveness, "_excuse_if_sick", excuses_nobody, "transcript", "scenario_14_sick_lighthouse"),
+    Mutant(LighthouseCore, "_hello", keeps_one_job, "I2", 0),
     Mutant(Liveness, "hello", hears_of_older_streams, "I2", 1),
     Mutant(Liveness, "sign", lets_a_beat_revive, "I6", 0),
     Mutant(Liveness, "_reject", welcomes_the_dead, "I2", 5),
-    # Quorums.
+    # Section 2, the quorum rule.
+    Mutant(lighthouse, "reason_for_new_id", reuses_what_failed, "I2", 0),
+    Mutant(Job, "_ask_for_newest", asks_nobody, "transcript", "scenario_03_lighthouse_without_memory"),
     Mutant(Job, "_situation", waits_for_the_lost, "I6", 0),
     Mutant(Job, "_unchanged", stands_though_somebody_heals, "I3", 0),
     Mutant(quorum, "_majority", needs_no_majority, "I2", 0),
     Mutant(quorum, "_lost_state", waits_for_no_state, "I3", 0),
-    # States for newcomers.
+    # Section 4, the plan.
     Mutant(Trainer, "_offer_early", offers_what_it_took_in_vain, "I3", 0),
-    # Who belongs to a job.
+    Mutant(assignment, "_holders", starts_from_any_state, "I3", 0),
+    # Section 6, joining: who belongs to a job.
     Mutant(Handshake, "_compare", compares_nothing, "P6", 0),
     Mutant(Job, "_standing", believes_the_dead, "I6", 0),
     Mutant(LighthouseCore, "living", takes_both_kinds, "P6", 0),
-    # Commits.
+    # Section 5, the vote.
+    Mutant(GroupCore, "_merge", takes_rank_0_for_all, "I3", 0),
     Mutant(Votes, "__init__", counts_the_first_vote_for_all, "I5", 0),
-    Mutant(Votes, "cast", changes_its_mind, "I5", 200),
+    Mutant(Votes, "cast", changes_its_mind, "I5", "scenario_02_verdict"),
     Mutant(trainer, "fold_lineage", folds_no_quorum, "I3", 0),
 ]
 
 
-def first_failure(seeds: Iterable[int]) -> Exception | None:
-    """What the first of these seeds that fails fails of."""
-    for seed in seeds:
+def first_failure(where: int | str | tuple[str, ...]) -> Exception | None:
+    """What fails first of what is looked at there."""
+    if isinstance(where, tuple):
+        world = LighthouseWorld("abc", start="trained")
+        for choice in where:
+            world.happen(choice)
+        world.calm_down()
+        return None
+    if isinstance(where, str):
+        written = (Path(__file__).parent / "transcripts" / f"{where}.txt").read_text()
+        return None if play(written) == written else InvariantBroken("transcript", where)
+    for seed in range(where, where + SEEDS):
         try:
             simulate(seed)
         except SimulationFailed as failed:
@@ -199,6 +263,10 @@ def first_failure(seeds: Iterable[int]) -> Exception | None:
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.mistake.__name__)
 def test_a_mistake_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mutant.target, mutant.name, mutant.mistake)
-    seen = first_failure(range(mutant.first_seed, mutant.first_seed + SEEDS))
-    assert isinstance(seen, InvariantBroken), f"nobody saw it in {SEEDS} seeds" if seen is None else repr(seen)
+    seen: Exception | None
+    try:
+        seen = first_failure(mutant.where)
+    except InvariantBroken as broken:
+        seen = broken
+    assert isinstance(seen, InvariantBroken), "nobody saw it" if seen is None else repr(seen)
     assert seen.invariant == mutant.invariant, seen

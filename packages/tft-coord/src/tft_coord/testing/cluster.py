@@ -21,8 +21,8 @@ from typing import Any
 from tft_coord.core import effects, events
 from tft_coord.core.types import LossNotice, Member, NewcomerAsks, QuorumKey
 from tft_coord.testing.clock import VirtualClock
-from tft_coord.testing.invariants import Invariants
-from tft_coord.testing.lighthouse_process import JOB, LighthouseProcess, kind_of_loss
+from tft_coord.testing.invariants import InvariantBroken, Invariants
+from tft_coord.testing.lighthouse_process import JOB, OTHER_JOB, LighthouseProcess, kind_of_loss
 from tft_coord.testing.loss_watch import LossWatch
 from tft_coord.testing.manager_process import ManagerProcess
 from tft_coord.testing.marks import Marks
@@ -59,6 +59,7 @@ class ClusterConfig:
 
     Args:
         names: of the replica groups.
+        other_names: of those of another job, with the same settings, on the same lighthouse.
         world_size: ranks in each.
         min_replicas: of the lighthouse.
         timeouts: of everybody; shorter than in production, so that fewer events happen while waiting.
@@ -69,6 +70,7 @@ class ClusterConfig:
     """
 
     names: tuple[str, ...] = ("a", "b", "c")
+    other_names: tuple[str, ...] = ()
     world_size: int = 1
     min_replicas: int = 1
     timeouts: Timeouts = SHORT_TIMEOUTS
@@ -113,6 +115,7 @@ class Replica:
     replica_id: str
     replaces: str
     life: int
+    job: str = JOB
     manager: ManagerProcess | None = None
     trainers: list[Trainer] = field(default_factory=list)
     num_managers: int = 0
@@ -169,7 +172,8 @@ class Cluster:
             keepalive_ms=self.timeouts.heartbeat_timeout_ms,
         )
         self.network.on_mend = self._mended
-        self.invariants = Invariants(initial_step=config.trainers.step)
+        self.wall_offset_ms = 0  # by which somebody has set the clock on the wall
+        self._invariants: dict[str, Invariants] = {}
         self.losses = LossWatch(self)
         self.replicas: dict[str, Replica] = {}
         self.torchft: dict[str, TorchftProcess] = {}
@@ -189,7 +193,24 @@ class Cluster:
     @property
     def wall_ms(self) -> int:
         """Milliseconds since 1970, in the simulation."""
-        return self.config.wall_start_ms + self.clock.now_ms
+        return self.config.wall_start_ms + self.clock.now_ms + self.wall_offset_ms
+
+    @property
+    def jobs(self) -> dict[str, tuple[str, ...]]:
+        """The names of the replica groups of each job."""
+        others = {OTHER_JOB: self.config.other_names} if self.config.other_names else {}
+        return {JOB: self.config.names, **others}
+
+    @property
+    def invariants(self) -> Invariants:
+        """Of the first job."""
+        return self.invariants_of(JOB)
+
+    def invariants_of(self, job: str) -> Invariants:
+        """What is watched of one job."""
+        if job not in self._invariants:
+            self._invariants[job] = Invariants(initial_step=self.config.trainers.step)
+        return self._invariants[job]
 
     @property
     def trace_digest(self) -> str:
@@ -208,7 +229,8 @@ class Cluster:
         """Look at what the lighthouse decides."""
         match order:
             case effects.QuorumFormed():
-                self.invariants.formed(order.quorum)
+                self.invariants_of(order.job).formed(order.quorum)
+                self._look_who_joined(order)
                 self.marks.hit("a quorum was formed")
                 if order.previous is not None and len(order.quorum.members) < len(order.previous.members):
                     self.marks.hit("a quorum shrank")
@@ -222,7 +244,7 @@ class Cluster:
             case effects.AnswerQuorum():
                 replica = self.replica_of_stream(order.stream)
                 if replica is not None:
-                    self.invariants.answered(replica.replica_id, order.quorum)
+                    self.invariants_of(replica.job).answered(replica.replica_id, order.quorum)
                     answer = (replica.replica_id, order.quorum.key, order.quorum.members)
                     if answer in self._answers:
                         self.marks.hit("an answer was given again")
@@ -247,10 +269,32 @@ class Cluster:
                 return replica
         return None
 
+    def _look_who_joined(self, order: effects.QuorumFormed) -> None:
+        """Jobs don't mix; and some quorums have members whose states are of other runs, or of none."""
+        if order.job == OTHER_JOB:
+            self.marks.hit("another job formed a quorum")
+        for member in order.quorum.members:
+            job = self._job_of(member.replica_id.split(":")[0])
+            if job != order.job:
+                whose = f"quorum {order.quorum.key} of job {order.job}"
+                raise InvariantBroken("I2", f"{member.replica_id} of job {job} is in {whose}")
+            if member.torn:
+                self.marks.hit("a torn group was in a quorum")
+        highest = max(member.step for member in order.quorum.members)
+        unknown = [member for member in order.quorum.members if member.step == highest and member.lineage is None]
+        if highest > 0 and len(unknown) > 1:
+            self.marks.hit("loaded states of one step met")
+
+    def _job_of(self, name: str) -> str:
+        return OTHER_JOB if name in self.config.other_names else JOB
+
     # --- verbs --------------------------------------------------------------------------------------------------------
 
     def _new_lighthouse(self) -> LighthouseProcess:
         self.num_lighthouses += 1
+        for invariants in self._invariants.values():
+            if invariants.started_at(self.wall_ms):
+                self.marks.hit("a lighthouse started before its predecessor's ids")
         lighthouse = LighthouseProcess(self, self.num_lighthouses)
         lighthouse.start()
         return lighthouse
@@ -276,9 +320,10 @@ class Cluster:
             world_size: its ranks, if they are not as many as the job's groups have.
         """
         life = self._lives[name] = self._lives.get(name, 0) + 1
-        replica = Replica(name, f"{name}:{life}", replaces, life)
+        replica = Replica(name, f"{name}:{life}", replaces, life, self._job_of(name))
         if twin_of:
-            replica = Replica(name, self.replicas[twin_of].replica_id, replaces, life, elsewhere=name)
+            first = self.replicas[twin_of]
+            replica = Replica(name, first.replica_id, replaces, life, first.job, elsewhere=name)
         replica.world_size = world_size or self.config.world_size
         self.replicas[name] = replica
         self.start_manager(replica)
@@ -286,7 +331,7 @@ class Cluster:
         for rank in range(replica.world_size):
             replica.trainers.append(
                 Trainer(
-                    JOB,
+                    replica.job,
                     replica.replica_id,
                     rank,
                     replica.world_size,
@@ -389,6 +434,12 @@ class Cluster:
             self.end_process(process, vanish=True)
         self._finish(replica, "its host vanished")
 
+    def vanish_rank(self, replica: Replica, rank: int) -> None:
+        """The host of one rank is gone; its manager server finds out, or somebody who looks after the group does."""
+        self.end_process(replica.trainers[rank], vanish=True)
+        patience_ms = 2 * self.timeouts.heartbeat_timeout_ms + self.timeouts.reconnect_grace_ms
+        self.clock.after(patience_ms, lambda: self._finish(replica, f"rank {rank}'s host vanished"))
+
     def shut_down(self, replica: Replica, reason: str) -> None:
         """End what is left of a replica group."""
         self._finish(replica, reason)
@@ -422,7 +473,7 @@ class Cluster:
 
     # --- for the trainers ---------------------------------------------------------------------------------------------
 
-    def group(self, key: QuorumKey, group_rank: int, members: tuple[str, ...]) -> Group:
+    def group(self, job: str, key: QuorumKey, group_rank: int, members: tuple[str, ...]) -> Group:
         """The meeting of that name, made by whoever comes first."""
         name = (key, group_rank)
         if name not in self._groups:
@@ -431,7 +482,7 @@ class Cluster:
                 return self.network.is_cut(f"{one}/{group_rank}", f"{other}/{group_rank}")
 
             self._groups[name] = Group(
-                key, group_rank, members, self.clock, self.invariants, self.chance.spread_ms, is_cut
+                key, group_rank, members, self.clock, self.invariants_of(job), self.chance.spread_ms, is_cut
             )
         return self._groups[name]
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from tft_coord.core.types import Hello, Member, Plan, Purpose, Quorum, QuorumKey
+from tft_coord.core import effects, events
+from tft_coord.core.types import Hello, Member, Plan, Purpose, Quorum, QuorumKey, Refusal
 
 
 class InvariantBroken(AssertionError):
@@ -206,6 +207,13 @@ class Attendance:
         """The end of a trainer is reported; of one that lives the lighthouse says that it is lost by it."""
         self._dead |= {each for each, newest in self._streams.items() if newest == stream and each in self._lost}
 
+    def shrinks_to_few(self) -> bool:
+        """Enough have asked, and one of them wants no newcomers."""
+        before = self._newest.replica_ids if self._newest is not None else ()
+        asking = [self._said[each][0] for each in self._asking if each in self._said]
+        shrinks = any(member.shrink_only and member.replica_id in before for member in asking)
+        return shrinks and len(asking) >= self._min_replicas
+
     def is_dead(self, replica_id: str) -> bool:
         """Whether its end was reported, or another has taken its place for good."""
         return replica_id in self._dead
@@ -276,6 +284,72 @@ class Attendance:
             raise InvariantBroken("I2", f"quorum {quorum.key} has {len(ids)} of {len(living)} that live")
 
 
+class Attendances:
+    """The attendance of each job, as one life of a lighthouse hears and says it.
+
+    Args:
+        new: makes one for a job that has not been heard of.
+    """
+
+    def __init__(self, new: Callable[[], Attendance]) -> None:
+        self._new = new
+        self._of_job: dict[str, Attendance] = {}
+        self._hellos: dict[int, Hello] = {}
+        self._asked: dict[str, tuple[int, QuorumKey]] = {}  # who was asked for which quorum
+
+    def of(self, job: str) -> Attendance:
+        """That job's."""
+        if job not in self._of_job:
+            self._of_job[job] = self._new()
+        return self._of_job[job]
+
+    def job_of(self, stream: int) -> str:
+        """As its hello said; before that a stream says nothing that counts."""
+        hello = self._hellos.get(stream)
+        return hello.job if hello is not None else ""
+
+    def heard(self, event: events.LighthouseEvent) -> None:
+        """It hears something."""
+        if isinstance(event, events.HelloReceived):
+            self._hellos[event.stream] = event.hello
+        job = self.job_of(event.stream)
+        attendance = self.of(job)
+        match event:
+            case events.QuorumRequested():
+                attendance.asked(event.member, event.stream, event.held)
+            case events.RequestWithdrawn():
+                attendance.asks_no_more(event.stream)
+            case events.StreamClosed():
+                attendance.asks_no_more(event.stream)
+                attendance.closed(event.stream)
+            case events.DeathReported():
+                attendance.death_reported(event.stream)
+            case events.QuorumReported():
+                quorum = event.quorum
+                if quorum is not None and self._asked.get(job) == (event.stream, quorum.key):
+                    attendance.reported(quorum)
+
+    def decided(self, order: effects.LighthouseEffect, now_ms: int) -> None:
+        """It decides something."""
+        match order:
+            case effects.QuorumFormed():
+                self.of(order.job).formed(order.quorum, order.previous, now_ms)
+            case effects.ReplicaLost():
+                dead = order.reason.startswith(("its manager server reports", "replaced by"))
+                broke = order.reason.startswith("its stream broke")
+                self.of(order.job).lost(order.replica_id, order.session, dead=dead, broke=broke, now_ms=now_ms)
+            case effects.AnswerQuorum() | effects.AnswerUnchanged() | effects.RefuseRequest():
+                if isinstance(order, effects.RefuseRequest) and order.refusal is Refusal.DIFFERS:
+                    self.of(self.job_of(order.stream)).differs(order.stream)
+                self.of(self.job_of(order.stream)).asks_no_more(order.stream)
+            case effects.RefuseSession() if order.refusal is Refusal.OTHER_KIND:
+                self.of(self.job_of(order.stream)).turned_out(order.stream)
+            case effects.AskForQuorum():
+                self._asked[self.job_of(order.stream)] = order.stream, order.key
+            case effects.Welcome():
+                self.of(self.job_of(order.stream)).welcomed(self._hellos[order.stream], order.stream)
+
+
 class Invariants:
     """I1 to I5 of one job, over its whole life. (I6 is the simulator's: it has to stop the faults.)
 
@@ -300,6 +374,17 @@ class Invariants:
         self._verdicts: dict[tuple[str, Round], bool] = {}
         self._committed: set[tuple[str, int, Round]] = set()
         self._held_by: dict[str, QuorumKey] = {}
+
+    def started_at(self, wall_ms: int) -> bool:
+        """Another lighthouse starts, at that time by the clock on the wall.
+
+        Returns: whether the clock was set back so far that its first id may be below one that was given. Then I1 holds
+        from here on anew, and for what each replica is given as ever, because it says what it holds.
+        """
+        if wall_ms >= self._highest_id:
+            return False
+        self._highest_id = 0
+        return True
 
     # --- I1, I2 ---------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ from tft_coord.core import effects, events
 from tft_coord.core.kinds import Effects, Kinds
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.torchft_rule import TorchftCore
-from tft_coord.core.types import Hello, Member, Quorum, QuorumKey, Refusal
-from tft_coord.testing.invariants import Attendance
+from tft_coord.core.types import Hello, Member, Quorum, QuorumKey
+from tft_coord.testing.invariants import Attendance, Attendances
 from tft_coord.testing.marks import Marks
 from tft_coord.testing.network import Stream
 from tft_coord.testing.process import Process
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tft_coord.testing.cluster import Cluster
 
 JOB = "job"
+OTHER_JOB = "other"
 WAITS = (
     "of min_replicas",
     "a majority is needed",
@@ -60,16 +61,25 @@ class LighthouseProcess(Process):
         self._cluster = cluster
         self._born_ms = self.clock.now_ms
         self._streams: dict[int, Stream] = {}
-        self.attendance = Attendance(
-            cluster.config.min_replicas, self._broken, self._left, cluster.timeouts.heartbeat_timeout_ms
-        )
-        self._hellos: dict[int, Hello] = {}
-        self._asked: effects.AskForQuorum | None = None
-        self._story = LighthouseStory(cluster.marks, cluster.timeouts)
+        self._attendances = Attendances(self._new_attendance)
+        self._stories: dict[str, LighthouseStory] = {}
 
     def start(self) -> None:
         """Begin to look at the clock."""
         self.after(self._cluster.timeouts.quorum_tick_ms, self._tick)
+
+    def attendance_of(self, job: str) -> Attendance:
+        """What it says of who lives in that job."""
+        return self._attendances.of(job)
+
+    def _new_attendance(self) -> Attendance:
+        patience_ms = self._cluster.timeouts.heartbeat_timeout_ms
+        return Attendance(self._cluster.config.min_replicas, self._broken, self._left, patience_ms)
+
+    def _story_of(self, job: str) -> LighthouseStory:
+        if job not in self._stories:
+            self._stories[job] = LighthouseStory(self._cluster.marks, self._cluster.timeouts)
+        return self._stories[job]
 
     def _broken(self, key: QuorumKey, lost: str) -> None:
         self._cluster.losses.decided(self, key, lost)
@@ -83,38 +93,27 @@ class LighthouseProcess(Process):
         stream.listen(self, self._heard, lambda: self._closed(stream.number))
 
     def _tick(self) -> None:
-        self._story.ticked(self.clock.now_ms)
-        waits = self.core.waiting_for(JOB)
-        for words in WAITS:
-            if words in waits:
-                self._cluster.marks.hit(f"waited: {words}")
-        self._perform(self._kinds.tick(self.clock.now_ms, self._cluster.wall_ms))
-        timeouts, waits = self._cluster.timeouts, self.core.waiting_for(JOB)
-        starts = self.clock.now_ms - self._born_ms < timeouts.reconnect_grace_ms
-        if not starts and not waits.startswith("the members of quorum"):
-            self.attendance.nobody_else_is_waited_for(waits, self.clock.now_ms)
-        self.after(self._cluster.timeouts.quorum_tick_ms, self._tick)
+        now_ms, timeouts, marks = self.clock.now_ms, self._cluster.timeouts, self._cluster.marks
+        for job in self._cluster.jobs:
+            self._story_of(job).ticked(now_ms)
+            waits = self.core.waiting_for(job)
+            for words in WAITS:
+                if words in waits:
+                    marks.hit(f"waited: {words}")
+            if "of min_replicas" in waits and self.attendance_of(job).shrinks_to_few():
+                marks.hit("shrink_only left too few")
+        self._perform(self._kinds.tick(now_ms, self._cluster.wall_ms))
+        starts = now_ms - self._born_ms < timeouts.reconnect_grace_ms
+        for job in self._cluster.jobs:
+            waits = self.core.waiting_for(job)
+            if not starts and not waits.startswith("the members of quorum"):
+                self.attendance_of(job).nobody_else_is_waited_for(waits, now_ms)
+        self.after(timeouts.quorum_tick_ms, self._tick)
 
     def _heard(self, event: events.LighthouseEvent) -> None:
         self._cluster.trace("lighthouse", event)
-        self._story.heard(event, self.clock.now_ms)
-        match event:
-            case events.HelloReceived():
-                self._hellos[event.stream] = event.hello
-            case events.QuorumRequested():
-                self.attendance.asked(event.member, event.stream, event.held)
-            case events.RequestWithdrawn():
-                self.attendance.asks_no_more(event.stream)
-            case events.StreamClosed():
-                self.attendance.asks_no_more(event.stream)
-                self.attendance.closed(event.stream)
-            case events.DeathReported():
-                self.attendance.death_reported(event.stream)
-            case events.QuorumReported():
-                asked, quorum = self._asked, event.quorum
-                named = (asked.stream, asked.key) if asked is not None else None
-                if quorum is not None and named == (event.stream, quorum.key):
-                    self.attendance.reported(quorum)
+        self._attendances.heard(event)
+        self._story_of(self._attendances.job_of(event.stream)).heard(event, self.clock.now_ms)
         self._perform(self._kinds.handle(event, self.clock.now_ms, self._cluster.wall_ms))
 
     def asked_by_call(
@@ -147,7 +146,7 @@ class LighthouseProcess(Process):
             self._cluster.trace("lighthouse", order)
             match order:
                 case effects.AnswerUnaryQuorum():
-                    self.attendance.other_kind_trains(order.quorum)
+                    self.attendance_of(JOB).other_kind_trains(order.quorum)
                     self._answer(order.call, order.quorum)
                     continue
                 case effects.RefuseUnary():
@@ -156,36 +155,19 @@ class LighthouseProcess(Process):
                 case effects.QuorumFormed() if not order.job:
                     continue  # of torchft's members; ours have a job
             self._cluster.watch(order)
-            self._story.decided(order, self.clock.now_ms)
+            self._attendances.decided(order, self.clock.now_ms)
             match order:
-                case effects.QuorumFormed():
-                    self.attendance.formed(order.quorum, order.previous, self.clock.now_ms)
-                case effects.ReplicaLost():
-                    dead = order.reason.startswith(("its manager server reports", "replaced by"))
-                    broke = order.reason.startswith("its stream broke")
-                    now_ms = self.clock.now_ms
-                    self.attendance.lost(order.replica_id, order.session, dead=dead, broke=broke, now_ms=now_ms)
-                case effects.AnswerQuorum() | effects.AnswerUnchanged() | effects.RefuseRequest():
-                    if isinstance(order, effects.RefuseRequest) and order.refusal is Refusal.DIFFERS:
-                        self.attendance.differs(order.stream)
-                    self.attendance.asks_no_more(order.stream)
-                    self._say(order.stream, order)
-                case effects.AskForQuorum():
-                    self._asked = order
-                    self._say(order.stream, order)
-                case effects.NotifyLoss():
-                    if order.notice.lives:
-                        self._cluster.marks.hit("one that lives broke its quorum")
-                    self._say(order.stream, order)
-                case effects.Welcome():
-                    self.attendance.welcomed(self._hellos[order.stream], order.stream)
-                    self._say(order.stream, order)
+                case effects.QuorumFormed() | effects.ReplicaLost():
+                    self._story_of(order.job).decided(order, self.clock.now_ms)
+                    continue
+                case effects.NotifyLoss() if order.notice.lives:
+                    self._cluster.marks.hit("one that lives broke its quorum")
+            self._story_of(self._attendances.job_of(order.stream)).decided(order, self.clock.now_ms)
+            match order:
                 case effects.RefuseSession() | effects.CloseStream():
                     stream = self._streams.get(order.stream)
                     if stream is not None:
                         if isinstance(order, effects.RefuseSession):
-                            if order.refusal is Refusal.OTHER_KIND:
-                                self.attendance.turned_out(order.stream)
                             stream.send(self, order)
                         stream.close(self)
                         self._closed(order.stream)

@@ -85,7 +85,7 @@ class LossWatch:
     def _reached_since_ms(self, replica: Replica, trainer: Trainer, key: QuorumKey) -> int | None:
         """Since when a notice would have come through to that rank at once; None if it would not now."""
         lighthouse, manager, network = self._cluster.lighthouse, replica.manager, self._cluster.network
-        if replica.ended or manager is None or lighthouse.attendance.is_dead(replica.replica_id):
+        if replica.ended or manager is None or lighthouse.attendance_of(replica.job).is_dead(replica.replica_id):
             return None  # it ends; or another has taken its place, and it hears of that when it speaks
         if any(process.state is not State.RUNNING for process in (lighthouse, manager, trainer)):
             return None

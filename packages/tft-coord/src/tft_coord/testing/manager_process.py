@@ -15,7 +15,6 @@ from tft_coord.core.session import Dial, GiveUp, HangUp, SendBeat, SendHello, Se
 from tft_coord.core.session import SessionEffect as _SessionEffect
 from tft_coord.core.types import NewcomerAsks, Refusal
 from tft_coord.testing.clock import Timer
-from tft_coord.testing.lighthouse_process import JOB
 from tft_coord.testing.network import Stream
 from tft_coord.testing.process import Process
 from tft_coord.testing.trainer import Refused
@@ -51,7 +50,7 @@ class ManagerProcess(Process):
             timeouts=cluster.timeouts,
         )
         self.session = SessionCore(
-            job=JOB,
+            job=replica.job,
             replica_id=replica.replica_id,
             address=self.address,
             session=session,
@@ -146,13 +145,15 @@ class ManagerProcess(Process):
                     self._perform_session(self.session.withdraw(order.request, now_ms))
                 case effects.ReportDeath():
                     self._cluster.marks.hit("a manager server reported a death")
+                    if order.reason.startswith("rank ") and not order.reason.startswith("rank 0"):
+                        self._cluster.marks.hit("a manager server missed the stream of another rank")
                     if self._stream is not None:
                         self._stream.send(self, events.DeathReported(self._stream.number, order.reason))
                     if not self._leaving:
                         self._leaving = True
                         self.after(20, lambda: self._cluster.manager_exits(self))
                 case effects.AnswerPlan():
-                    self._cluster.invariants.planned_from(order.plan, order.quorum)
+                    self._cluster.invariants_of(self.replica.job).planned_from(order.plan, order.quorum)
                     self._answer(order.call, order.plan)
                 case effects.AnswerRankUnchanged():
                     self._answer(order.call, order.key)
@@ -167,7 +168,7 @@ class ManagerProcess(Process):
                     if order.rank in self._ranks:
                         self._ranks[order.rank].send(self, NewcomerAsks(order.replica_id))
                 case effects.TellGroupLost():
-                    pass  # whoever is left of the group ends with it
+                    self._cluster.marks.hit("a rank was told that its group is lost")  # it ends with the group
                 case effects.RefuseSession():
                     raise AssertionError(order.message)  # here no two processes have one rank
 
@@ -271,11 +272,11 @@ class ManagerProcess(Process):
                 self._send(lambda stream: events.QuorumReported(stream, quorum))
             case effects.AnswerQuorum():
                 if self.session.answered(order.request, order.quorum.key):
-                    self._cluster.invariants.received(self.replica.host, order.quorum.key)
+                    self._cluster.invariants_of(self.replica.job).received(self.replica.host, order.quorum.key)
                     self.handle(events.QuorumArrived(order.request, order.quorum))
             case effects.AnswerUnchanged():
                 if self.session.answered(order.request, order.key):
-                    self._cluster.invariants.received(self.replica.host, order.key)
+                    self._cluster.invariants_of(self.replica.job).received(self.replica.host, order.key)
                     self.handle(events.UnchangedArrived(order.request, order.key))
             case effects.RefuseRequest():
                 if self.session.answered(order.request, None):

@@ -39,6 +39,7 @@ SCENARIO_MARKS: Mapping[int, tuple[str, ...]] = {
         "a session was refused: duplicate",
         "a group that was lost came back elsewhere",
     ),
+    6: ("a replica came with other settings", "request refused: differs", "a trainer ended itself: differs"),
     7: (
         "the same list got a new id",
         "new id: can't use its process group",
@@ -72,7 +73,12 @@ SCENARIO_MARKS: Mapping[int, tuple[str, ...]] = {
         "a transfer lost its last source",
         "waited: heals and its bytes arrive",
     ),
-    6: ("a replica came with other settings", "request refused: differs", "a trainer ended itself: differs"),
+    12: (
+        "loaded states of one step met",
+        "request refused: ahead",
+        "a torn group was in a quorum",
+        "a torn group healed",
+    ),
     14: (
         "the lighthouse was away for longer than heartbeat_timeout",
         "all were excused together",
@@ -85,6 +91,8 @@ SCENARIO_MARKS: Mapping[int, tuple[str, ...]] = {
         "refused: other_kind",
         "a session was refused: other_kind",
     ),
+    17: ("a manager server missed the stream of another rank", "a rank was told that its group is lost"),
+    18: ("shrink_only left too few", "waited: a survivor of the last quorum"),
     19: ("a replica came with another world size", "request refused: differs"),
 }
 

@@ -10,6 +10,7 @@ the network's delays. Source: design.md sections 4 and 10.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -138,7 +139,7 @@ class Simulation:
         self._torchft_after_ms = others.randint(0, 9_000) if others.random() < 0.125 else None
         size = self._rng("size")
         num_replicas = size.randint(2, config.most_replicas)
-        world_size = size.choice((1, 1, 2))
+        world_size = size.choice((1, 1, 1, 2, 2, 3))
         # One job in five goes on from a checkpoint, one in four is synchronous, a few have spares.
         settings = TrainerSettings(
             use_async_quorum=size.random() < 0.75,
@@ -152,8 +153,15 @@ class Simulation:
             world_size=world_size,
             min_replicas=settings.min_replica_size,
             trainers=settings,
+            wall_start_ms=1_000_000_000,  # so that there is room to set the clock back
         )
         self._raising = False
+        # One job in seven has another beside it on its lighthouse. In half of those that go on from a checkpoint each
+        # group has that of a run of its own.
+        beside = self._rng("beside")
+        num_others = max(beside.randint(1, 2), settings.min_replica_size) if beside.random() < 0.14 else 0
+        self._of_other_runs = beside.random() < 0.5
+        cluster_config = replace(cluster_config, other_names=("p", "q")[:num_others])
         chance = Chance(
             network=self._rng("network"),
             jitter=jitter.random,
@@ -172,8 +180,8 @@ class Simulation:
     def run(self) -> Report:
         """All of it."""
         cluster, clock = self.cluster, self.cluster.clock
-        for name in cluster.config.names:
-            clock.after(self._faults.randint(0, 1_500), partial(self._start, name))
+        for name in itertools.chain(*cluster.jobs.values()):
+            clock.after(self._faults.randint(0, 1_500), partial(self._appear, name))
         clock.after(self._faults.randint(1_000, 3_000), self._next_fault)
         if self._twin_after_ms is not None:
             clock.after(self._twin_after_ms, self._start_twin)
@@ -187,7 +195,7 @@ class Simulation:
         to_commit_ms, to_whole_ms = self._demand_progress()
         return Report(
             seed=self._seed,
-            num_commits=cluster.invariants.num_commits,
+            num_commits=sum(cluster.invariants_of(job).num_commits for job in cluster.jobs),
             calm_to_commit_ms=to_commit_ms,
             calm_to_whole_ms=to_whole_ms,
             num_events=clock.num_events,
@@ -195,8 +203,14 @@ class Simulation:
             marks=cluster.marks,
         )
 
-    def _start(self, name: str) -> None:
-        self.cluster.start(name)
+    def _appear(self, name: str) -> None:
+        self._start(name)
+
+    def _start(self, name: str, *, replaces: str = "", loading: bool = False) -> Replica:
+        settings = self.cluster.config.trainers
+        if self._of_other_runs and settings.step > 0:
+            settings = replace(settings, run=f" by {name}")
+        return self.cluster.start(name, settings=settings, replaces=replaces, loading=loading)
 
     def _rng(self, concern: str) -> random.Random:
         return random.Random(f"{self._seed}/{concern}")
@@ -219,8 +233,13 @@ class Simulation:
             process.resume()
         calm_ms = clock.now_ms
         bound_ms = commit_bound_ms(cluster.timeouts)
-        before = cluster.invariants.num_commits
-        if not clock.run_until(calm_ms + bound_ms, lambda: cluster.invariants.num_commits > before):
+        watched = [cluster.invariants_of(job) for job in cluster.jobs]
+        before = [each.num_commits for each in watched]
+
+        def all_commit() -> bool:
+            return all(each.num_commits > num for each, num in zip(watched, before, strict=True))
+
+        if not clock.run_until(calm_ms + bound_ms, all_commit):
             raise InvariantBroken("I6", f"no step within {bound_ms} ms after the last fault; {self._why()}")
         to_commit_ms = clock.now_ms - calm_ms
         if not clock.run_until(calm_ms + 2 * bound_ms, self._whole):
@@ -230,14 +249,17 @@ class Simulation:
         return to_commit_ms, clock.now_ms - calm_ms
 
     def _whole(self) -> bool:
-        """All replica groups have committed the newest step, in one quorum, and hold one state."""
-        replicas = [self.cluster.replicas.get(name) for name in self.cluster.config.names]
+        """In each job all replica groups have committed the newest step, in one quorum, and hold one state."""
+        return all(self._is_whole(job, names) for job, names in self.cluster.jobs.items())
+
+    def _is_whole(self, job: str, names: tuple[str, ...]) -> bool:
+        replicas = [self.cluster.replicas.get(name) for name in names]
         if any(replica is None or not replica.alive for replica in replicas):
             return False
         trainers = [trainer for replica in replicas if replica is not None for trainer in replica.trainers]
         first = trainers[0]
         return (
-            self.cluster.invariants.newest_commit == (first.step - 1, len(replicas))
+            self.cluster.invariants_of(job).newest_commit == (first.step - 1, len(replicas))
             and len({(each.step, each.lineage) for each in trainers}) == 1
             and not any(each.torn for each in trainers)
         )
@@ -248,7 +270,8 @@ class Simulation:
             for replica in self.cluster.replicas.values()
             for trainer in replica.trainers
         ]
-        return f"{'; '.join(trainers)}; the lighthouse waits: {self.cluster.lighthouse.core.waiting_for('job')}"
+        core = self.cluster.lighthouse.core
+        return f"{'; '.join(trainers)}; the lighthouse waits: {[core.waiting_for(job) for job in self.cluster.jobs]}"
 
     # --- faults -----------------------------------------------------------------------------------------------------
 
@@ -263,10 +286,10 @@ class Simulation:
         def again() -> None:
             self.cluster.marks.hit("a replica was started again")
             if self._calm or loading_ms < 0:
-                self.cluster.start(replica.name, replaces=replaces)
+                self._start(replica.name, replaces=replaces)
                 return
             self.cluster.marks.hit("a replica loaded for a while")
-            new = self.cluster.start(replica.name, replaces=replaces, loading=True)
+            new = self._start(replica.name, replaces=replaces, loading=True)
             for trainer in new.trainers:
                 trainer.after(loading_ms, trainer.start)
 
@@ -358,8 +381,22 @@ class Simulation:
     def _kill_rank_0(self) -> None:
         self._on_replica(lambda replica: self.cluster.kill_trainer(replica, 0))
 
-    def _kill_last_rank(self) -> None:
-        self._on_replica(lambda replica: self.cluster.kill_trainer(replica, len(replica.trainers) - 1))
+    def _kill_some_rank(self) -> None:
+        """Of a group of several ranks one dies alone, on a host of its own."""
+
+        def kill(replica: Replica) -> None:
+            self.cluster.kill_trainer(replica, self._faults.randrange(len(replica.trainers)))
+
+        self._on_replica(kill)
+
+    def _vanish_rank(self) -> None:
+        """The host of one rank is gone, and that of rank 0 and its manager server stands."""
+
+        def vanish(replica: Replica) -> None:
+            if len(replica.trainers) > 1:
+                self.cluster.vanish_rank(replica, self._faults.randrange(1, len(replica.trainers)))
+
+        self._on_replica(vanish)
 
     def _vanish(self) -> None:
         self._on_replica(self.cluster.vanish)
@@ -560,6 +597,13 @@ class Simulation:
         """All ranks of a group are stopped, and its manager server runs."""
         self._on_replica(lambda replica: self._stop(list(replica.trainers), 100, 5_000))
 
+    def _set_clock(self) -> None:
+        """The clock on the wall is set, back or forward, a little or a lot. Quorum ids and sessions are told by it."""
+        jump_ms = self._faults.choice((-600_000, -3_000, -200, 200, 3_000, 600_000))
+        self.cluster.wall_offset_ms += jump_ms
+        if self._faults.random() < 0.5:
+            self._restart_lighthouse()
+
     def _restart_lighthouse(self) -> None:
         self.cluster.restart_lighthouse(self._faults.choice((0, 50, 500, 3_000)))
 
@@ -621,8 +665,11 @@ class Simulation:
 FAULTS: tuple[Callable[[Simulation], None], ...] = (
     Simulation._kill_rank_0,
     Simulation._kill_rank_0,
-    Simulation._kill_last_rank,
+    Simulation._kill_some_rank,
+    Simulation._kill_some_rank,
     Simulation._vanish,
+    Simulation._vanish_rank,
+    Simulation._set_clock,
     Simulation._kill_manager,
     Simulation._stop_trainer,
     Simulation._stop_trainer,

@@ -39,7 +39,7 @@ class Outside:
 
     @property
     def invariants(self) -> Invariants:
-        return self.cluster.invariants
+        return self.cluster.invariants_of(self.replica.job)
 
     @property
     def marks(self) -> Marks:
@@ -125,7 +125,7 @@ class Outside:
         return waiter
 
     def group(self, key: QuorumKey, group_rank: int, members: tuple[str, ...]) -> Group:
-        return self.cluster.group(key, group_rank, members)
+        return self.cluster.group(self.replica.job, key, group_rank, members)
 
     def snapshot_of(self, trainer: Trainer, replica_id: str, group_rank: int) -> Snapshot | None:
         for replica in self.cluster.replicas.values():

@@ -256,6 +256,7 @@ class TrainerSettings:
     Args:
         use_async_quorum, init_sync, fixed_with_spares, min_replica_size: as in Member.
         step: at which it starts; more than 0 is a state loaded from outside.
+        run: of which it was loaded; other runs have other weights.
     """
 
     use_async_quorum: bool = True
@@ -263,6 +264,7 @@ class TrainerSettings:
     fixed_with_spares: bool = False
     min_replica_size: int = 1
     step: int = 0
+    run: str = ""
 
     def fingerprint(self, world_size: int) -> Fingerprint:
         """What a rank says that it is made of."""
@@ -308,7 +310,7 @@ class Trainer(Process):
         loaded = settings.step > 0
         self.lineage: int | None = None if loaded else initial_lineage(job)
         first = f"random/{self.name}" if settings.init_sync else f"seeded/{rank}"
-        self.weights = f"loaded/{rank}" if loaded else first
+        self.weights = f"loaded{settings.run}/{rank}" if loaded else first
         self.live = False
         self.torn = False
         self.commit_failures = 0
@@ -626,6 +628,8 @@ class Trainer(Process):
                 self._outside.marks.hit("half of a group had fetched")
             self._outside.note(self, "could not heal")
             return False
+        if self.torn:
+            self._outside.marks.hit("a torn group healed")
         self.step, self.lineage, self.weights = plan.step, plan.lineage, fetched.weights
         self.live = True
         self.torn = False
