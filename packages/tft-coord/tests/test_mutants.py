@@ -202,7 +202,7 @@ MUTANTS = [
     # Section 3, a broken quorum: losses that are not told, or told of the wrong quorum.
     Mutant(Job, "_break_quorum", tells_nobody, "P3", 0),
     Mutant(Job, "_break_quorum", tells_nobody_of_a_newer_session, "P3", 15),
-    Mutant(Job, "_losses_in", answers_no_hello, "P3", ("deafen b", "die a", "hello b")),
+    Mutant(Job, "_losses_in", answers_no_hello, "P3", ("deafen b", "die a", "silence b", "ask c", "hello b")),
     Mutant(
         Job,
         "_forget_losses",
