@@ -216,7 +216,7 @@ MUTANTS = [
     # Section 1, sessions and liveness: who lives, and in which job.
     Mutant(Liveness, "_excuse_if_sick", excuses_nobody, "transcript", "scenario_14_sick_lighthouse"),
     Mutant(LighthouseCore, "_hello", keeps_one_job, "I2", 0),
-    Mutant(Liveness, "hello", hears_of_older_streams, "I2", 1),
+    Mutant(Liveness, "hello", hears_of_older_streams, "I2", 11),
     Mutant(Liveness, "sign", lets_a_beat_revive, "I6", 0),
     Mutant(Liveness, "_reject", welcomes_the_dead, "I2", 5),
     # Section 2, the quorum rule.
@@ -231,7 +231,7 @@ MUTANTS = [
     Mutant(assignment, "_holders", starts_from_any_state, "I3", 0),
     # Section 6, joining: who belongs to a job.
     Mutant(Handshake, "_compare", compares_nothing, "P6", 0),
-    Mutant(Job, "_standing", believes_the_dead, "I6", 0),
+    Mutant(Job, "_standing", believes_the_dead, "I6", 150),
     Mutant(LighthouseCore, "living", takes_both_kinds, "P6", 0),
     # Section 5, the vote.
     Mutant(GroupCore, "_merge", takes_rank_0_for_all, "I3", 0),
