@@ -15,6 +15,7 @@ from tft_coord.testing.scenario import ScenarioError, parse, play
 TRANSCRIPTS = sorted((Path(__file__).parent / "transcripts").glob("*.txt"))
 NEEDED = {
     "join",
+    "restart",
     "two_joins",
     "newcomer",
     "death",
@@ -31,8 +32,11 @@ NEEDED = {
     "scenario_08_notices",
     "scenario_09_partial_commit",
     "scenario_10_long_healing",
+    "scenario_12_foreign_states",
     "scenario_14_sick_lighthouse",
     "scenario_16_mixed_job",
+    "scenario_17_rank_on_another_host",
+    "scenario_18_shrinking_to_nothing",
     "scenario_19_unequal_groups",
 }
 
@@ -49,6 +53,11 @@ def test_what_happens_is_what_is_written(path: Path, request: pytest.FixtureRequ
 
 def test_no_transcript_is_missing() -> None:
     assert {path.stem for path in TRANSCRIPTS} == NEEDED
+
+
+def test_each_is_on_the_page_of_the_documentation() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "transcripts.md").read_text()
+    assert [path.name for path in TRANSCRIPTS if f"/transcripts/{path.name}\n" not in page] == []
 
 
 @pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)

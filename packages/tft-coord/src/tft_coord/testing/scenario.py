@@ -324,9 +324,13 @@ class Scenario:
         return []
 
     def _do_vanish(self, words: list[str]) -> Iterable[str]:
-        """vanish a: its host is gone; nobody is told."""
+        """vanish a | a/1: its host, or that of one rank, is gone; nobody is told."""
         for word in words:
-            self.cluster.vanish(self._replica(word))
+            name, _, rank = word.partition("/")
+            if rank:
+                self.cluster.vanish_rank(self._replica(name), int(rank))
+            else:
+                self.cluster.vanish(self._replica(name))
         return []
 
     def _do_stop(self, words: list[str]) -> Iterable[str]:
@@ -443,6 +447,17 @@ class Scenario:
         """fail a: it has an error of its own in the step that runs."""
         for trainer in self._trainers(words):
             trainer.fails_once = True
+        return []
+
+    def _do_tear(self, words: list[str]) -> Iterable[str]:
+        """tear a/1: its optimizer raises after the next commit."""
+        for trainer in self._trainers(words):
+            trainer.tears_once = True
+        return []
+
+    def _do_set_clock(self, words: list[str]) -> Iterable[str]:
+        """set-clock -600000: somebody sets the clock on the wall, by so many milliseconds."""
+        self.cluster.wall_offset_ms += int(words[0])
         return []
 
     def _do_abort(self, words: list[str]) -> Iterable[str]:

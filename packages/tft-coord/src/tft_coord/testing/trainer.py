@@ -327,6 +327,7 @@ class Trainer(Process):
         self.gives_up_after_ms: int | None = None
         self.shrink_only = False
         self.fails_once = False
+        self.tears_once = False
         self.snapshots_late = False
         self.loads_step: int | None = None
         self.late_ms = 0
@@ -482,7 +483,7 @@ class Trainer(Process):
         if good:
             reduced = yield from self._reduce(plan)
         if self._settings.use_async_quorum:
-            if plan.serve and not self.snapshots_late and (self.snapshot is None or self.snapshot.key != plan.key):
+            if plan.serve and not self.snapshots_late and not self._offers(plan):
                 self._take_snapshot(plan)
             if plan.heal:
                 healed = yield from self._heal(plan, vote)
@@ -594,6 +595,12 @@ class Trainer(Process):
 
     def _take_snapshot(self, plan: Plan) -> None:
         self.snapshot = Snapshot(plan.key, self.state_held)
+
+    def _offers(self, plan: Plan) -> bool:
+        """Whether it has offered this plan's state. A key can stand while its plan is told anew, of another step."""
+        offered = self.snapshot
+        wanted = (plan.key, plan.step, plan.lineage)
+        return offered is not None and (offered.key, offered.held.step, offered.held.lineage) == wanted
 
     def _take_early(self) -> None:
         """At the boundary, if somebody was said to ask who will heal; under which key it goes is not known yet."""
@@ -724,7 +731,8 @@ class Trainer(Process):
         self._outside.note(self, f"commits step {self.step}, a mean of {mean_of}")
         if self._outside.invariants.num_lineages(self.rank, self.step) > 1:
             self._outside.marks.hit("a lost step was committed again by others")
-        if self._outside.optimizer_raises(self):
+        tears, self.tears_once = self.tears_once, False
+        if tears or self._outside.optimizer_raises(self):
             # Half of the parameters may have been written.
             self._outside.note(self, "raises in its optimizer: its state is torn")
             self.torn = True
