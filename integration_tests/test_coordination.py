@@ -29,8 +29,9 @@ from tft_coord import (
     Timeouts,
     Unchanged,
 )
+from tft_coord.client.news import News
 from tft_coord.core.lineage import fold_lineage, initial_lineage
-from tft_coord.core.types import LossNotice, NewcomerAsks
+from tft_coord.core.types import LossNotice
 from tft_lighthouse import LighthouseServer
 
 LATE: Final = timedelta(seconds=30)
@@ -44,7 +45,7 @@ class Rank:
     """One rank, as far as coordination goes: it keeps its step and lineage."""
 
     def __init__(self, address: str, rank: int, timeouts: Timeouts) -> None:
-        self.news: queue.Queue[tuple[float, LossNotice | NewcomerAsks | GroupLost]] = queue.Queue()  # and when it came
+        self.news: queue.Queue[tuple[float, News]] = queue.Queue()  # and when it came
         self.client = ManagerClient(
             address,
             LATE,

@@ -9,7 +9,7 @@ import pytest
 from tft_coord.core import effects, events
 from tft_coord.core.effects import GroupEffect
 from tft_coord.core.group import MAX_NOTICES_KEPT, GroupCore
-from tft_coord.core.types import LossNotice, Member, Purpose, Quorum, QuorumKey, RankRequest, Refusal
+from tft_coord.core.types import LossNotice, Member, Purpose, Quorum, QuorumKey, RankRequest, Refusal, Verdict
 from tft_coord.errors import ProtocolError
 from tft_coord.timeouts import Timeouts
 
@@ -332,7 +332,7 @@ class TestLoss:
         core.handle(events.RankVoted(0, 20, KEY, 3, Purpose.COMMIT, True, 60_000), 0)
         report, verdict, told = core.handle(events.RankDied(1, "signal 9"), 0)
         assert report == effects.ReportDeath("rank 1 ended: signal 9")
-        assert verdict == effects.AnswerVote(20, 0, False)
+        assert verdict == effects.AnswerVote(20, 0, Verdict(False))
         assert isinstance(told, effects.TellGroupLost)
         assert told.rank == 0
         assert core.handle(events.RankDied(0, "signal 9"), 0) == []  # reported once
@@ -467,22 +467,25 @@ class TestVotes:
     def test_all_get_the_verdict(self) -> None:
         core = group()
         assert self.vote(core, 0, 20) == []
-        assert self.vote(core, 1, 21) == [effects.AnswerVote(20, 0, True), effects.AnswerVote(21, 1, True)]
+        assert self.vote(core, 1, 21) == [
+            effects.AnswerVote(20, 0, Verdict(True)),
+            effects.AnswerVote(21, 1, Verdict(True)),
+        ]
 
     def test_it_stays_until_every_rank_has_asked_for_the_next_quorum(self) -> None:
         core = group()
         self.vote(core, 0, 20)
         self.vote(core, 1, 21)
         asked(core, 0, 10, request(4))
-        assert self.vote(core, 1, 22, yes=False) == [effects.AnswerVote(22, 1, True)]
+        assert self.vote(core, 1, 22, yes=False) == [effects.AnswerVote(22, 1, Verdict(True))]
         asked(core, 1, 11, request(4))
-        assert self.vote(core, 1, 23, yes=False) == [effects.AnswerVote(23, 1, False)]
+        assert self.vote(core, 1, 23, yes=False) == [effects.AnswerVote(23, 1, Verdict(False))]
 
     def test_a_deadline_is_kept_by_tick(self) -> None:
         core = group()
         self.vote(core, 0, 20)
         assert core.next_deadline_ms() == 500
-        assert core.tick(500) == [effects.AnswerVote(20, 0, False)]
+        assert core.tick(500) == [effects.AnswerVote(20, 0, Verdict(False))]
         assert core.next_deadline_ms() is None
 
     def test_a_rank_out_of_range_is_told(self) -> None:

@@ -6,6 +6,7 @@ import gc
 import itertools
 import logging
 import os
+import queue
 import select
 import signal
 import subprocess
@@ -36,9 +37,11 @@ from tft_coord import (
     StaleQuorum,
     Timeouts,
     Unreachable,
+    errors,
 )
 from tft_coord.client import rank_session
 from tft_coord.core.effects import RefuseSession, Welcome
+from tft_coord.core.types import KillOrder, Verdict
 from tft_coord.wire import codec, services
 
 NOBODY = "127.0.0.1:9"  # the discard port: no lighthouse answers there
@@ -359,9 +362,40 @@ def test_a_call_without_a_deadline_and_nonsense_are_refused_with_a_sentence() ->
             services.unary_stub(channel, services.MANAGER_QUORUM)(b"\xff\xff", timeout=5)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         with pytest.raises(grpc.RpcError) as caught:
-            services.unary_stub(channel, services.MANAGER_KILL)(b"", timeout=5)
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            services.unary_stub(channel, services.MANAGER_KILL)(b"\xff\xff", timeout=5)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         channel.close()
+
+
+def test_a_kill_reaches_every_rank_and_says_who_asked(server: ManagerServer) -> None:
+    told: queue.Queue[tuple[int, object]] = queue.Queue()
+    with (
+        ManagerClient(server.address(), LATE, group_rank=0, timeouts=QUICK, listener=lambda news: told.put((0, news))),
+        ManagerClient(server.address(), LATE, group_rank=1, timeouts=QUICK, listener=lambda news: told.put((1, news))),
+        client_of(server) as operator,
+    ):
+        operator.kill("it is wedged", LATE)
+        heard = dict(told.get(timeout=20) for _ in range(2))
+    for rank in (0, 1):
+        order = heard[rank]
+        assert isinstance(order, KillOrder)
+        assert order.message.startswith("it is wedged (asked by ipv4:127.0.0.1:")
+
+
+def test_a_rank_that_wishes_to_leave_takes_the_group_with_it(server: ManagerServer) -> None:
+    with client_of(server, 0) as zero, client_of(server, 1) as one:
+        votes = [
+            partial(zero.vote, 0, 3, True, LATE, key=KEY, leaving=True),
+            partial(one.vote, 1, 3, True, LATE, key=KEY),
+        ]
+        assert together(*votes) == [Verdict(yes=True, leaves=True)] * 2
+        zero.leave(0, "it is preempted", 1_000, LATE)
+        one.leave(1, "it is preempted", 1_000, LATE)
+        with pytest.raises(Refused, match=r"has left the job \(it is preempted\)") as refused:
+            one.quorum(1, RankRequest(4), LATE)
+        assert refused.value.code == "left"
+        with client_of(server) as stranger, pytest.raises(errors.CoordinationError, match="has no session"):
+            stranger.leave(0, "", 0, SOON)
 
 
 def test_a_manager_server_that_died_is_unreachable_within_the_heartbeat_timeout() -> None:

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tft_coord.core.commit import Votes
+from tft_coord.core.types import Verdict
 from tft_coord.testing import SCENARIO_MARKS, Marks, SimulationFailed, simulate
 from tft_coord.testing.__main__ import main
 from tft_coord.testing.simulator import FAULT_NAMES
@@ -88,8 +89,9 @@ def test_a_failing_seed_says_how_to_run_it_again(
 ) -> None:
     cast = Votes.cast
 
-    def always_yes(self: Votes, *arguments: object) -> list[tuple[int, int, bool]]:
-        return [(call, rank, True) for call, rank, _ in cast(self, *arguments)]  # type: ignore[arg-type]
+    def always_yes(self: Votes, *arguments: object, leaving: bool) -> list[tuple[int, int, Verdict]]:
+        answers = cast(self, *arguments, leaving=leaving)  # type: ignore[arg-type]
+        return [(call, rank, Verdict(yes=True)) for call, rank, _ in answers]
 
     monkeypatch.setattr(Votes, "cast", always_yes)
 

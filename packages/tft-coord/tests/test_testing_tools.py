@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from tft_coord.core.types import Hello, Member, Purpose, Quorum, QuorumKey
+from tft_coord.core.types import Hello, Member, Purpose, Quorum, QuorumKey, Verdict
 from tft_coord.testing import (
     EventBudgetExceeded,
     Fate,
@@ -424,7 +424,7 @@ class TestInvariants:
 
         def yes(looking: Invariants) -> None:
             looking.voted("a", 0, ROUND, True)
-            looking.decided("a", 1, ROUND, True)
+            looking.decided("a", 1, ROUND, Verdict(True))
 
         def commit(looking: Invariants) -> None:
             looking.committed("a", 0, ROUND, 1, after)
@@ -433,21 +433,23 @@ class TestInvariants:
         self.broken("I5", yes, commit, commit)
 
     def test_verdicts_are_final_and_of_all_ranks(self) -> None:
-        self.broken("I5", lambda i: i.voted("a", 0, ROUND, True), lambda i: i.decided("a", 2, ROUND, True))
-        self.broken("I5", lambda i: i.decided("a", 2, ROUND, False), lambda i: i.decided("a", 2, ROUND, True))
+        self.broken("I5", lambda i: i.voted("a", 0, ROUND, True), lambda i: i.decided("a", 2, ROUND, Verdict(True)))
+        self.broken(
+            "I5", lambda i: i.decided("a", 2, ROUND, Verdict(False)), lambda i: i.decided("a", 2, ROUND, Verdict(True))
+        )
         self.broken("I5", lambda i: i.voted("a", 0, ROUND, True), lambda i: i.voted("a", 0, ROUND, False))
         self.broken(
             "I5",
             lambda i: i.voted("a", 0, ROUND, True),
-            lambda i: i.decided("a", 1, ROUND, True),
-            lambda i: i.decided("a", 1, ROUND, False),
+            lambda i: i.decided("a", 1, ROUND, Verdict(True)),
+            lambda i: i.decided("a", 1, ROUND, Verdict(False)),
         )
 
     def test_those_that_commit_end_alike(self) -> None:
         def both(looking: Invariants) -> None:
             for name in ("a", "b"):
                 looking.voted(name, 0, ROUND, True)
-                looking.decided(name, 1, ROUND, True)
+                looking.decided(name, 1, ROUND, Verdict(True))
 
         self.broken(
             "I3",

@@ -17,16 +17,20 @@ from tft_coord.core.effects import (
     AnswerQuorum,
     AnswerUnchanged,
     AskForQuorum,
+    AskToLeave,
     NotifyLoss,
     RefuseRequest,
     RefuseSession,
+    Release,
     TellLost,
     Welcome,
 )
 from tft_coord.core.events import (
     BeatReceived,
     DeathReported,
+    DrainRequested,
     HelloReceived,
+    LeaveReceived,
     QuorumReported,
     QuorumRequested,
     RequestWithdrawn,
@@ -36,6 +40,8 @@ from tft_coord.core.types import (
     MAX_INT64,
     MAX_UINT64,
     Hello,
+    KillOrder,
+    LeaveRequest,
     LossNotice,
     Member,
     NewcomerAsks,
@@ -45,7 +51,9 @@ from tft_coord.core.types import (
     QuorumKey,
     RankRequest,
     Refusal,
+    Released,
     Source,
+    Verdict,
 )
 from tft_coord.errors import ProtocolError
 from tft_coord.views import DescribedJob, LighthouseDescription
@@ -112,6 +120,7 @@ hellos = st.builds(
     held=st.none() | keys,
     lighthouse_started_ms=steps,
     cluster_id=lines,
+    left=st.booleans(),
 )
 requests = st.builds(
     RankRequest,
@@ -127,7 +136,17 @@ requests = st.builds(
     attempt=steps,
 )
 asks = st.builds(codec.Ask, st.integers(0, 1000), requests)
-votes = st.builds(codec.Vote, st.integers(0, 1000), steps, st.booleans(), st.none() | keys, st.sampled_from(Purpose))
+votes = st.builds(
+    codec.Vote,
+    st.integers(0, 1000),
+    steps,
+    st.booleans(),
+    st.none() | keys,
+    st.sampled_from(Purpose),
+    st.booleans(),
+)
+leaves = st.builds(codec.Leave, st.integers(0, 1000), lines, counts)
+verdicts = st.builds(Verdict, st.booleans(), st.booleans())
 
 
 @st.composite
@@ -165,6 +184,7 @@ told_to_lighthouse = st.one_of(
     st.builds(RequestWithdrawn, st.just(7), numbers),
     st.builds(QuorumReported, st.just(7), st.none() | quorums),
     st.builds(DeathReported, st.just(7), lines),
+    st.builds(LeaveReceived, st.just(7), lines, counts),
 )
 refusals = st.sampled_from(Refusal)
 notices = st.builds(LossNotice, keys, names, numbers, lines, st.booleans())
@@ -178,12 +198,14 @@ told_by_lighthouse = st.one_of(
     st.builds(AnswerQuorum, st.just(0), numbers, quorums),
     st.builds(AnswerUnchanged, st.just(0), numbers, keys),
     st.builds(RefuseRequest, st.just(0), numbers, refusals, lines),
+    st.builds(AskToLeave, st.just(0), lines, counts),
+    st.just(Release(0)),
 )
 told_by_rank = st.one_of(
     st.builds(codec.RankHello, st.integers(0, 1000), numbers),
     st.builds(codec.RankBeat, st.integers(0, MAX_HEALED_BYTES), st.none() | progresses),
     st.just(codec.RankGoodbye()),
-    st.builds(codec.RankCall, numbers, counts, asks | votes),
+    st.builds(codec.RankCall, numbers, counts, asks | votes | leaves),
     st.builds(codec.RankWithdraw, numbers),
 )
 told_to_rank = st.one_of(
@@ -192,9 +214,10 @@ told_to_rank = st.one_of(
     notices,
     st.builds(NewcomerAsks, names),
     st.builds(codec.RanksLost, lines, st.booleans()),
-    st.builds(
-        codec.RankAnswer, numbers, st.one_of(plans(), keys, st.booleans(), st.builds(codec.Failure, names, lines))
-    ),
+    st.builds(codec.RankAnswer, numbers, st.one_of(plans(), keys, verdicts, st.builds(codec.Failure, names, lines))),
+    st.builds(LeaveRequest, lines, counts),
+    st.just(Released()),
+    st.builds(KillOrder, lines),
 )
 
 
@@ -236,6 +259,13 @@ def test_what_a_rank_says_comes_back(message: Any) -> None:
 @given(told_to_rank)
 def test_what_a_rank_is_told_comes_back(message: Any) -> None:
     assert codec.decode_to_rank(codec.encode_to_rank(message)) == message
+
+
+@given(verdicts, lines, st.builds(DrainRequested, st.just(3), names, names, lines, counts))
+def test_what_is_said_of_leaving_and_killing_comes_back(verdict: Verdict, why: str, drain: DrainRequested) -> None:
+    assert codec.decode_verdict(codec.encode_verdict(verdict)) == verdict
+    assert codec.decode_kill(codec.encode_kill(why)) == why
+    assert codec.decode_drain(3, codec.encode_drain(drain)) == drain
 
 
 @given(asks, votes, plans(), keys)
@@ -320,6 +350,8 @@ DECODERS: list[Callable[[bytes], object]] = [
     codec.decode_metadata,
     codec.decode_metadata_request,
     codec.decode_verdict,
+    codec.decode_kill,
+    lambda data: codec.decode_drain(1, data),
 ]
 
 

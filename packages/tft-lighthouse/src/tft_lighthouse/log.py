@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from tft_coord.core.effects import QuorumFormed, ReplicaLost
+from tft_coord.core.effects import QuorumFormed, ReplicaLeft, ReplicaLost
 from tft_coord.core.types import Member
 
 logger = logging.getLogger("tft_lighthouse")
@@ -46,6 +46,17 @@ def replica_lost(lost: ReplicaLost) -> None:
         lost.job,
         lost.reason,
         extra={"job": lost.job, "replica_id": lost.replica_id, "session": lost.session, "reason": lost.reason},
+    )
+
+
+def replica_left(left: ReplicaLeft) -> None:
+    """One line: who has left, and why."""
+    logger.info(
+        "replica %s of job %s has left: %s",
+        left.replica_id,
+        left.job,
+        left.reason,
+        extra={"job": left.job, "replica_id": left.replica_id, "session": left.session, "reason": left.reason},
     )
 
 

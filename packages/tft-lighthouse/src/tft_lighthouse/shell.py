@@ -15,6 +15,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Final, Generic, TypeVar, cast, final
 
 import grpc
@@ -90,6 +91,7 @@ class LighthouseShell:
                         services.LIGHTHOUSE_DESCRIBE: self._answer_describe,
                         services.LIGHTHOUSE_HEARTBEAT: self._answer_heartbeat,
                         services.LIGHTHOUSE_QUORUM: self._answer_quorum,
+                        services.LIGHTHOUSE_DRAIN: self._answer_drain,
                     },
                     streams={services.LIGHTHOUSE_SESSION: self._serve_session},
                     token=token,
@@ -166,6 +168,8 @@ class LighthouseShell:
                     log.quorum_formed(decision)
                 case effects.ReplicaLost():
                     log.replica_lost(decision)
+                case effects.ReplicaLeft():
+                    log.replica_left(decision)
                 case effects.AnswerUnaryQuorum(call, quorum):
                     self._answer(call, quorum)
                 case effects.RefuseUnary(call, refusal, message):
@@ -259,6 +263,20 @@ class LighthouseShell:
         quorum = self._core.quorum(job)
         key, members = (quorum.key.quorum_id, len(quorum.members)) if quorum is not None else (0, 0)
         return DescribedJob(job, key, members, self._core.waiting_for(job))
+
+    async def _answer_drain(self, request: bytes, context: Context) -> bytes:
+        try:
+            drain = codec.decode_drain(0, request)
+        except ProtocolError as error:
+            await fail(context, Refusal.MALFORMED.value, str(error))
+        reason = f"{drain.reason or 'it is drained'} (asked by {context.peer()})"
+        orders = self._core.drain(replace(drain, reason=reason))
+        for order in orders:
+            if isinstance(order, effects.RefuseUnary):
+                await fail(context, order.refusal.value, order.message)
+            logger.info("job %s: replica %s is asked to leave: %s", drain.job, drain.replica, reason)
+            self._put(order.stream, codec.encode_from_lighthouse(order))
+        return b""
 
     # --- torchft's unary calls ----------------------------------------------------------------------------------------
 

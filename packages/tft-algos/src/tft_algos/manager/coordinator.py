@@ -19,6 +19,7 @@ from tft_algos.manager.config import ResolvedConfig
 from tft_algos.manager.group_store import GroupStore, open_group_store
 from tft_algos.manager.parts import ServerRestarted
 from tft_coord import ManagerServer
+from tft_coord.client.news import News
 from tft_coord.core.types import LossNotice, NewcomerAsks, Plan, Purpose, QuorumKey, RankRequest
 from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, GroupLost, Unreachable
 
@@ -127,8 +128,9 @@ class GroupCoordinator:
             raise self._gone()
         return client
 
-    def _told(self, news: LossNotice | NewcomerAsks | GroupLost) -> None:
-        self._listener(news)
+    def _told(self, news: News) -> None:
+        if isinstance(news, LossNotice | NewcomerAsks | GroupLost):
+            self._listener(news)
 
     def _gone(self) -> CoordinationError:
         if self._closing.is_set():

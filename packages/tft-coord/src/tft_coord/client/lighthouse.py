@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, final
 
 from tft_coord.client.caller import Caller, seconds
+from tft_coord.core.events import DrainRequested
 from tft_coord.core.types import Member
 from tft_coord.errors import SettingError
 from tft_coord.timeouts import Timeouts
@@ -36,6 +37,7 @@ class LighthouseClient:
         self._quorum_stub = self._caller.stub(services.LIGHTHOUSE_QUORUM)
         self._describe_stub = self._caller.stub(services.LIGHTHOUSE_DESCRIBE)
         self._heartbeat_stub = self._caller.stub(services.LIGHTHOUSE_HEARTBEAT)
+        self._drain_stub = self._caller.stub(services.LIGHTHOUSE_DRAIN)
 
     def quorum(
         self,
@@ -93,6 +95,29 @@ class LighthouseClient:
             self._describe_stub, b"", seconds(timeout), "what the lighthouse says of itself", again=False
         )
         return codec.decode_description(answer)
+
+    def drain(
+        self,
+        job: str,
+        replica_id: str,
+        timeout: timedelta = timedelta(seconds=5),
+        *,
+        reason: str = "",
+        serve: timedelta | None = None,
+    ) -> None:
+        """Ask a replica to leave its job after its running step. It is asked again until it has left.
+
+        Args:
+            job: that it belongs to.
+            replica_id: its id, or the name in it (before the colon) if one living replica has that.
+            timeout: within which the lighthouse must have taken it.
+            reason: why; the replica logs it, and who asked.
+            serve: for how long it may serve its state to those that heal; None: its own default.
+        Raises: Refused: there is no such job or replica; the message says who is there. DeadlinePassed, Unreachable.
+        """
+        serve_ms = 0 if serve is None else int(1_000 * seconds(serve, "serve"))
+        request = codec.encode_drain(DrainRequested(0, job, replica_id, reason, serve_ms))
+        self._caller.call(self._drain_stub, request, seconds(timeout), f"draining {replica_id}", again=True)
 
     def close(self) -> None:
         """Calls under way end with Closed. Idempotent."""

@@ -14,7 +14,7 @@ import time
 from contextlib import suppress
 from typing import Final, final
 
-from tft_coord.core.types import Plan, QuorumKey
+from tft_coord.core.types import Plan, QuorumKey, Verdict
 from tft_coord.errors import Closed, DeadlinePassed, ProtocolError, Unreachable
 from tft_coord.transport.frames import FrameReader, framed
 from tft_coord.transport.settings import error_of_code
@@ -42,7 +42,9 @@ class LocalLink:
         self._arrived: list[bytes] = []
         self._closed = False
 
-    def call(self, asked: codec.Ask | codec.Vote, timeout_s: float, what: str) -> Plan | QuorumKey | bool:
+    def call(
+        self, asked: codec.Ask | codec.Vote | codec.Leave, timeout_s: float, what: str
+    ) -> Plan | QuorumKey | Verdict:
         """Ask and wait for the answer. A second thread waits until the first has its own.
 
         Args:
@@ -79,7 +81,7 @@ class LocalLink:
         with self._lock:
             self._connection.close()
 
-    def _answer_to(self, number: int, deadline: float) -> Plan | QuorumKey | bool | codec.Failure:
+    def _answer_to(self, number: int, deadline: float) -> Plan | QuorumKey | Verdict | codec.Failure:
         while True:
             while self._arrived:
                 message = codec.decode_to_rank(self._arrived.pop(0))

@@ -14,10 +14,11 @@ from typing import final
 
 from tft_coord.client.caller import Caller, seconds
 from tft_coord.client.local_link import LocalLink
+from tft_coord.client.news import News
 from tft_coord.client.rank_session import RankSession
 from tft_coord.core.progress import Progress
-from tft_coord.core.types import LossNotice, NewcomerAsks, Plan, Purpose, QuorumKey, RankRequest
-from tft_coord.errors import Closed, CoordinationError, GroupLost, ProtocolError
+from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest, Verdict
+from tft_coord.errors import Closed, CoordinationError, ProtocolError
 from tft_coord.timeouts import Timeouts
 from tft_coord.views import QuorumResult, result_view
 from tft_coord.wire import codec, services
@@ -44,8 +45,8 @@ class ManagerClient:
         timeouts: of the job.
         link: `ManagerServer.link()`, in the process that started the manager server: its calls travel there. Closed
             with this client.
-        listener: told on the session of losses, of a member of a quorum or of this group, and of newcomers that ask.
-            It is called by a thread of this client's and must return at once.
+        listener: told on the session of losses, of a member of a quorum or of this group, of newcomers that ask,
+            and of what somebody wants of this rank: to leave, or to end. It is called by a thread of this client's and must return at once.
         progress: asked once a beat, by a thread of this client's, where in its step this rank is; None: it is not said,
             and this rank never hangs.
     Raises: SettingError: the address is none. Unreachable: nobody answered in time. ProtocolError: no such rank.
@@ -61,7 +62,7 @@ class ManagerClient:
         token: str | None = None,
         timeouts: Timeouts = Timeouts(),  # noqa: B008  # frozen
         link: socket.socket | None = None,
-        listener: Callable[[LossNotice | NewcomerAsks | GroupLost], None] = lambda _: None,
+        listener: Callable[[News], None] = lambda _: None,
         progress: Callable[[], Progress | None] = lambda: None,
     ) -> None:
         self._caller = Caller("manager server", addr, connect_timeout, token, timeouts)
@@ -72,6 +73,7 @@ class ManagerClient:
         self._quorum_stub = self._caller.stub(services.MANAGER_QUORUM)
         self._commit_stub = self._caller.stub(services.MANAGER_SHOULD_COMMIT)
         self._metadata_stub = self._caller.stub(services.MANAGER_CHECKPOINT_METADATA)
+        self._kill_stub = self._caller.stub(services.MANAGER_KILL)
         self._listener = listener
         self._progress = progress
         self._session: RankSession | None = None
@@ -100,7 +102,7 @@ class ManagerClient:
         """
         what = f"rank {group_rank}'s quorum for step {request.step}"
         ask, timeout_s = codec.Ask(group_rank, request), seconds(timeout)
-        answer: Plan | QuorumKey | bool
+        answer: Plan | QuorumKey | Verdict
         if (way := self._way_of(group_rank)) is not None:
             answer = way.call(ask, timeout_s, what)
         else:
@@ -136,8 +138,28 @@ class ManagerClient:
         Returns: True iff every rank of the group voted yes.
         Raises: DeadlinePassed, GroupLost, Unreachable: there is no verdict; neither step nor go on without one.
         """
+        return self.vote(group_rank, step, should_commit, timeout, key=key, purpose=purpose).yes
+
+    def vote(
+        self,
+        group_rank: int,
+        step: int,
+        yes: bool,
+        timeout: timedelta,
+        *,
+        key: QuorumKey | None,
+        purpose: Purpose = Purpose.COMMIT,
+        leaving: bool = False,
+    ) -> Verdict:
+        """As `should_commit`, with a wish.
+
+        Args:
+            leaving: this rank wishes that the group leaves after this step.
+        Returns: the verdict, and whether all ranks of the group leave now.
+        Raises: as `should_commit`.
+        """
         what = f"rank {group_rank}'s vote on step {step}" + (f" of quorum {key}" if key is not None else "")
-        vote, timeout_s = codec.Vote(group_rank, step, should_commit, key, purpose), seconds(timeout)
+        vote, timeout_s = codec.Vote(group_rank, step, yes, key, purpose, leaving), seconds(timeout)
         way = self._way_of(group_rank)
         # Without a key a vote that is said twice could open the next round, so it travels as a call of its own.
         if way is None or key is None:
@@ -145,9 +167,35 @@ class ManagerClient:
             again = key is not None
             return codec.decode_verdict(self._caller.call(self._commit_stub, encoded, timeout_s, what, again=again))
         verdict = way.call(vote, timeout_s, what)
-        if not isinstance(verdict, bool):
+        if not isinstance(verdict, Verdict):
             raise ProtocolError(f"{what}: the manager server answered with a plan; it is broken")
         return verdict
+
+    def leave(self, group_rank: int, reason: str, serve_ms: int, timeout: timedelta) -> None:
+        """Leave the job, after a verdict that says so or between two steps; the whole group does.
+
+        Args:
+            group_rank: who leaves; it has a session here.
+            reason: why.
+            serve_ms: for how long the group serves its state, at most.
+            timeout: within which the manager server must have taken it.
+        Raises: CoordinationError: this rank has no session here. DeadlinePassed, GroupLost, Unreachable: the manager
+            server has not taken it.
+        """
+        way = self._way_of(group_rank)
+        if way is None:
+            raise CoordinationError(f"rank {group_rank} has no session with this manager server; open one first")
+        way.call(codec.Leave(group_rank, reason, serve_ms), seconds(timeout), f"rank {group_rank}'s leaving")
+
+    def kill(self, msg: str, timeout: timedelta) -> None:
+        """Have the processes of the manager server's group end at once, each with exit code 1.
+
+        Args:
+            msg: why; they log it, and who asked.
+            timeout: within which the manager server must have told them.
+        Raises: DeadlinePassed, Unreachable, Refused: nobody was told.
+        """
+        self._caller.call(self._kill_stub, codec.encode_kill(msg), seconds(timeout), "the kill", again=False)
 
     def _way_of(self, group_rank: int) -> LocalLink | RankSession | None:
         """What carries that rank's calls: nothing but unary calls where it has no session here."""

@@ -21,9 +21,10 @@ from typing import final
 
 import grpc.aio
 
+from tft_coord.client.news import News
 from tft_coord.core.effects import RefuseSession, Welcome
 from tft_coord.core.progress import Progress
-from tft_coord.core.types import LossNotice, NewcomerAsks, Plan, QuorumKey
+from tft_coord.core.types import KillOrder, LeaveRequest, LossNotice, NewcomerAsks, Plan, QuorumKey, Released, Verdict
 from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, GroupLost, Unreachable
 from tft_coord.security import call_metadata
 from tft_coord.timeouts import Timeouts
@@ -51,7 +52,7 @@ class RankSession:
         token: shared secret of the job, or None.
         timeouts: of the job.
         connect_within_s: how long the constructor waits until the manager server knows this rank.
-        listener: told of losses and newcomers, on the process's loop; it must return at once.
+        listener: told of losses, newcomers and wishes, on the process's loop; it must return at once.
         progress: gives where in its step this rank is; asked once a beat, on the process's loop. None: not said.
     Raises: ProtocolError: the group has no such rank. Refused: another process has it. Unreachable: the manager server
         did not answer.
@@ -65,7 +66,7 @@ class RankSession:
         token: str | None,
         timeouts: Timeouts,
         connect_within_s: float,
-        listener: Callable[[LossNotice | NewcomerAsks | GroupLost], None],
+        listener: Callable[[News], None],
         progress: Callable[[], Progress | None] = lambda: None,
     ) -> None:
         self._address = address
@@ -89,7 +90,9 @@ class RankSession:
             self._share.give_back()
             raise
 
-    def call(self, asked: codec.Ask | codec.Vote, timeout_s: float, what: str) -> Plan | QuorumKey | bool:
+    def call(
+        self, asked: codec.Ask | codec.Vote | codec.Leave, timeout_s: float, what: str
+    ) -> Plan | QuorumKey | Verdict:
         """Ask and wait for the answer; may be called by several threads at once.
 
         Args:
@@ -231,7 +234,7 @@ class RankSession:
                         caller = self._waiting.pop(number, None)
                         if caller is not None:
                             caller.release(answer)
-                    case LossNotice() | NewcomerAsks() as news:
+                    case LossNotice() | NewcomerAsks() | LeaveRequest() | Released() | KillOrder() as news:
                         self._tell(news)
                     case codec.RanksLost(sentence, left):
                         self._group_lost = GroupLost(sentence)
@@ -250,7 +253,7 @@ class RankSession:
             call.cancel()
             await asyncio.wait(helpers)
 
-    def _tell(self, what: LossNotice | NewcomerAsks | GroupLost) -> None:
+    def _tell(self, what: News) -> None:
         try:
             self._listener(what)
         except Exception:
@@ -285,13 +288,13 @@ class RankSession:
 class _Waiting:
     """A call whose caller sleeps on a lock until the loop releases it."""
 
-    def __init__(self, asked: codec.Ask | codec.Vote, deadline: float) -> None:
+    def __init__(self, asked: codec.Ask | codec.Vote | codec.Leave, deadline: float) -> None:
         self.asked = asked
         self.deadline = deadline
-        self.answer: Plan | QuorumKey | bool | codec.Failure | CoordinationError
+        self.answer: Plan | QuorumKey | Verdict | codec.Failure | CoordinationError
         self.answered = threading.Lock()
         self.answered.acquire()
 
-    def release(self, answer: Plan | QuorumKey | bool | codec.Failure | CoordinationError) -> None:
+    def release(self, answer: Plan | QuorumKey | Verdict | codec.Failure | CoordinationError) -> None:
         self.answer = answer
         self.answered.release()

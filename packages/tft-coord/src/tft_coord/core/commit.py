@@ -4,6 +4,9 @@ A round belongs to its quorum key, step and purpose, so a late vote can never me
 final: it is kept, and given again to every late or repeated vote of that round, because an answer that was lost must
 not become another answer. The first deadline to pass, or the loss of a rank, seals an open round as no.
 
+A rank that wishes that the group leaves says so with its vote. The wish changes no verdict; it is part of it, so that
+all ranks leave after the same step: those whose round is decided already, in the next one.
+
 Law of this file: rounds and verdicts; who waits for an answer is the caller's business by call number.
 """
 
@@ -11,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tft_coord.core.types import Purpose, QuorumKey
+from tft_coord.core.types import Purpose, QuorumKey, Verdict
 
 MAX_ROUNDS = 64
 
@@ -30,7 +33,7 @@ class _Round:
     votes: dict[int, bool] = field(default_factory=dict)
     deadlines_ms: dict[int, int] = field(default_factory=dict)  # rank -> its first; stays when its call goes away
     waiting: dict[int, int] = field(default_factory=dict)  # call -> rank
-    verdict: bool | None = None
+    verdict: Verdict | None = None
     answered: set[int] = field(default_factory=set)  # ranks, for rounds without a key
 
 
@@ -45,13 +48,19 @@ class Votes:
         self._world_size = world_size
         self._rounds: dict[RoundName, _Round] = {}
         self._lost: str | None = None
+        self._wished = False  # some rank wishes that the group leaves
 
-    def cast(self, name: RoundName, rank: int, call: int, yes: bool, deadline_ms: int) -> list[tuple[int, int, bool]]:
+    def cast(
+        self, name: RoundName, rank: int, call: int, yes: bool, deadline_ms: int, *, leaving: bool = False
+    ) -> list[tuple[int, int, Verdict]]:
         """A rank votes; it waits as `call` unless the verdict is among the answers returned.
 
         A rank that votes again gets the verdict, or takes its old call's place; its first vote stands.
+        Args:
+            leaving: it wishes that the group leaves; kept until a round is decided in which that can be agreed on.
         Returns: (call, rank, verdict) for each call that is answered now.
         """
+        self._wished = self._wished or leaving
         current = self._rounds.get(name)
         if current is None or (name.key is None and rank in current.answered):
             # Clients that name no quorum: a rank that votes after its answer opens the next round.
@@ -63,25 +72,28 @@ class Votes:
                 del current.waiting[other]
         current.waiting[call] = rank
         if current.verdict is None:
-            if self._lost is not None:
-                current.verdict = False
-            elif not all(current.votes.values()):
-                current.verdict = False  # one no decides; the others need not be waited for
+            if self._lost is not None or not all(current.votes.values()):
+                self._seal(name, current, yes=False)  # one no decides; the others need not be waited for
             elif len(current.votes) == self._world_size:
-                current.verdict = True
+                self._seal(name, current, yes=True)
         return self._release(current)
+
+    def _seal(self, name: RoundName, current: _Round, *, yes: bool) -> None:
+        # A healing's rounds are no end of a step; and who names no quorum has not heard of leaving.
+        leaves = self._wished and name.purpose is Purpose.COMMIT and name.key is not None
+        current.verdict = Verdict(yes, leaves)
 
     def withdraw(self, call: int) -> None:
         """The caller went away. Its vote stands, for the verdict must not depend on a connection."""
         for current in self._rounds.values():
             current.waiting.pop(call, None)
 
-    def tick(self, now_ms: int) -> list[tuple[int, int, bool]]:
+    def tick(self, now_ms: int) -> list[tuple[int, int, Verdict]]:
         """Seal as no every open round of which a deadline has passed."""
-        answers: list[tuple[int, int, bool]] = []
-        for current in self._rounds.values():
+        answers: list[tuple[int, int, Verdict]] = []
+        for name, current in self._rounds.items():
             if current.verdict is None and any(now_ms >= deadline_ms for deadline_ms in current.deadlines_ms.values()):
-                current.verdict = False
+                self._seal(name, current, yes=False)
                 answers += self._release(current)
         return answers
 
@@ -95,13 +107,18 @@ class Votes:
         ]
         return min(deadlines, default=None)
 
-    def lose_rank(self, reason: str) -> list[tuple[int, int, bool]]:
+    def leave(self) -> list[tuple[int, int, Verdict]]:
+        """A rank has left: what is open is a no, and all leave."""
+        self._wished = True
+        return self.lose_rank("the group has left")
+
+    def lose_rank(self, reason: str) -> list[tuple[int, int, Verdict]]:
         """A rank is lost: no open or later round can be a yes."""
         self._lost = reason
-        answers: list[tuple[int, int, bool]] = []
-        for current in self._rounds.values():
+        answers: list[tuple[int, int, Verdict]] = []
+        for name, current in self._rounds.items():
             if current.verdict is None:
-                current.verdict = False
+                self._seal(name, current, yes=False)
             answers += self._release(current)
         return answers
 
@@ -123,7 +140,7 @@ class Votes:
         for name in idle[: max(0, len(self._rounds) - MAX_ROUNDS)]:
             del self._rounds[name]
 
-    def _release(self, current: _Round) -> list[tuple[int, int, bool]]:
+    def _release(self, current: _Round) -> list[tuple[int, int, Verdict]]:
         if current.verdict is None:
             return []
         answers = [(call, rank, current.verdict) for call, rank in current.waiting.items()]

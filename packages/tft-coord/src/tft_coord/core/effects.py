@@ -8,7 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tft_coord.core.fingerprint import Fingerprint
-from tft_coord.core.types import LossNotice, Member, Plan, Quorum, QuorumKey, Refusal
+from tft_coord.core.types import (
+    KillOrder,
+    LeaveRequest,
+    LossNotice,
+    Member,
+    Plan,
+    Quorum,
+    QuorumKey,
+    Refusal,
+    Released,
+    Verdict,
+)
 
 # --- of the lighthouse -----------------------------------------------------------------------------------------------
 
@@ -104,6 +115,22 @@ class RefuseRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class AskToLeave:
+    """Ask the group on the stream to leave after its running step."""
+
+    stream: int
+    reason: str
+    serve_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Tell the stream of a group that has left that nobody heals from it any more."""
+
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
 class QuorumFormed:
     """For the log and the observers: the key rose.
 
@@ -132,6 +159,17 @@ class ReplicaLost:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaLeft:
+    """For the log and the observers: a replica has left, and serves its state for `serve_ms` at most."""
+
+    job: str
+    replica_id: str
+    session: int
+    reason: str
+    serve_ms: int
+
+
 LighthouseEffect = (
     Welcome
     | RefuseSession
@@ -143,8 +181,11 @@ LighthouseEffect = (
     | AnswerQuorum
     | AnswerUnchanged
     | RefuseRequest
+    | AskToLeave
+    | Release
     | QuorumFormed
     | ReplicaLost
+    | ReplicaLeft
 )
 
 
@@ -222,7 +263,7 @@ class AnswerVote:
 
     call: int
     rank: int
-    verdict: bool
+    verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +298,22 @@ class TellGroupLost:
     left: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class LeaveJob:
+    """Tell the lighthouse that this group has left."""
+
+    reason: str
+    serve_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class TellRank:
+    """Tell a rank what somebody wants of it, or that it is free to end."""
+
+    rank: int
+    news: LeaveRequest | Released | KillOrder
+
+
 GroupEffect = (
     AskLighthouse
     | WithdrawFromLighthouse
@@ -269,4 +326,6 @@ GroupEffect = (
     | TellNewcomer
     | TellGroupLost
     | RefuseSession
+    | LeaveJob
+    | TellRank
 )

@@ -74,6 +74,15 @@ class DeathReported:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaveReceived:
+    """The group has left the job, and serves its state to those that heal from it, for `serve_ms` at most."""
+
+    stream: int
+    reason: str
+    serve_ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class StreamClosed:
     """The connection is gone, whoever closed it."""
 
@@ -81,8 +90,27 @@ class StreamClosed:
 
 
 LighthouseEvent = (
-    HelloReceived | BeatReceived | QuorumRequested | RequestWithdrawn | QuorumReported | DeathReported | StreamClosed
+    HelloReceived
+    | BeatReceived
+    | QuorumRequested
+    | RequestWithdrawn
+    | QuorumReported
+    | DeathReported
+    | LeaveReceived
+    | StreamClosed
 )
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequested:
+    """Somebody asks, without a stream, that a replica leave its job; `replica` is its id, or the name in it."""
+
+    call: int
+    job: str
+    replica: str
+    reason: str
+    serve_ms: int = 0
+
 
 # --- to the lighthouse, from clients without a stream (torchft's wire) ----------------------------------------------
 
@@ -181,6 +209,37 @@ class RankVoted:
     purpose: Purpose
     yes: bool
     deadline_ms: int
+    leaving: bool = False  # this rank wishes that the group leaves after this step
+
+
+@dataclass(frozen=True, slots=True)
+class RankLeft:
+    """A group rank leaves, after a verdict that says so or between two steps; it waits as `call`."""
+
+    rank: int
+    call: int
+    reason: str
+    serve_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveAsked:
+    """The lighthouse asks this group to leave, because somebody drains it."""
+
+    reason: str
+    serve_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class NobodyHeals:
+    """The lighthouse says that nobody heals any more from this group, which has left."""
+
+
+@dataclass(frozen=True, slots=True)
+class KillAsked:
+    """Somebody asks that the processes of this group end; `message` says why, and who."""
+
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,4 +303,8 @@ GroupEvent = (
     | LossNoticed
     | NewcomerAnnounced
     | SessionLost
+    | RankLeft
+    | LeaveAsked
+    | NobodyHeals
+    | KillAsked
 )

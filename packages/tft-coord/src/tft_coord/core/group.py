@@ -16,7 +16,19 @@ from tft_coord.core.assignment import assign, plan_for
 from tft_coord.core.commit import RoundName, Votes
 from tft_coord.core.fingerprint import Fingerprint, differences_of_ranks, merged, said
 from tft_coord.core.progress import GroupProgress, Progress
-from tft_coord.core.types import LossNotice, Member, Purpose, Quorum, QuorumKey, RankRequest, Refusal
+from tft_coord.core.types import (
+    KillOrder,
+    LeaveRequest,
+    LossNotice,
+    Member,
+    Purpose,
+    Quorum,
+    QuorumKey,
+    RankRequest,
+    Refusal,
+    Released,
+    Verdict,
+)
 from tft_coord.errors import ProtocolError
 from tft_coord.timeouts import Timeouts
 
@@ -74,6 +86,8 @@ class GroupCore:
         self._followed: QuorumKey | None = None  # of the newest plan that the ranks were given
         self._lost: str | None = None
         self._left = False  # it was lost by a goodbye
+        self._leaves: str | None = None  # why the group has left the job
+        self._news: list[LeaveRequest | Released | KillOrder] = []  # for each rank, one that is away included
         self._notices: list[LossNotice] = []  # of the quorum that is held, and of those that are still to come
 
     @property
@@ -153,6 +167,14 @@ class GroupCore:
                 return self._newcomer(event.replica_id)
             case events.SessionLost():
                 return self._session_lost(event)
+            case events.RankLeft():
+                return self._rank_left(event)
+            case events.LeaveAsked(reason, serve_ms):
+                return self._tell_all(LeaveRequest(reason, serve_ms))
+            case events.NobodyHeals():
+                return self._tell_all(Released())
+            case events.KillAsked(message):
+                return self._tell_all(KillOrder(message))
 
     def tick(self, now_ms: int) -> list[effects.GroupEffect]:
         """Judge graces and deadlines that have passed."""
@@ -210,7 +232,7 @@ class GroupCore:
         return []
 
     def _lose(self, reason: str, *, left: bool = False) -> list[effects.GroupEffect]:
-        if self._lost is not None:
+        if self._lost is not None or (left and self._leaves is not None):
             return []
         self._lost, self._left = reason, left
         out: list[effects.GroupEffect] = [effects.ReportDeath(reason)]
@@ -220,6 +242,27 @@ class GroupCore:
 
     def _tell_lost(self, rank: int) -> effects.TellGroupLost:
         return effects.TellGroupLost(rank, self._lost_message(), self._left)
+
+    # --- leaving ------------------------------------------------------------------------------------------------
+
+    def _rank_left(self, event: events.RankLeft) -> list[effects.GroupEffect]:
+        """The group leaves with the first of its ranks: no other can commit a step or train on without it."""
+        out: list[effects.GroupEffect] = []
+        if self._leaves is None:
+            self._leaves = event.reason
+            out.append(effects.LeaveJob(event.reason, event.serve_ms))
+            out += [effects.AnswerVote(call, rank, verdict) for call, rank, verdict in self._votes.leave()]
+            out += self._fail_all(Refusal.LEFT.value, self._left_message())
+        return [*out, effects.AnswerVote(event.call, event.rank, Verdict(yes=False, leaves=True))]
+
+    def _left_message(self) -> str:
+        return f"replica {self._replica_id} has left the job ({self._leaves}); end this process"
+
+    def _tell_all(self, news: LeaveRequest | Released | KillOrder) -> list[effects.GroupEffect]:
+        if news in self._news:
+            return []
+        self._news = [*(each for each in self._news if type(each) is not type(news)), news]
+        return [effects.TellRank(rank, news) for rank in sorted(self._streams)]
 
     # --- losses of others ---------------------------------------------------------------------------------------
 
@@ -248,9 +291,10 @@ class GroupCore:
 
     def _tell_again(self, rank: int) -> list[effects.GroupEffect]:
         """What a rank's stream that was broken has missed."""
+        out: list[effects.GroupEffect] = [effects.TellRank(rank, news) for news in self._news]
         if self._lost is not None:
-            return [self._tell_lost(rank)]
-        return [effects.NotifyRank(rank, notice) for notice in self._of_held()]
+            return [*out, self._tell_lost(rank)]
+        return [*out, *(effects.NotifyRank(rank, notice) for notice in self._of_held())]
 
     def _of_held(self) -> list[LossNotice]:
         return [notice for notice in self._notices if self.quorum is not None and notice.key == self.quorum.key]
@@ -270,6 +314,8 @@ class GroupCore:
             return [effects.FailRank(event.call, rank, "malformed", message)]
         if self._lost is not None:
             return [effects.FailRank(event.call, rank, "group_lost", self._lost_message())]
+        if self._leaves is not None:
+            return [effects.FailRank(event.call, rank, Refusal.LEFT.value, self._left_message())]
         out: list[effects.GroupEffect] = []
         before = self._asked.get(rank)
         if before is not None:
@@ -433,5 +479,5 @@ class GroupCore:
             message = f"rank {event.rank} votes in replica {self._replica_id}, which has world size {self._world_size}"
             return [effects.FailRank(event.call, event.rank, "malformed", f"{message}; check RANK and WORLD_SIZE")]
         name = RoundName(event.key, event.step, event.purpose)
-        answers = self._votes.cast(name, event.rank, event.call, event.yes, event.deadline_ms)
+        answers = self._votes.cast(name, event.rank, event.call, event.yes, event.deadline_ms, leaving=event.leaving)
         return [effects.AnswerVote(call, rank, verdict) for call, rank, verdict in answers]

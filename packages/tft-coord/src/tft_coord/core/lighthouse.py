@@ -32,6 +32,7 @@ HIGHEST_ID_BELIEVED = MAX_INT64 - 2**32
 CLOCKS_DIFFER_MOST_MS = 365 * 24 * 3_600_000
 # Quorums whose losses are remembered after the next has formed.
 BROKEN_QUORUMS_KEPT = 16
+NAMES_SHOWN_MOST = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,18 @@ class LighthouseCore:
             return []
         return job.handle(event, now_ms, wall_ms)
 
+    def drain(self, event: events.DrainRequested) -> list[effects.AskToLeave | effects.RefuseUnary]:
+        """Somebody asks that a replica leave. Returns: whom to ask, nobody if it has left already, or why not."""
+        if self._succeeded:
+            message = "a newer lighthouse has taken over from this one; use that one's address"
+            return [effects.RefuseUnary(event.call, Refusal.OLD_LIGHTHOUSE, message)]
+        job = self._jobs.get(event.job)
+        if job is None:
+            known = _listed(self._jobs) or "none so far"
+            message = f"this lighthouse knows no job {event.job!r}; it knows {known}"
+            return [effects.RefuseUnary(event.call, Refusal.UNKNOWN, message)]
+        return job.drain(event)
+
     def tick(self, now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
         """Let time pass; call every quorum_tick_ms."""
         self._note_the_time(now_ms)
@@ -221,6 +234,12 @@ def _takes_early(member: Member) -> bool:
     return member.use_async_quorum and not member.torn
 
 
+def _listed(names: Iterable[str]) -> str:
+    shown = sorted(names)
+    more = len(shown) - NAMES_SHOWN_MOST
+    return ", ".join(shown[:NAMES_SHOWN_MOST]) + (f" and {more} more" if more > 0 else "")
+
+
 def _nonsense(hello: Hello, wall_ms: int) -> str | None:
     """What in a hello can't be true, or None. Believed, one such number would lock others out for good."""
     name, latest_ms = hello.replica_id, wall_ms + CLOCKS_DIFFER_MOST_MS
@@ -285,6 +304,7 @@ class Job:
         self._now_ms = now_ms
         self._handshake = Handshake(name, self._standing)
         self._asked_in_vain: set[int] = set()  # streams that could not say the members of the quorum they hold
+        self._serving: set[str] = set()  # who has left, and may still be healed from
 
     @property
     def forgotten(self) -> bool:
@@ -295,6 +315,7 @@ class Job:
         """A stream of this job says who it is."""
         known = self.liveness.replicas.get(hello.replica_id)
         session_before = known.session if known is not None else hello.session
+        had_left = known is not None and known.left is not None
         result = self.liveness.hello(stream, hello, now_ms)
         if isinstance(result, Rejected):
             if result.refusal is Refusal.LOST:
@@ -303,7 +324,12 @@ class Job:
         out = self._accepted(stream, hello, result)
         if self._handshake.has_refused(hello.replica_id):
             result.replica.ready = False
-        if hello.session > session_before:
+        replica = result.replica
+        if replica.left is not None:
+            out += self._leaves(replica, 0, now_ms, told=had_left)
+        elif replica.asked_to_leave is not None:
+            out.append(effects.AskToLeave(stream, *replica.asked_to_leave))
+        if hello.session > session_before and not had_left:
             # Its manager server was started anew before anybody missed it; what the old one was in is over anyway.
             out += self._break_quorum(hello.replica_id, session_before, f"session {hello.session} has taken its place")
         if hello.held is not None:
@@ -330,7 +356,7 @@ class Job:
         replica = self.liveness.sign(event.stream, now_ms)
         if replica is None:
             return []
-        if not replica.healthy:
+        if replica.lost is not None:
             # It lives after all, and must know that others went on without it.
             return self._answer_the_lost(replica, event)
         match event:
@@ -340,6 +366,14 @@ class Job:
             case events.QuorumReported():
                 out += self._reported(event, now_ms)
                 out += self._form(now_ms, wall_ms)
+            case events.LeaveReceived():
+                told = replica.left is not None
+                self.liveness.leave(replica, event.reason, now_ms)
+                out += self._leaves(replica, event.serve_ms, now_ms, told=told)
+                out += self._form(now_ms, wall_ms)
+            case events.QuorumRequested() if replica.left is not None:
+                message = f"replica {replica.replica_id} has left the job ({replica.left}); end this process"
+                out.append(effects.RefuseRequest(event.stream, event.request, Refusal.LEFT, message))
             case events.RequestWithdrawn():
                 self._withdrawn(replica, event.request, now_ms)
             case events.QuorumRequested():
@@ -355,7 +389,68 @@ class Job:
         if self._asking is not None and now_ms - self._asking[2] >= self._timeouts.heartbeat_timeout_ms:
             out += self._asked_nobody(self._asking[0], now_ms)
         out += self._judge_hung(now_ms)
-        return out + self._judge(now_ms) + self._form(now_ms, wall_ms)
+        return out + self._judge(now_ms) + self._form(now_ms, wall_ms) + self._release_those_who_left(now_ms)
+
+    # --- leaving ------------------------------------------------------------------------------------------------
+
+    def _leaves(self, replica: Replica, serve_ms: int, now_ms: int, *, told: bool) -> list[effects.LighthouseEffect]:
+        """It has left, and is waited for by nobody; its quorum goes on to its end, and so does a healing from it."""
+        self._healthy_before = None
+        self._more = 0
+        replica.serves = True
+        self._serving.add(replica.replica_id)
+        out = self._release_those_who_left(now_ms)
+        if told:
+            return out
+        assert replica.left is not None
+        left = effects.ReplicaLeft(self.name, replica.replica_id, replica.session, replica.left, serve_ms)
+        return [left, *out]
+
+    def _release_those_who_left(self, now_ms: int) -> list[effects.LighthouseEffect]:
+        """Tell those of them that may end from whom nobody heals any more."""
+        out: list[effects.LighthouseEffect] = []
+        for replica_id in sorted(self._serving):
+            replica = self.liveness.replicas.get(replica_id)
+            if replica is not None and replica.lost is None and self._may_be_healed_from(replica_id):
+                continue
+            self._serving.discard(replica_id)
+            if replica is None:
+                continue
+            replica.serves = False
+            replica.broken_ms = None
+            replica.lost_ms = now_ms
+            if replica.stream is not None and replica.lost is None:
+                out.append(effects.Release(replica.stream))
+        return out
+
+    def _may_be_healed_from(self, replica_id: str) -> bool:
+        if replica_id not in self._members:
+            # A lighthouse without memory does not know yet who heals from whom.
+            return not self._formed_here
+        others = (self.liveness.replicas.get(other) for other in self._members if other != replica_id)
+        healing = any(other is not None and other.healthy and other.healing_since_ms is not None for other in others)
+        return healing or not self._formed_here
+
+    def drain(self, event: events.DrainRequested) -> list[effects.AskToLeave | effects.RefuseUnary]:
+        """Ask a replica to leave, now and on every new stream, until it has."""
+        replicas = self.liveness.replicas
+        living = [replica for replica in replicas.values() if replica.lost is None and not replica.presumed]
+        found = [replica for replica in living if replica.replica_id == event.replica]
+        found = found or [replica for replica in living if replica.replica_id.startswith(f"{event.replica}:")]
+        if len(found) > 1 and any(replica.healthy for replica in found):
+            found = [replica for replica in found if replica.healthy]
+        if len(found) != 1:
+            which = _listed(replica.replica_id for replica in found or living) or "nobody"
+            what = f"has no living replica {event.replica!r}; there is"
+            if found:
+                what = f"has {len(found)} replicas of the name {event.replica!r}; give the id of one of them:"
+            message = f"job {self.name} {what} {which}"
+            return [effects.RefuseUnary(event.call, Refusal.UNKNOWN, message)]
+        replica = found[0]
+        if replica.left is not None:
+            return []
+        replica.asked_to_leave = event.reason, event.serve_ms
+        return [] if replica.stream is None else [effects.AskToLeave(replica.stream, event.reason, event.serve_ms)]
 
     # --- sessions -----------------------------------------------------------------------------------------------
 
@@ -479,7 +574,7 @@ class Job:
         known = [quorum_key for quorum_key in (self._previous_key, self._asked_key) if quorum_key is not None]
         best: tuple[QuorumKey, int] | None = None
         for replica in self.liveness.replicas.values():
-            if replica.stream is None or replica.held is None or not replica.healthy:
+            if replica.stream is None or replica.held is None or replica.lost is not None:
                 continue
             if replica.stream in self._asked_in_vain:
                 continue
@@ -740,6 +835,7 @@ class Job:
             fast_only=now_ms - self._birth.now_ms < self._timeouts.reconnect_grace_ms,
             reference_step=reference_step,
             lost_sources=lost_sources,
+            left={replica.replica_id for replica in replicas if replica.left is not None},
             now_ms=now_ms,
         )
 
@@ -749,7 +845,7 @@ class Job:
         lost_ms = {
             replica.replica_id: replica.lost_ms
             for replica in (self.liveness.replicas.get(replica_id) for replica_id in self._members)
-            if replica is not None and not replica.healthy and not replica.dead
+            if replica is not None and replica.lost is not None and replica.left is None and not replica.dead
             if now_ms - replica.lost_ms < self._timeouts.heartbeat_timeout_ms
         }
         if self.previous is None or not lost_ms:
@@ -792,7 +888,8 @@ class Job:
 
     def _formed(self, members: tuple[Member, ...], now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
         previous = self.previous
-        reason = reason_for_new_id(previous, members, self._broken)
+        left = [replica.replica_id for replica in self.liveness.replicas.values() if replica.left is not None]
+        reason = reason_for_new_id(previous, members, self._broken, left)
         out: list[effects.LighthouseEffect] = []
         standing = previous.key if previous is not None and reason is None else None
         key = standing or QuorumKey(self.last_id + 1, self._nonces())

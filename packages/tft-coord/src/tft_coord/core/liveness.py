@@ -36,7 +36,8 @@ class Replica:
     `presumed` says that others have named it and it has not said hello yet.
     `withdrawn` keeps (asked_ms, withdrawn_ms) of a request that ended without an answer: a replica that asks again
     soon has waited since it first asked. `answered` is the number of the request that the newest quorum answered, and
-    `answer_void` says that the replica had given that request up.
+    `answer_void` says that the replica had given that request up. `left` is why it has left the job, for ever; while it
+    `serves`, somebody may heal from it, and it is watched as if it were there.
     """
 
     replica_id: str
@@ -62,10 +63,18 @@ class Replica:
     healed_bytes: int = 0
     progress_ms: int = 0
     ineligible_until_ms: int = 0
+    left: str | None = None
+    serves: bool = False
+    asked_to_leave: tuple[str, int] | None = None  # (reason, serve_ms), by whom it is drained
 
     @property
     def healthy(self) -> bool:
-        return self.lost is None
+        return self.lost is None and self.left is None
+
+    @property
+    def watched(self) -> bool:
+        """Whether its end would be a loss."""
+        return self.lost is None and (self.left is None or self.serves)
 
     def withdraw(self, now_ms: int) -> None:
         """The open request, if any, ends without an answer."""
@@ -164,10 +173,12 @@ class Liveness:
         known.last_sign_ms = now_ms
         known.ready = known.ready or hello.ready
         known.held = hello.held
+        if hello.left and known.left is None:
+            self.leave(known, "it says that it has", now_ms)
         self._by_stream[stream] = known
         lost: Lost | None = None
         predecessor = self.replicas.get(hello.replaces) if hello.replaces != hello.replica_id else None
-        if predecessor is not None and predecessor.healthy:
+        if predecessor is not None and predecessor.watched:
             lost = self._lose(predecessor, f"replaced by {hello.replica_id}", now_ms, dead=True)
         elif predecessor is not None:
             predecessor.dead = True  # whatever it was lost by, it can't come back any more
@@ -187,9 +198,17 @@ class Liveness:
     def sign(self, stream: int, now_ms: int) -> Replica | None:
         """A sign of life on a stream. None if the stream is not its replica's newest."""
         replica = self._by_stream.get(stream)
-        if replica is not None and replica.healthy:
+        if replica is not None and replica.lost is None:
             replica.last_sign_ms = now_ms
         return replica
+
+    def leave(self, replica: Replica, reason: str, now_ms: int) -> None:
+        """It has left the job: it is waited for by nobody from now on, and is not healthy any more."""
+        replica.left = reason
+        replica.lost_ms = now_ms
+        replica.request = None
+        replica.withdrawn = None
+        replica.healing_since_ms = None
 
     def stream_closed(self, stream: int, now_ms: int) -> None:
         """A connection is gone; judged after the grace. Closings of older streams are ignored."""
@@ -199,7 +218,7 @@ class Liveness:
         replica.stream = None
         # Nobody can be answered on a stream that is gone; it is healthy, but it does not wait until it asks again.
         replica.withdraw(now_ms)
-        if replica.lost is None:
+        if replica.watched:
             replica.broken_ms = now_ms
             self._broke[replica.replica_id] = replica
             self._excuse_if_sick(now_ms)
@@ -209,7 +228,7 @@ class Liveness:
         replica = self._by_stream.get(stream)
         if replica is None:
             return None
-        if not replica.healthy:
+        if not replica.watched:
             replica.dead = True
             return None
         return self._lose(replica, f"its manager server reports: {reason}", now_ms, dead=True)
@@ -225,7 +244,7 @@ class Liveness:
         """Take for lost whose grace or heartbeat_timeout has passed; forget whom nobody remembers."""
         losses = []
         for replica in self.replicas.values():
-            if not replica.healthy:
+            if not replica.watched:
                 continue
             if self._break_counts(replica, now_ms):
                 replica.stream_losses_ms.append(now_ms)
@@ -239,7 +258,7 @@ class Liveness:
             replica
             for replica in self.replicas.values()
             if replica.stream is None
-            and not replica.healthy
+            and not replica.watched
             and now_ms - replica.lost_ms >= self._timeouts.forget_after_ms
         ]
         for replica in forgotten:
@@ -249,7 +268,7 @@ class Liveness:
     def excuse_all(self, now_ms: int) -> None:
         """The lighthouse itself was away: nobody's silence or break of that time counts."""
         for replica in self.replicas.values():
-            if replica.healthy:
+            if replica.watched:
                 replica.last_sign_ms = now_ms
                 replica.progress_ms = now_ms
                 if replica.broken_ms is not None:
@@ -262,7 +281,7 @@ class Liveness:
             if replica.broken_ms is not None and not replica.excused
             else replica.last_sign_ms + self._timeouts.heartbeat_timeout_ms
             for replica in self.replicas.values()
-            if replica.healthy
+            if replica.watched
         ]
         return min(deadlines, default=None)
 
@@ -273,7 +292,7 @@ class Liveness:
                 Refusal.DEAD,
                 f"replica {name} was reported dead ({known.lost}); start its successor under a new replica id",
             )
-        lives = known.healthy and known.stream is not None and known.stream != stream
+        lives = known.lost is None and known.stream is not None and known.stream != stream
         if lives and hello.address != known.address:
             return Rejected(
                 Refusal.DUPLICATE,
@@ -315,14 +334,14 @@ class Liveness:
         self._broke = {
             name: replica
             for name, replica in self._broke.items()
-            if replica.healthy and replica.broken_ms is not None and now_ms - replica.broken_ms <= grace_ms
+            if replica.watched and replica.broken_ms is not None and now_ms - replica.broken_ms <= grace_ms
         }
         broken = self._broke.values()
         streams = len(self._by_stream) + len(broken)
         if streams < SICK_STREAMS_LEAST or 2 * len(broken) <= streams:
             return
         for replica in self.replicas.values():
-            if replica.healthy:
+            if replica.watched:
                 replica.last_sign_ms = now_ms
         for replica in broken:
             replica.excused = True

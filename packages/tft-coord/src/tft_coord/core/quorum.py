@@ -31,6 +31,7 @@ class Situation:
         fast_only: the lighthouse has just started and does not know yet who trains.
         reference_step: of the state that the previous quorum started from; 0: none that is worth waiting for.
         lost_sources: replica id -> since when it is lost, for each that held that state and may come back with it.
+        left: ids that have left the job: nobody waits for them.
         now_ms: the time.
     """
 
@@ -46,6 +47,7 @@ class Situation:
     fast_only: bool = False
     reference_step: int = 0
     lost_sources: Mapping[str, int] = field(default_factory=dict)
+    left: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,8 @@ def decide(situation: Situation) -> Form | Wait:
     Returns: `Form` with at least `min_replicas` members, or `Wait` with a sentence.
     Source: protocol.md section 2.
     """
-    before = frozenset(situation.previous.replica_ids) if situation.previous is not None else frozenset()
+    previous = situation.previous.replica_ids if situation.previous is not None else ()
+    before = frozenset(previous).difference(situation.left)
     shrink_only = any(member.shrink_only for replica_id, member in situation.waiting.items() if replica_id in before)
     eligible = set(situation.healthy) - set(situation.ineligible)
     if shrink_only:
@@ -140,20 +143,24 @@ def _lost_state(situation: Situation, members: Collection[Member]) -> Wait | Non
     return Wait(f"the state of step {step}, which {newest} held; it was lost {ago_ms} ms ago and may come back")
 
 
-def reason_for_new_id(previous: Quorum | None, members: tuple[Member, ...], broken: str | None) -> str | None:
+def reason_for_new_id(
+    previous: Quorum | None, members: tuple[Member, ...], broken: str | None, left: Collection[str] = ()
+) -> str | None:
     """Why the id must rise, or None if the previous key stands.
 
     Args:
         previous: the newest quorum.
         members: of the next one, sorted.
         broken: why the previous one can't be used, or None.
+        left: ids that have left the job.
     """
     if previous is None:
         return "it is the first quorum"
     before = {member.replica_id: member for member in previous.members}
     after = {member.replica_id: member for member in members}
     reasons = [f"{replica_id} joined" for replica_id in after if replica_id not in before]
-    reasons += [f"{replica_id} is gone" for replica_id in before if replica_id not in after]
+    gone = [replica_id for replica_id in before if replica_id not in after]
+    reasons += [f"{replica_id} has left" if replica_id in left else f"{replica_id} is gone" for replica_id in gone]
     for replica_id in [replica_id for replica_id in after if replica_id in before]:
         reasons += _changes(before[replica_id], after[replica_id])
     if broken is not None and not reasons:

@@ -62,6 +62,14 @@ class SendBeat:
 
 
 @dataclass(frozen=True, slots=True)
+class SendLeave:
+    """Say that the group has left the job."""
+
+    reason: str
+    serve_ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class HangUp:
     """Close the stream that is open."""
 
@@ -81,7 +89,7 @@ class GiveUp:
     message: str
 
 
-SessionEffect = Dial | SendHello | SendRequest | SendWithdraw | SendBeat | HangUp | Say | GiveUp
+SessionEffect = Dial | SendHello | SendRequest | SendWithdraw | SendBeat | SendLeave | HangUp | Say | GiveUp
 
 
 class SessionCore:
@@ -129,6 +137,7 @@ class SessionCore:
         self._open: SendRequest | None = None
         self._fingerprint: Fingerprint = ()
         self._fingerprint_said = False  # on this stream
+        self._leave: SendLeave | None = None
         self._broken_at_ms: int | None = None
         self._next_beat_ms = 0
         self._beat_interval_ms = timeouts.beat_interval_ms
@@ -195,7 +204,15 @@ class SessionCore:
         if heartbeat_timeout_ms:
             self._beat_interval_ms = max(1, min(self._beat_interval_ms, heartbeat_timeout_ms // 2))
             self._next_beat_ms = min(self._next_beat_ms, now_ms + self._beat_interval_ms)
-        return [self._request(self._open)] if self._open is not None else []
+        asked = [self._request(self._open)] if self._open is not None else []
+        return [*([self._leave] if self._leave is not None else []), *asked]
+
+    def leave(self, reason: str, serve_ms: int) -> list[SessionEffect]:
+        """The group has left: say so now, and on every new stream."""
+        if self._leave is not None:
+            return []
+        self._leave = SendLeave(reason, serve_ms)
+        return [self._leave] if self._welcomed else []
 
     def told_lost(self, session: int, now_ms: int, *, hung: bool = False) -> list[SessionEffect]:
         """Our session was taken for lost while we live: open a newer one on the same stream.
@@ -330,6 +347,7 @@ class SessionCore:
                 held=self.held,
                 lighthouse_started_ms=self.lighthouse_started_ms,
                 cluster_id=self.cluster_id,
+                left=self._leave is not None,
             )
         )
 

@@ -175,6 +175,8 @@ class Refusal(enum.Enum):
     OTHER_KIND = "other_kind"  # torchft's members and ours never share a job
     MALFORMED = "malformed"  # the message breaks the protocol
     OLD_LIGHTHOUSE = "old_lighthouse"  # a newer lighthouse serves this cluster
+    LEFT = "left"  # it has left the job: end this process; a new life of it joins under a new replica id
+    UNKNOWN = "unknown"  # there is nobody of that name: look at the names that the message gives
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +194,7 @@ class Hello:
         held: key of the newest quorum that it holds, or None.
         lighthouse_started_ms: start time of the newest lighthouse that it has obeyed, 0 if none.
         cluster_id: of that lighthouse; start times are compared within one cluster only.
+        left: has left the job, and serves its state for a while.
     """
 
     job: str
@@ -203,6 +206,7 @@ class Hello:
     held: QuorumKey | None = None
     lighthouse_started_ms: int = 0
     cluster_id: str = ""
+    left: bool = False
 
     def __post_init__(self) -> None:
         _check_names(replica_id=self.replica_id, job=self.job)
@@ -325,6 +329,44 @@ class Plan:
     @property
     def num_participants(self) -> int:
         return len(self.participants)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the ranks of a group have agreed on in a round; final.
+
+    Args:
+        yes: all voted yes.
+        leaves: a rank wished it: the group leaves the job, all its ranks after this step.
+    """
+
+    yes: bool
+    leaves: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveRequest:
+    """Somebody asks a group to leave after its running step.
+
+    Args:
+        reason: why, and who asks.
+        serve_ms: for how long it may serve its state to those that heal; 0: its own default.
+    """
+
+    reason: str
+    serve_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Nobody heals any more from this group, which has left: it may end."""
+
+
+@dataclass(frozen=True, slots=True)
+class KillOrder:
+    """Somebody asks that this process end now, with exit code 1. `message` says why, and who asks."""
+
+    message: str
 
 
 class Purpose(enum.Enum):

@@ -26,9 +26,11 @@ from tft_coord.core.effects import (
     AnswerQuorum,
     AnswerUnchanged,
     AskForQuorum,
+    AskToLeave,
     NotifyLoss,
     RefuseRequest,
     RefuseSession,
+    Release,
     TellLost,
     Welcome,
 )
@@ -42,6 +44,7 @@ from tft_coord.core.session import (
     Say,
     SendBeat,
     SendHello,
+    SendLeave,
     SendRequest,
     SendWithdraw,
     SessionCore,
@@ -166,6 +169,10 @@ class LighthouseLink:
         """The trainer that was hung goes on."""
         self._perform(self._core.went_on(self._now_ms()))
 
+    def leave(self, reason: str, serve_ms: int) -> None:
+        """Say that this group has left, on every stream from now on."""
+        self._perform(self._core.leave(reason, serve_ms))
+
     def report_death(self, reason: str) -> None:
         """Say that a trainer of this group ended."""
         self._reported_death = True
@@ -200,6 +207,8 @@ class LighthouseLink:
                     self._say(events.BeatReceived(0, healed_bytes, progress))
                 case SendHello(hello):
                     self._say(events.HelloReceived(0, hello))
+                case SendLeave(reason, serve_ms):
+                    self._say(events.LeaveReceived(0, reason, serve_ms))
                 case Dial(at_ms, address):
                     if not self._ended:
                         self._redial = self._loop.call_at(at_ms / 1000, self._dial, self._targets[address])
@@ -358,6 +367,11 @@ class LighthouseLink:
                 self._arrived(events.LossNoticed(notice))
             case AnnounceNewcomer(_, replica_id):
                 self._arrived(events.NewcomerAnnounced(replica_id))
+            case AskToLeave(_, reason, serve_ms):
+                logger.info("replica %s is asked to leave: %s", self._replica_id, reason)
+                self._arrived(events.LeaveAsked(reason, serve_ms))
+            case Release():
+                self._arrived(events.NobodyHeals())
             case RefuseSession(_, refusal, sentence):
                 self._turned_away = sentence
                 self._perform(self._core.told_refused(refusal, sentence, now_ms))

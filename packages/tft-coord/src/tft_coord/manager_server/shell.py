@@ -20,7 +20,7 @@ import grpc.aio
 
 from tft_coord.core import effects, events
 from tft_coord.core.group import GroupCore
-from tft_coord.core.types import NewcomerAsks, Plan, Quorum, QuorumKey, Refusal
+from tft_coord.core.types import NewcomerAsks, Plan, Quorum, QuorumKey, Refusal, Verdict
 from tft_coord.errors import ProtocolError, SettingError
 from tft_coord.manager_server.config import ManagerServerConfig
 from tft_coord.manager_server.link import LighthouseLink
@@ -38,7 +38,8 @@ ANSWER_EARLIER_MS = 50
 LAST_ANSWERS_S = 0.1
 
 
-Answer: TypeAlias = Plan | QuorumKey | bool | codec.Failure
+Asked: TypeAlias = codec.Ask | codec.Vote | codec.Leave
+Answer: TypeAlias = Plan | QuorumKey | Verdict | codec.Failure
 
 
 @final
@@ -169,6 +170,11 @@ class ManagerServerShell:
                     self._tell(rank, NewcomerAsks(replica_id))
                 case effects.TellGroupLost(rank, message, left):
                     self._tell(rank, codec.RanksLost(message, left))
+                case effects.TellRank(rank, news):
+                    self._tell(rank, news)
+                case effects.LeaveJob(reason, serve_ms):
+                    logger.info("replica %s leaves: %s", self._config.replica_id, reason)
+                    self._link.leave(reason, serve_ms)
                 case effects.RefuseSession():
                     self._refuse(decision)
                 case effects.ReportDeath(reason):
@@ -234,7 +240,7 @@ class ManagerServerShell:
         except ProtocolError as error:
             await fail(context, Refusal.MALFORMED.value, str(error))
         match await self._ask_and_wait(context, vote):
-            case bool() as verdict:
+            case Verdict() as verdict:
                 return codec.encode_verdict(verdict)
             case answer:
                 return await self._fail(context, answer)
@@ -250,12 +256,18 @@ class ManagerServerShell:
             await fail(context, Refusal.MALFORMED.value, sentence)
         return codec.encode_metadata(metadata)
 
-    async def _answer_kill(self, _request: bytes, context: Context) -> bytes:
-        await context.abort(
-            grpc.StatusCode.UNIMPLEMENTED, "this manager server ends no process; kill the replica's processes instead"
-        )
+    async def _answer_kill(self, request: bytes, context: Context) -> bytes:
+        """Each rank ends itself when it hears of it; the answer does not wait for that."""
+        try:
+            message = codec.decode_kill(request)
+        except ProtocolError as error:
+            await fail(context, Refusal.MALFORMED.value, str(error))
+        order = f"{message or 'no reason was given'} (asked by {context.peer()})"
+        logger.error("replica %s is to be killed: %s", self._config.replica_id, order)
+        self._handle(events.KillAsked(order))
+        return b""
 
-    async def _ask_and_wait(self, context: Context, asked: codec.Ask | codec.Vote) -> Answer:
+    async def _ask_and_wait(self, context: Context, asked: Asked) -> Answer:
         remaining_s = cast("float | None", context.time_remaining())
         if remaining_s is None:
             await fail(
@@ -287,7 +299,7 @@ class ManagerServerShell:
 
     # --- calls of either kind ----------------------------------------------------------------------------------------
 
-    def _ask(self, asked: codec.Ask | codec.Vote, remaining_ms: int, reply: Callable[[Answer], None]) -> int:
+    def _ask(self, asked: Asked, remaining_ms: int, reply: Callable[[Answer], None]) -> int:
         """Tell the core of it; `reply` is called once, now or later, unless the call is withdrawn."""
         call, rank = next(self._numbers), asked.group_rank
         self._waiting[call] = reply
@@ -296,7 +308,13 @@ class ManagerServerShell:
             case codec.Ask():
                 self._handle(events.RankAsked(rank, call, asked.request, deadline_ms))
             case codec.Vote():
-                self._handle(events.RankVoted(rank, call, asked.key, asked.step, asked.purpose, asked.yes, deadline_ms))
+                self._handle(
+                    events.RankVoted(
+                        rank, call, asked.key, asked.step, asked.purpose, asked.yes, deadline_ms, asked.leaving
+                    )
+                )
+            case codec.Leave():
+                self._handle(events.RankLeft(rank, call, asked.reason, asked.serve_ms))
         return call
 
     def _withdraw(self, rank: int, call: int) -> None:
@@ -369,9 +387,7 @@ class ManagerServerShell:
             case codec.RankGoodbye():
                 rank.left = True
 
-    def _called(
-        self, rank: _RankStream | _LocalRank, number: int, timeout_ms: int, asked: codec.Ask | codec.Vote
-    ) -> None:
+    def _called(self, rank: _RankStream | _LocalRank, number: int, timeout_ms: int, asked: Asked) -> None:
         """A call on a rank's stream or socket. Raises: ProtocolError: it speaks for another rank."""
         if asked.group_rank != rank.rank:
             raise ProtocolError(f"the stream of rank {rank.rank} asks for rank {asked.group_rank}")

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from tft_coord.core import effects, events
-from tft_coord.core.types import LossNotice, Member, NewcomerAsks, QuorumKey
+from tft_coord.core.types import LeaveRequest, LossNotice, Member, NewcomerAsks, QuorumKey, Released
 from tft_coord.testing.clock import VirtualClock
 from tft_coord.testing.invariants import InvariantBroken, Invariants
 from tft_coord.testing.lighthouse_process import JOB, OTHER_JOB, LighthouseProcess, kind_of_loss
@@ -39,6 +39,7 @@ REASONS = (
     "failed to commit",
     "can't use its process group",
     "has a newer session",
+    "has left",
     "does not hold it",
 )
 _UNREACHABLE = Refused("unreachable", "the manager server can't be reached")
@@ -122,6 +123,7 @@ class Replica:
     ended: str = ""
     elsewhere: str = ""
     world_size: int = 1
+    released: bool = False  # it has left, and nobody heals from it
 
     @property
     def host(self) -> str:
@@ -255,6 +257,8 @@ class Cluster:
                 self.marks.hit("a lighthouse without memory asked for a quorum")
             case effects.ReplicaLost():
                 self.marks.hit(f"lost: {kind_of_loss(order.reason)}")
+            case effects.ReplicaLeft():
+                self.marks.hit("a replica left")
             case effects.RefuseSession():
                 self.marks.hit(f"refused: {order.refusal.value}")
             case effects.RefuseRequest():
@@ -371,12 +375,17 @@ class Cluster:
         def opened(stream: Stream) -> None:
             stream.listen(trainer, heard, again)
 
-        def heard(news: LossNotice | NewcomerAsks) -> None:
-            if isinstance(news, NewcomerAsks):
-                trainer.heard_of_newcomer(news.replica_id)
-                return
-            self.losses.told(trainer, news)
-            trainer.noticed(news)
+        def heard(news: LossNotice | NewcomerAsks | LeaveRequest | Released) -> None:
+            match news:
+                case NewcomerAsks(replica_id):
+                    trainer.heard_of_newcomer(replica_id)
+                case LeaveRequest():
+                    trainer.leave()
+                case Released():
+                    replica.released = True
+                case notice:
+                    self.losses.told(trainer, notice)
+                    trainer.noticed(notice)
 
         self.network.dial(
             trainer,
@@ -440,6 +449,22 @@ class Cluster:
         patience_ms = 2 * self.timeouts.heartbeat_timeout_ms + self.timeouts.reconnect_grace_ms
         self.clock.after(patience_ms, lambda: self._finish(replica, f"rank {rank}'s host vanished"))
 
+    def trainer_left(self, replica: Replica, trainer: Trainer) -> None:
+        """A rank that has left ends, with a goodbye; rank 0 waits for the others, because the manager server is its."""
+        trainer.leave_group()
+        if all(each.phase == "ended: left" or not each.alive for each in replica.trainers):
+            manager = replica.manager
+            if manager is not None:
+                for rank in range(replica.world_size):
+                    manager.handle(events.RankDied(rank=rank, reason="it was shut down", left=True))
+            self._finish(replica, "left")
+
+    def drain(self, name: str) -> None:
+        """Somebody asks the lighthouse that this group leave."""
+        replica = self.replicas[name]
+        order = events.DrainRequested(0, replica.job, replica.replica_id, "it is drained")
+        self.lighthouse.drain(order)
+
     def shut_down(self, replica: Replica, reason: str) -> None:
         """End what is left of a replica group."""
         self._finish(replica, reason)
@@ -497,7 +522,7 @@ class Cluster:
         self,
         trainer: Trainer,
         replica: Replica,
-        make: Callable[[int], events.RankAsked | events.RankVoted],
+        make: Callable[[int], events.RankAsked | events.RankVoted | events.RankLeft],
         done: Callable[[Any], None],
     ) -> int:
         """A unary call of a trainer to its manager server; `done` is given the answer, or Refused, once."""

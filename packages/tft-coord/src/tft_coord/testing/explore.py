@@ -623,7 +623,7 @@ class GroupWorld:
                 case effects.FailRank():
                     self._answered(order.call, order.rank)
                 case effects.AnswerVote():
-                    self._decided(self._answered(order.call, order.rank), order.verdict)
+                    self._decided(self._answered(order.call, order.rank), order.verdict.yes)
                 case _:
                     pass
 

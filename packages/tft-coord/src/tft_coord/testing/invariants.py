@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tft_coord.core import effects, events
-from tft_coord.core.types import Hello, Member, Plan, Purpose, Quorum, QuorumKey, Refusal
+from tft_coord.core.types import Hello, Member, Plan, Purpose, Quorum, QuorumKey, Refusal, Verdict
 
 
 class InvariantBroken(AssertionError):
     """An invariant does not hold. `invariant` is its number in design.md section 10, as `I3`; or `P3`, the bar on how
-    soon the survivors of a loss go on; or `P6`: members differ that must not (protocol.md section 6)."""
+    soon the survivors of a loss go on; or `P6`: members differ that must not (protocol.md section 6); or `L1`: leaving
+    costs the others something."""
 
     def __init__(self, invariant: str, message: str) -> None:
         super().__init__(f"{invariant}: {message}")
@@ -100,6 +101,8 @@ class Attendance:
         self._replaced: set[str] = set()
         self._asking: dict[str, int] = {}  # on which stream
         self._said: dict[str, tuple[Member, QuorumKey | None]] = {}  # with its newest request
+        self._gone: set[str] = set()  # who has left the job
+        self._released: set[str] = set()  # and is not needed any more
 
     def welcomed(self, hello: Hello, stream: int) -> None:
         """A session stands, on that stream from now on."""
@@ -116,11 +119,26 @@ class Attendance:
             raise InvariantBroken("I2", f"{replica_id} session {session} is older than another that stands")
         self._lost.pop(replica_id, None)
         self._sessions[replica_id] = session
-        self._look_at(replica_id)
+        if replica_id not in self._gone:
+            self._look_at(replica_id)
         self._streams[replica_id] = stream
         self._asking.pop(replica_id, None)
         if hello.ready and replica_id not in self._strangers:
             self._ready.add(replica_id)
+        if hello.left or replica_id in self._gone:
+            self.left(stream)
+
+    def left(self, stream: int) -> None:
+        """Whoever has that stream has left: nobody waits for it, and the quorum that it was in goes on to its end."""
+        for replica_id, newest in self._streams.items():
+            if newest == stream and replica_id in self._sessions:
+                self._gone.add(replica_id)
+                self._sessions.pop(replica_id)
+                self._asking.pop(replica_id, None)
+
+    def released(self, stream: int) -> None:
+        """It is told that nobody heals from it any more: its end is no loss."""
+        self._released |= {each for each, newest in self._streams.items() if newest == stream}
 
     def asked(self, member: Member, stream: int, held: QuorumKey | None = None) -> None:
         """It has asked for a quorum; what comes late on an older stream, or of a lost session, is ignored."""
@@ -177,6 +195,8 @@ class Attendance:
         self._presumed.clear()
         for member in quorum.members:
             name = member.replica_id
+            if name in self._gone:
+                continue
             if name not in self._sessions and name not in self._lost and name not in self._replaced:
                 self._sessions[name] = member.session
                 self._presumed.add(name)
@@ -193,6 +213,10 @@ class Attendance:
 
     def lost(self, replica_id: str, session: int, *, dead: bool, broke: bool = False, now_ms: int = 0) -> None:
         """It was taken for lost, because its stream broke or for another reason."""
+        if replica_id in self._released:
+            raise InvariantBroken(
+                "L1", f"{replica_id} session {session} had left, nobody healed from it, and it is lost"
+            )
         if broke and replica_id in self._streams:
             raise InvariantBroken("I2", f"{replica_id} session {session} is lost by a stream that broke, and it stands")
         self._sessions.pop(replica_id, None)
@@ -242,7 +266,7 @@ class Attendance:
 
     def _may_come_back(self, replica_id: str, now_ms: int) -> bool:
         """Whether it is lost, nobody has reported its death, and it has not been away for long."""
-        if replica_id not in self._lost or self.is_dead(replica_id):
+        if replica_id not in self._lost or self.is_dead(replica_id) or replica_id in self._gone:
             return False
         return now_ms - self._lost_ms[replica_id] < self._come_back_ms
 
@@ -274,7 +298,7 @@ class Attendance:
         for member in quorum.members:
             if self._sessions.get(member.replica_id) != member.session:
                 raise InvariantBroken("I2", f"{member.replica_id} is in quorum {quorum.key} and does not live")
-        before = set(previous.replica_ids) if previous is not None else set()
+        before = set(previous.replica_ids) - self._gone if previous is not None else set()
         if before and before <= ids:
             return
         living = {each for each in self._sessions if each in self._ready}
@@ -324,6 +348,8 @@ class Attendances:
                 attendance.closed(event.stream)
             case events.DeathReported():
                 attendance.death_reported(event.stream)
+            case events.LeaveReceived():
+                attendance.left(event.stream)
             case events.QuorumReported():
                 quorum = event.quorum
                 if quorum is not None and self._asked.get(job) == (event.stream, quorum.key):
@@ -344,6 +370,8 @@ class Attendances:
                 self.of(self.job_of(order.stream)).asks_no_more(order.stream)
             case effects.RefuseSession() if order.refusal is Refusal.OTHER_KIND:
                 self.of(self.job_of(order.stream)).turned_out(order.stream)
+            case effects.Release():
+                self.of(self.job_of(order.stream)).released(order.stream)
             case effects.AskForQuorum():
                 self._asked[self.job_of(order.stream)] = order.stream, order.key
             case effects.Welcome():
@@ -371,9 +399,10 @@ class Invariants:
         self._lineages: dict[tuple[int, int], set[int]] = {}
         self._after: dict[tuple[Round, int], Held] = {}
         self._votes: dict[tuple[str, Round], dict[int, bool]] = {}
-        self._verdicts: dict[tuple[str, Round], bool] = {}
+        self._verdicts: dict[tuple[str, Round], Verdict] = {}
         self._committed: set[tuple[str, int, Round]] = set()
         self._held_by: dict[str, QuorumKey] = {}
+        self._left_with: dict[str, tuple[int, int | None]] = {}
 
     def started_at(self, wall_ms: int) -> bool:
         """Another lighthouse starts, at that time by the clock on the wall.
@@ -482,7 +511,7 @@ class Invariants:
             raise InvariantBroken("I5", f"{replica_id} rank {group_rank} steps twice for {vote}")
         self._committed.add(name)
         verdict = self._verdicts.get((replica_id, vote))
-        if verdict is not True:
+        if verdict is None or not verdict.yes:
             raise InvariantBroken("I5", f"{replica_id} rank {group_rank} steps without a yes ({verdict}) for {vote}")
         known = self._after.setdefault((vote, group_rank), after)
         if known != after:
@@ -507,10 +536,19 @@ class Invariants:
         if votes.setdefault(group_rank, yes) != yes:
             raise InvariantBroken("I5", f"{replica_id} rank {group_rank} changes its vote for {vote}")
 
-    def decided(self, replica_id: str, world_size: int, vote: Round, verdict: bool) -> None:
+    def left(self, replica_id: str, group_rank: int, held: Held, *, torn: bool) -> None:
+        """A rank leaves: all ranks of a group do after the same step, unless they were torn before."""
+        if torn:
+            return
+        state = (held.step, held.lineage)
+        known = self._left_with.setdefault(replica_id, state)
+        if known != state:
+            raise InvariantBroken("L1", f"{replica_id} rank {group_rank} leaves with {state}, others with {known}")
+
+    def decided(self, replica_id: str, world_size: int, vote: Round, verdict: Verdict) -> None:
         """A rank is given a verdict: yes only if all voted yes, and the same for all."""
         votes = self._votes.get((replica_id, vote), {})
-        if verdict and not (len(votes) == world_size and all(votes.values())):
+        if verdict.yes and not (len(votes) == world_size and all(votes.values())):
             raise InvariantBroken("I5", f"{replica_id} gets a yes of votes {votes} for {vote}")
         if self._verdicts.setdefault((replica_id, vote), verdict) != verdict:
             raise InvariantBroken("I5", f"{replica_id} gets both verdicts for {vote}")

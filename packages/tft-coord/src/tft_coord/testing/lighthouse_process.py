@@ -81,6 +81,15 @@ class LighthouseProcess(Process):
             self._stories[job] = LighthouseStory(self._cluster.marks, self._cluster.timeouts)
         return self._stories[job]
 
+    def drain(self, request: events.DrainRequested) -> None:
+        """Somebody's call."""
+        self._cluster.trace("lighthouse", request)
+        for order in self.core.drain(request):
+            self._cluster.trace("lighthouse", order)
+            if isinstance(order, effects.AskToLeave):
+                self._cluster.marks.hit("a replica was drained")
+                self._say(order.stream, order)
+
     def _broken(self, key: QuorumKey, lost: str) -> None:
         self._cluster.losses.decided(self, key, lost)
 
@@ -157,6 +166,8 @@ class LighthouseProcess(Process):
             self._cluster.watch(order)
             self._attendances.decided(order, self.clock.now_ms)
             match order:
+                case effects.ReplicaLeft():
+                    continue
                 case effects.QuorumFormed() | effects.ReplicaLost():
                     self._story_of(order.job).decided(order, self.clock.now_ms)
                     continue

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from tft_coord.core import effects, events
 from tft_coord.core.group import GroupCore
-from tft_coord.core.session import Dial, GiveUp, HangUp, SendBeat, SendHello, SendRequest, SendWithdraw, SessionCore
+from tft_coord.core.session import (
+    Dial,
+    GiveUp,
+    HangUp,
+    SendBeat,
+    SendHello,
+    SendLeave,
+    SendRequest,
+    SendWithdraw,
+    SessionCore,
+)
 from tft_coord.core.session import SessionEffect as _SessionEffect
 from tft_coord.core.types import NewcomerAsks, Refusal
 from tft_coord.testing.clock import Timer
@@ -100,7 +110,9 @@ class ManagerProcess(Process):
         stream.listen(self, lambda _: None, closed)
         self.handle(events.RankConnected(rank=rank, stream=stream.number, session=session))
 
-    def called(self, event: events.RankAsked | events.RankVoted, answer: Callable[[Any], None]) -> None:
+    def called(
+        self, event: events.RankAsked | events.RankVoted | events.RankLeft, answer: Callable[[Any], None]
+    ) -> None:
         """A rank's call; `answer` is given what the core decides."""
         self._answers[event.call] = answer
         self.handle(event)
@@ -167,6 +179,11 @@ class ManagerProcess(Process):
                 case effects.TellNewcomer():
                     if order.rank in self._ranks:
                         self._ranks[order.rank].send(self, NewcomerAsks(order.replica_id))
+                case effects.TellRank():
+                    if order.rank in self._ranks:
+                        self._ranks[order.rank].send(self, order.news)
+                case effects.LeaveJob():
+                    self._perform_session(self.session.leave(order.reason, order.serve_ms))
                 case effects.TellGroupLost():
                     self._cluster.marks.hit("a rank was told that its group is lost")  # it ends with the group
                 case effects.RefuseSession():
@@ -195,6 +212,8 @@ class ManagerProcess(Process):
                     self._send(partial(events.RequestWithdrawn, request=order.request))
                 case SendBeat():
                     self._send(partial(events.BeatReceived, healed_bytes=order.healed_bytes))
+                case SendLeave():
+                    self._send(partial(events.LeaveReceived, reason=order.reason, serve_ms=order.serve_ms))
                 case HangUp():
                     stream, self._stream = self._stream, None
                     if stream is not None:
@@ -264,6 +283,10 @@ class ManagerProcess(Process):
                 self.handle(events.LossNoticed(order.notice))
             case effects.AnnounceNewcomer():
                 self.handle(events.NewcomerAnnounced(order.replica_id))
+            case effects.AskToLeave():
+                self.handle(events.LeaveAsked(order.reason, order.serve_ms))
+            case effects.Release():
+                self.handle(events.NobodyHeals())
             case effects.RefuseSession():
                 self._perform_session(self.session.told_refused(order.refusal, order.message, now_ms))
             case effects.AskForQuorum():

@@ -146,6 +146,8 @@ class Scenario:
                 self._tell("lighthouse", f"quorum {self._quorum(order.quorum)}, because {order.reason}")
             case effects.ReplicaLost():
                 self._tell("lighthouse", f"{order.replica_id} is lost: {order.reason}")
+            case effects.ReplicaLeft():
+                self._tell("lighthouse", f"{order.replica_id} has left: {order.reason}")
             case effects.RefuseSession() | effects.RefuseRequest():
                 if order.message not in self._refusals:  # whoever is refused may try again and again
                     self._refusals.add(order.message)
@@ -154,6 +156,10 @@ class Scenario:
                 who = self.cluster.replica_of_stream(order.stream)
                 name = who.replica_id if who is not None else "somebody"
                 self._tell("lighthouse", f"asks {name} who is in quorum {self._number(order.key)}")
+            case effects.Release():
+                who = self.cluster.replica_of_stream(order.stream)
+                if who is not None:
+                    self._tell("lighthouse", f"nobody heals from {who.replica_id}, which may end")
             case effects.AnswerUnchanged():
                 self._tell("lighthouse", f"quorum {self._number(order.key)} stands unchanged")
             case effects.AnswerQuorum():
@@ -476,6 +482,19 @@ class Scenario:
         """snapshot-late a: as a mistake, it takes its snapshots after its optimizer has stepped."""
         for trainer in self._trainers(words):
             trainer.snapshots_late = True
+        return []
+
+    def _do_leave(self, words: list[str]) -> Iterable[str]:
+        """leave a | a/1: these are told to leave (SIGTERM, perhaps); they do after the running step."""
+        for trainer in self._trainers(words):
+            trainer.leave()
+        return []
+
+    def _do_drain(self, words: list[str]) -> Iterable[str]:
+        """drain a: somebody asks the lighthouse that it leave."""
+        for word in words:
+            self._replica(word)
+            self.cluster.drain(word)
         return []
 
     def _do_load(self, words: list[str]) -> Iterable[str]:

@@ -259,7 +259,8 @@ class Simulation:
         trainers = [trainer for replica in replicas if replica is not None for trainer in replica.trainers]
         first = trainers[0]
         return (
-            self.cluster.invariants_of(job).newest_commit == (first.step - 1, len(replicas))
+            not any(each.left for each in trainers)
+            and self.cluster.invariants_of(job).newest_commit == (first.step - 1, len(replicas))
             and len({(each.step, each.lineage) for each in trainers}) == 1
             and not any(each.torn for each in trainers)
         )
@@ -651,6 +652,44 @@ class Simulation:
 
         self._on_replica(load)
 
+    def _leave(self) -> None:
+        """A group is told to leave: one rank of it, or all at different moments."""
+
+        def leave(replica: Replica) -> None:
+            chosen = replica.trainers if self._faults.random() < 0.7 else [self._faults.choice(replica.trainers)]
+            for trainer in chosen:
+                trainer.after(self._faults.randint(0, 600), trainer.leave)
+
+        self._on_replica(leave)
+
+    def _drain(self) -> None:
+        """Somebody asks the lighthouse that a group leave."""
+        if self.cluster.lighthouse.alive:
+            self._on_replica(lambda replica: self.cluster.drain(replica.name))
+
+    def _leave_and_die(self) -> None:
+        """A group is told to leave, and one of its ranks dies a little later, while it serves perhaps."""
+
+        def leave(replica: Replica) -> None:
+            for trainer in replica.trainers:
+                trainer.leave()
+            rank = self._faults.randrange(len(replica.trainers))
+            die = partial(self._kill_rank_if_alive, replica, rank)
+            self.cluster.clock.after(self._faults.randint(1, 2_500), die)
+
+        self._on_replica(leave)
+
+    def _kill_rank_if_alive(self, replica: Replica, rank: int) -> None:
+        if replica.alive:
+            self.cluster.kill_trainer(replica, rank)
+
+    def _leave_the_newcomers(self) -> None:
+        """All are told to leave but those that heal just then: the only source leaves."""
+        for replica in self.cluster.replicas.values():
+            if replica.alive and not any(each.phase == "heal" for each in replica.trainers):
+                for trainer in replica.trainers:
+                    trainer.after(self._faults.randint(0, 300), trainer.leave)
+
     def _shrink_only(self) -> None:
         """A group wants no newcomers for a while."""
 
@@ -711,5 +750,10 @@ FAULTS: tuple[Callable[[Simulation], None], ...] = (
     Simulation._abort,
     Simulation._load_by_hand,
     Simulation._shrink_only,
+    Simulation._leave,
+    Simulation._leave,
+    Simulation._drain,
+    Simulation._leave_and_die,
+    Simulation._leave_the_newcomers,
 )
 FAULT_NAMES: tuple[str, ...] = tuple(dict.fromkeys(f"fault: {fault.__name__.strip('_')}" for fault in FAULTS))

@@ -9,16 +9,19 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tft_coord.core import events
-from tft_coord.core.types import QuorumKey, RankRequest
+from tft_coord.core.types import QuorumKey, RankRequest, Verdict
 from tft_coord.testing.clock import VirtualClock
 from tft_coord.testing.invariants import Invariants, Round
 from tft_coord.testing.marks import Marks
 from tft_coord.testing.process import State
-from tft_coord.testing.trainer import Group, Refused, Snapshot, Trainer, Waiter
+from tft_coord.testing.trainer import LEAVE_WITHIN_MS, Group, Refused, Snapshot, Trainer, Waiter
 from tft_coord.timeouts import Timeouts
 
 if TYPE_CHECKING:
     from tft_coord.testing.cluster import Cluster, Replica
+
+
+LEAVE_TAKEN_WITHIN_MS = 1_000
 
 
 @dataclass(slots=True)
@@ -87,7 +90,21 @@ class Outside:
         waiter.then(lambda _: timer.cancel())
         return waiter
 
-    def vote(self, trainer: Trainer, vote: Round, yes: bool) -> Waiter:
+    def leave(self, trainer: Trainer) -> Waiter:
+        waiter = Waiter()
+
+        def make(call: int) -> events.RankLeft:
+            return events.RankLeft(trainer.rank, call, "it was told to", LEAVE_WITHIN_MS)
+
+        self.cluster.call(trainer, self.replica, make, lambda value: waiter.resolve(value))
+        timer = trainer.after(LEAVE_TAKEN_WITHIN_MS, lambda: waiter.resolve(None))
+        waiter.then(lambda _: timer.cancel())
+        return waiter
+
+    def is_healed_from(self, trainer: Trainer) -> bool:
+        return not self.replica.released
+
+    def vote(self, trainer: Trainer, vote: Round, yes: bool, *, leaving: bool = False) -> Waiter:
         waiter = Waiter()
         deadline_ms = self.clock.now_ms + self.timeouts.timeout_ms
         first_manager = self.replica.manager
@@ -96,12 +113,14 @@ class Outside:
 
         def attempt() -> None:
             def make(call: int) -> events.RankVoted:
-                return events.RankVoted(trainer.rank, call, vote.key, vote.step, vote.purpose, yes, deadline_ms)
+                return events.RankVoted(
+                    trainer.rank, call, vote.key, vote.step, vote.purpose, yes, deadline_ms, leaving
+                )
 
             def done(value: Any) -> None:
                 if waiter.done:
                     return
-                if isinstance(value, bool):
+                if isinstance(value, Verdict):
                     self.invariants.decided(self.replica.host, world_size, vote, value)
                     waiter.resolve(value)
                 elif self.replica.manager is not first_manager or not (first_manager and first_manager.alive):
@@ -154,5 +173,8 @@ class Outside:
     def ended(self, trainer: Trainer, reason: str) -> None:
         self.cluster.teller(trainer.name, f"ends: {reason}")
         trainer.phase = f"ended: {reason}"
+        if trainer.left:
+            self.cluster.trainer_left(self.replica, trainer)
+            return
         self.marks.hit(f"a trainer ended itself: {reason}")
         self.cluster.kill_trainer(self.replica, trainer.rank, reason)

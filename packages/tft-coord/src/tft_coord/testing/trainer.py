@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from tft_coord.core.fingerprint import Fingerprint, fingerprint_of
 from tft_coord.core.lineage import fold_lineage, initial_lineage
-from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest
+from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest, Refusal, Verdict
 from tft_coord.testing.clock import VirtualClock
 from tft_coord.testing.invariants import Contribution, Held, InvariantBroken, Invariants, Reduced, Round
 from tft_coord.testing.marks import Marks
@@ -30,6 +30,7 @@ NUM_BUCKETS = 2  # reductions in a step: what one death tears between
 POLL_MS = 50
 HEAL_CHUNKS = 4
 ABORT_AFTER_MS = 50  # a reduction that has its data can end
+LEAVE_WITHIN_MS = 10_000  # so long one that was told to leave stays or serves for others' sake
 
 
 class Waiter:
@@ -221,8 +222,14 @@ class Surroundings(Protocol):
     def ask(self, trainer: Trainer, request: RankRequest) -> Waiter:
         """Ask the manager server; resolves to a Plan, to a QuorumKey (unchanged), or to Refused."""
 
-    def vote(self, trainer: Trainer, vote: Round, yes: bool) -> Waiter:
-        """Vote; resolves to the verdict, or to Refused."""
+    def vote(self, trainer: Trainer, vote: Round, yes: bool, *, leaving: bool = False) -> Waiter:
+        """Vote, with the wish to leave or without; resolves to the Verdict, or to Refused."""
+
+    def leave(self, trainer: Trainer) -> Waiter:
+        """Leave the job; resolves when the manager server has taken it, or to Refused."""
+
+    def is_healed_from(self, trainer: Trainer) -> bool:
+        """Whether this group has not been told yet that nobody heals from it."""
 
     def group(self, key: QuorumKey, group_rank: int, members: tuple[str, ...]) -> Group:
         """The meeting of that name."""
@@ -330,6 +337,8 @@ class Trainer(Process):
         self.tears_once = False
         self.snapshots_late = False
         self.loads_step: int | None = None
+        self.leaving_since_ms: int | None = None  # it was told to leave
+        self.left = False
         self.late_ms = 0
         self._settings = settings
         self._fingerprint = settings.fingerprint(world_size)
@@ -436,6 +445,41 @@ class Trainer(Process):
         self.phase = f"ended: {reason}"
         self._outside.ended(self, reason)
 
+    # --- leaving ----------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Somebody tells it to leave: it does, after the running step."""
+        if self.leaving_since_ms is None:
+            self._outside.note(self, "is told to leave")
+            self.leaving_since_ms = self.clock.now_ms
+
+    def _wishes_to_leave(self, plan: Plan | None) -> bool:
+        """The last holder of the state waits until others hold it too, for a while."""
+        if self.leaving_since_ms is None or plan is None:
+            return self.leaving_since_ms is not None
+        last = len(plan.up_to_date) == 1 and plan.replica_rank in plan.up_to_date and plan.replica_world_size > 1
+        waits = last and self.clock.now_ms - self.leaving_since_ms < LEAVE_WITHIN_MS
+        if waits:
+            self._outside.marks.hit("the last holder of the state stayed for another step")
+            self._outside.note(self, "stays, for nobody else holds the state")
+        return not waits
+
+    def _leaves(self, plan: Plan | None) -> Life:
+        """The group has agreed, or this rank has no quorum to go on in: it serves those that heal, and ends."""
+        self.left = True
+        self.phase = "left"
+        self._outside.note(self, f"leaves after step {self.step}")
+        self._outside.invariants.left(self.host, self.rank, self.state_held, torn=self.torn)
+        taken = yield self._outside.leave(self)
+        self._outside.marks.hit("a rank left" if taken is not None else "a rank left without its manager server")
+        if plan is not None and plan.serve:
+            since_ms = self.leaving_since_ms if self.leaving_since_ms is not None else self.clock.now_ms
+            while self._outside.is_healed_from(self) and self.clock.now_ms - since_ms < LEAVE_WITHIN_MS:
+                self._outside.marks.hit("one that has left was healed from")
+                yield self._sleep(POLL_MS)
+        self._outside.ended(self, "left")
+        yield Waiter()  # for ever
+
     # --- one step after another -------------------------------------------------------------------------------------
 
     def _train(self) -> Life:
@@ -458,6 +502,10 @@ class Trainer(Process):
         if isinstance(answer, Refused):
             self._outside.note(self, f"is refused a quorum ({answer.code})")
             self._early = None
+            wishes = self.leaving_since_ms is not None and not answer.fatal
+            if answer.code == Refusal.LEFT.value or (wishes and self._wishes_to_leave(self.plan)):
+                self._outside.marks.hit("a rank left without a quorum")
+                yield from self._leaves(self.plan)
             if answer.fatal:
                 self._quit(answer.code)
                 yield Waiter()  # for ever
@@ -493,10 +541,9 @@ class Trainer(Process):
             self._outside.note(self, "has an error of its own in this step")
             good = False
         enough = plan.num_participants >= plan.min_replica_size
-        verdict = yield from self._vote(vote, good and reduced is not None and enough)
-        if verdict is None:
-            return
-        if verdict:
+        wishes = self._wishes_to_leave(plan)
+        verdict = yield from self._vote(vote, good and reduced is not None and enough, leaving=wishes)
+        if verdict.yes:
             assert reduced is not None
             self._commit(plan, vote, reduced)
         else:
@@ -507,6 +554,10 @@ class Trainer(Process):
             self._outside.note(self, f"does not commit step {vote.step + 1}")
         if plan.serve and self.snapshots_late:
             self._take_snapshot(plan)
+        if verdict.leaves:
+            if not wishes:
+                self._outside.marks.hit("a rank left because another one was told to")
+            yield from self._leaves(plan)
 
     def _plan_of(self, answer: Plan | QuorumKey) -> Plan:
         """The plan that counts now: the one given, or the one that stands, at our step."""
@@ -627,7 +678,7 @@ class Trainer(Process):
         started_ms = self.clock.now_ms
         fetched = yield from self._fetch(plan)
         staged = yield from self._vote(replace(vote, purpose=Purpose.STAGED), fetched is not None)
-        loads = bool(staged) and (yield from self._fits(plan, vote))
+        loads = staged.yes and (yield from self._fits(plan, vote))
         if not loads or fetched is None:
             self.failed_heals += 1
             self._outside.marks.hit("a healing failed")
@@ -652,11 +703,11 @@ class Trainer(Process):
         """Whether what was fetched can be loaded; for some states the ranks look at their own first, together."""
         needs_own = (plan.key.nonce + self.rank) % 2 == 1
         without_own = yield from self._vote(replace(vote, purpose=Purpose.WITHOUT_OWN), not needs_own)
-        if without_own:
+        if without_own.yes:
             return True
         self._outside.marks.hit("a healing needed the rank's own state")
         matched = yield from self._vote(replace(vote, purpose=Purpose.MATCHED), True)
-        return bool(matched)
+        return matched.yes
 
     def _fetch(self, plan: Plan) -> Life:
         """The reference of the plan from the first source that serves it; the others carry on where one ends."""
@@ -703,10 +754,10 @@ class Trainer(Process):
 
     # --- the vote -----------------------------------------------------------------------------------------------------
 
-    def _vote(self, vote: Round, yes: bool) -> Life:
-        """The verdict; None when this rank can't have it, which ends it unless it is the only one of its group."""
+    def _vote(self, vote: Round, yes: bool, *, leaving: bool = False) -> Life:
+        """The verdict; a rank that can't have it ends, unless it is the only one of its group."""
         self.phase = vote.purpose.value
-        verdict = yield self._outside.vote(self, vote, yes)
+        verdict = yield self._outside.vote(self, vote, yes, leaving=leaving)
         if isinstance(verdict, Refused):
             if verdict.fatal:
                 self._quit(f"vote: {verdict.code}")
@@ -714,7 +765,7 @@ class Trainer(Process):
             # The manager server of a group of one rank died with the vote open: that is a no.
             self._outside.marks.hit("an open vote was taken for a no")
             self._outside.note(self, "takes its open vote for a no")
-            return False
+            return Verdict(yes=False, leaves=leaving)
         return verdict
 
     def _commit(self, plan: Plan, vote: Round, reduced: Reduced) -> None:

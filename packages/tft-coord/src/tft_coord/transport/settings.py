@@ -39,6 +39,8 @@ _STATUS = {
     Refusal.MALFORMED.value: grpc.StatusCode.INVALID_ARGUMENT,
     Refusal.DUPLICATE.value: grpc.StatusCode.ALREADY_EXISTS,
     Refusal.OLD_LIGHTHOUSE.value: grpc.StatusCode.FAILED_PRECONDITION,
+    Refusal.LEFT.value: grpc.StatusCode.FAILED_PRECONDITION,
+    Refusal.UNKNOWN.value: grpc.StatusCode.NOT_FOUND,
 }
 
 

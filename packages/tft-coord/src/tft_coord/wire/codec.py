@@ -23,16 +23,20 @@ from tft_coord.core.effects import (
     AnswerQuorum,
     AnswerUnchanged,
     AskForQuorum,
+    AskToLeave,
     NotifyLoss,
     RefuseRequest,
     RefuseSession,
+    Release,
     TellLost,
     Welcome,
 )
 from tft_coord.core.events import (
     BeatReceived,
     DeathReported,
+    DrainRequested,
     HelloReceived,
+    LeaveReceived,
     LighthouseEvent,
     QuorumReported,
     QuorumRequested,
@@ -46,6 +50,8 @@ from tft_coord.core.types import (
     MAX_INT64,
     MAX_UINT64,
     Hello,
+    KillOrder,
+    LeaveRequest,
     LossNotice,
     Member,
     NewcomerAsks,
@@ -55,7 +61,9 @@ from tft_coord.core.types import (
     QuorumKey,
     RankRequest,
     Refusal,
+    Released,
     Source,
+    Verdict,
 )
 from tft_coord.errors import ProtocolError
 from tft_coord.views import DescribedJob, LighthouseDescription
@@ -109,13 +117,23 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """A rank's vote. `key` is None from a client that names no quorum."""
+    """A rank's vote. `key` is None from a client that names no quorum; `leaving`: it wishes that the group leaves."""
 
     group_rank: int
     step: int
     yes: bool
     key: QuorumKey | None
     purpose: Purpose
+    leaving: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A rank leaves, and with it its group; the answer is a verdict that says so."""
+
+    group_rank: int
+    reason: str
+    serve_ms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +142,7 @@ class RankCall:
 
     call: int
     timeout_ms: int
-    asked: Ask | Vote
+    asked: Ask | Vote | Leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +165,7 @@ class RankAnswer:
     """The answer to a call: a plan, the key of the plan that stands, a verdict, or why there is none."""
 
     call: int
-    answer: Plan | QuorumKey | bool | Failure
+    answer: Plan | QuorumKey | Verdict | Failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +177,9 @@ class RanksLost:
 
 
 FromRank = RankHello | RankBeat | RankGoodbye | RankCall | RankWithdraw
-ToRank = Welcome | RefuseSession | RankAnswer | LossNotice | NewcomerAsks | RanksLost
+ToRank = (
+    Welcome | RefuseSession | RankAnswer | LossNotice | NewcomerAsks | RanksLost | LeaveRequest | Released | KillOrder
+)
 
 
 # --- a manager server's stream to the lighthouse ---------------------------------------------------------------------
@@ -200,6 +220,7 @@ def encode_to_lighthouse(event: LighthouseEvent, said: Member | None = None) -> 
                 held=_key_to_wire(hello.held),
                 lighthouse_started_ms=hello.lighthouse_started_ms,
                 cluster_id=hello.cluster_id,
+                left=hello.left,
             )
             return pb.ToLighthouse(hello=greeting).SerializeToString()
         case QuorumReported():
@@ -207,6 +228,9 @@ def encode_to_lighthouse(event: LighthouseEvent, said: Member | None = None) -> 
             return pb.ToLighthouse(quorum_report=report).SerializeToString()
         case DeathReported():
             return pb.ToLighthouse(death=pb.Death(reason=_clip(event.reason))).SerializeToString()
+        case LeaveReceived():
+            leave = pb.Leave(reason=_clip(event.reason), serve_ms=event.serve_ms)
+            return pb.ToLighthouse(leave=leave).SerializeToString()
         case StreamClosed():
             raise AssertionError("a closed stream is not a message")
 
@@ -238,6 +262,9 @@ def decode_to_lighthouse(stream: int, data: bytes, said: Member | None = None) -
             return QuorumReported(stream, _quorum_from_wire(report.quorum) if report.HasField("quorum") else None)
         case "death":
             return DeathReported(stream, _sentence("reason", message.death.reason))
+        case "leave":
+            leave = message.leave
+            return LeaveReceived(stream, _sentence("reason", leave.reason), _count("serve_ms", leave.serve_ms))
         case _:
             raise ProtocolError("a message to the lighthouse says nothing that this version knows")
 
@@ -254,6 +281,8 @@ ToldEffect = (
     | AnswerQuorum
     | AnswerUnchanged
     | RefuseRequest
+    | AskToLeave
+    | Release
 )
 
 
@@ -293,6 +322,11 @@ def encode_from_lighthouse(effect: ToldEffect) -> bytes:
             return pb.FromLighthouse(newcomer_asks=pb.NewcomerAsks(replica_id=effect.replica_id)).SerializeToString()
         case AskForQuorum():
             return pb.FromLighthouse(ask_for_quorum=_key_to_wire(effect.key)).SerializeToString()
+        case AskToLeave():
+            wish = pb.AskToLeave(reason=_clip(effect.reason), serve_ms=effect.serve_ms)
+            return pb.FromLighthouse(ask_to_leave=wish).SerializeToString()
+        case Release():
+            return pb.FromLighthouse(released=pb.Released()).SerializeToString()
 
 
 def encode_quorum(quorum: Quorum) -> bytes:
@@ -333,8 +367,35 @@ def decode_from_lighthouse(data: bytes) -> ToldEffect:
             return AnnounceNewcomer(0, _name("replica_id", message.newcomer_asks.replica_id))
         case "ask_for_quorum":
             return AskForQuorum(0, _key_from_wire(message.ask_for_quorum))
+        case "ask_to_leave":
+            wish = message.ask_to_leave
+            return AskToLeave(0, _sentence("reason", wish.reason), _count("serve_ms", wish.serve_ms))
+        case "released":
+            return Release(0)
         case _:
             raise ProtocolError("a message from the lighthouse says nothing that this version knows")
+
+
+def encode_drain(request: DrainRequested) -> bytes:
+    """Somebody's wish that a replica leave."""
+    return pb.DrainRequest(
+        job=request.job,
+        replica_id=request.replica,
+        reason=_clip(request.reason),
+        serve_ms=_count("serve_ms", request.serve_ms),
+    ).SerializeToString()
+
+
+def decode_drain(call: int, data: bytes) -> DrainRequested:
+    """Who shall leave, for that call. Raises: ProtocolError: damaged, out of bounds, or nobody."""
+    message = _parse(pb.DrainRequest, data)
+    return DrainRequested(
+        call,
+        _name("job", message.job),
+        _name("replica_id", message.replica_id),
+        _sentence("reason", message.reason),
+        _count("serve_ms", message.serve_ms),
+    )
 
 
 # --- torchft's unary calls to the lighthouse -------------------------------------------------------------------------
@@ -605,6 +666,7 @@ def _vote_to_wire(vote: Vote) -> pb.ShouldCommitRequest:
         step=vote.step,
         key=_key_to_wire(vote.key),
         purpose=_PURPOSES[vote.purpose],
+        leaving=vote.leaving,
     )
 
 
@@ -618,17 +680,36 @@ def _vote_from_wire(message: pb.ShouldCommitRequest) -> Vote:
         yes=message.should_commit,
         key=_key_from_wire(message.key) if message.HasField("key") else None,
         purpose=purpose,
+        leaving=message.leaving,
     )
 
 
-def encode_verdict(verdict: bool) -> bytes:
+def encode_verdict(verdict: Verdict) -> bytes:
     """The verdict of a vote."""
-    return pb.ShouldCommitResponse(should_commit=verdict).SerializeToString()
+    return _verdict_to_wire(verdict).SerializeToString()
 
 
-def decode_verdict(data: bytes) -> bool:
+def decode_verdict(data: bytes) -> Verdict:
     """The verdict of a vote. Raises: ProtocolError: damaged."""
-    return _parse(pb.ShouldCommitResponse, data).should_commit
+    return _verdict_from_wire(_parse(pb.ShouldCommitResponse, data))
+
+
+def _verdict_to_wire(verdict: Verdict) -> pb.ShouldCommitResponse:
+    return pb.ShouldCommitResponse(should_commit=verdict.yes, leaves=verdict.leaves)
+
+
+def _verdict_from_wire(message: pb.ShouldCommitResponse) -> Verdict:
+    return Verdict(message.should_commit, message.leaves)
+
+
+def encode_kill(message: str) -> bytes:
+    """Somebody's wish that a group's processes end, and why."""
+    return pb.KillRequest(msg=_clip(message)).SerializeToString()
+
+
+def decode_kill(data: bytes) -> str:
+    """Why a group's processes shall end. Raises: ProtocolError: damaged or out of bounds."""
+    return _sentence("msg", _parse(pb.KillRequest, data).msg)
 
 
 def encode_metadata_request(rank: int) -> bytes:
@@ -661,6 +742,11 @@ def encode_from_rank(message: FromRank) -> bytes:
         case RankCall(call, timeout_ms, Vote() as vote):
             votes = pb.RankCall(call=call, timeout_ms=timeout_ms, vote=_vote_to_wire(vote))
             return pb.ToManagerServer(call=votes).SerializeToString()
+        case RankCall(call, timeout_ms, Leave() as leave):
+            serve_ms = _count("serve_ms", leave.serve_ms)
+            leaves = pb.RankLeaves(reason=_clip(leave.reason), serve_ms=serve_ms, group_rank=leave.group_rank)
+            said = pb.RankCall(call=call, timeout_ms=timeout_ms, leaves=leaves)
+            return pb.ToManagerServer(call=said).SerializeToString()
         case RankHello():
             hello = pb.RankHello(group_rank=message.group_rank, session=message.session)
             return pb.ToManagerServer(hello=hello).SerializeToString()
@@ -696,8 +782,8 @@ def decode_from_rank(data: bytes) -> FromRank:
 def encode_to_rank(message: ToRank) -> bytes:
     """A manager server's message to a rank."""
     match message:
-        case RankAnswer(call, bool() as verdict):
-            answer = pb.RankAnswer(call=call, verdict=pb.ShouldCommitResponse(should_commit=verdict))
+        case RankAnswer(call, Verdict() as verdict):
+            answer = pb.RankAnswer(call=call, verdict=_verdict_to_wire(verdict))
             return pb.FromManagerServer(answer=answer).SerializeToString()
         case RankAnswer(call, QuorumKey() as key):
             answer = pb.RankAnswer(call=call, plan=_unchanged_to_wire(key))
@@ -722,6 +808,13 @@ def encode_to_rank(message: ToRank) -> bytes:
         case RanksLost():
             lost = pb.GroupLost(message=_clip(message.message), left=message.left)
             return pb.FromManagerServer(group_lost=lost).SerializeToString()
+        case LeaveRequest():
+            wish = pb.AskToLeave(reason=_clip(message.reason), serve_ms=message.serve_ms)
+            return pb.FromManagerServer(ask_to_leave=wish).SerializeToString()
+        case Released():
+            return pb.FromManagerServer(released=pb.Released()).SerializeToString()
+        case KillOrder():
+            return pb.FromManagerServer(kill=pb.KillRank(message=_clip(message.message))).SerializeToString()
     raise AssertionError(f"{message} is no message to a rank")
 
 
@@ -742,6 +835,13 @@ def decode_to_rank(data: bytes) -> ToRank:
             return NewcomerAsks(_name("replica_id", message.newcomer_asks.replica_id))
         case "group_lost":
             return RanksLost(_sentence("message", message.group_lost.message), message.group_lost.left)
+        case "ask_to_leave":
+            wish = message.ask_to_leave
+            return LeaveRequest(_sentence("reason", wish.reason), _count("serve_ms", wish.serve_ms))
+        case "released":
+            return Released()
+        case "kill":
+            return KillOrder(_sentence("message", message.kill.message))
         case _:
             raise ProtocolError("a message from the manager server says nothing that this version knows")
 
@@ -847,6 +947,7 @@ def _hello_from_wire(message: pb.Hello) -> Hello:
         held=_key_from_wire(message.held) if message.HasField("held") else None,
         lighthouse_started_ms=_count("lighthouse_started_ms", message.lighthouse_started_ms, MAX_INT64),
         cluster_id=_printable("cluster_id", message.cluster_id, MAX_NAME_BYTES),
+        left=message.left,
     )
 
 
@@ -857,16 +958,21 @@ def _call_from_wire(message: pb.RankCall) -> RankCall:
             return RankCall(message.call, timeout_ms, _ask_from_wire(message.quorum))
         case "vote":
             return RankCall(message.call, timeout_ms, _vote_from_wire(message.vote))
+        case "leaves":
+            leaves = message.leaves
+            rank = _count("group_rank", leaves.group_rank, MAX_WORLD_SIZE)
+            leave = Leave(rank, _sentence("reason", leaves.reason), _count("serve_ms", leaves.serve_ms))
+            return RankCall(message.call, timeout_ms, leave)
         case _:
             raise ProtocolError("a rank's call asks nothing that this version knows")
 
 
-def _rank_answer_from_wire(message: pb.RankAnswer) -> Plan | QuorumKey | bool | Failure:
+def _rank_answer_from_wire(message: pb.RankAnswer) -> Plan | QuorumKey | Verdict | Failure:
     match message.WhichOneof("answer"):
         case "plan":
             return _plan_from_wire(message.plan)
         case "verdict":
-            return message.verdict.should_commit
+            return _verdict_from_wire(message.verdict)
         case "refused":
             refused = message.refused
             return Failure(_name("code", refused.code), _sentence("message", refused.message))

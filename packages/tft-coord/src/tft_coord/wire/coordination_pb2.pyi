@@ -460,6 +460,10 @@ class LossNotice(_message.Message):
     lives: bool
     def __init__(self, key: _Optional[_Union[QuorumKey, _Mapping]] = ..., replica_id: _Optional[str] = ..., session: _Optional[int] = ..., reason: _Optional[str] = ..., lives: bool = ...) -> None: ...
 
+class Released(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class AskToLeave(_message.Message):
     __slots__ = ("reason", "serve_ms")
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -487,7 +491,7 @@ class QuorumAnswer(_message.Message):
     def __init__(self, request: _Optional[int] = ..., quorum: _Optional[_Union[Quorum, _Mapping]] = ..., unchanged: _Optional[_Union[QuorumKey, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
 
 class FromLighthouse(_message.Message):
-    __slots__ = ("welcome", "refused", "lost", "ask_for_quorum", "answer", "loss_notice", "ask_to_leave", "newcomer_asks")
+    __slots__ = ("welcome", "refused", "lost", "ask_for_quorum", "answer", "loss_notice", "ask_to_leave", "newcomer_asks", "released")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
@@ -496,6 +500,7 @@ class FromLighthouse(_message.Message):
     LOSS_NOTICE_FIELD_NUMBER: _ClassVar[int]
     ASK_TO_LEAVE_FIELD_NUMBER: _ClassVar[int]
     NEWCOMER_ASKS_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refused: Refused
     lost: Lost
@@ -504,7 +509,8 @@ class FromLighthouse(_message.Message):
     loss_notice: LossNotice
     ask_to_leave: AskToLeave
     newcomer_asks: NewcomerAsks
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., ask_for_quorum: _Optional[_Union[QuorumKey, _Mapping]] = ..., answer: _Optional[_Union[QuorumAnswer, _Mapping]] = ..., loss_notice: _Optional[_Union[LossNotice, _Mapping]] = ..., ask_to_leave: _Optional[_Union[AskToLeave, _Mapping]] = ..., newcomer_asks: _Optional[_Union[NewcomerAsks, _Mapping]] = ...) -> None: ...
+    released: Released
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., ask_for_quorum: _Optional[_Union[QuorumKey, _Mapping]] = ..., answer: _Optional[_Union[QuorumAnswer, _Mapping]] = ..., loss_notice: _Optional[_Union[LossNotice, _Mapping]] = ..., ask_to_leave: _Optional[_Union[AskToLeave, _Mapping]] = ..., newcomer_asks: _Optional[_Union[NewcomerAsks, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("job", "replica_id", "reason", "serve_ms")
@@ -577,28 +583,32 @@ class RankBeat(_message.Message):
     def __init__(self, healed_bytes: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
 
 class RankLeaves(_message.Message):
-    __slots__ = ("reason", "serve_ms")
+    __slots__ = ("reason", "serve_ms", "group_rank")
     REASON_FIELD_NUMBER: _ClassVar[int]
     SERVE_MS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
     reason: str
     serve_ms: int
-    def __init__(self, reason: _Optional[str] = ..., serve_ms: _Optional[int] = ...) -> None: ...
+    group_rank: int
+    def __init__(self, reason: _Optional[str] = ..., serve_ms: _Optional[int] = ..., group_rank: _Optional[int] = ...) -> None: ...
 
 class RankGoodbye(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class RankCall(_message.Message):
-    __slots__ = ("call", "timeout_ms", "quorum", "vote")
+    __slots__ = ("call", "timeout_ms", "quorum", "vote", "leaves")
     CALL_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     QUORUM_FIELD_NUMBER: _ClassVar[int]
     VOTE_FIELD_NUMBER: _ClassVar[int]
+    LEAVES_FIELD_NUMBER: _ClassVar[int]
     call: int
     timeout_ms: int
     quorum: ManagerQuorumRequest
     vote: ShouldCommitRequest
-    def __init__(self, call: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., quorum: _Optional[_Union[ManagerQuorumRequest, _Mapping]] = ..., vote: _Optional[_Union[ShouldCommitRequest, _Mapping]] = ...) -> None: ...
+    leaves: RankLeaves
+    def __init__(self, call: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., quorum: _Optional[_Union[ManagerQuorumRequest, _Mapping]] = ..., vote: _Optional[_Union[ShouldCommitRequest, _Mapping]] = ..., leaves: _Optional[_Union[RankLeaves, _Mapping]] = ...) -> None: ...
 
 class RankWithdraw(_message.Message):
     __slots__ = ("call",)
@@ -607,20 +617,18 @@ class RankWithdraw(_message.Message):
     def __init__(self, call: _Optional[int] = ...) -> None: ...
 
 class ToManagerServer(_message.Message):
-    __slots__ = ("hello", "beat", "goodbye", "call", "withdraw", "leaves")
+    __slots__ = ("hello", "beat", "goodbye", "call", "withdraw")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
     CALL_FIELD_NUMBER: _ClassVar[int]
     WITHDRAW_FIELD_NUMBER: _ClassVar[int]
-    LEAVES_FIELD_NUMBER: _ClassVar[int]
     hello: RankHello
     beat: RankBeat
     goodbye: RankGoodbye
     call: RankCall
     withdraw: RankWithdraw
-    leaves: RankLeaves
-    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., beat: _Optional[_Union[RankBeat, _Mapping]] = ..., goodbye: _Optional[_Union[RankGoodbye, _Mapping]] = ..., call: _Optional[_Union[RankCall, _Mapping]] = ..., withdraw: _Optional[_Union[RankWithdraw, _Mapping]] = ..., leaves: _Optional[_Union[RankLeaves, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., beat: _Optional[_Union[RankBeat, _Mapping]] = ..., goodbye: _Optional[_Union[RankGoodbye, _Mapping]] = ..., call: _Optional[_Union[RankCall, _Mapping]] = ..., withdraw: _Optional[_Union[RankWithdraw, _Mapping]] = ...) -> None: ...
 
 class RankAnswer(_message.Message):
     __slots__ = ("call", "plan", "verdict", "refused")
@@ -649,7 +657,7 @@ class KillRank(_message.Message):
     def __init__(self, message: _Optional[str] = ...) -> None: ...
 
 class FromManagerServer(_message.Message):
-    __slots__ = ("welcome", "refused", "answer", "loss_notice", "group_lost", "ask_to_leave", "newcomer_asks", "kill")
+    __slots__ = ("welcome", "refused", "answer", "loss_notice", "group_lost", "ask_to_leave", "newcomer_asks", "kill", "released")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
@@ -658,6 +666,7 @@ class FromManagerServer(_message.Message):
     ASK_TO_LEAVE_FIELD_NUMBER: _ClassVar[int]
     NEWCOMER_ASKS_FIELD_NUMBER: _ClassVar[int]
     KILL_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refused: Refused
     answer: RankAnswer
@@ -666,4 +675,5 @@ class FromManagerServer(_message.Message):
     ask_to_leave: AskToLeave
     newcomer_asks: NewcomerAsks
     kill: KillRank
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., answer: _Optional[_Union[RankAnswer, _Mapping]] = ..., loss_notice: _Optional[_Union[LossNotice, _Mapping]] = ..., group_lost: _Optional[_Union[GroupLost, _Mapping]] = ..., ask_to_leave: _Optional[_Union[AskToLeave, _Mapping]] = ..., newcomer_asks: _Optional[_Union[NewcomerAsks, _Mapping]] = ..., kill: _Optional[_Union[KillRank, _Mapping]] = ...) -> None: ...
+    released: Released
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., answer: _Optional[_Union[RankAnswer, _Mapping]] = ..., loss_notice: _Optional[_Union[LossNotice, _Mapping]] = ..., group_lost: _Optional[_Union[GroupLost, _Mapping]] = ..., ask_to_leave: _Optional[_Union[AskToLeave, _Mapping]] = ..., newcomer_asks: _Optional[_Union[NewcomerAsks, _Mapping]] = ..., kill: _Optional[_Union[KillRank, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ...) -> None: ...

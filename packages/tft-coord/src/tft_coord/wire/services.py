@@ -23,6 +23,7 @@ MANAGER_KILL = "/torchft.ManagerService/Kill"
 LIGHTHOUSE_QUORUM = "/torchft.LighthouseService/Quorum"
 LIGHTHOUSE_HEARTBEAT = "/torchft.LighthouseService/Heartbeat"
 LIGHTHOUSE_DESCRIBE = "/torchft.TftLighthouseService/Describe"
+LIGHTHOUSE_DRAIN = "/torchft.TftLighthouseService/Drain"
 LIGHTHOUSE_SESSION = "/torchft.TftLighthouseService/Session"
 MANAGER_SESSION = "/torchft.TftManagerService/Session"
 

@@ -1,0 +1,13 @@
+"""What a rank is told without having asked.
+
+Law of this file: one name for all of it.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from tft_coord.core.types import KillOrder, LeaveRequest, LossNotice, NewcomerAsks, Released
+from tft_coord.errors import GroupLost
+
+News: TypeAlias = LossNotice | NewcomerAsks | GroupLost | LeaveRequest | Released | KillOrder
