@@ -45,8 +45,9 @@ class ManagerClient:
         timeouts: of the job.
         link: `ManagerServer.link()`, in the process that started the manager server: its calls travel there. Closed
             with this client.
-        listener: told on the session of losses, of a member of a quorum or of this group, of newcomers that ask,
-            and of what somebody wants of this rank: to leave, or to end. It is called by a thread of this client's and must return at once.
+        listener: told on the session of losses, of a member of a quorum or of this group, of newcomers that
+            ask, and of what somebody wants of this rank: to leave, or to end. It is called by a thread of this client's
+            and must return at once.
         progress: asked once a beat, by a thread of this client's, where in its step this rank is; None: it is not said,
             and this rank never hangs.
     Raises: SettingError: the address is none. Unreachable: nobody answered in time. ProtocolError: no such rank.
