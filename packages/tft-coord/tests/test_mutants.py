@@ -147,7 +147,14 @@ def compares_nothing(self: Handshake, *_: object) -> list[Any]:
 
 
 def believes_the_dead(self: Job, replica_id: str) -> Standing:
-    return max(Standing.NEW, def waits_for_who_has_left(self: Job, waiting: Any, now_ms: int) -> Situation:
+    return max(Standing.NEW, right_standing(self, replica_id))
+
+
+def takes_both_kinds(self: LighthouseCore, job: str) -> str | None:
+    return None
+
+
+def waits_for_who_has_left(self: Job, waiting: Any, now_ms: int) -> Situation:
     situation = right_situation(self, waiting, now_ms)
     return replace(situation, healthy={*situation.healthy, *situation.left}, left=())
 

@@ -732,7 +732,7 @@ class Job:
     def _standing(self, replica_id: str) -> Standing:
         """How much that replica's word weighs. One that is lost may come back, with its state; a dead one won't."""
         replica = self.liveness.replicas.get(replica_id)
-        if replica is None or replica.dead:
+        if replica is None or replica.dead or (replica.left is not None and not replica.serves):
             return Standing.GONE
         if not replica.healthy and self._now_ms - replica.lost_ms >= self._timeouts.heartbeat_timeout_ms:
             return Standing.GONE
