@@ -8,6 +8,7 @@ import pytest
 
 from tft_coord.core.commit import Votes
 from tft_coord.core.lighthouse import Job
+from tft_coord.core.types import Verdict
 from tft_coord.testing.explore import ExplorationFailed, GroupWorld, LighthouseWorld, explore
 
 STARTS = ("fresh", "trained", "joining", "restarted")
@@ -56,8 +57,8 @@ def test_the_shortest_sequence_that_breaks_something_is_shown(monkeypatch: pytes
 def test_a_verdict_that_changes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     cast = Votes.cast
 
-    def always_yes(self: Votes, *arguments: Any) -> list[tuple[int, int, bool]]:
-        return [(call, rank, True) for call, rank, _ in cast(self, *arguments)]
+    def always_yes(self: Votes, *arguments: Any, leaving: bool) -> list[tuple[int, int, Verdict]]:
+        return [(call, rank, Verdict(yes=True)) for call, rank, _ in cast(self, *arguments, leaving=leaving)]
 
     monkeypatch.setattr(Votes, "cast", always_yes)
     with pytest.raises(ExplorationFailed, match="I5: a yes of votes"):
