@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final, final
 
@@ -118,14 +118,21 @@ class Fetch:
 
     def _fetch(self) -> Any:
         plan = self.plan
-        place, metadata = self._first_source()
+        # Each question takes a connection of its own, which is most of what it costs: so they are asked side by side.
+        others = _Beside(self._further_sources)
+        if len(plan.sources) > 1:
+            others.start()
+        try:
+            place, metadata = self._first_source()
+        finally:
+            further = others.result()
         return self._transport.recv_checkpoint(
             plan.sources[place].replica_rank,
             metadata,
             plan.step,
             self._remaining(),
             key=state_key(plan),
-            sources=self._further_sources(plan.sources[place + 1 :]),
+            sources=[found for at, found in further if at > place],
             progress=self._progressed,
             cancelled=self._cancelled.is_set,
         )
@@ -143,11 +150,12 @@ class Fetch:
                 last_error = error
         raise HealingFailed("no source's manager server says where its state is") from last_error
 
-    def _further_sources(self, sources: Sequence[Source]) -> list[str]:
-        """Where some others have it. One source is enough; what more of them cost must not outweigh what they give."""
-        found: list[str] = []
+    def _further_sources(self) -> list[tuple[int, str]]:
+        """Which others have it, by their places among the plan's, and where. One source is enough; what more of them
+        cost must not outweigh what they give."""
+        found: list[tuple[int, str]] = []
         give_up_at = time.monotonic() + min(FURTHER_PATIENCE, self._remaining()).total_seconds()
-        for source in sources:
+        for place, source in enumerate(self.plan.sources[1:], start=1):
             left_s = give_up_at - time.monotonic()
             if len(found) == MAX_SOURCES - 1 or left_s <= 0 or self._cancelled.is_set():
                 break
@@ -155,7 +163,7 @@ class Fetch:
                 continue
             # Whatever it raises, it is not needed.
             with contextlib.suppress(Exception):
-                found.append(self._coordinator.source_metadata(source.address, timedelta(seconds=left_s)))
+                found.append((place, self._coordinator.source_metadata(source.address, timedelta(seconds=left_s))))
         return found
 
     def _metadata_of(self, source: Source, patience: timedelta) -> str:
@@ -180,6 +188,33 @@ class Fetch:
 
     def _remaining(self) -> timedelta:
         return max(self._timeout - timedelta(seconds=self.seconds), timedelta(milliseconds=1))
+
+
+@final
+class _Beside:
+    """A question that is asked on a thread of its own.
+
+    Args:
+        ask: gives the answers; it raises nothing.
+    """
+
+    def __init__(self, ask: Callable[[], list[tuple[int, str]]]) -> None:
+        self._ask = ask
+        self._found: list[tuple[int, str]] = []
+        self._thread = threading.Thread(target=self._run, name="tft-heal-sources", daemon=True)
+
+    def start(self) -> None:
+        """Ask."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._found = self._ask()
+
+    def result(self) -> list[tuple[int, str]]:
+        """Wait for the answers; none if nothing was asked."""
+        if self._thread.ident is not None:
+            self._thread.join()
+        return self._found
 
 
 def state_key(plan: Plan) -> StateKey:
