@@ -50,12 +50,14 @@ class OwnFingerprint:
         if not (isinstance(name, str) and isinstance(value, str)) or name in ("", USER):
             raise SettingError(f"the fingerprint's part {name!r} is {value!r}; give a name and a value, both text")
         with self._lock:
-            if self._parts.setdefault(name, value) != value:
+            if name not in self._parts:
+                self._parts[name] = value
+                self._whole = ()
+            elif self._parts[name] != value:
                 raise SettingError(
                     f"the fingerprint's part {name.removeprefix(USER)!r} is {self._parts[name]!r} already and can't "
                     f"become {value!r}, because other replicas may have been compared with it; give it another name"
                 )
-            self._whole = ()
 
     def add_model(self, model: torch.nn.Module) -> None:
         """Add the parameters of one more model, by name, and their order."""
@@ -71,7 +73,7 @@ class OwnFingerprint:
         """What goes with the next request; empty when all of it was said."""
         with self._lock:
             self._whole = self._whole or fingerprint_of(self._parts)
-            return () if self._whole == self._said else self._whole
+            return () if self._whole is self._said else self._whole
 
     def whole(self) -> Fingerprint:
         """All of it, for a manager server that has heard none."""

@@ -281,7 +281,9 @@ class Manager:
             allow_heal=allow_heal,
             shrink_only=shrink_only,
         )
-        request = replace(request, fingerprint=self._fingerprint.unsaid())
+        unsaid = self._fingerprint.unsaid()
+        if unsaid:
+            request = replace(request, fingerprint=unsaid)
         takes_early = self._takes_early()
         self._quorum = self._executor.submit(self._negotiate, request, limit)
         if takes_early:
