@@ -6,8 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tft_algos import DistributedDataParallel, PureDistributedDataParallel, SettingError, WorldSizeMode
+from tft_algos import (
+    DistributedDataParallel,
+    PureDistributedDataParallel,
+    SettingError,
+    WorldSizeMode,
+    reduce_across,
+)
 from tft_algos.manager import ServerRestarted
 from tft_algos.testing import plan_of
 from tft_coord.core.types import QuorumKey
@@ -119,6 +130,33 @@ def test_parameters_without_a_shape_yet(rigs: Any) -> None:
     rig.manager.describe_parameters(torch.nn.LazyLinear(2))
     rig.step()
     assert said(rig)["parameter/0/weight"] == "not initialized"
+
+
+def test_of_a_sharded_parameter_the_global_shape_counts(rigs: Any) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        module = torch.nn.Module()
+        local = DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)])
+        module.register_parameter("weight", torch.nn.Parameter(local))
+        rig = rigs(plan_of(7))
+        rig.manager.describe_parameters(module)
+        rig.step()
+        assert said(rig)["parameter/0/weight"] == "float32 [4, 3]"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_sharded_models_describe_themselves(rigs: Any) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        model = fully_shard(torch.nn.Linear(3, 3), mesh=init_device_mesh("cpu", (1,)))
+        rig = rigs(plan_of(7))
+        reduce_across(rig.manager, model)
+        rig.step()
+        assert said(rig)["parameter/0/weight"] == "float32 [3, 3]"
+    finally:
+        dist.destroy_process_group()
 
 
 def test_who_is_refused_is_told_before_any_reduction(rigs: Any) -> None:
