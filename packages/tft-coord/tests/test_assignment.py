@@ -85,6 +85,51 @@ def quorums(draw: st.DrawFn) -> Quorum:
     return Quorum(KEY, members)
 
 
+def oracle(quorum: Quorum) -> tuple[int, set[int], set[int], set[int]] | None:
+    """Section 4 of protocol.md, sentence by sentence: the step, and the ranks that hold it, heal and take part."""
+    members = dict(enumerate(quorum.members))
+    whole = [rank for rank in members if not members[rank].torn]
+    if not whole:
+        return None
+    step = max(members[rank].step for rank in whole)
+    top = [rank for rank in whole if members[rank].step == step]
+
+    def who_shares(rank: int) -> list[int]:
+        """An unknown lineage equals nothing, not even another unknown one."""
+        if members[rank].lineage is None:
+            return [rank]
+        return [other for other in top if members[other].lineage == members[rank].lineage]
+
+    # That lineage which most members share; among equals, that of the smallest replica id.
+    most = max(len(who_shares(rank)) for rank in top)
+    first = min((rank for rank in top if len(who_shares(rank)) == most), key=lambda rank: members[rank].replica_id)
+    holders = set(who_shares(first))
+    if step == 0 and members[first].init_sync:
+        holders = {first}
+    may_heal = all(member.allow_heal for member in members.values())
+    heal = set(members) - holders if may_heal else set()
+    part = set(holders)
+    for rank in heal:
+        if not members[rank].use_async_quorum:
+            part.add(rank)
+    if members[first].fixed_with_spares:
+        kept = sorted(part, key=lambda rank: (rank not in holders, rank))
+        part = set(kept[: members[first].min_replica_size])
+    return step, holders, heal, part
+
+
+@settings(max_examples=500, deadline=None, derandomize=True, database=None)
+@given(quorums())
+def test_the_plan_is_the_oracles(given_quorum: Quorum) -> None:
+    wanted = oracle(given_quorum)
+    if wanted is None:
+        with pytest.raises(ProtocolError, match=r"every member of quorum .* is torn"):
+            assign(given_quorum)
+        return
+    found = assign(given_quorum)
+    assert (found.step, set(found.up_to_date), set(found.recovering), set(found.participants)) == wanted
+
+
 @settings(max_examples=500, deadline=None, derandomize=True, database=None)
 @given(quorums())
 def test_what_holds_for_every_plan(given_quorum: Quorum) -> None:

@@ -299,6 +299,18 @@ def test_the_next_deadline_is_the_earliest() -> None:
     assert Liveness(TIMEOUTS).next_deadline_ms() is None
 
 
+def test_a_loss_of_one_that_was_only_presumed_stays_a_loss_when_a_newer_quorum_is_reported() -> None:
+    liveness = Liveness(TIMEOUTS)
+    liveness.presume([Member("c", session=4, address="x:1")], 0)
+    [lost] = liveness.judge(TIMEOUTS.heartbeat_timeout_ms)
+    assert lost.replica.replica_id == "c"
+    liveness.presume([Member("c", session=4, address="x:1")], 0)
+    rejected = liveness.hello(1, hello("c", 4, "x:1"), TIMEOUTS.heartbeat_timeout_ms)
+    assert isinstance(rejected, Rejected)
+    assert rejected.refusal is Refusal.LOST
+    assert isinstance(liveness.hello(1, hello("c", 5, "x:1"), TIMEOUTS.heartbeat_timeout_ms), Accepted)
+
+
 class Sessions(RuleBasedStateMachine):
     """Any order of hellos, breaks, deaths and time."""
 

@@ -10,7 +10,7 @@ import pytest
 
 from tft_coord.core.commit import Votes
 from tft_coord.core.types import Verdict
-from tft_coord.testing import SCENARIO_MARKS, Marks, SimulationFailed, simulate
+from tft_coord.testing import SCENARIO_MARKS, SimulationFailed, run_many, simulate
 from tft_coord.testing.__main__ import main
 from tft_coord.testing.simulator import FAULT_NAMES
 
@@ -51,9 +51,7 @@ REACHED = (
 
 @pytest.mark.timeout(400)
 def test_a_thousand_seeds_keep_the_invariants_and_reach_every_case() -> None:
-    marks = Marks()
-    for seed in SEEDS:
-        marks.add(simulate(seed).marks)
+    marks = run_many(SEEDS, processes=2)
     assert marks.missing(REACHED) == [], f"\n{marks}"
     missing = {number: marks.missing(names) for number, names in SCENARIO_MARKS.items() if marks.missing(names)}
     assert missing == {}, f"\n{marks}"
@@ -62,8 +60,8 @@ def test_a_thousand_seeds_keep_the_invariants_and_reach_every_case() -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 def test_many_seeds(request: pytest.FixtureRequest) -> None:
-    for seed in range(1_000, 1_000 + request.config.getoption("--simulator-seeds", default=20_000)):
-        simulate(seed)
+    num_seeds = request.config.getoption("--simulator-seeds", default=20_000)
+    run_many(range(1_000, 1_000 + num_seeds), processes=os.cpu_count() or 1)
 
 
 def test_the_same_seed_gives_the_same_trace_under_any_hash_seed() -> None:
@@ -104,14 +102,23 @@ def test_a_failing_seed_says_how_to_run_it_again(
     assert "I5: " in str(caught.value)
     assert "the last events:" in str(caught.value)
     assert main(["--seed", str(caught.value.seed)]) == 1
-    assert f"seed {caught.value.seed} failed: I5" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"seed {caught.value.seed} failed: I5" in told
+    assert f"the transcript of seed {caught.value.seed}:" in told
+    assert "lighthouse: quorum 1 = " in told
 
 
 def test_the_command_runs_seeds_and_shows_their_marks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--seeds", "3"]) == 0
+    assert main(["--seeds", "3", "--processes", "1"]) == 0
     told = capsys.readouterr().out
     assert "3 seeds from 0: all invariants hold" in told
     assert main(["--seed", "2"]) == 0
     assert "seed 2: " in capsys.readouterr().out
     assert main(["--seed", "2", "--trace"]) == 0
     assert "lighthouse QuorumFormed(" in capsys.readouterr().out
+    assert main(["--seed", "2", "--story"]) == 0
+    assert "lighthouse: quorum 1 = " in capsys.readouterr().out
+
+
+def test_seeds_in_other_processes_come_by_the_same() -> None:
+    assert str(run_many(range(25), processes=2)) == str(run_many(range(25)))

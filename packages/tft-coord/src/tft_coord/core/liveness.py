@@ -186,8 +186,11 @@ class Liveness:
 
     def presume(self, members: Iterable[Member], started_ms: int) -> None:
         """Members of the newest quorum that others report: healthy until heartbeat_timeout after the start, unless they
-        say hello themselves. Who was presumed of an older quorum is not any more; who has a successor is dead."""
-        self.replicas = {name: replica for name, replica in self.replicas.items() if not replica.presumed}
+        say hello themselves. Who was presumed of an older quorum is not any more, but a loss stays one; who has a
+        successor is dead."""
+        self.replicas = {
+            name: replica for name, replica in self.replicas.items() if not replica.presumed or not replica.healthy
+        }
         replaced = {replica.replaces for replica in self.replicas.values()}
         for member in members:
             if member.replica_id not in self.replicas and member.replica_id not in replaced:

@@ -8,14 +8,19 @@ Public. The pieces stand on their own:
 - `invariants`: what must hold (design.md section 10), checked on everything that happens.
 - `simulator`: all of it under random faults from one seed; `python -m tft_coord.testing --seeds 1000`.
 - `scenario`: all of it under a script, told as a transcript.
+- `explore`: every order of a few events on a core alone.
+- `many`: many seeds on all cores, and the story of one.
 - `marks`: which cases were reached.
 
-Law of this folder: standard library and tft_coord's core only; no real clock, thread, socket or process.
+Law of this folder: standard library and tft_coord's core only; no real clock, thread or socket; processes in `many`
+alone.
 """
 
 from tft_coord.testing.clock import EventBudgetExceeded, VirtualClock
 from tft_coord.testing.cluster import Chance, Cluster, ClusterConfig
+from tft_coord.testing.explore import ExplorationFailed, GroupWorld, LighthouseWorld, explore
 from tft_coord.testing.invariants import InvariantBroken, Invariants
+from tft_coord.testing.many import run_many, story
 from tft_coord.testing.marks import SCENARIO_MARKS, Marks
 from tft_coord.testing.network import Fate, Network, Rule, Stream
 from tft_coord.testing.process import Process, State
@@ -28,9 +33,12 @@ __all__ = [
     "Cluster",
     "ClusterConfig",
     "EventBudgetExceeded",
+    "ExplorationFailed",
     "Fate",
+    "GroupWorld",
     "InvariantBroken",
     "Invariants",
+    "LighthouseWorld",
     "Marks",
     "Network",
     "Process",
@@ -43,6 +51,9 @@ __all__ = [
     "State",
     "Stream",
     "VirtualClock",
+    "explore",
     "play",
+    "run_many",
     "simulate",
+    "story",
 ]

@@ -111,9 +111,19 @@ class Scenario:
         if run is None:
             raise ScenarioError(f"there is no command {words[0]!r}; there are {', '.join(sorted(self._commands))}")
         lines = [*run(words[1:])]
-        told = [self._line(at_ms, text, names) for at_ms, text, names in self._told]
+        told = self.told()
         self._told.clear()
         return [*told, *lines] or ["ok"]
+
+    def attend(self, cluster: Cluster) -> None:
+        """Tell from now on what happens in that cluster."""
+        self._cluster = cluster
+        cluster.observer = self._of_lighthouse
+        cluster.teller = self._of_trainer
+
+    def told(self) -> list[str]:
+        """What has been told since the last command, line by line."""
+        return [self._line(at_ms, text, names) for at_ms, text, names in self._told]
 
     # --- telling ----------------------------------------------------------------------------------------------------
 
@@ -240,11 +250,9 @@ class Scenario:
             chunk_ms=lambda name: self._chunk_ms.get(name, 20),
         )
         self._forget()
-        self._cluster = Cluster(config, chance)
-        self._cluster.observer = self._of_lighthouse
-        self._cluster.teller = self._of_trainer
+        self.attend(Cluster(config, chance))
         # The lighthouse's first grace is over before anybody comes.
-        self._cluster.clock.run_until(1_000)
+        self.cluster.clock.run_until(1_000)
         return []
 
     def _do_start(self, words: list[str]) -> Iterable[str]:
