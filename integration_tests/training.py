@@ -70,6 +70,7 @@ class Spec:
         faults: that strike this trainer; more may be sent to it. None: its Manager's parts are not wrapped.
         batch_s: how long it takes to get a batch.
         waits: between "ready" and its first step, until a message comes.
+        leaves: when it is sent SIGTERM, or drained.
         environment: of a launcher; RANK and WORLD_SIZE make it one process of several.
         settings: for the Manager.
     """
@@ -81,6 +82,7 @@ class Spec:
     faults: tuple[Fault, ...] | None = None
     batch_s: float = 0.0
     waits: bool = False
+    leaves: bool = False
     environment: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -169,7 +171,9 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
             connection.recv()
         fail_at = spec.fail_at
         last = None
-        while last is None or manager.current_step() < last:
+        if spec.leaves:
+            manager.leave_on_signal()
+        while (last is None or manager.current_step() < last) and not manager.left:
             if connection.poll():
                 match connection.recv():
                     case Fault() as fault:
@@ -262,6 +266,7 @@ class Job:
         faults: tuple[Fault, ...] | None = None,
         batch_s: float = 0.0,
         waits: bool = False,
+        leaves: bool = False,
         environment: dict[str, str] | None = None,
         **settings: Any,
     ) -> Trainer:
@@ -274,6 +279,7 @@ class Job:
             faults=faults,
             batch_s=batch_s,
             waits=waits,
+            leaves=leaves,
             environment=environment or {},
             settings=settings,
         )

@@ -17,7 +17,7 @@ from tft_algos.manager.coordinator import GroupCoordinator
 from tft_algos.manager.group_store import GroupStore, is_loopback, join_address, open_group_store
 from tft_algos.manager.parts import ServerRestarted
 from tft_algos.testing import plan_of
-from tft_coord.core.types import Purpose, QuorumKey, RankRequest
+from tft_coord.core.types import Purpose, QuorumKey, RankRequest, Verdict
 from tft_coord.errors import Closed, DeadlinePassed, GroupLost, Unreachable
 
 SECOND = timedelta(seconds=1)
@@ -58,13 +58,21 @@ class Client:
         self.closed = threading.Event()
         self.answer: Any = None
         self.healed_bytes = 0
+        self.wishes: list[bool] = []
+        self.left: list[tuple[str, int]] = []
         self.made.append(self)
 
     def quorum(self, group_rank: int, request: RankRequest, timeout: timedelta) -> Any:
         return self._answered()
 
-    def should_commit(self, group_rank: int, step: int, should_commit: bool, timeout: timedelta, **_: Any) -> Any:
+    def vote(
+        self, group_rank: int, step: int, yes: bool, timeout: timedelta, *, leaving: bool = False, **_: Any
+    ) -> Any:
+        self.wishes.append(leaving)
         return self._answered()
+
+    def leave(self, group_rank: int, reason: str, serve_ms: int, timeout: timedelta) -> None:
+        self.left.append((reason, serve_ms))
 
     def checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
         return f"state of rank {rank} at {self.addr}"
@@ -138,8 +146,11 @@ def test_answers_and_verdicts_pass_through(make: Any) -> None:
     client = Client.made[0]
     client.answer = plan_of(7)
     assert coordinator.quorum(RankRequest(step=0), SECOND) is client.answer
-    client.answer = True
-    assert coordinator.vote(0, True, SECOND, key=KEY, purpose=Purpose.COMMIT)
+    client.answer = Verdict(yes=True, leaves=True)
+    assert coordinator.vote(0, True, SECOND, key=KEY, purpose=Purpose.COMMIT, leaving=True) == client.answer
+    assert client.wishes == [True]
+    coordinator.leave("it is preempted", SECOND, SECOND)
+    assert client.left == [("it is preempted", 1_000)]
     coordinator.healed(5)
     assert client.healed_bytes == 5
 
@@ -147,8 +158,9 @@ def test_answers_and_verdicts_pass_through(make: Any) -> None:
 def test_the_verdict_of_one_rank_is_its_vote(make: Any) -> None:
     coordinator = make()
     Client.made[0].answer = GroupLost("nobody asks")
-    assert coordinator.vote(0, True, SECOND, key=KEY, purpose=Purpose.COMMIT)
-    assert not coordinator.vote(0, False, SECOND, key=KEY, purpose=Purpose.COMMIT)
+    about: Any = {"key": KEY, "purpose": Purpose.COMMIT}
+    assert coordinator.vote(0, True, SECOND, **about) == Verdict(yes=True)
+    assert coordinator.vote(0, False, SECOND, **about, leaving=True) == Verdict(yes=False, leaves=True)
 
 
 def test_a_group_of_one_gets_a_new_server_and_asks_it_again(make: Any) -> None:

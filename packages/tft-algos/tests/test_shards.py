@@ -24,7 +24,7 @@ from tft_algos import HealingFailed
 from tft_algos.manager.shards import has_shards, place_shards
 from tft_algos.testing import MemoryTransport, digest, plan_of
 from tft_ckpt import LocalShard
-from tft_coord.core.types import Purpose
+from tft_coord.core.types import Purpose, Verdict
 from tft_coord.errors import DeadlinePassed, GroupLost
 from tft_pg import ProcessGroupDummy, extend_device_mesh
 
@@ -346,13 +346,14 @@ def test_whose_group_is_lost_before_that_takes_nothing(rigs: Any, verdict: Any) 
     member, _, own = healing(rigs, **TWO)
     cast = member.coordinator.vote
 
-    def vote(step: int, yes: bool, timeout: Any, *, key: Any, purpose: Purpose) -> bool:
+    def vote(step: int, yes: bool, timeout: Any, *, key: Any, purpose: Purpose, **wish: bool) -> Verdict:
         if purpose is Purpose.WITHOUT_OWN:
             member.coordinator.listener(GroupLost("rank 0 was killed"))
             if isinstance(verdict, Exception):
                 raise verdict
-            return False
-        return bool(cast(step, yes, timeout, key=key, purpose=purpose))
+            return Verdict(yes=False)
+        answer: Verdict = cast(step, yes, timeout, key=key, purpose=purpose, **wish)
+        return answer
 
     member.coordinator.vote = vote
     with pytest.raises(GroupLost, match="rank 0 was killed"):

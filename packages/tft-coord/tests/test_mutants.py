@@ -7,7 +7,7 @@ random seeds do not come by the case.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -179,8 +179,10 @@ def keeps_one_job(self: LighthouseCore, event: events.HelloReceived, now_ms: int
     return right_core_hello(self, replace(event, hello=replace(event.hello, job="job")), now_ms, wall_ms)
 
 
-def reuses_what_failed(previous: Quorum | None, members: tuple[Member, ...], broken: str | None) -> str | None:
-    reason = right_reason(previous, members, broken)
+def reuses_what_failed(
+    previous: Quorum | None, members: tuple[Member, ...], broken: str | None, left: Collection[str] = ()
+) -> str | None:
+    reason = right_reason(previous, members, broken, left)
     before = [member.identity for member in previous.members] if previous is not None else []
     return None if before == [member.identity for member in members] else reason
 

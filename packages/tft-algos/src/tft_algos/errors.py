@@ -41,6 +41,10 @@ class Closed(TrainingError, RuntimeError):
     """The Manager was shut down: make a new one."""
 
 
+class LeftJob(TrainingError, RuntimeError):
+    """This replica has left the job, and no step begins any more: end the loop by `while not manager.left`."""
+
+
 class NoWeight(TrainingError, ArithmeticError):
     """The weights of all that gave something sum to zero, or to no finite number, so there is no mean: give other
     weights in the next step."""

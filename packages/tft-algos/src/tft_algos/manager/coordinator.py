@@ -20,7 +20,7 @@ from tft_algos.manager.group_store import GroupStore, open_group_store
 from tft_algos.manager.parts import ServerRestarted
 from tft_coord import ManagerServer
 from tft_coord.client.news import News
-from tft_coord.core.types import LossNotice, NewcomerAsks, Plan, Purpose, QuorumKey, RankRequest
+from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest, Verdict
 from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, GroupLost, Unreachable
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class GroupCoordinator:
         self._replaces = ""
         self._lock = threading.Condition()  # notified when the client has changed
         self._closing = threading.Event()
-        self._listener: Callable[[LossNotice | NewcomerAsks | GroupLost], None] = lambda _: None
+        self._listener: Callable[[News], None] = lambda _: None
         self._watch: threading.Thread | None = None
         self._store: GroupStore = open_group_store(config)
         try:
@@ -78,16 +78,26 @@ class GroupCoordinator:
             raise self._after_the_loss(client, error) from error
         return answer if isinstance(answer, Plan) else answer.key
 
-    def vote(self, step: int, yes: bool, timeout: timedelta, *, key: QuorumKey, purpose: Purpose) -> bool:
+    def vote(
+        self, step: int, yes: bool, timeout: timedelta, *, key: QuorumKey, purpose: Purpose, leaving: bool = False
+    ) -> Verdict:
+        rank = self._config.rank
         if self._config.world_size == 1:
-            return yes  # the verdict of one rank is its vote, whoever lives
+            return Verdict(yes, leaving)  # the verdict of one rank is its vote, whoever lives
         client = self._client_in_use()
         try:
-            return client.should_commit(self._config.rank, step, yes, timeout, key=key, purpose=purpose)
+            return client.vote(rank, step, yes, timeout, key=key, purpose=purpose, leaving=leaving)
         except (Unreachable, Closed) as error:
             raise self._after_the_loss(client, error) from error
 
-    def listen(self, listener: Callable[[LossNotice | NewcomerAsks | GroupLost], None]) -> None:
+    def leave(self, reason: str, serve: timedelta, timeout: timedelta) -> None:
+        client = self._client_in_use()
+        try:
+            client.leave(self._config.rank, reason, int(1_000 * serve.total_seconds()), timeout)
+        except (Unreachable, Closed) as error:
+            raise self._after_the_loss(client, error) from error
+
+    def listen(self, listener: Callable[[News], None]) -> None:
         self._listener = listener
 
     def gather(self, name: str, value: str, timeout: timedelta) -> tuple[str, ...]:
@@ -129,8 +139,7 @@ class GroupCoordinator:
         return client
 
     def _told(self, news: News) -> None:
-        if isinstance(news, LossNotice | NewcomerAsks | GroupLost):
-            self._listener(news)
+        self._listener(news)
 
     def _gone(self) -> CoordinationError:
         if self._closing.is_set():

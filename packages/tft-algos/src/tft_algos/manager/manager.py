@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping
@@ -30,6 +32,7 @@ from tft_algos.errors import (
     Closed,
     ExceptionWithTraceback,
     HealingFailed,
+    LeftJob,
     SettingError,
     StateDiverged,
     StateUnavailable,
@@ -47,20 +50,37 @@ from tft_algos.manager.early import EarlyState
 from tft_algos.manager.fingerprint import USER, OwnFingerprint
 from tft_algos.manager.group_store import own_host
 from tft_algos.manager.healing import Fetch, state_key
+from tft_algos.manager.leaving import Leaving, Wish
 from tft_algos.manager.parts import Clock, Coordinator, Group, ServerRestarted
 from tft_algos.manager.records import Records
 from tft_algos.manager.reducer import Reducer
 from tft_algos.manager.reduction import check_weight
 from tft_algos.manager.shards import has_shards, place_shards
 from tft_ckpt import CheckpointTransport, HTTPTransport
-from tft_coord.core.types import LossNotice, NewcomerAsks, Plan, Purpose, QuorumKey, RankRequest
-from tft_coord.errors import DeadlinePassed, GroupLost
+from tft_coord.client.news import News
+from tft_coord.core.types import (
+    KillOrder,
+    LeaveRequest,
+    LossNotice,
+    NewcomerAsks,
+    Plan,
+    Purpose,
+    QuorumKey,
+    RankRequest,
+    Refusal,
+    Released,
+    Verdict,
+)
+from tft_coord.errors import CoordinationError, DeadlinePassed, GroupLost, Refused
 
 T = TypeVar("T")
 LoadState = Callable[[Any], object]
 TakeState = Callable[[], Any]
 
 logger = logging.getLogger("tft_algos.manager")
+
+LEAVE_TAKEN_WITHIN = timedelta(seconds=5)
+LAST_WORDS_S = 1.0
 
 
 @final
@@ -133,6 +153,8 @@ class Manager:
         self._fetch: Fetch | None = None
         self._healed_bytes = 0
         self._alarms: dict[object, Callable[[], object]] = {}  # of the wrapped futures that are not done
+        self._leaving = Leaving()
+        self._handlers: dict[int, tuple[Any, Any]] = {}  # of signals: ours, and the one before
         self._closing = threading.Event()
         self._synchronize: Callable[[], None] | None = (
             torch.accelerator.synchronize if torch.accelerator.is_available() else None
@@ -262,11 +284,17 @@ class Manager:
             allow_heal: members may heal in this step; it counts only if all say so.
             shrink_only: no newcomers.
             timeout: for the quorum; None: quorum_timeout.
-        Raises: Closed. SettingError: timeout is no timedelta; nothing has begun then. Synchronous: what the quorum
+        Raises: Closed. LeftJob: this replica has left. SettingError: timeout is no timedelta; in these cases nothing
+            has begun. Synchronous: what the quorum
             raised; the Manager stays usable. Asynchronous: nothing else, it is recorded, and should_commit raises it if
             this process can't go on.
         """
         self._check_open()
+        if self._leaving.left:
+            raise LeftJob(
+                f"replica {self.replica_id} has left the job ({self._leaving.reason}); end the loop by "
+                "`while not manager.left`"
+            )
         limit = self._limit(timeout, self._config.quorum_timeout)
         self._settle()
         pause_ms = self._core.pause_ms
@@ -321,6 +349,7 @@ class Manager:
         try:
             arrival = self._ask(request, timeout)
             self._early.plan_arrived(arrival.plan)
+            self._leaving.plan_arrived(arrival.plan)
             if arrival.heal:
                 self._start_fetch(arrival.plan)
             for loss in self._core.losses:
@@ -333,12 +362,24 @@ class Manager:
                 reconfigured=arrival.configure and self._core.configured == arrival.plan.key,
                 duration_s=self._clock.monotonic() - begun,
             )
+        except Refused as error:
+            if error.code != Refusal.LEFT.value:
+                self._no_quorum(error)
+                raise
+            # Another rank of this group had no quorum to go on in, and has left with all of them.
+            self._leaving.told()
+            left = LeftJob(str(error))
+            self._no_quorum(left)
+            raise left from error
         except Exception as error:
-            with self._lock:
-                self._core.quorum_failed(error)
-            self._records.error(self._core.name, error, counts=True)
-            self._log(logging.WARNING, "no quorum: %s", error)
+            self._no_quorum(error)
             raise
+
+    def _no_quorum(self, error: Exception) -> None:
+        with self._lock:
+            self._core.quorum_failed(error)
+        self._records.error(self._core.name, error, counts=True)
+        self._log(logging.WARNING, "no quorum: %s", error)
 
     def _ask(self, request: RankRequest, timeout: timedelta) -> Arrival:
         """Raises: what the coordinator raises; StaleQuorum: the answer names a quorum that is not held here."""
@@ -559,9 +600,36 @@ class Manager:
 
     # --- losses of others ----------------------------------------------------------------------------------------
 
-    def _told(self, news: LossNotice | NewcomerAsks | GroupLost) -> None:
-        """A loss in a quorum or of this group, or a newcomer; a thread of the coordinator calls: nothing waits here."""
+    def _told(self, news: News) -> None:
+        """A loss in a quorum or of this group, a newcomer, or what somebody wants of this process; a thread of the
+        coordinator calls: nothing waits here."""
+        match news:
+            case LossNotice() | NewcomerAsks() | GroupLost():
+                self._told_of_others(news)
+            case LeaveRequest(reason, serve_ms):
+                self._log(logging.WARNING, "asked to leave: %s", reason)
+                self.leave(timedelta(milliseconds=serve_ms) if serve_ms else None, reason=reason)
+            case Released():
+                self._leaving.released.set()
+            case KillOrder(message):
+                self._end_process(message)
+
+    def _end_process(self, message: str) -> None:
+        """End with exit code 1, at once, whatever other threads do or hold."""
+
+        def last_words() -> None:
+            self._log(logging.CRITICAL, "this process is ended: %s", message)
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+
+        speaker = threading.Thread(target=last_words, name="tft-last-words", daemon=True)
+        speaker.start()
+        speaker.join(LAST_WORDS_S)
+        os._exit(1)
+
+    def _told_of_others(self, news: LossNotice | NewcomerAsks | GroupLost) -> None:
         if isinstance(news, GroupLost):
+            self._leaving.released.set()
             with self._lock:
                 self._core.group_lost(news)
             self._records.error(self._core.name, news, counts=True)
@@ -608,7 +676,7 @@ class Manager:
         self._reducer.finish()
         self._raise_fatal()
         if plan is None:
-            return self._conclude(False)
+            return self._conclude(Verdict(yes=False, leaves=self._leaving.wishes(self._clock.monotonic())))
         if self._synchronize is not None:
             self._synchronize()
         self._reducer.release()
@@ -636,11 +704,12 @@ class Manager:
                 limit,
                 key=plan.key,
                 purpose=Purpose.COMMIT,
+                leaving=self._leaving.wishes(self._clock.monotonic()),
             )
         except ServerRestarted:
             core.server_restarted()
             self._log(logging.WARNING, "the manager server ended during the vote, which counts as no")
-            verdict = False
+            verdict = Verdict(yes=False)
         except DeadlinePassed:
             self._raise_fatal()  # why nobody answered, where that was told while we waited
             raise
@@ -651,12 +720,14 @@ class Manager:
         if fatal is not None:
             raise fatal
 
-    def _conclude(self, verdict: bool) -> bool:
+    def _conclude(self, verdict: Verdict) -> bool:
         error = self._core.error
-        self._records.commit(self._core.name, verdict, num_participants=self._core.num_participants)
+        self._records.commit(self._core.name, verdict.yes, num_participants=self._core.num_participants)
         if self._core.plan is not None:
             self._early.step_ended(self._core.name.attempt, self._core.plan)
-        outcome = self._core.verdict_arrived(verdict)
+        outcome = self._core.verdict_arrived(verdict.yes)
+        if verdict.leaves:
+            self._leave_now()
         if outcome.exhausted:
             raise TooManyFailures(
                 f"replica {self.replica_id} failed to commit {outcome.failures} times in a row, and max_retries is "
@@ -808,7 +879,7 @@ class Manager:
         if self._config.world_size == 1:
             return yes
         try:
-            return self._coordinator.vote(plan.step, yes, self._config.heal_timeout, key=plan.key, purpose=purpose)
+            return self._coordinator.vote(plan.step, yes, self._config.heal_timeout, key=plan.key, purpose=purpose).yes
         except DeadlinePassed:
             self._raise_fatal()  # why nobody answered, where that was told while we waited
             raise
@@ -998,17 +1069,100 @@ class Manager:
         """Whether this group's gradients count in this step; waits for the quorum."""
         return self.participating_rank() is not None
 
+    # --- leaving -------------------------------------------------------------------------------------------------
+
+    def leave(self, deadline: timedelta | None = None, *, reason: str = "") -> None:
+        """Leave the job after the running step, which ends as it would have: from any thread, or a signal handler.
+
+        It only takes note. The vote in which all ranks of this group agree makes `left` true, and the loop ends by
+        `while not manager.left`; `shutdown` then serves those that heal from here. Without a running step `shutdown`
+        leaves at once. Nobody waits for this replica any more, and nothing of the others' steps is discarded.
+
+        Args:
+            deadline: from now on; so long this replica stays if nobody else holds the state, and serves those that
+                heal. None: heal_timeout.
+            reason: why; the lighthouse logs it.
+        Raises: SettingError: deadline is no timedelta above zero.
+        """
+        limit = self._limit(deadline, self._config.heal_timeout)
+        self._leaving.wish(Wish(reason or "it was told to", self._clock.monotonic() + limit.total_seconds()))
+
+    def leave_on_signal(self, *signals: int, deadline: timedelta | None = None) -> None:
+        """Leave when this process is sent one of these signals. `shutdown` gives them back their handlers.
+
+        Args:
+            signals: none said: SIGTERM.
+            deadline: as in `leave`.
+        Raises: UsageError: this is not the main thread, which alone may handle signals.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError("leave_on_signal was called outside the main thread; call it there, once")
+        self._limit(deadline, self._config.heal_timeout)
+
+        def handle(number: int, _frame: object) -> None:
+            self.leave(deadline, reason=f"it was sent {signal.Signals(number).name}")
+
+        for number in signals or (signal.SIGTERM,):
+            self._handlers[number] = handle, signal.signal(number, handle)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether this replica has left, or somebody wishes it."""
+        return self._leaving.wished or self._leaving.left
+
+    @property
+    def left(self) -> bool:
+        """Whether this replica has left: no step begins any more."""
+        return self._leaving.left
+
+    def _leave_now(self) -> None:
+        leaving = self._leaving
+        leaving.left = True
+        self._log(logging.INFO, "leaves: %s", leaving.reason)
+        serve = timedelta(seconds=leaving.remaining_s(self._clock.monotonic()))
+        try:
+            self._coordinator.leave(leaving.reason, serve, min(LEAVE_TAKEN_WITHIN, self._config.timeout))
+        except (CoordinationError, ServerRestarted) as error:
+            # The others find out that this process ends, and lose the step that runs then.
+            self._log(logging.WARNING, "nobody was told that this replica leaves: %s", error)
+            leaving.released.set()
+
+    def _serve_to_the_end(self) -> None:
+        """Those that heal from here have their state before this process ends; and so have the other ranks'."""
+        remaining_s = self._leaving.remaining_s(self._clock.monotonic())
+        if remaining_s > 0 and not self._clock.wait(self._leaving.released, remaining_s):
+            self._log(logging.WARNING, "ends though others may still heal from it: its deadline to leave has passed")
+        if self._config.world_size > 1 and self._core.fatal is None:
+            # The manager server, which says where each rank's state is, ends with rank 0.
+            with contextlib.suppress(DeadlinePassed, CoordinationError):
+                self._coordinator.gather("left", "", self._config.timeout)
+
+    def _give_signals_back(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # only there they can be
+        while self._handlers:
+            number, (ours, before) = self._handlers.popitem()
+            if signal.getsignal(number) is ours:
+                signal.signal(number, before if before is not None else signal.SIG_DFL)
+
     # --- the end -------------------------------------------------------------------------------------------------
 
     def shutdown(self, wait: bool = True) -> None:
         """End everything that this Manager started, and its process group; again does nothing.
+
+        After `leave` it first serves those that heal from this replica, until they are done or the deadline passes.
 
         Args:
             wait: until all of it has ended.
         """
         if self._closing.is_set():
             return
+        if self._leaving.wished and not self._leaving.left and self._core.phase is Phase.IDLE:
+            self._leave_now()
+        if self._leaving.left:
+            self._serve_to_the_end()
         self._closing.set()
+        self._give_signals_back()
         if self._fetch is not None:
             self._transport.abort()
             self._fetch.cancel()

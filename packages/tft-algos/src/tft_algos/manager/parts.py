@@ -16,8 +16,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from tft_coord.core.types import LossNotice, NewcomerAsks, Plan, Purpose, QuorumKey, RankRequest
-from tft_coord.errors import GroupLost
+from tft_coord.client.news import News
+from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest, Verdict
 
 
 class Group(Protocol):
@@ -81,18 +81,28 @@ class Coordinator(Protocol):
         """
         ...
 
-    def vote(self, step: int, yes: bool, timeout: timedelta, *, key: QuorumKey, purpose: Purpose) -> bool:
-        """Vote; returns the verdict of the whole group.
+    def vote(
+        self, step: int, yes: bool, timeout: timedelta, *, key: QuorumKey, purpose: Purpose, leaving: bool = False
+    ) -> Verdict:
+        """Vote; returns the verdict of the whole group, and whether it leaves.
 
+        `leaving`: this rank wishes that the group leaves after this step.
         Raises: DeadlinePassed, GroupLost, Closed; ServerRestarted: it counts as a no.
         """
         ...
 
-    def listen(self, listener: Callable[[LossNotice | NewcomerAsks | GroupLost], None]) -> None:
+    def listen(self, listener: Callable[[News], None]) -> None:
         """Have `listener` told of each loss that concerns this rank, of a member of a quorum or of this group, and of
         newcomers that ask.
 
         It is called by a thread of the coordinator's and must return at once.
+        """
+        ...
+
+    def leave(self, reason: str, serve: timedelta, timeout: timedelta) -> None:
+        """Leave the job, with the whole group; it serves its state for `serve` at most.
+
+        Raises: DeadlinePassed, GroupLost, Closed, ServerRestarted: nobody has taken it.
         """
         ...
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from tft_algos.manager.reduction import changing
 from tft_ckpt import CheckpointTransport, Closed, StagedCheckpoint, StateKey, StateUnavailable, WrongSetting
+from tft_coord.client.news import News
 from tft_coord.core.lineage import initial_lineage
-from tft_coord.core.types import LossNotice, NewcomerAsks, Plan, Purpose, QuorumKey, RankRequest, Source
-from tft_coord.errors import GroupLost
+from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest, Source, Verdict
 from tft_pg.work import PendingWork
 
 _LOOK_S = 0.01
@@ -87,7 +87,7 @@ class ScriptedCoordinator:
     def __init__(
         self,
         answers: Iterable[Plan | QuorumKey | Exception],
-        verdicts: Iterable[bool | Exception] = (),
+        verdicts: Iterable[bool | Verdict | Exception] = (),
         *,
         replica_id: str = "replica_0",
     ) -> None:
@@ -97,10 +97,11 @@ class ScriptedCoordinator:
         self.requests: list[RankRequest] = []
         self.votes: list[tuple[QuorumKey, int, bool, Purpose]] = []
         self.gathered: list[tuple[str, str]] = []
+        self.left: list[tuple[str, timedelta]] = []
         self.other_ranks: tuple[str, ...] = ()
         self.healed_bytes = 0
         self.closed = False
-        self.listener: Callable[[LossNotice | NewcomerAsks | GroupLost], None] = lambda _: None
+        self.listener: Callable[[News], None] = lambda _: None
 
     def quorum(self, request: RankRequest, timeout: timedelta) -> Plan | QuorumKey:
         self.requests.append(request)
@@ -111,18 +112,23 @@ class ScriptedCoordinator:
             raise answer
         return answer
 
-    def vote(self, step: int, yes: bool, timeout: timedelta, *, key: QuorumKey, purpose: Purpose) -> bool:
+    def vote(
+        self, step: int, yes: bool, timeout: timedelta, *, key: QuorumKey, purpose: Purpose, leaving: bool = False
+    ) -> Verdict:
         self.votes.append((key, step, yes, purpose))
         verdict = self._verdicts.popleft() if self._verdicts else yes
         if isinstance(verdict, Exception):
             raise verdict
-        return verdict
+        return verdict if isinstance(verdict, Verdict) else Verdict(verdict, leaving)
+
+    def leave(self, reason: str, serve: timedelta, timeout: timedelta) -> None:
+        self.left.append((reason, serve))
 
     def gather(self, name: str, value: str, timeout: timedelta) -> tuple[str, ...]:
         self.gathered.append((name, value))
         return (value, *self.other_ranks)
 
-    def listen(self, listener: Callable[[LossNotice | NewcomerAsks | GroupLost], None]) -> None:
+    def listen(self, listener: Callable[[News], None]) -> None:
         self.listener = listener
 
     def source_metadata(self, address: str, timeout: timedelta) -> str:

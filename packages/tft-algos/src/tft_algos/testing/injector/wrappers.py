@@ -16,8 +16,9 @@ import torch.distributed as dist
 from tft_algos.manager.parts import Coordinator, Group
 from tft_algos.testing.injector.fault import Fault, Place
 from tft_ckpt import CheckpointTransport, StateKey, StateUnavailable
-from tft_coord.core.types import LossNotice, NewcomerAsks, Plan, Purpose, QuorumKey, RankRequest
-from tft_coord.errors import DeadlinePassed, GroupLost
+from tft_coord.client.news import News
+from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest, Verdict
+from tft_coord.errors import DeadlinePassed
 from tft_pg.errors import ConfigureFailed, PeerFailed
 from tft_pg.work import PendingWork
 
@@ -109,17 +110,22 @@ class StruckCoordinator:
         self._answered(Place.QUORUM)
         return self._inside.quorum(request, timeout)
 
-    def vote(self, step: int, yes: bool, timeout: timedelta, *, key: QuorumKey, purpose: Purpose) -> bool:
+    def vote(
+        self, step: int, yes: bool, timeout: timedelta, *, key: QuorumKey, purpose: Purpose, leaving: bool = False
+    ) -> Verdict:
         if purpose is Purpose.COMMIT:
             self._answered(Place.VOTE)
-        return self._inside.vote(step, yes, timeout, key=key, purpose=purpose)
+        return self._inside.vote(step, yes, timeout, key=key, purpose=purpose, leaving=leaving)
+
+    def leave(self, reason: str, serve: timedelta, timeout: timedelta) -> None:
+        self._inside.leave(reason, serve, timeout)
 
     def _answered(self, place: Place) -> None:
         fault = self._injector.reached(place)
         if fault is not None:
             raise DeadlinePassed(fault.describe())
 
-    def listen(self, listener: Callable[[LossNotice | NewcomerAsks | GroupLost], None]) -> None:
+    def listen(self, listener: Callable[[News], None]) -> None:
         self._inside.listen(listener)
 
     def gather(self, name: str, value: str, timeout: timedelta) -> tuple[str, ...]:

@@ -1,0 +1,172 @@
+"""Leaving: the running step ends, the vote carries the wish, and who heals is served to the end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from tft_algos import Closed, SettingError, UsageError
+from tft_algos.errors import LeftJob
+from tft_algos.testing import ManualClock, plan_of
+from tft_coord.core.types import LeaveRequest, QuorumKey, Released, Verdict
+from tft_coord.errors import DeadlinePassed, Refused
+
+TWO = {"rank": 0, "world_size": 2, "store_addr": "nowhere"}
+SERVES_LONG = timedelta(seconds=600)
+
+
+def test_the_running_step_ends_and_then_the_replica_has_left(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2), QuorumKey(7, 7))
+    assert rig.step()
+    rig.manager.start_quorum()
+    rig.manager.leave(reason="it is preempted")
+    assert (rig.manager.leaving, rig.manager.left) == (True, False)
+    assert rig.manager.should_commit()
+    assert (rig.manager.current_step(), rig.manager.left) == (2, True)
+    assert rig.coordinator.left == [("it is preempted", timedelta())]  # nobody heals, so nothing is served
+    with pytest.raises(
+        LeftJob, match=r"has left the job \(it is preempted\); end the loop by `while not manager.left`"
+    ):
+        rig.manager.start_quorum()
+
+
+def test_a_step_that_failed_is_left_as_well(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2), verdicts=[Verdict(yes=False, leaves=True)])
+    rig.manager.start_quorum()
+    rig.manager.leave()
+    assert not rig.manager.should_commit()
+    assert rig.manager.left
+
+
+def test_another_ranks_wish_is_enough(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2), verdicts=[Verdict(yes=True, leaves=True)])
+    assert rig.step()
+    assert rig.manager.left
+    assert rig.coordinator.left == [("another rank of the group was told to", timedelta())]
+
+
+def test_the_last_holder_of_the_state_stays_until_others_hold_it(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2, healing=[1]), plan_of(8, step=1, size=2))
+    rig.manager.leave()
+    assert rig.step()
+    assert not rig.manager.left
+    assert rig.step()
+    assert rig.manager.left
+
+
+def test_the_last_holder_leaves_when_its_time_is_over(rigs: Any) -> None:
+    clock = ManualClock()
+    rig = rigs(plan_of(7, size=2, healing=[1]), clock=clock)
+    rig.manager.leave(timedelta(seconds=5))
+    clock.pass_s(5)
+    assert rig.step()
+    assert rig.manager.left
+
+
+def test_a_step_without_a_quorum_is_left_too(rigs: Any) -> None:
+    rig = rigs(DeadlinePassed("late"))
+    rig.manager.leave()
+    assert not rig.step()
+    assert rig.manager.left
+
+
+def test_who_was_left_by_another_rank_of_its_group_has_left(rigs: Any) -> None:
+    rig = rigs(Refused("replica_0 has left the job", code="left"))
+    assert not rig.step()
+    assert rig.manager.left
+
+
+def test_without_a_running_step_shutdown_leaves_at_once(rigs: Any) -> None:
+    rig = rigs()
+    rig.manager.leave(reason="never mind")
+    rig.manager.shutdown()
+    assert rig.coordinator.left == [("never mind", timedelta())]
+    with pytest.raises(Closed):
+        rig.manager.start_quorum()
+
+
+def test_a_goodbye_without_the_wish_is_no_leaving(rigs: Any) -> None:
+    rig = rigs(plan_of(7))
+    assert rig.step()
+    rig.manager.shutdown()
+    assert rig.coordinator.left == []
+
+
+def test_shutdown_serves_until_nobody_heals(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=3, healing=[2]))
+    rig.manager.start_quorum()
+    rig.manager.leave(SERVES_LONG)
+    assert rig.manager.should_commit()
+    assert rig.manager.left
+    ends = threading.Thread(target=rig.manager.shutdown)
+    ends.start()
+    assert not rig.coordinator.closed
+    rig.coordinator.listener(Released())
+    ends.join(20)
+    assert rig.coordinator.closed
+
+
+def test_shutdown_serves_no_longer_than_the_deadline(rigs: Any) -> None:
+    clock = ManualClock()
+    rig = rigs(plan_of(7, size=3, healing=[2]), clock=clock)
+    rig.manager.start_quorum()
+    rig.manager.leave(timedelta(seconds=30))
+    assert rig.manager.should_commit()
+    rig.manager.shutdown()
+    assert clock.waited_s == [30.0]
+
+
+def test_a_drain_is_a_wish(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
+    rig = rigs(plan_of(7, size=2))
+    rig.manager.start_quorum()
+    rig.coordinator.listener(LeaveRequest("its host goes down (asked by ipv4:10.0.0.1:5)", 9_000))
+    assert "asked to leave: its host goes down (asked by ipv4:10.0.0.1:5)" in caplog.text
+    assert rig.manager.should_commit()
+    assert rig.manager.left
+
+
+@pytest.mark.parametrize("deadline", [5, timedelta(), timedelta(seconds=-1)])
+def test_a_deadline_is_a_time_above_zero(rigs: Any, deadline: Any) -> None:
+    manager = rigs().manager
+    for leave in (lambda: manager.leave(deadline), lambda: manager.leave_on_signal(deadline=deadline)):
+        with pytest.raises(SettingError, match="give a timedelta above zero"):
+            leave()
+    assert not manager.leaving
+
+
+def test_a_signal_is_a_wish_and_shutdown_gives_its_handler_back(rigs: Any) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    try:
+        rig = rigs(plan_of(7, size=2))
+        rig.manager.leave_on_signal(signal.SIGUSR1)
+        rig.manager.start_quorum()
+        signal.raise_signal(signal.SIGUSR1)
+        assert (rig.manager.leaving, heard) == (True, [])
+        assert rig.manager.should_commit()
+        assert rig.coordinator.left == [("it was sent SIGUSR1", timedelta())]
+        rig.manager.shutdown()
+        signal.raise_signal(signal.SIGUSR1)
+        assert heard == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_only_the_main_thread_handles_signals(rigs: Any) -> None:
+    manager = rigs().manager
+    raised: list[Exception] = []
+
+    def call() -> None:
+        try:
+            manager.leave_on_signal()
+        except UsageError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(10)
+    assert "outside the main thread" in str(raised[0])
