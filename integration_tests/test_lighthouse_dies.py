@@ -100,6 +100,22 @@ def test_a_second_lighthouse_of_the_cluster_takes_over_at_once(new_lighthouse: N
     assert NEW_QUORUM.findall(stranger.said) == []
 
 
+def test_halves_of_a_job_on_two_lighthouses_of_the_cluster_come_together_on_the_newer(
+    new_lighthouse: NewLighthouse, spawn: Spawn
+) -> None:
+    """Each has reached another one first; alone neither is enough."""
+    older, newer = (new_lighthouse(name, cluster_id="ours", min_replicas="2") for name in ("older", "newer"))
+    addresses = Addresses(older, newer)
+    job = Job(spawn, cast(LighthouseServer, addresses))
+    a = job.start("a")
+    job.until(lambda: bool(a.of_kind("ready")), "the first has begun")
+    addresses.address = Addresses(newer, older).address
+    b = job.start("b")
+    job.until(together(a, b), "both commit together")
+    job.finish()
+    assert NEW_QUORUM.findall(older.said) == []
+
+
 class Addresses:
     """As much of a lighthouse as a Job needs: several addresses."""
 

@@ -211,6 +211,21 @@ def test_a_new_manager_server_of_a_group_that_lives_is_another_list() -> None:
     assert heard["a"].key.quorum_id == first.quorum_id + 1
 
 
+def test_an_answer_that_some_have_never_seen_makes_all_configure_anew() -> None:
+    """That lighthouse made a quorum of one that asks and of one that had gone, and the latter comes back."""
+    table = Table("a", "b")
+    first = table.next(1, "a", "b")
+    table.ask("a", step=1)
+    table.ask("b")
+    gone = table.calls.pop("b").member
+    table.cores["b"].withdraw(4)
+    assert table.answer(1, gone)["a"].key == first
+    table.ask("a", step=2)
+    table.ask("b", step=1)
+    heard = table.answer(1)
+    assert heard["a"].key == heard["b"].key != first
+
+
 def test_an_answer_to_an_older_request_is_asked_anew() -> None:
     table = Table("a", "b")
     table.ask("a")

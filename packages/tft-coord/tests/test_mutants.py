@@ -7,27 +7,32 @@ random seeds do not come by the case.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tft_coord.core import assignment, effects, events, lighthouse, quorum
+from tft_coord.core import assignment, effects, events, foreign, lighthouse, quorum
 from tft_coord.core.commit import RoundName, Votes
+from tft_coord.core.foreign_data import Aside
 from tft_coord.core.group import GroupCore
 from tft_coord.core.handshake import Handshake, Standing
 from tft_coord.core.lighthouse import Job, LighthouseCore
 from tft_coord.core.lineage import fold_lineage
 from tft_coord.core.liveness import Liveness
 from tft_coord.core.quorum import Situation
+from tft_coord.core.session import SessionCore
 from tft_coord.core.types import LossNotice, Member, Plan, Quorum, QuorumKey, Refusal, Verdict
 from tft_coord.testing import InvariantBroken, SimulationFailed, play, simulate, trainer
 from tft_coord.testing.explore import LighthouseWorld
 from tft_coord.testing.invariants import Held
+from tft_coord.testing.simulator import SimulationConfig
 from tft_coord.testing.trainer import Snapshot, Trainer
 
+ON_FOREIGN = SimulationConfig(foreign=True)
+WITH_STANDBY = SimulationConfig(standby=True)
 SEEDS = 300  # after so many without a word a mistake counts as unseen
 
 
@@ -47,6 +52,7 @@ class Mutant:
     mistake: Callable[..., Any]
     invariant: str
     where: int | str | tuple[str, ...]
+    config: SimulationConfig = SimulationConfig()  # noqa: RUF009  # frozen
 
 
 def breaks_whatever_is_held(self: GroupCore, notice: LossNotice) -> list[effects.GroupEffect]:
@@ -204,6 +210,26 @@ def takes_rank_0_for_all(self: GroupCore) -> tuple[Member, QuorumKey | None]:
 right_core_hello = LighthouseCore._hello
 right_reason = quorum.reason_for_new_id
 right_merge = GroupCore._merge
+
+
+def names_no_words(lighthouse_id: int, members: Sequence[Member], asides: Sequence[Aside]) -> int:
+    return lighthouse_id
+
+
+def looks_at_nothing_that_others_have_seen(told: Member) -> Any:
+    both = right_parted(told)
+    return None if both is None else (both[0], replace(both[1], seen=0))
+
+
+def looks_at_no_list(lighthouse_id: int, members: Sequence[Member]) -> int:
+    return 1
+
+
+def follows_nobody(self: SessionCore, *_: object, serves: bool) -> list[Any]:
+    return []
+
+
+right_parted = foreign.parted
 right_noticed = GroupCore._noticed
 right_release = Job._release_those_who_left
 right_heard = Trainer.noticed
@@ -258,10 +284,15 @@ MUTANTS = [
     Mutant(Votes, "__init__", counts_the_first_vote_for_all, "I5", 0),
     Mutant(Votes, "cast", changes_its_mind, "I5", "scenario_02_verdict"),
     Mutant(trainer, "fold_lineage", folds_no_quorum, "I3", 0),
+    # Section 2, several lighthouses; section 6, torchft's lighthouse.
+    Mutant(SessionCore, "looked", follows_nobody, "I6", 0, WITH_STANDBY),
+    Mutant(foreign, "_answer_digest", names_no_words, "I2", 0, ON_FOREIGN),
+    Mutant(foreign, "parted", looks_at_nothing_that_others_have_seen, "I2", 0, ON_FOREIGN),
+    Mutant(foreign, "_list_digest", looks_at_no_list, "I2", 0, ON_FOREIGN),
 ]
 
 
-def first_failure(where: int | str | tuple[str, ...]) -> Exception | None:
+def first_failure(where: int | str | tuple[str, ...], config: SimulationConfig) -> Exception | None:
     """What fails first of what is looked at there."""
     if isinstance(where, tuple):
         world = LighthouseWorld("abc", start="trained")
@@ -274,7 +305,7 @@ def first_failure(where: int | str | tuple[str, ...]) -> Exception | None:
         return None if play(written) == written else InvariantBroken("transcript", where)
     for seed in range(where, where + SEEDS):
         try:
-            simulate(seed)
+            simulate(seed, config)
         except SimulationFailed as failed:
             return failed.cause
     return None
@@ -285,7 +316,7 @@ def test_a_mistake_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(mutant.target, mutant.name, mutant.mistake)
     seen: Exception | None
     try:
-        seen = first_failure(mutant.where)
+        seen = first_failure(mutant.where, mutant.config)
     except InvariantBroken as broken:
         seen = broken
     assert isinstance(seen, InvariantBroken), "nobody saw it" if seen is None else repr(seen)

@@ -8,6 +8,7 @@ from tft_coord.core.session import (
     Dial,
     GiveUp,
     HangUp,
+    Look,
     Say,
     SendBeat,
     SendHello,
@@ -313,9 +314,7 @@ def test_of_several_addresses_a_lighthouse_of_another_cluster_is_hung_up_on_and_
     assert (core.cluster_id, core.lighthouse_started_ms) == ("ours", 50)
     assert core.ask(1, Member("a"), None, 30) == []  # nothing is asked of it
     assert dialed(core.stream_broke(40)) == 0
-    core.stream_broke(50)
-    assert serve(core, "theirs", 99) == [HangUp()]
-    core.stream_broke(60)
+    assert dialed(core.stream_broke(50)) == 0  # and not the stranger's again
     assert serve(core, "ours", 51) == [SendRequest(1, Member("a"), None)]
 
 
@@ -327,6 +326,27 @@ def test_an_older_one_of_the_cluster_is_left_for_the_next() -> None:
     core.stream_broke(20)
     assert serve(core, "ours", 40) == [HangUp()]
     assert dialed(core.stream_broke(30)) == 0
+
+
+def test_a_newer_one_of_the_cluster_that_serves_the_job_is_followed_to() -> None:
+    core = several(3)
+    core.start(0)
+    serve(core, "ours", 50)
+    beat, *looks = core.tick(core.next_beat_ms)
+    assert isinstance(beat, SendBeat)
+    assert looks == [Look(1), Look(2)]
+    assert core.tick(core.next_beat_ms) == [SendBeat(0)]  # not at every beat
+    assert core.looked(1, "ours", 49, serves=True) == []
+    assert core.looked(1, "ours", 60, serves=False) == []
+    assert core.looked(1, "theirs", 60, serves=True) == []
+    assert core.looked(2, "ours", 60, serves=True) == [HangUp()]
+    assert dialed(core.stream_broke(9_000)) == 2
+    assert serve(core, "ours", 60) == []
+
+
+def test_with_one_address_there_is_nowhere_else_to_look() -> None:
+    core = welcomed()
+    assert core.tick(core.next_beat_ms) == [SendBeat(0)]
 
 
 def test_torchfts_lighthouse_serves_where_it_is_the_only_one() -> None:

@@ -5,10 +5,13 @@ it asks. What makes our protocol work must come from the members themselves: eac
 (`foreign_data.py`), with a random word, and each makes of one and the same answer the same quorum with the same key.
 So the group core hears what it always hears.
 
-The key of an answer stands if every member holds it, for the same list under the same id of the lighthouse, and none
-reports failed commits or a process group that it can't use. Else it is a new one: its nonce is a digest of the
-lighthouse's id and of all members' words, and its id is the lighthouse's, or one above the highest that a member
-holds, for a lighthouse that was started anew counts from 1.
+The key of an answer stands if every member holds it, for the same list under the same id of the lighthouse, and was
+given the same answer last, and none reports failed commits or a process group that it can't use. Else it is a new one:
+its nonce is a digest of the lighthouse's id and of all members' words, and its id is the lighthouse's, or one above the
+highest that a member holds, for a lighthouse that was started anew counts from 1.
+
+That all were given the same answer last has to be looked at because that lighthouse keeps who went away as a member of
+the next quorum: some would go on by a plan that others have never seen, and meet those in a later one.
 
 Law of this file: no I/O; the shell calls, and tells the time. Source: protocol.md section 6.
 """
@@ -91,6 +94,7 @@ class ForeignCore:
         self._last_call = 0
         self._next_beat_ms = 0
         self._held: tuple[QuorumKey, int] | None = None  # the newest answer's key, and the digest of its list
+        self._seen = 0  # digest of the newest answer
         self._left_out: tuple[str, ...] = ()
 
     def opened(self) -> list[ForeignEffect]:
@@ -123,7 +127,7 @@ class ForeignCore:
         # A new manager server says what its ranks hold, so that ids stay above it; of which list it can't know, and so
         # that key does not stand.
         digest = self._held[1] if self._held is not None and self._held[0] == held else 0
-        aside = Aside(self._job, self._words(), held, digest)
+        aside = Aside(self._job, self._words(), held, digest, self._seen)
         out = self.withdraw(self._open.request) if self._open is not None else []
         if not self._ready:
             # Who has never asked does not beat: the lighthouse would have all others wait for it while it loads.
@@ -207,6 +211,7 @@ class ForeignCore:
         digest = _list_digest(answer.key.quorum_id, members)
         key = _key(answer.key.quorum_id, digest, members, asides)
         self._held = (key, digest)
+        self._seen = _answer_digest(answer.key.quorum_id, members, asides)
         self._open = None
         return [*out, TellGroup(events.QuorumArrived(asked.request, Quorum(key, members, answer.created_ms)))]
 
@@ -214,14 +219,20 @@ class ForeignCore:
 def _key(lighthouse_id: int, digest: int, members: Sequence[Member], asides: Sequence[Aside]) -> QuorumKey:
     """The name of the quorum that an answer is; the same on every member, because the answer is."""
     first = asides[0].held
-    stands = all((aside.held, aside.list_digest) == (first, digest) for aside in asides)
+    seen = asides[0].seen
+    stands = all((aside.held, aside.list_digest, aside.seen) == (first, digest, seen) for aside in asides)
     if first is not None and stands and not any(member.needs_configure or member.commit_failures for member in members):
         return first
     highest = max((aside.held.quorum_id for aside in asides if aside.held is not None), default=0)
+    return QuorumKey(max(lighthouse_id, highest + 1), _answer_digest(lighthouse_id, members, asides))
+
+
+def _answer_digest(lighthouse_id: int, members: Sequence[Member], asides: Sequence[Aside]) -> int:
+    """Of an answer: of its id and of all members' words, of which each is said once."""
     said = hashlib.blake2b(str(lighthouse_id).encode(), digest_size=8)
     for member, aside in zip(members, asides, strict=True):
         said.update(f"\0{member.replica_id}\0{member.session}\0{aside.word}".encode())
-    return QuorumKey(max(lighthouse_id, highest + 1), int.from_bytes(said.digest(), "big"))
+    return int.from_bytes(said.digest(), "big")
 
 
 def _list_digest(lighthouse_id: int, members: Sequence[Member]) -> int:

@@ -33,12 +33,14 @@ class Aside:
         word: a random 64-bit number, another one with each request.
         held: key of the quorum that all its ranks hold, or None.
         list_digest: of the list that this quorum was, and of the lighthouse's id for it; 0 without.
+        seen: digest of the newest answer that it was given, whether or not that changed the quorum; 0 without.
     """
 
     job: str
     word: int
     held: QuorumKey | None
     list_digest: int
+    seen: int = 0
 
 
 def with_ours(member: Member, aside: Aside) -> Member:
@@ -51,6 +53,7 @@ def with_ours(member: Member, aside: Aside) -> Member:
         "word": aside.word,
         "held": None if aside.held is None else [aside.held.quorum_id, aside.held.nonce],
         "list": aside.list_digest,
+        "seen": aside.seen,
         "session": member.session,
         "lineage": member.lineage,
         "live": member.live,
@@ -94,7 +97,13 @@ def parted(member: Member) -> tuple[Member, Aside] | None:
     key = None if held is None else QuorumKey(*held)
     if key is not None and key.quorum_id > HIGHEST_ID_BELIEVED:
         raise ProtocolError(f"replica {member.replica_id} holds quorum {key}, an id that no lighthouse gives")
-    aside = Aside(read.one("job", str), read.number("word", MAX_UINT64), key, read.number("list", MAX_UINT64))
+    aside = Aside(
+        read.one("job", str),
+        read.number("word", MAX_UINT64),
+        key,
+        read.number("list", MAX_UINT64),
+        read.number("seen", MAX_UINT64),
+    )
     whole = replace(
         member,
         session=read.number("session", MAX_UINT64),

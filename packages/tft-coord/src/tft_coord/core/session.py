@@ -75,6 +75,13 @@ class HangUp:
 
 
 @dataclass(frozen=True, slots=True)
+class Look:
+    """Ask the lighthouse at that address what it is and whether it serves our job; told by `looked`."""
+
+    address: int
+
+
+@dataclass(frozen=True, slots=True)
 class Say:
     """For the log, once: what is wrong with the lighthouse that was dialed."""
 
@@ -89,7 +96,7 @@ class GiveUp:
     message: str
 
 
-SessionEffect = Dial | SendHello | SendRequest | SendWithdraw | SendBeat | SendLeave | HangUp | Say | GiveUp
+SessionEffect = Dial | SendHello | SendRequest | SendWithdraw | SendBeat | SendLeave | HangUp | Look | Say | GiveUp
 
 
 class SessionCore:
@@ -125,6 +132,7 @@ class SessionCore:
         self._num_addresses = num_addresses
         self._address_dialed = 0
         self._stays = False  # the lighthouse that was dialed last serves us, or will
+        self._next_look_ms = 0
         self._strangers: set[int] = set()  # addresses at which a lighthouse of another cluster was found
         self.session = session
         self.connected = False
@@ -170,7 +178,7 @@ class SessionCore:
         if self._broken_at_ms is None:  # only a welcome ends a break: dials that are refused slow down too
             self._broken_at_ms = now_ms
         if not self._stays:
-            self._address_dialed = (self._address_dialed + 1) % self._num_addresses
+            self._address_dialed = self._next_address()
         self._stays = False
         return [Dial(now_ms + self._redial_delay_ms(now_ms), self._address_dialed)]
 
@@ -261,6 +269,19 @@ class SessionCore:
         self.refused = GiveUp(refusal.value, message)
         return [self.refused, HangUp()]
 
+    def looked(self, address: int, cluster_id: str, lighthouse_started_ms: int, *, serves: bool) -> list[SessionEffect]:
+        """What the lighthouse at another address is. `serves`: it has heard of our job.
+
+        Some of the job may have moved to a newer one of the cluster, because they could not reach this one for a
+        moment: two halves would go on, each with its own. So all follow to the newest.
+        """
+        newer = cluster_id == self.cluster_id and lighthouse_started_ms > self.lighthouse_started_ms
+        if not self._welcomed or not newer or not serves:
+            return []
+        self._address_dialed = address
+        self._stays = True
+        return [HangUp()]
+
     def found_foreign(self) -> list[SessionEffect]:
         """The lighthouse does not know our service: it is torchft's. It can serve where it is the only one."""
         if self._num_addresses > 1:
@@ -310,8 +331,13 @@ class SessionCore:
         """Beat when it is time; `progress` gives what the beat tells of the trainers."""
         if not self._welcomed or now_ms < self._next_beat_ms:
             return []
+        looks: list[SessionEffect] = []
+        if now_ms >= self._next_look_ms:
+            # Twice in the time for which a lighthouse without memory believes that members live which are on another.
+            self._next_look_ms = now_ms + self._timeouts.heartbeat_timeout_ms // 2
+            looks += [Look(each) for each in range(self._num_addresses) if each != self._address_dialed]
         self._next_beat_ms = now_ms + self._beat_interval_ms
-        return [SendBeat(self._healed_bytes, progress())]
+        return [SendBeat(self._healed_bytes, progress()), *looks]
 
     @property
     def open_request(self) -> SendRequest | None:
@@ -326,6 +352,11 @@ class SessionCore:
     def _request(self, request: SendRequest) -> SendRequest:
         said, self._fingerprint_said = self._fingerprint_said, True
         return request if said or not self._fingerprint else replace(request, fingerprint=self._fingerprint)
+
+    def _next_address(self) -> int:
+        """The next in turn, without those at which strangers were found, unless there are no others."""
+        turn = [(self._address_dialed + 1 + each) % self._num_addresses for each in range(self._num_addresses)]
+        return next((address for address in turn if address not in self._strangers), turn[0])
 
     def _leave_stranger(self, what: str) -> list[SessionEffect]:
         address, ours = self._address_dialed, f"those of cluster {self.cluster_id}" if self.cluster_id else "our own"

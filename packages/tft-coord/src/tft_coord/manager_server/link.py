@@ -41,6 +41,7 @@ from tft_coord.core.session import (
     Dial,
     GiveUp,
     HangUp,
+    Look,
     Say,
     SendBeat,
     SendHello,
@@ -117,6 +118,8 @@ class LighthouseLink:
         )
         self._foreign: ForeignConversation | None = None
         self._said_foreign = False
+        self._job = job
+        self._looking: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._outbox: Outbox | None = None
         self._said: Member | None = None  # in the last request on this stream
@@ -171,6 +174,7 @@ class LighthouseLink:
 
     def leave(self, reason: str, serve_ms: int) -> None:
         """Say that this group has left, on every stream from now on."""
+        self._foreign_core.ended()  # who does not beat is waited for by nobody, after a while
         self._perform(self._core.leave(reason, serve_ms))
 
     def report_death(self, reason: str) -> None:
@@ -185,6 +189,8 @@ class LighthouseLink:
         for timer in (self._redial, self._next_beat):
             if timer is not None:
                 timer.cancel()
+        for looking in list(self._looking):
+            await cancelled(looking)
         stream, outbox = self._stream, self._outbox
         if stream is None:
             return
@@ -212,6 +218,10 @@ class LighthouseLink:
                 case Dial(at_ms, address):
                     if not self._ended:
                         self._redial = self._loop.call_at(at_ms / 1000, self._dial, self._targets[address])
+                case Look(address):
+                    looking = self._loop.create_task(self._look(address))
+                    self._looking.add(looking)
+                    looking.add_done_callback(self._looking.discard)
                 case Say(message):
                     logger.warning("replica %s: the lighthouse at %s %s", self._replica_id, self._target, message)
                 case HangUp():
@@ -279,6 +289,27 @@ class LighthouseLink:
             writer.cancel()
             call.cancel()
             await asyncio.wait([writer])
+
+    async def _look(self, address: int) -> None:
+        """Ask another of the lighthouses what it is; one that can't be reached is nothing to us now."""
+        within_s = self._timeouts.heartbeat_timeout_ms / 1000
+        try:
+            channel = await dial(self._targets[address], self._timeouts)
+            try:
+                describe = services.call_stub(channel, services.LIGHTHOUSE_DESCRIBE)
+                said = codec.decode_description(await describe(b"", metadata=self._metadata, timeout=within_s))
+            finally:
+                await channel.close()
+        except (grpc.aio.AioRpcError, ProtocolError, Unreachable) as error:
+            logger.debug("replica %s: the lighthouse at %s: %s", self._replica_id, self._targets[address], error)
+            return
+        serves = any(job.name == self._job for job in said.jobs)
+        before = self._target
+        orders = self._core.looked(address, said.cluster_id, said.started_ms, serves=serves)
+        if orders:
+            newer = self._targets[address]
+            logger.info("replica %s moves from %s to the newer lighthouse at %s", self._replica_id, before, newer)
+        self._perform(orders)
 
     async def _converse_by_calls(self, channel: grpc.aio.Channel) -> None:
         """The life of a channel to a lighthouse that does not know us. Raises: AioRpcError: it has broken."""

@@ -19,8 +19,9 @@ from functools import partial
 from typing import Any
 
 from tft_coord.core import effects, events
-from tft_coord.core.types import LeaveRequest, LossNotice, Member, NewcomerAsks, QuorumKey, Released
+from tft_coord.core.types import LeaveRequest, LossNotice, Member, NewcomerAsks, Quorum, QuorumKey, Released
 from tft_coord.testing.clock import VirtualClock
+from tft_coord.testing.foreign_process import ForeignLighthouseProcess
 from tft_coord.testing.invariants import InvariantBroken, Invariants
 from tft_coord.testing.lighthouse_process import JOB, OTHER_JOB, LighthouseProcess, kind_of_loss
 from tft_coord.testing.loss_watch import LossWatch
@@ -63,6 +64,9 @@ class ClusterConfig:
         other_names: of those of another job, with the same settings, on the same lighthouse.
         world_size: ranks in each.
         min_replicas: of the lighthouse.
+        foreign: the lighthouse is torchft's.
+        cluster_id: of the lighthouse; "": each life has its own.
+        standby: cluster id of a lighthouse at a second address, `lighthouse2`; "": there is none.
         timeouts: of everybody; shorter than in production, so that fewer events happen while waiting.
         trainers: settings of the job.
         wall_start_ms: wall clock at the start of virtual time.
@@ -74,6 +78,9 @@ class ClusterConfig:
     other_names: tuple[str, ...] = ()
     world_size: int = 1
     min_replicas: int = 1
+    foreign: bool = False
+    cluster_id: str = ""
+    standby: str = ""
     timeouts: Timeouts = SHORT_TIMEOUTS
     trainers: TrainerSettings = TrainerSettings()  # noqa: RUF009  # frozen
     wall_start_ms: int = 1_000_000
@@ -93,6 +100,7 @@ class Chance:
         network: for delays.
         jitter: in [0, 1), spreads redials.
         nonces: random 64-bit numbers of the lighthouse.
+        words: random 64-bit numbers of the replica groups.
         step_ms: how long a replica's forward and backward take.
         spread_ms: after which a member learns that a reduction is complete.
         chunk_ms: of a transfer, by the name of the rank that fetches.
@@ -102,6 +110,7 @@ class Chance:
     network: random.Random = field(default_factory=lambda: random.Random("network"))
     jitter: Callable[[], float] = lambda: 0.5
     nonces: Callable[[], int] = field(default_factory=lambda: itertools.count(1).__next__)
+    words: Callable[[], int] = field(default_factory=lambda: itertools.count(1).__next__)
     step_ms: Callable[[str], int] = _steady_step_ms
     spread_ms: Callable[[], int] = lambda: 1
     chunk_ms: Callable[[str], int] = lambda _: 20
@@ -180,6 +189,8 @@ class Cluster:
         self.replicas: dict[str, Replica] = {}
         self.torchft: dict[str, TorchftProcess] = {}
         self.log: deque[str] = deque(maxlen=log_lines)
+        self.decides = ""  # the lighthouse whose decisions are told just now
+        self.foreign_observer: Callable[[Quorum], None] = lambda _: None
         self.observer: Callable[[effects.LighthouseEffect], None] = lambda _: None
         self.teller: Callable[[str, str], None] = lambda _name, _text: None
         self.num_lighthouses = 0
@@ -191,6 +202,7 @@ class Cluster:
         self.calls = itertools.count(1)
         self._digest = hashlib.blake2b(digest_size=16)
         self.lighthouse = self._new_lighthouse()
+        self.standby = self._new_lighthouse("lighthouse2") if config.standby else None
 
     @property
     def wall_ms(self) -> int:
@@ -211,7 +223,9 @@ class Cluster:
     def invariants_of(self, job: str) -> Invariants:
         """What is watched of one job."""
         if job not in self._invariants:
-            self._invariants[job] = Invariants(initial_step=self.config.trainers.step)
+            self._invariants[job] = Invariants(
+                initial_step=self.config.trainers.step, several_lighthouses=self.config.standby != ""
+            )
         return self._invariants[job]
 
     @property
@@ -294,12 +308,31 @@ class Cluster:
 
     # --- verbs --------------------------------------------------------------------------------------------------------
 
-    def _new_lighthouse(self) -> LighthouseProcess:
+    def foreign_formed(self, quorum: Quorum) -> None:
+        """A lighthouse that does not know us gives that answer to all that are in it."""
+        self.marks.hit("a foreign lighthouse formed a quorum")
+        self.foreign_observer(quorum)
+
+    @property
+    def our_lighthouse(self) -> LighthouseProcess:
+        """The lighthouse, in a cluster where it is not torchft's."""
+        assert isinstance(self.lighthouse, LighthouseProcess)
+        return self.lighthouse
+
+    def lighthouse_at(self, address: int) -> LighthouseProcess | ForeignLighthouseProcess:
+        """The lighthouse at that address of the list."""
+        if address == 0:
+            return self.lighthouse
+        assert self.standby is not None
+        return self.standby
+
+    def _new_lighthouse(self, name: str = "lighthouse") -> LighthouseProcess | ForeignLighthouseProcess:
         self.num_lighthouses += 1
         for invariants in self._invariants.values():
             if invariants.started_at(self.wall_ms):
                 self.marks.hit("a lighthouse started before its predecessor's ids")
-        lighthouse = LighthouseProcess(self, self.num_lighthouses)
+        kind = ForeignLighthouseProcess if self.config.foreign else LighthouseProcess
+        lighthouse = kind(self, self.num_lighthouses, name)
         lighthouse.start()
         return lighthouse
 
@@ -463,7 +496,7 @@ class Cluster:
         """Somebody asks the lighthouse that this group leave."""
         replica = self.replicas[name]
         order = events.DrainRequested(0, replica.job, replica.replica_id, "it is drained")
-        self.lighthouse.drain(order)
+        self.our_lighthouse.drain(order)
 
     def shut_down(self, replica: Replica, reason: str) -> None:
         """End what is left of a replica group."""

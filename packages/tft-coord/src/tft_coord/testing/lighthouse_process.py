@@ -39,13 +39,17 @@ WAITS = (
 class LighthouseProcess(Process):
     """The shell of one life of the lighthouse."""
 
-    def __init__(self, cluster: Cluster, number: int) -> None:
-        super().__init__("lighthouse", cluster.clock)
+    def __init__(self, cluster: Cluster, number: int, name: str = "lighthouse") -> None:
+        super().__init__(name, cluster.clock)
         config = LighthouseConfig(min_replicas=cluster.config.min_replicas, timeouts=cluster.timeouts)
+        # No two start in one millisecond.
+        self._started_ms = cluster.wall_ms + number - 1
+        of_address = cluster.config.cluster_id if name == "lighthouse" else cluster.config.standby
+        self._cluster_id = of_address or f"cluster-{number}"
         self.core = LighthouseCore(
             config,
-            started_ms=cluster.wall_ms,
-            cluster_id=f"cluster-{number}",
+            started_ms=self._started_ms,
+            cluster_id=self._cluster_id,
             nonces=cluster.chance.nonces,
             now_ms=self.clock.now_ms,
         )
@@ -63,6 +67,14 @@ class LighthouseProcess(Process):
         self._streams: dict[int, Stream] = {}
         self._attendances = Attendances(self._new_attendance)
         self._stories: dict[str, LighthouseStory] = {}
+
+    def waiting_for(self, job: str) -> str:
+        """What the next quorum of that job waits for, one phrase."""
+        return self.core.waiting_for(job)
+
+    def described(self) -> tuple[int, str, tuple[str, ...]]:
+        """When it started, its cluster, and the jobs that it has heard of."""
+        return self._started_ms, self._cluster_id, self.core.jobs
 
     def start(self) -> None:
         """Begin to look at the clock."""
@@ -120,7 +132,7 @@ class LighthouseProcess(Process):
         self.after(timeouts.quorum_tick_ms, self._tick)
 
     def _heard(self, event: events.LighthouseEvent) -> None:
-        self._cluster.trace("lighthouse", event)
+        self._cluster.trace(self.name, event)
         self._attendances.heard(event)
         self._story_of(self._attendances.job_of(event.stream)).heard(event, self.clock.now_ms)
         self._perform(self._kinds.handle(event, self.clock.now_ms, self._cluster.wall_ms))
@@ -137,7 +149,7 @@ class LighthouseProcess(Process):
     def called(self, event: events.UnaryEvent) -> None:
         """One of torchft's calls has come."""
         if not isinstance(event, events.HeartbeatReceived):
-            self._cluster.trace("lighthouse", event)
+            self._cluster.trace(self.name, event)
         self._perform(self._kinds.handle_unary(event, self.clock.now_ms, self._cluster.wall_ms))
 
     def _answer(self, call: int, answer: Quorum | effects.RefuseUnary) -> None:
@@ -152,7 +164,7 @@ class LighthouseProcess(Process):
 
     def _perform(self, orders: Effects) -> None:
         for order in orders:
-            self._cluster.trace("lighthouse", order)
+            self._cluster.trace(self.name, order)
             match order:
                 case effects.AnswerUnaryQuorum():
                     self.attendance_of(JOB).other_kind_trains(order.quorum)
@@ -163,6 +175,7 @@ class LighthouseProcess(Process):
                     continue
                 case effects.QuorumFormed() if not order.job:
                     continue  # of torchft's members; ours have a job
+            self._cluster.decides = self.name
             self._cluster.watch(order)
             self._attendances.decided(order, self.clock.now_ms)
             match order:

@@ -84,13 +84,13 @@ class LossWatch:
 
     def _reached_since_ms(self, replica: Replica, trainer: Trainer, key: QuorumKey) -> int | None:
         """Since when a notice would have come through to that rank at once; None if it would not now."""
-        lighthouse, manager, network = self._cluster.lighthouse, replica.manager, self._cluster.network
+        lighthouse, manager, network = self._cluster.our_lighthouse, replica.manager, self._cluster.network
         if replica.ended or manager is None or lighthouse.attendance_of(replica.job).is_dead(replica.replica_id):
             return None  # it ends; or another has taken its place, and it hears of that when it speaks
         if any(process.state is not State.RUNNING for process in (lighthouse, manager, trainer)):
             return None
         rank_since_ms, lighthouse_since_ms = manager.rank_since_ms(trainer.rank), manager.lighthouse_since_ms()
-        if rank_since_ms is None or lighthouse_since_ms is None:
+        if rank_since_ms is None or lighthouse_since_ms is None or manager.lighthouse is not lighthouse:
             return None
         held = manager.group.quorum
         if held is None or held.key != key:

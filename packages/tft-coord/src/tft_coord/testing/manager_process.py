@@ -10,11 +10,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tft_coord.core import effects, events
+from tft_coord.core.foreign import BEAT_INTERVAL_MS, CallQuorum, CancelCall, ForeignCore, ForeignEffect, TellGroup
 from tft_coord.core.group import GroupCore
 from tft_coord.core.session import (
     Dial,
     GiveUp,
     HangUp,
+    Look,
+    Say,
     SendBeat,
     SendHello,
     SendLeave,
@@ -25,6 +28,8 @@ from tft_coord.core.session import (
 from tft_coord.core.session import SessionEffect as _SessionEffect
 from tft_coord.core.types import NewcomerAsks, Refusal
 from tft_coord.testing.clock import Timer
+from tft_coord.testing.foreign_process import Unimplemented
+from tft_coord.testing.lighthouse_process import LighthouseProcess
 from tft_coord.testing.network import Stream
 from tft_coord.testing.process import Process
 from tft_coord.testing.trainer import Refused
@@ -67,7 +72,12 @@ class ManagerProcess(Process):
             timeouts=cluster.timeouts,
             jitter=cluster.chance.jitter,
             replaces=replica.replaces,
+            num_addresses=2 if cluster.config.standby else 1,
         )
+        self.foreign = ForeignCore(
+            job=replica.job, replica_id=replica.replica_id, timeouts=cluster.timeouts, words=cluster.chance.words
+        )
+        self._on_foreign = False  # the stream is a connection to torchft's lighthouse
         self._cluster = cluster
         self._stream: Stream | None = None
         self._ranks: dict[int, Stream] = {}
@@ -87,6 +97,11 @@ class ManagerProcess(Process):
         """Since when that rank's stream stands, if it does; this end may not know yet that it has broken."""
         stream = self._ranks.get(rank)
         return stream.stands_since_ms if stream is not None and stream.open else None
+
+    @property
+    def lighthouse(self) -> Process | None:
+        """To which its stream goes, if it stands."""
+        return self._stream.server if self._stream is not None else None
 
     def lighthouse_since_ms(self) -> int | None:
         """Since when its stream to the lighthouse stands, if it does."""
@@ -153,10 +168,14 @@ class ManagerProcess(Process):
                     )
                     if self.session.refused is not None:
                         self._refuse_open(self.session.refused)
+                    if self._on_foreign:
+                        self._ask_foreign()
                 case effects.WithdrawFromLighthouse():
+                    self._perform_foreign(self.foreign.withdraw(order.request))
                     self._perform_session(self.session.withdraw(order.request, now_ms))
                 case effects.ReportDeath():
                     self._cluster.marks.hit("a manager server reported a death")
+                    self.foreign.ended()
                     if order.reason.startswith("rank ") and not order.reason.startswith("rank 0"):
                         self._cluster.marks.hit("a manager server missed the stream of another rank")
                     if self._stream is not None:
@@ -183,6 +202,7 @@ class ManagerProcess(Process):
                     if order.rank in self._ranks:
                         self._ranks[order.rank].send(self, order.news)
                 case effects.LeaveJob():
+                    self.foreign.ended()
                     self._perform_session(self.session.leave(order.reason, order.serve_ms))
                 case effects.TellGroupLost():
                     self._cluster.marks.hit("a rank was told that its group is lost")  # it ends with the group
@@ -200,8 +220,12 @@ class ManagerProcess(Process):
         for order in orders:
             self._cluster.trace(self.name, order)
             match order:
-                case Dial():
-                    self.clock.at(order.at_ms, lambda: self.run(self._dial))
+                case Dial(at_ms, address):
+                    self.clock.at(at_ms, partial(self.run, partial(self._dial, address)))
+                case Look(address):
+                    self._look(address)
+                case Say():
+                    self._cluster.marks.hit("a lighthouse of another cluster was found")
                 case SendHello():
                     self._send(partial(events.HelloReceived, hello=order.hello))
                 case SendRequest():
@@ -223,6 +247,47 @@ class ManagerProcess(Process):
                     self._cluster.marks.hit(f"a session was refused: {order.code}")
                     self._refuse_open(order)
 
+    # --- to torchft's lighthouse ------------------------------------------------------------------------------------
+
+    def _found_foreign(self) -> None:
+        self._perform_session(self.session.found_foreign())
+        self._on_foreign = True
+        if self.session.open_request is not None:
+            self._ask_foreign()
+        self._perform_foreign(self.foreign.opened())
+        self._tick_foreign()
+
+    def _ask_foreign(self) -> None:
+        asked = self.session.open_request
+        assert asked is not None
+        now_ms = self.clock.now_ms
+        orders = self.foreign.ask(asked.request, asked.member, asked.held, self.session.session, now_ms)
+        self._perform_foreign(orders)
+
+    def _tick_foreign(self) -> None:
+        if self._on_foreign and self._stream is not None:
+            if self.foreign.tick(self.clock.now_ms):
+                self._stream.send(self, events.HeartbeatReceived(self.replica.replica_id))
+            self.after(BEAT_INTERVAL_MS, self._tick_foreign)
+
+    def _perform_foreign(self, orders: list[ForeignEffect]) -> None:
+        for order in orders:
+            self._cluster.trace(self.name, order)
+            match order:
+                case CallQuorum(call, member):
+                    if self._stream is not None:
+                        self._stream.send(self, events.UnaryQuorumRequested(call, member))
+                case CancelCall(call):
+                    if self._stream is not None:
+                        self._stream.send(self, events.UnaryRequestWithdrawn(call))
+                case TellGroup(event):
+                    key = event.quorum.key if isinstance(event, events.QuorumArrived) else None
+                    if key is not None and key == self.session.held:
+                        self._cluster.marks.hit("a key stood on a foreign lighthouse")
+                    if self.session.answered(event.request, key):
+                        # After what runs now: the core must not be entered twice.
+                        self.after(0, partial(self.handle, event))
+
     def _refuse_open(self, refused: GiveUp) -> None:
         request = self._open_request
         if request is not None:
@@ -233,14 +298,34 @@ class ManagerProcess(Process):
         if self._stream is not None:
             self._stream.send(self, make(self._stream.number))
 
-    def _dial(self) -> None:
-        lighthouse = self._cluster.lighthouse
+    def _look(self, address: int) -> None:
+        """Ask another lighthouse what it is."""
+        lighthouse, network = self._cluster.lighthouse_at(address), self._cluster.network
+
+        def asked() -> None:
+            assert isinstance(lighthouse, LighthouseProcess)
+            started_ms, cluster_id, jobs = lighthouse.described()
+            serves = self.replica.job in jobs
+            network.message(
+                lighthouse, self, lambda: self._looked(address, cluster_id, started_ms, serves), lambda: None
+            )
+
+        network.message(self, lighthouse, asked, lambda: None)
+
+    def _looked(self, address: int, cluster_id: str, started_ms: int, serves: bool) -> None:
+        orders = self.session.looked(address, cluster_id, started_ms, serves=serves)
+        if orders:
+            self._cluster.marks.hit("a replica followed to a newer lighthouse")
+        self._perform_session(orders)
+
+    def _dial(self, address: int) -> None:
+        lighthouse = self._cluster.lighthouse_at(address)
         self._cluster.network.dial(
             self, lighthouse, accepted=lighthouse.accepted, opened=self._opened, failed=self._dial_failed
         )
 
     def _opened(self, stream: Stream) -> None:
-        self._stream = stream
+        self._stream, self._on_foreign = stream, False
         stream.listen(self, self._heard, lambda: self._stream_closed(stream))
         self._perform_session(self.session.stream_opened(self.clock.now_ms))
         self._tick_session()
@@ -251,6 +336,8 @@ class ManagerProcess(Process):
     def _stream_closed(self, stream: Stream) -> None:
         if self._stream is stream:
             self._stream = None
+            self._on_foreign = False
+            self.foreign.closed()
             self._cluster.trace(self.name, "stream closed")
             self._perform_session(self.session.stream_broke(self.clock.now_ms))
 
@@ -270,6 +357,10 @@ class ManagerProcess(Process):
         now_ms = self.clock.now_ms
         self._cluster.trace(self.name, order)
         match order:
+            case Unimplemented():
+                self._found_foreign()
+            case effects.AnswerUnaryQuorum():
+                self._perform_foreign(self.foreign.answered(order.call, order.quorum))
             case effects.Welcome():
                 started_ms, cluster_id = order.lighthouse_started_ms, order.cluster_id
                 self._perform_session(

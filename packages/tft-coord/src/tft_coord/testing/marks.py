@@ -39,6 +39,7 @@ SCENARIO_MARKS: Mapping[int, tuple[str, ...]] = {
         "a session was refused: duplicate",
         "a group that was lost came back elsewhere",
     ),
+    5: ("a replica followed to a newer lighthouse", "refused: old_lighthouse"),
     6: ("a replica came with other settings", "request refused: differs", "a trainer ended itself: differs"),
     7: (
         "the same list got a new id",
@@ -83,6 +84,12 @@ SCENARIO_MARKS: Mapping[int, tuple[str, ...]] = {
         "the lighthouse was away for longer than heartbeat_timeout",
         "all were excused together",
         "a flapping link was judged by silence",
+    ),
+    15: (
+        "a foreign lighthouse formed a quorum",
+        "a foreign lighthouse counts from 1 again",
+        "a key stood on a foreign lighthouse",
+        "torchft's lighthouse keeps one that went away",
     ),
     16: (
         "a member of torchft's came",

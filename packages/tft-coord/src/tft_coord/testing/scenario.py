@@ -24,6 +24,7 @@ from tft_coord.testing.trainer import Trainer, TrainerSettings
 
 SEPARATOR = "----"
 MOST_MS = 120_000  # no `until` waits longer than this
+LIGHTHOUSES = ("lighthouse", "lighthouse2")
 MOMENT_MS = 20  # what several tell within it is told together
 
 
@@ -119,6 +120,7 @@ class Scenario:
         """Tell from now on what happens in that cluster."""
         self._cluster = cluster
         cluster.observer = self._of_lighthouse
+        cluster.foreign_observer = self._of_foreign_lighthouse
         cluster.teller = self._of_trainer
 
     def told(self) -> list[str]:
@@ -153,27 +155,31 @@ class Scenario:
     def _of_lighthouse(self, order: effects.LighthouseEffect) -> None:
         match order:
             case effects.QuorumFormed():
-                self._tell("lighthouse", f"quorum {self._quorum(order.quorum)}, because {order.reason}")
+                self._tell(self.cluster.decides, f"quorum {self._quorum(order.quorum)}, because {order.reason}")
             case effects.ReplicaLost():
-                self._tell("lighthouse", f"{order.replica_id} is lost: {order.reason}")
+                self._tell(self.cluster.decides, f"{order.replica_id} is lost: {order.reason}")
             case effects.ReplicaLeft():
-                self._tell("lighthouse", f"{order.replica_id} has left: {order.reason}")
+                self._tell(self.cluster.decides, f"{order.replica_id} has left: {order.reason}")
             case effects.RefuseSession() | effects.RefuseRequest():
                 if order.message not in self._refusals:  # whoever is refused may try again and again
                     self._refusals.add(order.message)
-                    self._tell("lighthouse", f"refuses: {order.message}")
+                    self._tell(self.cluster.decides, f"refuses: {order.message}")
             case effects.AskForQuorum():
                 who = self.cluster.replica_of_stream(order.stream)
                 name = who.replica_id if who is not None else "somebody"
-                self._tell("lighthouse", f"asks {name} who is in quorum {self._number(order.key)}")
+                self._tell(self.cluster.decides, f"asks {name} who is in quorum {self._number(order.key)}")
             case effects.Release():
                 who = self.cluster.replica_of_stream(order.stream)
                 if who is not None:
-                    self._tell("lighthouse", f"nobody heals from {who.replica_id}, which may end")
+                    self._tell(self.cluster.decides, f"nobody heals from {who.replica_id}, which may end")
             case effects.AnswerUnchanged():
-                self._tell("lighthouse", f"quorum {self._number(order.key)} stands unchanged")
+                self._tell(self.cluster.decides, f"quorum {self._number(order.key)} stands unchanged")
             case effects.AnswerQuorum():
                 self._given_whole(order)
+
+    def _of_foreign_lighthouse(self, answer: Quorum) -> None:
+        members = " ".join(f"{member.replica_id}@{member.step}" for member in answer.members)
+        self._tell("lighthouse", f"torchft's: quorum id {answer.key.quorum_id} = {members}")
 
     def _given_whole(self, order: effects.AnswerQuorum) -> None:
         who = self.cluster.replica_of_stream(order.stream)
@@ -216,8 +222,8 @@ class Scenario:
         found: list[Process] = []
         for word in words:
             name, _, part = word.partition("/")
-            if word == "lighthouse":
-                found.append(self.cluster.lighthouse)
+            if word in LIGHTHOUSES:
+                found.append(self.cluster.lighthouse_at(LIGHTHOUSES.index(word)))
             elif part == "manager":
                 manager = self._replica(name).manager
                 if manager is None:
@@ -232,12 +238,17 @@ class Scenario:
     # --- commands ---------------------------------------------------------------------------------------------------
 
     def _do_cluster(self, words: list[str]) -> Iterable[str]:
-        """cluster [world_size=1] [min_replicas=1] [step=0] [synchronous]: an empty cluster with a lighthouse."""
+        """cluster [world_size=1] [min_replicas=1] [step=0] [synchronous] [foreign] [standby] [strangers]: an empty
+        cluster with a lighthouse: torchft's (`foreign`), or a second one besides, `lighthouse2`, of the same cluster
+        (`standby`) or of another (`strangers`)."""
         numbers = dict(word.split("=", 1) for word in words if "=" in word)
         config = ClusterConfig(
             names=(),
             world_size=int(numbers.get("world_size", 1)),
             min_replicas=int(numbers.get("min_replicas", 1)),
+            foreign="foreign" in words,
+            cluster_id="ours" if "standby" in words or "strangers" in words else "",
+            standby="ours" if "standby" in words else "theirs" if "strangers" in words else "",
             delay_ms=(1, 1),
             trainers=TrainerSettings(
                 step=int(numbers.get("step", 0)), use_async_quorum="synchronous" not in words, init_sync=True
@@ -329,8 +340,8 @@ class Scenario:
         """kill a | a/1 | a/manager | lighthouse: kill -9."""
         for word in words:
             name, _, part = word.partition("/")
-            if word == "lighthouse":
-                self.cluster.end_process(self.cluster.lighthouse)
+            if word in LIGHTHOUSES:
+                self.cluster.end_process(self.cluster.lighthouse_at(LIGHTHOUSES.index(word)))
             elif part == "manager":
                 self.cluster.kill_manager(self._replica(name))
             else:
@@ -373,7 +384,7 @@ class Scenario:
             if rank:
                 self.cluster.network.break_streams(f"{host}/{rank}", f"{host}/manager*")
             else:
-                self.cluster.network.break_streams(f"{host}/manager*", "lighthouse")
+                self.cluster.network.break_streams(f"{host}/manager*", "lighthouse*")
         return []
 
     def _do_flap(self, words: list[str]) -> Iterable[str]:
@@ -521,6 +532,13 @@ class Scenario:
             phase = trainer.phase if trainer.alive else "dead"
             yield f"{trainer.name}: step {state.step}, lineage {lineage}, weights {weights}, {phase}"
 
+    def _do_held(self, words: list[str]) -> Iterable[str]:
+        """held [a b]: the id of the quorum that each group holds."""
+        for name in words or sorted(self.cluster.replicas):
+            manager = self._replica(name).manager
+            quorum = manager.group.quorum if manager is not None else None
+            yield f"{name}: holds {quorum.key.quorum_id if quorum is not None else 'none'}"
+
     def _do_waiting(self, words: list[str]) -> Iterable[str]:
         """waiting: what the lighthouse's next quorum waits for."""
-        yield self.cluster.lighthouse.core.waiting_for(JOB)
+        yield self.cluster.lighthouse.waiting_for(JOB)

@@ -33,12 +33,16 @@ class SimulationConfig:
         faults_ms: how long faults fall.
         fault_every_ms: bounds of the time between two faults.
         most_replicas: largest cluster.
+        foreign: whether the lighthouse is torchft's; None: in one job of ten.
+        standby: whether there is a second lighthouse of the same cluster; None: in one job of ten.
         verbose_lines: lines of the trace that a failure shows.
     """
 
     faults_ms: int = 12_000
     fault_every_ms: tuple[int, int] = (200, 2_500)
     most_replicas: int = 5
+    foreign: bool | None = None
+    standby: bool | None = None
     verbose_lines: int = 60
 
 
@@ -65,6 +69,8 @@ class Report:
     marks: Marks = field(compare=False)
 
 
+FOREIGN_SHARE = 0.1  # of the jobs run on torchft's lighthouse
+STANDBY_SHARE = 0.1  # have two lighthouses
 TWIN = "twin"  # whoever was started a second time under one replica id
 STRANGER = "stranger"  # whoever was started with other settings than the rest
 TORCHFT = "torchft"  # a group of torchft's kind
@@ -123,6 +129,7 @@ class Simulation:
         self._faults = self._rng("faults")
         workload = self._rng("workload")
         nonces = self._rng("nonces")
+        words = self._rng("words")
         jitter = self._rng("jitter")
         groups = self._rng("groups")
         # In one job of eight transfers are slow, in another one a process is started twice, in a third a link flaps;
@@ -148,10 +155,20 @@ class Simulation:
             min_replica_size=size.choice((1, 1, 2)),
             step=100 if size.random() < 0.2 else 0,
         )
+        kind = self._rng("kind").random()
+        foreign = kind < FOREIGN_SHARE if config.foreign is None else config.foreign
+        # torchft's knows no clusters: where it serves there is one address.
+        standby = not foreign and (kind > 1 - STANDBY_SHARE if config.standby is None else config.standby)
+        if foreign or standby:
+            # torchft's has one job, of one kind, and compares nothing; two lighthouses may each know another one.
+            self._stranger_after_ms = self._torchft_after_ms = None
         cluster_config = ClusterConfig(
             names=tuple("abcdefgh"[:num_replicas]),
             world_size=world_size,
             min_replicas=settings.min_replica_size,
+            foreign=foreign,
+            standby="ours" if standby else "",
+            cluster_id="ours" if standby else "",
             trainers=settings,
             wall_start_ms=1_000_000_000,  # so that there is room to set the clock back
         )
@@ -161,11 +178,12 @@ class Simulation:
         beside = self._rng("beside")
         num_others = max(beside.randint(1, 2), settings.min_replica_size) if beside.random() < 0.14 else 0
         self._of_other_runs = beside.random() < 0.5
-        cluster_config = replace(cluster_config, other_names=("p", "q")[:num_others])
+        cluster_config = replace(cluster_config, other_names=() if foreign else ("p", "q")[:num_others])
         chance = Chance(
             network=self._rng("network"),
             jitter=jitter.random,
             nonces=lambda: nonces.getrandbits(64),
+            words=lambda: words.getrandbits(64),
             step_ms=lambda _: workload.randint(50, 400),
             spread_ms=lambda: groups.randint(1, 60),
             chunk_ms=lambda _: groups.randint(5, 120 if self._calm else slow_chunk_ms),
@@ -271,8 +289,9 @@ class Simulation:
             for replica in self.cluster.replicas.values()
             for trainer in replica.trainers
         ]
-        core = self.cluster.lighthouse.core
-        return f"{'; '.join(trainers)}; the lighthouse waits: {[core.waiting_for(job) for job in self.cluster.jobs]}"
+        lighthouse = self.cluster.lighthouse
+        waits = [lighthouse.waiting_for(job) for job in self.cluster.jobs]
+        return f"{'; '.join(trainers)}; the lighthouse waits: {waits}"
 
     # --- faults -----------------------------------------------------------------------------------------------------
 
@@ -601,6 +620,8 @@ class Simulation:
     def _set_clock(self) -> None:
         """The clock on the wall is set, back or forward, a little or a lot. Quorum ids and sessions are told by it."""
         jump_ms = self._faults.choice((-600_000, -3_000, -200, 200, 3_000, 600_000))
+        if self.cluster.standby is not None:
+            return  # which of the two is the newer is told by their clocks
         self.cluster.wall_offset_ms += jump_ms
         if self._faults.random() < 0.5:
             self._restart_lighthouse()
@@ -664,7 +685,7 @@ class Simulation:
 
     def _drain(self) -> None:
         """Somebody asks the lighthouse that a group leave."""
-        if self.cluster.lighthouse.alive:
+        if self.cluster.lighthouse.alive and not self.cluster.config.foreign:
             self._on_replica(lambda replica: self.cluster.drain(replica.name))
 
     def _leave_and_die(self) -> None:

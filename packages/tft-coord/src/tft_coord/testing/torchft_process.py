@@ -42,14 +42,14 @@ class TorchftProcess(Process):
         self._ask()
 
     def _beat(self) -> None:
-        lighthouse = self._cluster.lighthouse
+        lighthouse = self._cluster.our_lighthouse
         beat = events.HeartbeatReceived(self.name)
         self._cluster.network.message(self, lighthouse, lambda: lighthouse.called(beat), lambda: None)
         self.after(BEAT_MS, self._beat)
 
     def _ask(self) -> None:
         self._asks += 1
-        number, lighthouse = self._asks, self._cluster.lighthouse
+        number, lighthouse = self._asks, self._cluster.our_lighthouse
         timer = self.after(PATIENCE_MS, lambda: again())
         asks: list[int] = []
 

@@ -1,0 +1,162 @@
+"""torchft's lighthouse in a simulated cluster: what it is told on its wire, and its rule, as it is.
+
+It knows nothing of ours: it drops our fields, hands on `data`, counts its quorums from 1, and keeps a caller that went
+away as a participant of the next one. A connection to it is a stream here, on which calls and their answers travel.
+
+Law of this file: torchft's rule (wire.md section 12) with its faults, and what grpc does around it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+from tft_coord.core import effects, events
+from tft_coord.core.types import Member, Quorum, QuorumKey
+from tft_coord.testing.network import Stream
+from tft_coord.testing.process import Process
+from tft_coord.timeouts import Timeouts
+
+if TYPE_CHECKING:
+    from tft_coord.testing.cluster import Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class Unimplemented:
+    """What grpc answers to a stream of a service that is not there."""
+
+
+def stripped(member: Member) -> Member:
+    """What arrives of a member at a lighthouse that knows torchft's fields only."""
+    return Member(
+        member.replica_id,
+        address=member.address,
+        store_address=member.store_address,
+        step=member.step,
+        world_size=member.world_size,
+        shrink_only=member.shrink_only,
+        commit_failures=member.commit_failures,
+        data=member.data,
+        reconfigure_handles=member.reconfigure_handles,
+    )
+
+
+@final
+class TorchftLike:
+    """torchft's quorum rule.
+
+    Args:
+        min_replicas: smallest quorum, but on the fast path.
+        timeouts: join and heartbeat time-outs.
+    """
+
+    def __init__(self, min_replicas: int, timeouts: Timeouts) -> None:
+        self.waiting_for = "nobody has asked"
+        self._min_replicas = min_replicas
+        self._timeouts = timeouts
+        self._beats: dict[str, int] = {}
+        self._participants: dict[str, tuple[Member, int]] = {}
+        self._previous: tuple[str, ...] = ()
+        self._last_id = 0
+
+    def beat(self, replica_id: str, now_ms: int) -> None:
+        """A heartbeat."""
+        self._beats[replica_id] = now_ms
+
+    def ask(self, member: Member, now_ms: int) -> None:
+        """A request; the newest of a replica counts, whether or not its caller is still there."""
+        self._beats[member.replica_id] = now_ms
+        self._participants[member.replica_id] = (member, now_ms)
+
+    def tick(self, now_ms: int, wall_ms: int) -> Quorum | None:
+        """A quorum if it is time for one; it goes to all that are in it."""
+        healthy = {name for name, at in self._beats.items() if now_ms - at < self._timeouts.heartbeat_timeout_ms}
+        waiting = {name: each for name, each in self._participants.items() if name in healthy}
+        if self._previous and any(member.shrink_only for member, _ in waiting.values()):
+            waiting = {name: each for name, each in waiting.items() if name in self._previous}
+        if not waiting or not self._is_time(waiting, healthy, now_ms):
+            return None
+        members = tuple(waiting[name][0] for name in sorted(waiting))
+        ids = tuple(member.replica_id for member in members)
+        if ids != self._previous or any(member.commit_failures > 0 for member in members):
+            self._last_id += 1
+        self._previous = ids
+        for name in ids:
+            del self._participants[name]
+        self.waiting_for = "nobody has asked"
+        return Quorum(QuorumKey(self._last_id, 0), members, wall_ms)
+
+    def _is_time(self, waiting: dict[str, tuple[Member, int]], healthy: set[str], now_ms: int) -> bool:
+        if self._previous and set(self._previous) <= set(waiting):
+            return True
+        if len(waiting) < self._min_replicas or 2 * len(waiting) <= len(healthy):
+            self.waiting_for = f"{len(waiting)} of {len(healthy)} have asked"
+            return False
+        first_ms = min(at_ms for _, at_ms in waiting.values())
+        if healthy - set(waiting) and now_ms - first_ms < self._timeouts.join_timeout_ms:
+            self.waiting_for = f"{', '.join(sorted(healthy - set(waiting)))} have not asked"
+            return False
+        return True
+
+
+@final
+class ForeignLighthouseProcess(Process):
+    """One life of torchft's lighthouse."""
+
+    def __init__(self, cluster: Cluster, number: int, name: str = "lighthouse") -> None:
+        super().__init__(name, cluster.clock)
+        self._cluster = cluster
+        self._core = TorchftLike(cluster.config.min_replicas, cluster.timeouts)
+        self._callers: dict[str, tuple[Stream, int]] = {}
+        self._number = number
+
+    def waiting_for(self, _job: str) -> str:
+        """What the next quorum of its one job waits for, one phrase."""
+        return self._core.waiting_for
+
+    def start(self) -> None:
+        """Begin to look at the clock."""
+        self.after(self._cluster.timeouts.quorum_tick_ms, self._tick)
+
+    def accepted(self, stream: Stream) -> None:
+        """A manager server has dialed."""
+        stream.listen(self, lambda message: self._heard(stream, message), lambda: self._closed(stream))
+
+    def _closed(self, stream: Stream) -> None:
+        # Nobody is left to be told; its request stays.
+        self._callers = {name: caller for name, caller in self._callers.items() if caller[0] is not stream}
+
+    def _tick(self) -> None:
+        self._look()
+        self.after(self._cluster.timeouts.quorum_tick_ms, self._tick)
+
+    def _heard(self, stream: Stream, message: Any) -> None:
+        now_ms = self.clock.now_ms
+        match message:
+            case events.HelloReceived():
+                stream.send(self, Unimplemented())
+            case events.HeartbeatReceived(replica_id):
+                self._core.beat(replica_id, now_ms)
+            case events.UnaryQuorumRequested(call, member):
+                self._cluster.trace("lighthouse", message)
+                self._callers[member.replica_id] = (stream, call)
+                self._core.ask(stripped(member), now_ms)
+                self._look()
+            case events.UnaryRequestWithdrawn(call):
+                gone = [name for name, caller in self._callers.items() if caller == (stream, call)]
+                for name in gone:
+                    self._cluster.marks.hit("torchft's lighthouse keeps one that went away")
+                    del self._callers[name]
+
+    def _look(self) -> None:
+        quorum = self._core.tick(self.clock.now_ms, self._cluster.wall_ms)
+        if quorum is None:
+            return
+        self._cluster.trace("lighthouse", quorum)
+        self._cluster.foreign_formed(quorum)
+        if self._number > 1 and quorum.key.quorum_id == 1:
+            self._cluster.marks.hit("a foreign lighthouse counts from 1 again")
+        for name in quorum.replica_ids:
+            stream, call = self._callers.pop(name, (None, 0))
+            if stream is not None:
+                stream.send(self, effects.AnswerUnaryQuorum(call, quorum))
