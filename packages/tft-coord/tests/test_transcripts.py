@@ -40,6 +40,7 @@ NEEDED = {
     "scenario_17_rank_on_another_host",
     "scenario_18_shrinking_to_nothing",
     "scenario_19_unequal_groups",
+    "scenario_20_leaving",
 }
 
 

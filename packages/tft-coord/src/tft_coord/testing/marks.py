@@ -101,6 +101,14 @@ SCENARIO_MARKS: Mapping[int, tuple[str, ...]] = {
     17: ("a manager server missed the stream of another rank", "a rank was told that its group is lost"),
     18: ("shrink_only left too few", "waited: a survivor of the last quorum"),
     19: ("a replica came with another world size", "request refused: differs"),
+    20: (
+        "a replica left",
+        "a replica was drained",
+        "a rank left because another one was told to",
+        "a rank left without a quorum",
+        "the last holder of the state stayed for another step",
+        "one that has left was healed from",
+    ),
 }
 
 
