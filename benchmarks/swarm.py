@@ -17,7 +17,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, final
+from typing import Final, Protocol, final
 
 SPARE_DESCRIPTORS: Final = 200
 PATIENCE_S: Final = 60.0
@@ -26,6 +26,7 @@ _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RESET, _SETTINGS, _PING, _GOAWAY, _WINDOW = 0, 1, 3, 4, 6, 7, 8
 _END_STREAM, _ACK, _END_HEADERS = 1, 1, 4
 _MOST: Final = 2**31 - 1
+_FRAME_BYTES: Final = 16_384
 _AT_ONCE: Final = 1 << 20
 _INITIAL_WINDOW: Final = 4  # the setting
 
@@ -53,15 +54,21 @@ def _headers(method: str) -> bytes:
     )
 
 
+class Writes(Protocol):
+    """A socket's one method that a connection needs."""
+
+    def sendall(self, words: bytes, /) -> object: ...
+
+
 @final
 class Connection:
     """One client's connection: a stream that stays, or unary calls one after the other.
 
     Args:
-        port: of the server on this machine.
+        sock: connected to the server, or what else takes its words.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, sock: Writes) -> None:
         self.sent_bytes = 0
         self.received_bytes = 0
         self.messages: list[bytes] = []  # that came on the stream and were not taken yet
@@ -71,8 +78,7 @@ class Connection:
         self._unread = bytearray()
         self._skip = 0  # bytes of a unary answer that need not be looked at
         self._message = bytearray()  # of the stream, of which the end has not come
-        self.sock = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
-        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sock = sock
         settings = struct.pack(">HI", _INITIAL_WINDOW, _MOST)
         window = struct.pack(">I", _MOST - 65_535)
         self._write(_PREFACE + _frame(_SETTINGS, 0, 0, settings) + _frame(_WINDOW, 0, 0, window))
@@ -84,7 +90,9 @@ class Connection:
 
     def framed(self, message: bytes) -> bytes:
         """A message on the stream as it goes over the wire."""
-        return _frame(_DATA, 0, self._last_stream, b"\0" + struct.pack(">I", len(message)) + message)
+        body = b"\0" + struct.pack(">I", len(message)) + message
+        parts = (body[at : at + _FRAME_BYTES] for at in range(0, len(body), _FRAME_BYTES))
+        return b"".join(_frame(_DATA, 0, self._last_stream, part) for part in parts)
 
     def unary(self, method: str, message: bytes) -> bytes:
         """The next call as it goes over the wire."""
@@ -98,12 +106,8 @@ class Connection:
         """Send what `framed` or `unary` made."""
         self._write(words)
 
-    def close(self) -> None:
-        """End it, without a word."""
-        self.sock.close()
-
     def _write(self, words: bytes) -> None:
-        self.sock.sendall(words)
+        self._sock.sendall(words)
         self.sent_bytes += len(words)
 
     def hear(self, data: bytes | memoryview) -> None:
@@ -166,21 +170,24 @@ class Swarm:
 
     def __init__(self, port: int, number: int) -> None:
         self.connections: list[Connection] = []
+        self._sockets: list[socket.socket] = []
         self._selector = selectors.DefaultSelector()
         self._buffer = bytearray(_AT_ONCE)
         try:
             for _ in range(number):
-                connection = Connection(port)
-                self.connections.append(connection)
-                self._selector.register(connection.sock, selectors.EVENT_READ, connection)
+                sock = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
+                self._sockets.append(sock)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self.connections.append(Connection(sock))
+                self._selector.register(sock, selectors.EVENT_READ, self.connections[-1])
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """End all connections."""
-        for connection in self.connections:
-            connection.close()
+        for sock in self._sockets:
+            sock.close()
         self._selector.close()
 
     @property
@@ -216,8 +223,10 @@ class Swarm:
     def _hear(self, patience_s: float) -> None:
         for key, _ in self._selector.select(patience_s):
             connection: Connection = key.data
+            sock = key.fileobj
+            assert isinstance(sock, socket.socket)
             try:
-                count = connection.sock.recv_into(self._buffer)
+                count = sock.recv_into(self._buffer)
             except OSError as error:
                 if error.errno == errno.EAGAIN:
                     continue

@@ -48,6 +48,7 @@ class Watched:
 
     def __init__(self, log: Path, process: psutil.Process, port: int) -> None:
         self.port = port
+        self.pid = process.pid
         self._log = log
         self._process = process
         self._read = len(log.read_text())

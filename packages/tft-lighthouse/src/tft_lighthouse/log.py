@@ -6,11 +6,14 @@ Law of this file: sentences from the core's effects, given to the logger; nothin
 from __future__ import annotations
 
 import logging
+from typing import Final
 
 from tft_coord.core.effects import QuorumFormed, ReplicaLeft, ReplicaLost
 from tft_coord.core.types import Member
 
 logger = logging.getLogger("tft_lighthouse")
+
+MEMBERS_SAID: Final = 50  # of a quorum of thousands
 
 
 def quorum_formed(formed: QuorumFormed) -> None:
@@ -18,7 +21,9 @@ def quorum_formed(formed: QuorumFormed) -> None:
     quorum_id = formed.quorum.key.quorum_id
     job = formed.job or "of clients without a stream"
     last = "the first" if formed.previous is None else f"{formed.age_ms / 1000:.1f} s after the last"
-    members = "; ".join(_member(member) for member in formed.quorum.members)
+    members = "; ".join(_member(member) for member in formed.quorum.members[:MEMBERS_SAID])
+    if len(formed.quorum.members) > MEMBERS_SAID:
+        members += f"; and {len(formed.quorum.members) - MEMBERS_SAID} more"
     logger.info(
         "new quorum %d, job %s, %s, %d members: %s",
         quorum_id,

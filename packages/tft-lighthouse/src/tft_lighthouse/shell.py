@@ -28,6 +28,7 @@ from tft_coord.core.torchft_rule import TorchftCore
 from tft_coord.core.types import LossNotice, Member, Quorum, Refusal
 from tft_coord.errors import ProtocolError, SettingError
 from tft_coord.transport.outbox import Outbox
+from tft_coord.transport.server import Server
 from tft_coord.transport.settings import fail, server_options
 from tft_coord.views import DescribedJob, LighthouseDescription
 from tft_coord.wire import codec, services
@@ -83,8 +84,8 @@ class LighthouseShell:
         self._timer: asyncio.TimerHandle | None = None
         self._graces: set[asyncio.TimerHandle] = set()
         self._last_look_s = 0.0
-        self._server = grpc.aio.server(options=server_options(config.timeouts, hears_beats=True))
-        self._server.add_generic_rpc_handlers(
+        self._server = Server(
+            server_options(config.timeouts, hears_beats=True),
             [
                 services.Services(
                     unary={
@@ -96,13 +97,13 @@ class LighthouseShell:
                     streams={services.LIGHTHOUSE_SESSION: self._serve_session},
                     token=token,
                 )
-            ]
+            ],
         )
 
     async def start(self, bind: str) -> int:
         """Listen. Returns: the port. Raises: SettingError: the address can't be bound."""
         try:
-            port = self._server.add_insecure_port(bind)
+            port = self._server.bind(bind)
         except RuntimeError as error:
             raise SettingError(
                 f"the lighthouse can't listen at {bind}: the port is in use or the address is not of this machine; "

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 
 from tft_coord.core.types import Member, Quorum
 
+REASONS_SAID = 50  # of a quorum of thousands
+
 
 @dataclass(frozen=True, slots=True)
 class Situation:
@@ -165,6 +167,8 @@ def reason_for_new_id(
         reasons += _changes(before[replica_id], after[replica_id])
     if broken is not None and not reasons:
         reasons.append(broken)
+    if len(reasons) > REASONS_SAID:
+        reasons[REASONS_SAID:] = [f"and {len(reasons) - REASONS_SAID} more"]
     return ", ".join(reasons) if reasons else None
 
 

@@ -27,6 +27,7 @@ from tft_coord.manager_server.link import LighthouseLink
 from tft_coord.transport.address import join_host_port
 from tft_coord.transport.frames import FrameReader, framed
 from tft_coord.transport.outbox import Outbox
+from tft_coord.transport.server import Server
 from tft_coord.transport.settings import fail, server_options
 from tft_coord.wire import codec, services
 from tft_coord.wire.services import Context
@@ -59,8 +60,8 @@ class ManagerServerShell:
         self._local_ranks: set[_LocalRank] = set()
         self._healed_bytes: dict[int, int] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._server = grpc.aio.server(options=server_options(config.timeouts))
-        self._server.add_generic_rpc_handlers(
+        self._server = Server(
+            server_options(config.timeouts),
             [
                 services.Services(
                     unary={
@@ -72,7 +73,7 @@ class ManagerServerShell:
                     streams={services.MANAGER_SESSION: self._serve_rank},
                     token=config.token,
                 )
-            ]
+            ],
         )
         self._core: GroupCore
         self._link: LighthouseLink
@@ -85,7 +86,7 @@ class ManagerServerShell:
         """
         config = self._config
         try:
-            port = self._server.add_insecure_port(config.bind)
+            port = self._server.bind(config.bind)
         except RuntimeError as error:
             raise SettingError(
                 f"replica {config.replica_id} can't listen at {config.bind}: the address is taken or not of this "

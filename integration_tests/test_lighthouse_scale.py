@@ -1,0 +1,114 @@
+"""A lighthouse in a process of its own, and more clients than it will ever have: what it keeps of them is nothing."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import psutil
+import pytest
+
+from benchmarks.swarm import Swarm, swarm
+from integration_tests.hostile import Watched, serving
+from tft_coord.core import events
+from tft_coord.core.types import Hello, Member
+from tft_coord.wire import codec, services
+
+WITHIN_S: Final = 30.0
+TOGETHER: Final = 100
+LIVES: Final = 1_500
+# What the allocator keeps of a burst; each life leaves some kilobytes until it is forgotten.
+GROWTH_BYTES: Final = 12 << 20
+
+
+@contextmanager
+def a_lighthouse(folder: Path, heartbeat_timeout_ms: int = 600) -> Iterator[Watched]:
+    command = [sys.executable, "-m", "tft_lighthouse.cli", "--bind", "127.0.0.1:0", "--join-timeout-ms", "0"]
+    command += ["--heartbeat-timeout-ms", str(heartbeat_timeout_ms)]
+    with serving(command, folder / "lighthouse.log") as server:
+        yield server
+
+
+def come(clients: Swarm, first: int) -> None:
+    """Each of them says hello and asks for a quorum."""
+    now_ms = time.time_ns() // 1_000_000
+    for number, connection in enumerate(clients.connections, first):
+        name, job = f"replica_{number}:u", "one" if number % 3 else f"job {number}"
+        hello = events.HelloReceived(0, Hello(job, name, now_ms, f"host-{number}:1"))
+        asked = events.QuorumRequested(0, 1, Member(name, data="x" * 2_000), None)
+        connection.open_stream(services.LIGHTHOUSE_SESSION, codec.encode_to_lighthouse(hello))
+        connection.say(connection.framed(codec.encode_to_lighthouse(asked)))
+    clients.hear_until(lambda: all(connection.answers for connection in clients.connections), WITHIN_S)
+
+
+def live_and_die(server: Watched, lives: int, first: int) -> None:
+    for start in range(first, first + lives, TOGETHER):
+        with swarm(server.port, TOGETHER) as clients:
+            come(clients, start)
+
+
+def until_back_to(process: psutil.Process, descriptors: int) -> None:
+    end = time.monotonic() + WITHIN_S
+    while process.num_fds() > descriptors:
+        assert time.monotonic() < end, f"{process.num_fds()} descriptors are open where there were {descriptors}"
+        time.sleep(0.02)
+
+
+def test_replicas_that_come_and_die_leave_no_memory_no_thread_and_no_descriptor(tmp_path: Path) -> None:
+    with a_lighthouse(tmp_path) as server:
+        process = psutil.Process(server.pid)
+        descriptors = process.num_fds()
+        live_and_die(server, 3 * TOGETHER, first=0)
+        until_back_to(process, descriptors + 2)
+        before_bytes, threads = process.memory_info().rss, process.num_threads()
+        live_and_die(server, LIVES, first=10_000)
+        until_back_to(process, descriptors + 2)
+        assert process.num_threads() <= threads + 4
+        grown = process.memory_info().rss - before_bytes
+        assert grown < GROWTH_BYTES, f"{LIVES} replicas that are gone cost {grown / 2**20:.1f} MiB"
+        assert "Traceback" not in (tmp_path / "lighthouse.log").read_text()
+
+
+@pytest.mark.soak
+def test_nor_do_fifty_thousand(tmp_path: Path) -> None:
+    with a_lighthouse(tmp_path) as server:
+        process = psutil.Process(server.pid)
+        live_and_die(server, 50 * TOGETHER, first=0)
+        before_bytes = process.memory_info().rss
+        live_and_die(server, 500 * TOGETHER, first=10_000)
+        assert process.memory_info().rss - before_bytes < GROWTH_BYTES
+
+
+def test_a_stream_that_does_not_read_is_ended_by_name_and_costs_no_memory(tmp_path: Path) -> None:
+    # Who answers no ping either is found by that, after a time-out.
+    with a_lighthouse(tmp_path, heartbeat_timeout_ms=30_000) as server, swarm(server.port, 2) as clients:
+        process = psutil.Process(server.pid)
+        before_bytes = process.memory_info().rss
+        deaf, honest = clients.connections
+        now_ms = time.time_ns() // 1_000_000
+        member = Member("deaf:1", data="x" * 60_000)
+        hello = events.HelloReceived(0, Hello("job", "deaf:1", now_ms, "h:1"))
+        deaf.open_stream(services.LIGHTHOUSE_SESSION, codec.encode_to_lighthouse(hello))
+        ended = False
+        most_bytes = 0
+        for request in range(1, 3_000):
+            # Who says that it does not hold the quorum is given the whole of it, which is long.
+            asked = events.QuorumRequested(0, request, member, None)
+            deaf.say(deaf.framed(codec.encode_to_lighthouse(asked, member if request > 1 else None)))
+            if request % 50 == 0:
+                time.sleep(0.01)
+                most_bytes = max(most_bytes, process.memory_info().rss - before_bytes)
+                ended = any("the stream of replica deaf:1, from " in line for line in server.check_log("requests"))
+                if ended:
+                    break
+        assert ended
+        assert most_bytes < 100 << 20
+        hello = events.HelloReceived(0, Hello("other", "honest:1", now_ms, "h:2"))
+        honest.open_stream(services.LIGHTHOUSE_SESSION, codec.encode_to_lighthouse(hello))
+        with pytest.raises(RuntimeError, match=r"the server ended|connection"):
+            clients.hear_until(lambda: deaf.answers > 3_000, WITHIN_S)
+        clients.hear_until(lambda: honest.answers >= 1, WITHIN_S)

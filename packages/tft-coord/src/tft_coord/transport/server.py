@@ -1,0 +1,133 @@
+"""A grpc server whose port goes on answering.
+
+grpc's asyncio server ends its listening, for good, when a stranger calls a method whose name is no text: it decodes the
+name outside of the call's own task. Nobody needs a secret for that. What is open then goes on, but nobody new gets in,
+and nothing tells the owner. So what such an end leaves behind is heard of here, and another server takes the port.
+
+Law of this file: listening, and listening again; it knows nothing of what is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import Any, Final, final
+
+import grpc
+import grpc.aio
+
+from tft_coord.transport.address import join_host_port
+from tft_coord.transport.settings import Options
+
+logger = logging.getLogger(__name__)
+
+AGAIN_EVERY_S: Final = 0.02
+AGAIN_FOR_S: Final = 1.0
+
+
+@final
+class Server:
+    """Listens at one port. To be used on one loop only.
+
+    Args:
+        options: of grpc.
+        handlers: of the calls.
+    """
+
+    def __init__(self, options: Options, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        self._options = options
+        self._handlers = handlers
+        self._bind = ""
+        self._stopped = False
+        self._again: asyncio.Task[None] | None = None
+        self._server = self._make()
+        self._before: dict[grpc.aio.Server, asyncio.Task[None]] = {}  # that have ended, and still have open calls
+
+    def bind(self, address: str) -> int:
+        """Take the port. Returns: its number. Raises: RuntimeError: the address can't be bound."""
+        port = self._server.add_insecure_port(address)
+        self._bind = join_host_port(address.rsplit(":", 1)[0].strip("[]"), port)
+        return port
+
+    async def start(self) -> None:
+        """Answer."""
+        await self._server.start()
+        _hear_of_ends(asyncio.get_running_loop(), self)
+
+    async def stop(self, grace_s: float) -> None:
+        """End; open calls have so long."""
+        self._stopped = True
+        if self._again is not None:
+            self._again.cancel()
+            await asyncio.wait([self._again])
+        outlived = list(self._before.values())
+        await asyncio.gather(*(server.stop(grace_s) for server in (self._server, *self._before)))
+        if outlived:
+            await asyncio.wait(outlived)
+
+    def look(self) -> None:
+        """A server of this loop has ended: listen again if it was this one."""
+        if not self._stopped and (self._again is None or self._again.done()):
+            self._again = asyncio.get_running_loop().create_task(self._listen_again())
+
+    async def _listen_again(self) -> None:
+        """As long as another server of ours has the port, there is nothing to do."""
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + AGAIN_FOR_S
+        server = self._make()
+        try:
+            while True:
+                try:
+                    server.add_insecure_port(self._bind)
+                    break
+                except RuntimeError:
+                    if loop.time() > give_up_at:
+                        return
+                await asyncio.sleep(AGAIN_EVERY_S)
+            await server.start()
+            self._before[self._server] = loop.create_task(self._outlive(self._server))
+            self._server = server
+            logger.error("a call whose method is no text ended the listening at %s; it goes on", self._bind)
+        finally:
+            if server is not self._server:
+                await server.stop(0)
+
+    async def _outlive(self, before: grpc.aio.Server) -> None:
+        """Keep it until its last call has ended."""
+        try:
+            await before.wait_for_termination()
+        except UnicodeDecodeError:
+            pass  # what has ended it; known
+        finally:
+            self._before.pop(before, None)
+
+    def _make(self) -> grpc.aio.Server:
+        return grpc.aio.server(handlers=self._handlers, options=self._options)
+
+
+def _is_no_traceback_of_nonsense(record: logging.LogRecord) -> bool:
+    """A name that is no text is worth a traceback to grpc, each time that a stranger likes to send one."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, UnicodeDecodeError) and not isinstance(record.msg, UnicodeDecodeError)
+
+
+_servers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, weakref.WeakSet[Server]] = weakref.WeakKeyDictionary()
+
+
+def _hear_of_ends(loop: asyncio.AbstractEventLoop, server: Server) -> None:
+    """Only grpc knows the task that listens; when it has failed, the loop's handler of lost exceptions is told."""
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_traceback_of_nonsense)  # the same one is added once
+    if loop in _servers:
+        _servers[loop].add(server)
+        return
+    _servers[loop] = weakref.WeakSet([server])
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        for each in list(_servers.get(loop, ())):
+            each.look()
+        if not isinstance(context.get("exception"), UnicodeDecodeError):
+            loop.default_exception_handler(context)
+
+    loop.set_exception_handler(handle)
