@@ -25,6 +25,7 @@ from benchmarks import peer, servers
 from benchmarks.row import Row
 from benchmarks.swarm import SPARE_DESCRIPTORS, Swarm, allow_descriptors, swarm
 from tft_coord.core import effects, events
+from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.types import Hello, Member, QuorumKey
 from tft_coord.wire import codec, services
 
@@ -97,7 +98,10 @@ def our_rounds(port: int, number: int, rounds: int) -> tuple[list[float], list[i
         for step in range(rounds + 2):
             words = [
                 connection.framed(
-                    codec.encode_to_lighthouse(events.QuorumRequested(0, step + 1, _at_step(member, step), held))
+                    codec.encode_to_lighthouse(
+                        events.QuorumRequested(0, step + 1, _at_step(member, step), held),
+                        _at_step(member, step - 1) if step > 0 else None,
+                    )
                 )
                 for connection, member in zip(clients.connections, members, strict=True)
             ]
@@ -237,7 +241,8 @@ def measure_streams(seconds: float, number: int = STREAMS_BAR) -> Row:
     members = _members(number)
     with servers.lighthouse(_our_commands(), min_replicas=number) as started, swarm(started.port, number) as clients:
         _open_sessions(clients, members)
-        beat = codec.encode_to_lighthouse(events.BeatReceived(0, 0))
+        progress = Progress(1_000, Phase.REDUCING, since_ms=300, excused=False, slowest_step_ms=600_000)
+        beat = codec.encode_to_lighthouse(events.BeatReceived(0, 1 << 30, progress))
         words = [connection.framed(beat) for connection in clients.connections]
         server = psutil.Process(started.pid)
         _beat(clients, words, 1.0)
@@ -246,7 +251,7 @@ def measure_streams(seconds: float, number: int = STREAMS_BAR) -> Row:
         _beat(clients, words, seconds)
         took_s = time.perf_counter() - began
         after = server.cpu_times()
-        told = sum(connection.answers for connection in clients.connections) - number
+        told = sum(connection.answers for connection in clients.connections) - number  # a loss would be told
     cores = (after.user + after.system - before.user - before.system) / took_s
     streams = number * CORE_BAR / cores
     return Row(
@@ -268,6 +273,9 @@ def _beat(clients: Swarm, words: Sequence[bytes], seconds: float) -> None:
     while (passed := time.perf_counter() - began) < seconds:
         due = int(passed * number)
         for index in range(beaten, due):
-            clients.connections[index % number].say(words[index % number])
+            lap, which = divmod(index, number)
+            connection = clients.connections[which]
+            # A manager server's channel pings after half of heartbeat_timeout, which is more seldom than this.
+            connection.say(words[which] + connection.ping() if lap % 2 else words[which])
         beaten = due
         clients.hear_for(0.01)

@@ -94,6 +94,10 @@ class Connection:
         parts = (body[at : at + _FRAME_BYTES] for at in range(0, len(body), _FRAME_BYTES))
         return b"".join(_frame(_DATA, 0, self._last_stream, part) for part in parts)
 
+    def ping(self) -> bytes:
+        """What grpc sends in between, to hear whether the server is there."""
+        return _frame(_PING, 0, 0, b"\0" * 8)
+
     def unary(self, method: str, message: bytes) -> bytes:
         """The next call as it goes over the wire."""
         self._unary = True

@@ -15,9 +15,6 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeAlias, cast, final
 
-import grpc
-import grpc.aio
-
 from tft_coord.core import effects, events
 from tft_coord.core.group import GroupCore
 from tft_coord.core.types import NewcomerAsks, Plan, Quorum, QuorumKey, Refusal, Verdict
