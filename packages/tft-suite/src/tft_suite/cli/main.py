@@ -97,6 +97,26 @@ def doctor(
     return int(any(finding.is_problem for finding in found))
 
 
+@app.command()
+def drain(
+    replica: Annotated[str, typer.Argument(help="Its id, or the name in it if one living replica has that.")],
+    lighthouse: Annotated[str | None, typer.Option(help="Its address. Default: the environment's.")] = None,
+    job: Annotated[str, typer.Option(help="That the replica belongs to.")] = "default",
+    reason: Annotated[str, typer.Option(help="Why; the replica logs it, and who asked.")] = "",
+    timeout: Annotated[float, typer.Option(help="Seconds within which the lighthouse must have taken it.")] = 5.0,
+) -> int:
+    """Ask a replica to leave its job after its running step; the others lose nothing by it, and wait for nobody."""
+    if not 0.001 <= timeout <= 3600:
+        raise SettingError(f"--timeout is {timeout}; give seconds, 0.001 to 3600")
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own words would stand beside ours
+    from tft_suite import drain as draining
+
+    within = timedelta(seconds=timeout)
+    said = draining.drain(replica, os.environ, lighthouse=lighthouse, job=job, reason=reason, timeout=within)
+    typer.echo(said)
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script: exits with the command's code; 2, and one sentence on stderr, if the call was wrong."""
     sys.exit(exit_code_of(sys.argv[1:] if arguments is None else list(arguments)))
