@@ -287,7 +287,7 @@ MUTANTS = [
     # Section 2, several lighthouses; section 6, torchft's lighthouse.
     Mutant(SessionCore, "looked", follows_nobody, "I6", 0, WITH_STANDBY),
     Mutant(foreign, "_answer_digest", names_no_words, "I2 I4", 0, ON_FOREIGN),
-    Mutant(foreign, "parted", looks_at_nothing_that_others_have_seen, "I2", 0, ON_FOREIGN),
+    Mutant(foreign, "parted", looks_at_nothing_that_others_have_seen, "I2", 200, ON_FOREIGN),
     Mutant(foreign, "_list_digest", looks_at_no_list, "I2 I4", 0, ON_FOREIGN),
 ]
 
