@@ -74,7 +74,7 @@ MODULES: Final = {
         ("tft-lighthouse", ["--min_replicas", "9999999999"], "min_replicas is 9999999999; give 1 to 100000"),
         ("tft-lighthouse", ["--bind", "::1:500"], "bind is '::1:500'; give host:port, an IPv6 address in brackets"),
         ("tft-lighthouse", ["--bind", "{taken}"], "can't listen at {taken}: the port is in use"),
-        ("tft-lighthouse", ["--heartbeat_timeout_ms", "1"], "exceeds heartbeat_timeout_ms (1 ms)"),
+        ("tft-lighthouse", ["--heartbeat_timeout_ms", "1"], "heartbeat_timeout_ms is 1; give 2 to"),
         ("python -m tft_coord.testing", ["--seeds", "0"], "--seeds is 0; give at least 1"),
         ("python -m tft_coord.testing", ["--seeds", "2", "--trace"], "--trace prints one seed, and --seeds is 2"),
         ("python -m tft_coord.testing", ["--sed", "2"], "unrecognized arguments: --sed 2"),
@@ -530,7 +530,7 @@ def test_the_offender_is_told_why(port: str, tmp_path: Path) -> None:
                 codec.encode_metadata_request(9),
                 "INVALID_ARGUMENT: rank not found: rank 9",
             ),
-            (services.MANAGER_KILL, b"", "UNIMPLEMENTED: this manager server ends no process"),
+            (services.MANAGER_KILL, b"\xff", "INVALID_ARGUMENT: 1 bytes are not a KillRequest message"),
         ],
     }
     sessions = {
