@@ -253,7 +253,7 @@ MUTANTS = [
         "P3",
         ("deafen b", "die a", "silence b", "ask c", "hello b"),
     ),
-    Mutant(GroupCore, "_noticed", breaks_whatever_is_held, "P3 I3", 195),
+    Mutant(GroupCore, "_noticed", breaks_whatever_is_held, "P3 I3", 1_490),
     Mutant(GroupCore, "_tell_again", tells_nothing_again, "transcript", "scenario_08_notices"),
     Mutant(Trainer, "noticed", drops_what_comes_early, "P3", "scenario_08_notices"),
     # Section 1, sessions and liveness: who lives, and in which job.
