@@ -1,4 +1,5 @@
-"""One run, and every kind of fault in it, by chance, from a seed: killed, stopped, cut off, the lighthouse killed.
+"""One run, and every kind of fault in it, by chance, from a seed: killed, stopped, cut off, sent away, the lighthouse
+killed.
 
 Each group is on a host of its own, and so is the lighthouse. A fault strikes while all train together, or while an
 earlier one is not yet got over, as long as a majority is left. Whoever is struck comes back: by itself, or started
@@ -31,7 +32,7 @@ from tft_lighthouse import LighthouseServer
 
 Record = Callable[[str, object], None]
 
-KINDS: Final = ("kill", "stop", "cut", "lighthouse")
+KINDS: Final = ("kill", "stop", "cut", "leave", "lighthouse")
 PORT: Final = 29510  # a host's ports are its own
 HEARTBEAT_TIMEOUT_MS: Final = 2_000
 JOIN_TIMEOUT_MS: Final = 1_500
@@ -70,15 +71,22 @@ class Group:
         self._start = start
         self.trainer = start(name)
         self.struck = 0  # how often, in this life
+        self.was_sent_away = False
 
     def start_again(self) -> None:
         """A new life."""
         self.trainer = self._start(self.name)
         self.struck = 0
+        self.was_sent_away = False
 
     @property
     def has_ended(self) -> bool:
         return self.trainer.ended is not None or self.trainer.connection.closed
+
+    @property
+    def is_leaving(self) -> bool:
+        """It was sent away, and has not gone yet."""
+        return self.was_sent_away and not self.has_ended
 
     def end(self) -> None:
         """This life, now."""
@@ -121,6 +129,7 @@ class Run:
             name,
             model="buckets",
             batch_s=0.02,
+            leaves=True,
             environment={"GLOO_SOCKET_IFNAME": INTERFACE},
             hostname=self._cluster.address(name),
             timeouts=TIMEOUTS,
@@ -141,6 +150,9 @@ class Run:
             case "kill":
                 group.end()
                 self._later(self._rng.uniform(0, 1), group.start_again)
+            case "leave":
+                group.was_sent_away = True
+                group.trainer.process.terminate()  # it ends by itself, and is then started again
             case "stop":
                 process = group.trainer.process
                 os.kill(cast(int, process.pid), signal.SIGSTOP)
@@ -189,7 +201,9 @@ class Run:
         from_steps = {group.name: group.trainer.step for group in self.groups}
         while time.monotonic() < give_up_at:
             self.pump(0.05)
-            if not self._due and all(
+            if self._due or any(group.is_leaving for group in self.groups):
+                continue
+            if all(
                 group.trainer.committed_with(len(self.groups), 3) and group.trainer.step > from_steps[group.name]
                 for group in self.groups
             ):
