@@ -8,6 +8,7 @@ Law of this file: starting trainers and listening to them; what must hold stands
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import logging
 import multiprocessing.connection
@@ -67,7 +68,8 @@ class Spec:
         name: of the replica group; seeds the weights, so that only healing makes them equal.
         model: "small", or "buckets": several buckets, modules used in another order than defined.
         fail_at: at this many committed steps an error is reported once, after the reductions.
-        faults: that strike this trainer; more may be sent to it. None: its Manager's parts are not wrapped.
+        faults: that strike this trainer; more may be sent to it; a number of seconds that is sent has it hold the lock
+            of its interpreter for so long. None: its Manager's parts are not wrapped.
         batch_s: how long it takes to get a batch.
         waits: between "ready" and its first step, until a message comes.
         leaves: when it is sent SIGTERM, or drained.
@@ -171,6 +173,7 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
             connection.recv()
         fail_at = spec.fail_at
         last = None
+        holds_s = 0.0
         if spec.leaves:
             manager.leave_on_signal()
         while (last is None or manager.current_step() < last) and not manager.left:
@@ -180,10 +183,17 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
                         injector.inject(fault)
                     case int(step):
                         last = step
+                    case float(seconds):
+                        holds_s = seconds
                 continue
             time.sleep(spec.batch_s)
             before = manager.current_step()
             optimizer.zero_grad()
+            if holds_s:
+                participants = manager.num_participants()  # the quorum is here: this rank is on its own from now on
+                tell(Event("struck", before, participants=participants, text="it holds the interpreter's lock"))
+                ctypes.PyDLL(None).usleep(int(holds_s * 1e6))  # unlike a CDLL's function this one keeps it
+                holds_s = 0.0
             ddp(torch.randn(4, 64)).square().mean().backward()
             if manager.current_step() == fail_at:
                 fail_at = None

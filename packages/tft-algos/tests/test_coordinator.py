@@ -17,6 +17,7 @@ from tft_algos.manager.coordinator import GroupCoordinator
 from tft_algos.manager.group_store import GroupStore, is_loopback, join_address, open_group_store
 from tft_algos.manager.parts import ServerRestarted
 from tft_algos.testing import plan_of
+from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.types import Purpose, QuorumKey, RankRequest, Verdict
 from tft_coord.errors import Closed, DeadlinePassed, GroupLost, Unreachable
 
@@ -60,6 +61,7 @@ class Client:
         self.healed_bytes = 0
         self.wishes: list[bool] = []
         self.left: list[tuple[str, int]] = []
+        self.beats: list[Any] = []
         self.made.append(self)
 
     def quorum(self, group_rank: int, request: RankRequest, timeout: timedelta) -> Any:
@@ -79,6 +81,9 @@ class Client:
 
     def healed(self, healed_bytes: int) -> None:
         self.healed_bytes = healed_bytes
+
+    def beat(self) -> None:
+        self.beats.append(self.kwargs["progress"]())
 
     def _answered(self) -> Any:
         if self.answer is None:
@@ -128,6 +133,13 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 TWO = {"world_size": 2, "store_addr": "store", "store_port": 1}
+
+
+def test_whoever_follows_a_step_is_asked_at_once_and_by_every_client_to_come(make: Any) -> None:
+    coordinator = make()
+    said = Progress(3, Phase.OWN, 5)
+    coordinator.follow(lambda: said)
+    assert Client.made[0].beats == [said]
 
 
 def test_the_connect_time_out_reaches_server_client_and_sources(make: Any) -> None:

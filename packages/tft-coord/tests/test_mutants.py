@@ -22,6 +22,7 @@ from tft_coord.core.handshake import Handshake, Standing
 from tft_coord.core.lighthouse import Job, LighthouseCore
 from tft_coord.core.lineage import fold_lineage
 from tft_coord.core.liveness import Liveness
+from tft_coord.core.progress import GroupProgress, HangWatch, Phase, Progress
 from tft_coord.core.quorum import Situation
 from tft_coord.core.session import SessionCore
 from tft_coord.core.types import LossNotice, Member, Plan, Quorum, QuorumKey, Refusal, Verdict
@@ -230,6 +231,48 @@ def follows_nobody(self: SessionCore, *_: object, serves: bool) -> list[Any]:
 
 
 right_parted = foreign.parted
+
+
+def takes_waiting_for_hanging(self: Progress) -> bool:
+    return self.phase is not Phase.OUTSIDE and not self.excused and self._too_long
+
+
+def takes_the_late_for_hung(self: Progress) -> bool:
+    return self.phase in (Phase.OWN, Phase.OUTSIDE) and not self.excused and self._too_long
+
+
+def excuses_no_first_step(self: Progress) -> bool:
+    return self.phase is Phase.OWN and self._too_long
+
+
+def never_sees_a_hang(self: Progress) -> bool:
+    return False
+
+
+def comes_back_while_it_hangs(self: SessionCore, session: int, now_ms: int, *, hung: bool = False) -> list[Any]:
+    return right_told_lost(self, session, now_ms)
+
+
+def never_comes_back_from_a_hang(self: SessionCore, now_ms: int) -> list[Any]:
+    return []
+
+
+def needs_only_one_to_be_stuck(self: HangWatch, members: object) -> int | None:
+    return next(iter(self._stuck.values()), None)
+
+
+def takes_all_silence_for_work(self: GroupProgress, word: Any, now_ms: int) -> Progress:
+    silent_ms = now_ms - word.at_ms
+    if silent_ms > self._silent_after_ms and word.progress.phase is not Phase.OWN:
+        return replace(word.progress, phase=Phase.OWN, since_ms=silent_ms, excused=False)
+    return replace(word.progress, since_ms=word.progress.since_ms + silent_ms)
+
+
+def never_sees_all_stuck(self: HangWatch, members: object) -> int | None:
+    return None
+
+
+right_told_lost = SessionCore.told_lost
 right_noticed = GroupCore._noticed
 right_release = Job._release_those_who_left
 right_heard = Trainer.noticed
@@ -266,7 +309,7 @@ MUTANTS = [
     Mutant(lighthouse, "reason_for_new_id", reuses_what_failed, "I2", 0),
     Mutant(Job, "_ask_for_newest", asks_nobody, "transcript", "scenario_03_lighthouse_without_memory"),
     Mutant(Job, "_situation", waits_for_the_lost, "I6", 0),
-    Mutant(Job, "_unchanged", stands_though_somebody_heals, "I3", 0),
+    Mutant(Job, "_unchanged", stands_though_somebody_heals, "I3 I2", 0),
     Mutant(quorum, "_majority", needs_no_majority, "I2", 0),
     Mutant(quorum, "_lost_state", waits_for_no_state, "I3", 0),
     # Section 4, the plan.
@@ -279,6 +322,16 @@ MUTANTS = [
     # Section 6, leaving.
     Mutant(Job, "_situation", waits_for_who_has_left, "I6", 0),
     Mutant(Job, "_release_those_who_left", takes_the_end_of_who_has_left_for_a_loss, "L1", 0),
+    # Section 6, hangs.
+    Mutant(Progress, "is_hung", takes_waiting_for_hanging, "H1", 0),
+    Mutant(Progress, "is_hung", takes_the_late_for_hung, "H1", 0),
+    Mutant(Progress, "is_hung", excuses_no_first_step, "H1", 0),
+    Mutant(Progress, "is_hung", never_sees_a_hang, "H2 transcript", "scenario_11_hangs"),
+    Mutant(GroupProgress, "_now_of", takes_all_silence_for_work, "H1", 0),
+    Mutant(SessionCore, "told_lost", comes_back_while_it_hangs, "H2", "scenario_11_hangs"),
+    Mutant(SessionCore, "went_on", never_comes_back_from_a_hang, "I6", 0),
+    Mutant(HangWatch, "stuck", needs_only_one_to_be_stuck, "H1", 0),
+    Mutant(HangWatch, "stuck", never_sees_all_stuck, "H2 transcript", "scenario_11_hangs"),
     # Section 5, the vote.
     Mutant(GroupCore, "_merge", takes_rank_0_for_all, "I3", 0),
     Mutant(Votes, "__init__", counts_the_first_vote_for_all, "I5", 0),
@@ -287,7 +340,7 @@ MUTANTS = [
     # Section 2, several lighthouses; section 6, torchft's lighthouse.
     Mutant(SessionCore, "looked", follows_nobody, "I6", 0, WITH_STANDBY),
     Mutant(foreign, "_answer_digest", names_no_words, "I2 I4", 0, ON_FOREIGN),
-    Mutant(foreign, "parted", looks_at_nothing_that_others_have_seen, "I2", 200, ON_FOREIGN),
+    Mutant(foreign, "parted", looks_at_nothing_that_others_have_seen, "I2", 2_000, ON_FOREIGN),
     Mutant(foreign, "_list_digest", looks_at_no_list, "I2 I4", 0, ON_FOREIGN),
 ]
 
@@ -313,7 +366,9 @@ def first_failure(where: int | str | tuple[str, ...], config: SimulationConfig) 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.mistake.__name__)
 def test_a_mistake_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mutant.target, mutant.name, mutant.mistake)
+    right = vars(mutant.target)[mutant.name]
+    mistake = property(mutant.mistake) if isinstance(right, property) else mutant.mistake
+    monkeypatch.setattr(mutant.target, mutant.name, mistake)
     seen: Exception | None
     try:
         seen = first_failure(mutant.where, mutant.config)

@@ -237,6 +237,15 @@ class TestSession:
         assert core.told_lost(10, 301, hung=True) == []
         assert self.hellos([*core.went_on(400)]) == [11]
 
+    def test_a_lighthouse_that_has_forgotten_the_loss_is_said_the_same_session(self) -> None:
+        core = self.welcomed()
+        core.told_lost(10, 100, hung=True)
+        core.stream_broke(200)
+        assert self.hellos([*core.stream_opened(300)]) == [10]
+        core.welcomed(10, 2, 301)
+        assert not core.hangs
+        assert core.went_on(400) == []
+
     def test_who_goes_on_without_a_stream_learns_of_the_loss_when_it_has_one(self) -> None:
         core = self.welcomed()
         core.told_lost(10, 100, hung=True)
@@ -376,6 +385,22 @@ class TestLighthouse:
         job.beat("c", word(OWN, 11_000))
         assert lost(job.pass_ms(200)) == ["c"]
         assert lost(job.pass_ms(4_000)) == []
+
+    def test_the_last_holder_of_the_state_is_not_lost(self) -> None:
+        """Without it the others would start over, and nobody gains by that."""
+        job = Job()
+        for name in "ac":
+            job.ask(name, 3, job.quorum.key)
+        job.ask("b", 6, job.quorum.key)
+        assert [member.step for member in job.newest().members] == [3, 6, 3]
+        job.beat("b", word(OWN, 9_000))
+        assert lost(job.pass_ms(1_000)) == []
+        job.ask("a", 6, job.newest().key)
+        job.ask("c", 6, job.newest().key)
+        job.ask("b", 6, job.newest().key)
+        assert [member.step for member in job.newest().members] == [6, 6, 6]
+        job.beat("b", word(OWN, 9_000))
+        assert lost(job.pass_ms(100)) == ["b"]
 
     def test_all_wait_in_one_reduction(self) -> None:
         job = Job()

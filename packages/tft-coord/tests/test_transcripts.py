@@ -33,6 +33,7 @@ NEEDED = {
     "scenario_08_notices",
     "scenario_09_partial_commit",
     "scenario_10_long_healing",
+    "scenario_11_hangs",
     "scenario_12_foreign_states",
     "scenario_14_sick_lighthouse",
     "scenario_15_foreign_lighthouse",

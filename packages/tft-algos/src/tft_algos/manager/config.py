@@ -52,6 +52,9 @@ class ManagerConfig:
         connect_timeout: to reach the store, the manager server and a source; env TORCHFT_CONNECT_TIMEOUT_SEC.
             Default 60 s.
         heal_timeout: a whole healing, waiting for the source included. Default 600 s.
+        slowest_step: a trainer that is busy with its own part of a step (forward, backward) for longer hangs: it is
+            lost, and the others go on without it. The first step after a start, a healing or a reconfiguration may
+            take any time. Zero: nobody ever hangs; env TFT_SLOWEST_STEP_SEC. Default 600 s.
         timeouts: all waiting times in one value, in place of the single ones above.
         rank: this process's place in its replica group; env RANK. Default 0.
         world_size: processes in the replica group; env WORLD_SIZE. Default 1.
@@ -89,6 +92,7 @@ class ManagerConfig:
     quorum_timeout: timedelta | None = None
     connect_timeout: timedelta | None = None
     heal_timeout: timedelta | None = None
+    slowest_step: timedelta | None = None
     timeouts: Timeouts | None = None
     rank: int | None = None
     world_size: int | None = None
@@ -117,6 +121,8 @@ class ManagerConfig:
             raise SettingError(f'on_divergence is {self.on_divergence!r}; give "heal" or "stop"')
         for name in ("timeout", "quorum_timeout", "connect_timeout", "heal_timeout", "heartbeat_interval"):
             self._check_duration(name)
+        if self.slowest_step != timedelta():
+            self._check_duration("slowest_step")
         for name in ("use_async_quorum", "init_sync"):
             if not isinstance(getattr(self, name), bool):
                 raise SettingError(f"{name} is {getattr(self, name)!r}; give True or False")
@@ -336,13 +342,15 @@ def _timeouts(config: ManagerConfig, environ: Mapping[str, str]) -> tuple[Timeou
         "quorum_timeout": "TORCHFT_QUORUM_TIMEOUT_SEC",
         "connect_timeout": "TORCHFT_CONNECT_TIMEOUT_SEC",
         "heal_timeout": "",
+        "slowest_step": "TFT_SLOWEST_STEP_SEC",
     }
     for name, variable in variables.items():
         said: timedelta | None = getattr(config, name)
         if said is not None:
             chosen[f"{name}_ms"] = round(said.total_seconds() * 1_000)
         elif config.timeouts is None and environ.get(variable):
-            chosen[f"{name}_ms"] = _milliseconds(variable, environ[variable])
+            least_s = 0.0 if name == "slowest_step" else 0.001
+            chosen[f"{name}_ms"] = _milliseconds(variable, environ[variable], least_s)
     try:
         timeouts = replace(config.timeouts, **chosen) if config.timeouts is not None else Timeouts(**chosen)
     except CoordinationSettingError as error:
@@ -350,12 +358,12 @@ def _timeouts(config: ManagerConfig, environ: Mapping[str, str]) -> tuple[Timeou
     return timeouts, "timeout_ms" in chosen or config.timeouts is not None
 
 
-def _milliseconds(variable: str, text: str) -> int:
+def _milliseconds(variable: str, text: str, least_s: float) -> int:
     try:
         seconds = float(text)
     except ValueError:
-        seconds = 0.0
-    if not 0.001 <= seconds <= 7 * 24 * 3_600:
+        seconds = -1.0
+    if not least_s <= seconds <= 7 * 24 * 3_600:
         raise SettingError(f"{variable} is {text!r}; give seconds, for example 60 or 1.5")
     return round(seconds * 1_000)
 

@@ -20,6 +20,7 @@ from tft_algos.manager.group_store import GroupStore, open_group_store
 from tft_algos.manager.parts import ServerRestarted
 from tft_coord import ManagerServer
 from tft_coord.client.news import News
+from tft_coord.core.progress import Progress
 from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest, Verdict
 from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, GroupLost, Unreachable
 
@@ -49,6 +50,7 @@ class GroupCoordinator:
         self._lock = threading.Condition()  # notified when the client has changed
         self._closing = threading.Event()
         self._listener: Callable[[News], None] = lambda _: None
+        self._progress: Callable[[], Progress | None] = lambda: None
         self._watch: threading.Thread | None = None
         self._store: GroupStore = open_group_store(config)
         try:
@@ -99,6 +101,10 @@ class GroupCoordinator:
 
     def listen(self, listener: Callable[[News], None]) -> None:
         self._listener = listener
+
+    def follow(self, progress: Callable[[], Progress]) -> None:
+        self._progress = progress
+        self._client_in_use().beat()  # a rank that holds its interpreter's lock before the next one is judged by it
 
     def gather(self, name: str, value: str, timeout: timedelta) -> tuple[str, ...]:
         if self._config.world_size == 1:
@@ -228,6 +234,7 @@ class GroupCoordinator:
             timeouts=config.timeouts,
             link=self._server.link() if self._server is not None else None,
             listener=self._told,
+            progress=lambda: self._progress(),
         )
 
 

@@ -56,6 +56,7 @@ from tft_algos.manager.records import Records
 from tft_algos.manager.reducer import Reducer
 from tft_algos.manager.reduction import check_weight
 from tft_algos.manager.shards import has_shards, place_shards
+from tft_algos.manager.whereabouts import Whereabouts
 from tft_ckpt import CheckpointTransport, HTTPTransport
 from tft_coord.client.news import News
 from tft_coord.core.types import (
@@ -149,6 +150,13 @@ class Manager:
         self._digester = StateDigester()
         self._reading_allowed = True
         self._reducer = Reducer(pg, self._core, self._clock, self._report)
+        self._where = Whereabouts(
+            self._core,
+            slowest_step_ms=self._config.timeouts.slowest_step_ms,
+            num_reductions=lambda: self._reducer.num_started,
+            reduces=lambda: self._reducer.reduces,
+            monotonic=self._clock.monotonic,
+        )
         self._quorum: Future[None] | None = None
         self._fetch: Fetch | None = None
         self._healed_bytes = 0
@@ -187,6 +195,7 @@ class Manager:
         self.commits_logger = self._records.commits
         self.errors_logger = self._records.errors
         self._coordinator.listen(self._told)
+        self._coordinator.follow(self._where.look)
 
     # --- the user's state ----------------------------------------------------------------------------------------
 
@@ -313,6 +322,7 @@ class Manager:
         if unsaid:
             request = replace(request, fingerprint=unsaid)
         takes_early = self._takes_early()
+        self._where.step_begins()
         self._quorum = self._executor.submit(self._negotiate, request, limit)
         if takes_early:
             self._early.take(self._core.boundary_state())
@@ -320,7 +330,9 @@ class Manager:
             self._transport.prepare_to_send()  # now that nobody waits for this replica's first step any more
         if not self._config.use_async_quorum:
             self.wait_quorum()
+            self._where.waits = True
             self._give_or_take_state()
+            self._where.waits = False
             self._raise_fatal()  # who was told meanwhile that its group is lost has nobody to train with
 
     def _takes_early(self) -> bool:
@@ -346,8 +358,10 @@ class Manager:
     def _negotiate(self, request: RankRequest, timeout: timedelta) -> None:
         """On the quorum thread: from the request to a configured group."""
         begun = self._clock.monotonic()
+        excused = True
         try:
             arrival = self._ask(request, timeout)
+            excused = arrival.configure or arrival.heal or self._healed_in == self.attempt - 1
             self._early.plan_arrived(arrival.plan)
             self._leaving.plan_arrived(arrival.plan)
             if arrival.heal:
@@ -374,6 +388,8 @@ class Manager:
         except Exception as error:
             self._no_quorum(error)
             raise
+        finally:
+            self._where.planned(excused=excused)
 
     def _no_quorum(self, error: Exception) -> None:
         with self._lock:
@@ -680,6 +696,7 @@ class Manager:
         if self._synchronize is not None:
             self._synchronize()
         self._reducer.release()
+        self._where.waits = True  # for state, and for the verdict
         failure = self._pg.errored()
         # On the CPU each reduction has told its own end by now; the abort of a broken quorum leaves the gradients of
         # those that succeeded alone. On a device it may have torn what was only queued.

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tft_coord.client.news import News
+from tft_coord.core.progress import Progress
 from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest, Verdict
 
 
@@ -104,6 +105,10 @@ class Coordinator(Protocol):
 
         Raises: DeadlinePassed, GroupLost, Closed, ServerRestarted: nobody has taken it.
         """
+        ...
+
+    def follow(self, progress: Callable[[], Progress]) -> None:
+        """Have `progress` asked once a beat where in its step this rank is, by a thread of the coordinator's."""
         ...
 
     def gather(self, name: str, value: str, timeout: timedelta) -> tuple[str, ...]:

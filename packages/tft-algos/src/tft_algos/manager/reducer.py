@@ -58,6 +58,7 @@ class Reducer:
         self._report = report
         self._in_flight: list[Reduction] = []
         self.has_reduced = False  # in this step
+        self.num_started = 0  # in this Manager's life
         self._weight: float | None = None
         self._denominators: dict[torch.device, Denominator] = {}  # of that weight
         self._unread: list[tuple[Denominator, StepName]] = []
@@ -80,6 +81,11 @@ class Reducer:
         self._weight = None
         self._denominators.clear()
         self._unread.clear()
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a reduction is under way; asked from any thread."""
+        return any(not reduction.is_completed() for reduction in tuple(self._in_flight))
 
     def finish(self) -> None:
         """Wait until all that was started has ended."""
@@ -158,6 +164,7 @@ class Reducer:
             name=str(name),
         )
         self._in_flight.append(reduction)
+        self.num_started += 1
         return reduction
 
     def _denominator(

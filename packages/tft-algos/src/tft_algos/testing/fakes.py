@@ -21,6 +21,7 @@ from tft_algos.manager.reduction import changing
 from tft_ckpt import CheckpointTransport, Closed, StagedCheckpoint, StateKey, StateUnavailable, WrongSetting
 from tft_coord.client.news import News
 from tft_coord.core.lineage import initial_lineage
+from tft_coord.core.progress import Progress
 from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest, Source, Verdict
 from tft_pg.work import PendingWork
 
@@ -81,7 +82,7 @@ class ScriptedCoordinator:
         replica_id: of the group.
 
     `requests`, `votes` and `gathered` hold what was asked, voted and given to the other ranks of the group, who give
-    `other_ranks`; `listener` is the Manager's, to be told of losses.
+    `other_ranks`; `listener` is the Manager's, to be told of losses, and `progress` to be asked where it is.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class ScriptedCoordinator:
         self.other_ranks: tuple[str, ...] = ()
         self.healed_bytes = 0
         self.closed = False
+        self.progress: Callable[[], Progress | None] = lambda: None
         self.listener: Callable[[News], None] = lambda _: None
 
     def quorum(self, request: RankRequest, timeout: timedelta) -> Plan | QuorumKey:
@@ -127,6 +129,9 @@ class ScriptedCoordinator:
     def gather(self, name: str, value: str, timeout: timedelta) -> tuple[str, ...]:
         self.gathered.append((name, value))
         return (value, *self.other_ranks)
+
+    def follow(self, progress: Callable[[], Progress]) -> None:
+        self.progress = progress
 
     def listen(self, listener: Callable[[News], None]) -> None:
         self.listener = listener

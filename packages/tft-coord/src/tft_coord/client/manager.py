@@ -247,6 +247,11 @@ class ManagerClient:
             most = min(healed_bytes, MAX_HEALED_BYTES)
             self._session.healed_bytes = max(self._session.healed_bytes, most)
 
+    def beat(self) -> None:
+        """Tell where in its step this rank is, out of turn: who has never told it can't be found to hang."""
+        if self._session is not None:
+            self._session.beat()
+
     def close(self) -> None:
         """Say goodbye for this rank, if it has a session, and end; calls under way end with Closed. Idempotent."""
         if self._closed:

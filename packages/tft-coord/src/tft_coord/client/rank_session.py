@@ -120,6 +120,15 @@ class RankSession:
             case answer:
                 return answer
 
+    def beat(self) -> None:
+        """Tell where in its step this rank is, out of turn."""
+
+        def now() -> None:
+            if self._outbox is not None:
+                self._say_where(self._outbox, self.healed_bytes)
+
+        self._share.loop.call_soon_threadsafe(now)
+
     def close(self) -> None:
         """Say goodbye and end. Calls under way end with Closed."""
         if self._share.inherited:
@@ -269,11 +278,15 @@ class RankSession:
         """Tell where in its step this rank is, and how much live state has come in, if there is anything to tell."""
         told = 0
         while True:
+            told = self._say_where(outbox, told)
             await asyncio.sleep(self._timeouts.beat_interval_ms / 1000)
-            progress = self._where()
-            if progress is not None or self.healed_bytes > told:
-                told = self.healed_bytes
-                outbox.put(codec.encode_from_rank(codec.RankBeat(told, progress)))
+
+    def _say_where(self, outbox: Outbox, told: int) -> int:
+        progress = self._where()
+        if progress is not None or self.healed_bytes > told:
+            told = self.healed_bytes
+            outbox.put(codec.encode_from_rank(codec.RankBeat(told, progress)))
+        return told
 
     def _where(self) -> Progress | None:
         try:

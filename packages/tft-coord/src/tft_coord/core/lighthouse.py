@@ -484,13 +484,28 @@ class Job:
 
     def _judge_hung(self, now_ms: int) -> list[effects.LighthouseEffect]:
         """Take for lost whose trainer hangs; where all wait for one another, end that, and blame nobody."""
-        hung = self.hangs.hung(now_ms)
+        hung = self.hangs.hung(now_ms, self._last_holder)
         if hung is not None:
             replica_id, progress = hung
             lost = self.liveness.hang(replica_id, hang_reason(progress), now_ms)
             return self._told_lost(lost) if lost is not None else []
         step = self.hangs.stuck(self._members) if self._broken is None else None
         return [] if step is None else self._break_for_all(stuck_reason(step))
+
+    def _last_holder(self) -> list[str]:
+        """Whoever is the only one left that holds the newest quorum's state: without it the others would start over."""
+        held = [self.previous.replica_ids[rank] for rank in self._up_to_date()] if self.previous is not None else []
+        living = [name for name in held if (known := self.liveness.replicas.get(name)) is not None and known.healthy]
+        return living if len(living) == 1 else []
+
+    def _up_to_date(self) -> tuple[int, ...]:
+        """Replica ranks that hold the newest quorum's state; none before the first step, and where all are torn."""
+        assert self.previous is not None
+        try:
+            common = assign(self.previous)
+        except ProtocolError:
+            return ()
+        return tuple(common.up_to_date) if common.step > 0 else ()
 
     def _told_lost(self, lost: Lost) -> list[effects.LighthouseEffect]:
         replica = lost.replica

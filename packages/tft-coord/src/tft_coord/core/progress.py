@@ -12,7 +12,7 @@ Source: protocol.md section 6.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from tft_coord.timeouts import Timeouts
@@ -193,11 +193,18 @@ class HangWatch:
         self._hung.clear()
         self._stuck.clear()
 
-    def hung(self, now_ms: int) -> tuple[str, Progress] | None:
-        """Who hangs, and must be taken for lost now; told once."""
+    def hung(self, now_ms: int, spared: Callable[[], Collection[str]] = tuple) -> tuple[str, Progress] | None:
+        """Who hangs, and must be taken for lost now; told once.
+
+        Args:
+            spared: gives those without whom nobody could go on.
+        """
         if not self._hung or (self._lost_ms is not None and now_ms - self._lost_ms < self._patience_ms):
             return None
-        replica_id = max(sorted(self._hung), key=lambda name: self._hung[name][0].since_ms - self._hung[name][1])
+        names = sorted(self._hung.keys() - set(spared()))
+        if not names:
+            return None
+        replica_id = max(names, key=lambda name: self._hung[name][0].since_ms - self._hung[name][1])
         progress, _ = self._hung.pop(replica_id)
         self._lost_ms = now_ms
         return replica_id, progress

@@ -205,6 +205,7 @@ class SessionCore:
         self.lighthouse_started_ms = lighthouse_started_ms
         self.cluster_id = cluster_id
         self._welcomed = self._stays = True
+        self.hangs = False  # a lighthouse that has forgotten the loss will see for itself
         self._broken_at_ms = None
         self._stale_in_a_row = 0
         self._duplicate_since_ms = None

@@ -22,6 +22,7 @@ from tft_coord.core import effects, events
 from tft_coord.core.types import LeaveRequest, LossNotice, Member, NewcomerAsks, Quorum, QuorumKey, Released
 from tft_coord.testing.clock import VirtualClock
 from tft_coord.testing.foreign_process import ForeignLighthouseProcess
+from tft_coord.testing.hang_truth import HangTruth
 from tft_coord.testing.invariants import InvariantBroken, Invariants
 from tft_coord.testing.lighthouse_process import JOB, OTHER_JOB, LighthouseProcess, kind_of_loss
 from tft_coord.testing.loss_watch import LossWatch
@@ -52,6 +53,7 @@ SHORT_TIMEOUTS = Timeouts(
     join_timeout_ms=3_000,
     heal_timeout_ms=12_000,
     beat_interval_ms=500,
+    slowest_step_ms=3_000,
 )
 
 
@@ -186,8 +188,10 @@ class Cluster:
         self.wall_offset_ms = 0  # by which somebody has set the clock on the wall
         self._invariants: dict[str, Invariants] = {}
         self.losses = LossWatch(self)
+        self.hangs = HangTruth(self)
         self.replicas: dict[str, Replica] = {}
         self.torchft: dict[str, TorchftProcess] = {}
+        self.lives: list[Replica] = []  # all that were ever started
         self.log: deque[str] = deque(maxlen=log_lines)
         self.decides = ""  # the lighthouse whose decisions are told just now
         self.foreign_observer: Callable[[Quorum], None] = lambda _: None
@@ -314,6 +318,11 @@ class Cluster:
         self.foreign_observer(quorum)
 
     @property
+    def is_foreign(self) -> bool:
+        """Whether the lighthouse is torchft's."""
+        return isinstance(self.lighthouse, ForeignLighthouseProcess)
+
+    @property
     def our_lighthouse(self) -> LighthouseProcess:
         """The lighthouse, in a cluster where it is not torchft's."""
         assert isinstance(self.lighthouse, LighthouseProcess)
@@ -363,6 +372,7 @@ class Cluster:
             replica = Replica(name, first.replica_id, replaces, life, first.job, elsewhere=name)
         replica.world_size = world_size or self.config.world_size
         self.replicas[name] = replica
+        self.lives.append(replica)
         self.start_manager(replica)
         chosen = settings if settings is not None else self.config.trainers
         for rank in range(replica.world_size):
@@ -407,6 +417,7 @@ class Cluster:
 
         def opened(stream: Stream) -> None:
             stream.listen(trainer, heard, again)
+            self._beat(trainer, stream)
 
         def heard(news: LossNotice | NewcomerAsks | LeaveRequest | Released) -> None:
             match news:
@@ -427,6 +438,12 @@ class Cluster:
             opened=opened,
             failed=again,
         )
+
+    def _beat(self, trainer: Trainer, stream: Stream) -> None:
+        """A rank says once a beat where in its step it is, for as long as its stream stands."""
+        if stream.open:
+            stream.send(trainer, trainer.progress())
+            trainer.after(self.timeouts.beat_interval_ms, lambda: self._beat(trainer, stream))
 
     def end_process(self, process: Process, *, vanish: bool = False) -> None:
         """End one process, and let the network show it."""
@@ -501,6 +518,23 @@ class Cluster:
     def shut_down(self, replica: Replica, reason: str) -> None:
         """End what is left of a replica group."""
         self._finish(replica, reason)
+
+    def stick(self) -> None:
+        """No reduction of the newest quorum ends any more."""
+        if self.is_foreign:
+            return
+        quorum = self.our_lighthouse.core.quorum(JOB)
+        if quorum is not None:
+            for (key, _), group in self._groups.items():
+                group.sticks = group.sticks or key == quorum.key
+            self.hangs.sticks(quorum.key)
+
+    def unstick(self) -> None:
+        """All reductions end again."""
+        for group in self._groups.values():
+            if group.sticks:
+                group.sticks = False
+                group.look()
 
     def restart_lighthouse(self, after_ms: int) -> None:
         """The lighthouse dies, and another with an empty memory starts at its address."""

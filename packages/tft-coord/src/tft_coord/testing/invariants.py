@@ -19,7 +19,7 @@ from tft_coord.core.types import Hello, Member, Plan, Purpose, Quorum, QuorumKey
 class InvariantBroken(AssertionError):
     """An invariant does not hold. `invariant` is its number in design.md section 10, as `I3`; or `P3`, the bar on how
     soon the survivors of a loss go on; or `P6`: members differ that must not (protocol.md section 6); or `L1`: leaving
-    costs the others something."""
+    costs the others something; or `H1`: nobody is taken to hang who does not; or `H2`: who hangs is lost."""
 
     def __init__(self, invariant: str, message: str) -> None:
         super().__init__(f"{invariant}: {message}")
@@ -238,6 +238,19 @@ class Attendance:
         shrinks = any(member.shrink_only and member.replica_id in before for member in asking)
         return shrinks and len(asking) >= self._min_replicas
 
+    def lives(self, replica_id: str) -> bool:
+        """Whether a session of it stands."""
+        return replica_id in self._sessions
+
+    def is_last_holder(self, replica_id: str) -> bool:
+        """Whether nobody else that lives holds the newest quorum's state."""
+        whole = [member for member in self._newest.members if not member.torn] if self._newest is not None else []
+        step = max((member.step for member in whole), default=0)
+        held = [member for member in whole if member.step == step]
+        lineages = {member.lineage for member in held if member.replica_id == replica_id}
+        living = {each.replica_id for each in held if each.replica_id in self._sessions and each.lineage in lineages}
+        return step > 0 and living == {replica_id}
+
     def is_dead(self, replica_id: str) -> bool:
         """Whether its end was reported, or another has taken its place for good."""
         return replica_id in self._dead
@@ -331,6 +344,11 @@ class Attendances:
         """As its hello said; before that a stream says nothing that counts."""
         hello = self._hellos.get(stream)
         return hello.job if hello is not None else ""
+
+    def replica_of(self, stream: int) -> str:
+        """As its hello said."""
+        hello = self._hellos.get(stream)
+        return hello.replica_id if hello is not None else ""
 
     def heard(self, event: events.LighthouseEvent) -> None:
         """It hears something."""

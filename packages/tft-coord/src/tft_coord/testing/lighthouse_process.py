@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 JOB = "job"
 OTHER_JOB = "other"
+HANG = "its trainer hangs"
+STUCK = "waits in a reduction"
 WAITS = (
     "of min_replicas",
     "a majority is needed",
@@ -176,16 +178,22 @@ class LighthouseProcess(Process):
                 case effects.QuorumFormed() if not order.job:
                     continue  # of torchft's members; ours have a job
             self._cluster.decides = self.name
+            if isinstance(order, effects.Welcome):
+                self._cluster.hangs.welcomed(self._attendances.replica_of(order.stream), order.session)
             self._cluster.watch(order)
             self._attendances.decided(order, self.clock.now_ms)
             match order:
                 case effects.ReplicaLeft():
                     continue
                 case effects.QuorumFormed() | effects.ReplicaLost():
+                    if isinstance(order, effects.ReplicaLost) and order.reason.startswith(HANG):
+                        self._cluster.hangs.lost(order.replica_id, order.session)
                     self._story_of(order.job).decided(order, self.clock.now_ms)
                     continue
                 case effects.NotifyLoss() if order.notice.lives:
                     self._cluster.marks.hit("one that lives broke its quorum")
+                    if order.notice.reason.startswith(STUCK):
+                        self._all_are_stuck(order)
             self._story_of(self._attendances.job_of(order.stream)).decided(order, self.clock.now_ms)
             match order:
                 case effects.RefuseSession() | effects.CloseStream():
@@ -197,6 +205,14 @@ class LighthouseProcess(Process):
                         self._closed(order.stream)
                 case _:
                     self._say(order.stream, order)
+
+    def _all_are_stuck(self, order: effects.NotifyLoss) -> None:
+        notice = order.notice
+        self._cluster.marks.hit("all were stuck in one reduction")
+        self._cluster.losses.left(self, notice.key, notice.replica_id, surely=True)
+        held = self.core.quorum(self._attendances.job_of(order.stream))
+        if held is not None and held.key == notice.key:
+            self._cluster.hangs.stuck(notice.key, held.replica_ids)
 
     def _say(self, number: int, order: effects.LighthouseEffect) -> None:
         stream = self._streams.get(number)
@@ -309,7 +325,7 @@ class LighthouseStory:
 
 def kind_of_loss(reason: str) -> str:
     """In which of the ways a replica was lost."""
-    for kind in ("silent", "its stream broke", "its manager server reports", "replaced by"):
+    for kind in ("silent", "its stream broke", "its manager server reports", "replaced by", HANG):
         if reason.startswith(kind):
             return kind
     return reason

@@ -73,7 +73,7 @@ class LossWatch:
     def _judge(self, replica: Replica, trainer: Trainer, key: QuorumKey, at_ms: int) -> None:
         if (key, replica.replica_id) in self._left:
             return  # its ranks wait for the next quorum
-        since_ms = self._reached_since_ms(replica, trainer, key)
+        since_ms = self.reached_since_ms(replica, trainer, key)
         if since_ms is None:
             return
         for_ms = self._cluster.clock.now_ms - max(at_ms, since_ms, trainer.group_since_ms)
@@ -82,12 +82,19 @@ class LossWatch:
                 "P3", f"{trainer.name} is still in quorum {key}, broken and within reach for {for_ms} ms"
             )
 
-    def _reached_since_ms(self, replica: Replica, trainer: Trainer, key: QuorumKey) -> int | None:
-        """Since when a notice would have come through to that rank at once; None if it would not now."""
+    def reached_since_ms(
+        self, replica: Replica, trainer: Trainer, key: QuorumKey, *, stopped: bool = False
+    ) -> int | None:
+        """Since when a notice would have come through to that rank at once; None if it would not now.
+
+        Args:
+            stopped: the rank itself is, and hears nothing; only the way to it is looked at.
+        """
         lighthouse, manager, network = self._cluster.our_lighthouse, replica.manager, self._cluster.network
         if replica.ended or manager is None or lighthouse.attendance_of(replica.job).is_dead(replica.replica_id):
             return None  # it ends; or another has taken its place, and it hears of that when it speaks
-        if any(process.state is not State.RUNNING for process in (lighthouse, manager, trainer)):
+        processes = (lighthouse, manager) if stopped else (lighthouse, manager, trainer)
+        if any(process.state is not State.RUNNING for process in processes):
             return None
         rank_since_ms, lighthouse_since_ms = manager.rank_since_ms(trainer.rank), manager.lighthouse_since_ms()
         if rank_since_ms is None or lighthouse_since_ms is None or manager.lighthouse is not lighthouse:
@@ -100,5 +107,5 @@ class LossWatch:
             rank_since_ms,
             network.calm_since_ms("lighthouse", manager.name),
             network.calm_since_ms(manager.name, trainer.name),
-            *(process.running_since_ms for process in (lighthouse, manager, trainer)),
+            *(process.running_since_ms for process in processes),
         )

@@ -122,7 +122,7 @@ class ManagerProcess(Process):
             self.handle(events.RankDisconnected(rank=rank, stream=stream.number))
 
         self._ranks[rank] = stream
-        stream.listen(self, lambda _: None, closed)
+        stream.listen(self, lambda progress: self.handle(events.RankProgressed(rank, progress)), closed)
         self.handle(events.RankConnected(rank=rank, stream=stream.number, session=session))
 
     def called(
@@ -135,7 +135,11 @@ class ManagerProcess(Process):
     def handle(self, event: events.GroupEvent) -> None:
         """Give the group core an event."""
         self._cluster.trace(self.name, event)
-        self._perform_group(self.group.handle(event, self.clock.now_ms))
+        now_ms = self.clock.now_ms
+        self._perform_group(self.group.handle(event, now_ms))
+        if self.session.hangs and not self.group.is_hung(now_ms):
+            self._cluster.marks.hit("a session that was held back was opened")
+            self._perform_session(self.session.went_on(now_ms))
         self._set_deadline()
 
     def _set_deadline(self) -> None:
@@ -235,7 +239,8 @@ class ManagerProcess(Process):
                     self._cluster.marks.hit("a request was withdrawn")
                     self._send(partial(events.RequestWithdrawn, request=order.request))
                 case SendBeat():
-                    self._send(partial(events.BeatReceived, healed_bytes=order.healed_bytes))
+                    healed_bytes, progress = order.healed_bytes, order.progress
+                    self._send(partial(events.BeatReceived, healed_bytes=healed_bytes, progress=progress))
                 case SendLeave():
                     self._send(partial(events.LeaveReceived, reason=order.reason, serve_ms=order.serve_ms))
                 case HangUp():
@@ -348,7 +353,8 @@ class ManagerProcess(Process):
     def _tick_session(self) -> None:
         if self._beat is not None:
             self._beat.cancel()
-        self._perform_session(self.session.tick(self.clock.now_ms))
+        now_ms = self.clock.now_ms
+        self._perform_session(self.session.tick(now_ms, lambda: self.group.progress(now_ms)))
         if self._stream is not None:
             due_ms = max(self.session.next_beat_ms, self.clock.now_ms + 50)
             self._beat = self.clock.at(due_ms, lambda: self.run(self._tick_session))
@@ -368,7 +374,8 @@ class ManagerProcess(Process):
                 )
             case effects.TellLost():
                 self._cluster.marks.hit("the living were told that they are lost")
-                self._perform_session(self.session.told_lost(order.session, now_ms))
+                hung = self.group.is_hung(now_ms)
+                self._perform_session(self.session.told_lost(order.session, now_ms, hung=hung))
                 self.handle(events.SessionLost(order.session, order.message))
             case effects.NotifyLoss():
                 self.handle(events.LossNoticed(order.notice))

@@ -74,6 +74,14 @@ SCENARIO_MARKS: Mapping[int, tuple[str, ...]] = {
         "a transfer lost its last source",
         "waited: heals and its bytes arrive",
     ),
+    11: (
+        "lost: its trainer hangs",
+        "came back after its loss: its trainer hangs",
+        "a session that was held back was opened",
+        "all were stuck in one reduction",
+        "a first step took longer than slowest_step",
+        "a trainer was late for longer than slowest_step",
+    ),
     12: (
         "loaded states of one step met",
         "request refused: ahead",

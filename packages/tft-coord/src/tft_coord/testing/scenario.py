@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from tft_coord.core import effects
 from tft_coord.core.types import Member, Quorum, QuorumKey
 from tft_coord.testing.cluster import Chance, Cluster, ClusterConfig, Replica
-from tft_coord.testing.lighthouse_process import JOB
+from tft_coord.testing.lighthouse_process import JOB, STUCK
 from tft_coord.testing.network import Fate, Rule
 from tft_coord.testing.process import Process
 from tft_coord.testing.trainer import Trainer, TrainerSettings
@@ -164,6 +164,8 @@ class Scenario:
                 if order.message not in self._refusals:  # whoever is refused may try again and again
                     self._refusals.add(order.message)
                     self._tell(self.cluster.decides, f"refuses: {order.message}")
+            case effects.NotifyLoss() if order.notice.reason.startswith(STUCK):
+                self._tell(self.cluster.decides, str(order.notice).replace(str(order.notice.key), self._name(order)))
             case effects.AskForQuorum():
                 who = self.cluster.replica_of_stream(order.stream)
                 name = who.replica_id if who is not None else "somebody"
@@ -193,6 +195,9 @@ class Scenario:
         elif any(other[0] == key for _, other in self._given):
             self._tell("lighthouse", f"quorum {self._quorum(order.quorum)} stands, and is told anew")
         self._given.add((name, formed))
+
+    def _name(self, order: effects.NotifyLoss) -> str:
+        return str(self._number(order.notice.key))
 
     def _number(self, key: QuorumKey) -> int:
         return self._numbers.setdefault(key, len(self._numbers) + 1)
@@ -461,6 +466,23 @@ class Scenario:
         """late a 5000: it takes so long before its next request (evaluation, a checkpoint, compiling)."""
         for trainer in self._trainers(words[:1]):
             trainer.late_ms = int(words[1])
+        return []
+
+    def _do_hang(self, words: list[str]) -> Iterable[str]:
+        """hang a | a/1: it hangs in its next forward, in a step that is not excused, until `wake a`."""
+        for trainer in self._trainers(words):
+            trainer.will_hang = True
+        return []
+
+    def _do_wake(self, words: list[str]) -> Iterable[str]:
+        """wake a: end of `hang a`."""
+        for trainer in self._trainers(words):
+            trainer.wake()
+        return []
+
+    def _do_stick(self, words: list[str]) -> Iterable[str]:
+        """stick: no reduction of the newest quorum ends any more."""
+        self.cluster.stick()
         return []
 
     def _do_spread(self, words: list[str]) -> Iterable[str]:

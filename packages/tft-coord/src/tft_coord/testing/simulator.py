@@ -127,6 +127,7 @@ class Simulation:
         self._seed = seed
         self._config = config
         self._faults = self._rng("faults")
+        self._compiles = self._rng("compiles")
         workload = self._rng("workload")
         nonces = self._rng("nonces")
         words = self._rng("words")
@@ -184,7 +185,7 @@ class Simulation:
             jitter=jitter.random,
             nonces=lambda: nonces.getrandbits(64),
             words=lambda: words.getrandbits(64),
-            step_ms=lambda _: workload.randint(50, 400),
+            step_ms=lambda name: workload.randint(50, 400) + self._compile_ms(name),
             spread_ms=lambda: groups.randint(1, 60),
             chunk_ms=lambda _: groups.randint(5, 120 if self._calm else slow_chunk_ms),
             optimizer_raises=self._optimizer_raises,
@@ -247,6 +248,10 @@ class Simulation:
             cluster.shut_down(cluster.replicas[STRANGER], "it was a mistake")
         for stranger in cluster.torchft.values():
             cluster.end_process(stranger)
+        cluster.unstick()
+        for each in cluster.replicas.values():
+            for trainer in each.trainers:
+                trainer.wake()
         for process in [cluster.lighthouse, *(p for r in cluster.replicas.values() for p in r.processes())]:
             process.resume()
         calm_ms = clock.now_ms
@@ -352,6 +357,14 @@ class Simulation:
         if replica is not None and replica.alive:
             self._break(replica, self._rare.randint(200, 700))
         self.cluster.clock.after(2_000, self._flap_on)
+
+    def _compile_ms(self, name: str) -> int:
+        """In a few lives the first step takes longer than any other may."""
+        replica = self.cluster.replicas[name]
+        first = all(trainer.num_requests == 1 for trainer in replica.trainers)
+        if not first or self._calm or self._compiles.random() > 0.1:
+            return 0
+        return self.cluster.timeouts.slowest_step_ms + self._compiles.randint(0, 2_000)
 
     def _optimizer_raises(self, _name: str) -> bool:
         raises, self._raising = self._raising, False
@@ -651,6 +664,24 @@ class Simulation:
 
         self._on_replica(late)
 
+    def _hang(self) -> None:
+        """A rank hangs in its forward pass, once, for a while."""
+
+        def hang(replica: Replica) -> None:
+            trainer = self._faults.choice(replica.trainers)
+            trainer.will_hang = True
+            self.cluster.clock.after(self._faults.randint(1_000, 9_000), trainer.wake)
+
+        self._on_replica(hang)
+
+    def _hold_lock(self) -> None:
+        """A rank holds its interpreter's lock for longer than a step may take: it says nothing, and hears nothing."""
+        self._on_replica(lambda replica: self._stop([self._faults.choice(replica.trainers)], 3_000, 9_000))
+
+    def _stick(self) -> None:
+        """No reduction of the newest quorum ends."""
+        self.cluster.stick()
+
     def _fail(self) -> None:
         """A rank has an error of its own in a step."""
 
@@ -767,6 +798,9 @@ FAULTS: tuple[Callable[[Simulation], None], ...] = (
     Simulation._raise_in_optimizer,
     Simulation._be_late,
     Simulation._be_late,
+    Simulation._hang,
+    Simulation._hold_lock,
+    Simulation._stick,
     Simulation._fail,
     Simulation._abort,
     Simulation._load_by_hand,

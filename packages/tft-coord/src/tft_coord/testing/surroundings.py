@@ -167,6 +167,9 @@ class Outside:
     def optimizer_raises(self, trainer: Trainer) -> bool:
         return self.cluster.chance.optimizer_raises(self.replica.name)
 
+    def hangs(self, trainer: Trainer) -> None:
+        self.cluster.hangs.begins(self.replica, trainer)
+
     def note(self, trainer: Trainer, text: str) -> None:
         self.cluster.teller(trainer.name, text)
 

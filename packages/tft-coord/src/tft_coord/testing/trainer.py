@@ -19,11 +19,13 @@ from typing import Any, Protocol
 
 from tft_coord.core.fingerprint import Fingerprint, fingerprint_of
 from tft_coord.core.lineage import fold_lineage, initial_lineage
+from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest, Refusal, Verdict
 from tft_coord.testing.clock import VirtualClock
 from tft_coord.testing.invariants import Contribution, Held, InvariantBroken, Invariants, Reduced, Round
 from tft_coord.testing.marks import Marks
-from tft_coord.testing.process import Process
+from tft_coord.testing.process import Process, State
+from tft_coord.testing.stretches import Stretches
 from tft_coord.timeouts import Timeouts
 
 NUM_BUCKETS = 2  # reductions in a step: what one death tears between
@@ -31,6 +33,7 @@ POLL_MS = 50
 HEAL_CHUNKS = 4
 ABORT_AFTER_MS = 50  # a reduction that has its data can end
 LEAVE_WITHIN_MS = 10_000  # so long one that was told to leave stays or serves for others' sake
+OUTSIDE = ("start", "between steps")
 
 
 class Waiter:
@@ -123,6 +126,7 @@ class Group:
         self._met = False
         self._left: set[str] = set()
         self._reductions: dict[int, _Reduction] = {}
+        self.sticks = False  # by a fault of the network's, no reduction ends
 
     def join(self, replica_id: str) -> Waiter:
         """Configure: resolves to True when all members are here."""
@@ -178,7 +182,7 @@ class Group:
             if reduction.complete:
                 if all(waiter.done for waiter in reduction.waiting.values()):
                     self._reductions.pop(number, None)  # whoever heard of it may have looked in between
-            elif len(reduction.given) == len(self._members) and not self._is_torn_apart():
+            elif len(reduction.given) == len(self._members) and not self._is_torn_apart() and not self.sticks:
                 self._complete(number, reduction)
 
     def _complete(self, number: int, reduction: _Reduction) -> None:
@@ -249,6 +253,9 @@ class Surroundings(Protocol):
     def optimizer_raises(self, trainer: Trainer) -> bool:
         """Whether the optimizer raises after this commit."""
 
+    def hangs(self, trainer: Trainer) -> None:
+        """The trainer hangs, or is stopped inside its step, from now on."""
+
     def ended(self, trainer: Trainer, reason: str) -> None:
         """The trainer ends itself."""
 
@@ -307,6 +314,12 @@ class Trainer(Process):
         *,
         host: str = "",
     ) -> None:
+        self._phase = "start"
+        self.phase_since_ms = outside.clock.now_ms
+        self.stopped_since_ms = 0  # the last time
+        self.excused = True
+        self.busy = Stretches()  # with its own work, in a step that is not excused, or stopped
+        self.reducing = Stretches()  # in one reduction
         super().__init__(f"{host or replica_id}/{rank}", outside.clock)
         self.replica_id = replica_id
         self.host = host or replica_id
@@ -329,7 +342,8 @@ class Trainer(Process):
         self.group_since_ms = 0
         self.num_requests = 0
         self.snapshot: Snapshot | None = None
-        self.phase = "start"
+        self._healed_before = False  # in the step before this one
+        self._hang: Waiter | None = None
         # What a script may ask of the next step; random faults use the first.
         self.gives_up_after_ms: int | None = None
         self.shrink_only = False
@@ -340,6 +354,7 @@ class Trainer(Process):
         self.leaving_since_ms: int | None = None  # it was told to leave
         self.left = False
         self.late_ms = 0
+        self.will_hang = False
         self._settings = settings
         self._fingerprint = settings.fingerprint(world_size)
         self._outside = outside
@@ -356,6 +371,62 @@ class Trainer(Process):
     def state_held(self) -> Held:
         """Its state, for comparison."""
         return Held(self.step, self.lineage, self.weights)
+
+    # --- where it is ------------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> str:
+        """Where in its step it is, one word."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, name: str) -> None:
+        self._phase = name
+        self.phase_since_ms = self.clock.now_ms
+        self._note_stretches(anew=True)
+
+    def _note_stretches(self, *, anew: bool = False) -> None:
+        now_ms, stopped = self.clock.now_ms, self.state is State.STOPPED
+        inside = self._phase not in OUTSIDE
+        self.busy.now((stopped and inside) or (self._phase == "forward" and not self.excused), now_ms)
+        self.reducing.now(self._phase == "reduction", now_ms, anew=anew)
+
+    def stop(self) -> None:
+        """SIGSTOP; to the others as if it held its interpreter's lock."""
+        was_running = self.state is State.RUNNING
+        super().stop()
+        self._note_stretches()
+        if was_running:
+            self.stopped_since_ms = self.clock.now_ms
+            if self._phase in ("forward", "reduction") and not self.excused:
+                self._outside.hangs(self)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        super().resume()
+        self._note_stretches()
+
+    def progress(self) -> Progress:
+        """What its beats tell."""
+        phases = {"forward": Phase.OWN, "reduction": Phase.REDUCING, **dict.fromkeys(OUTSIDE, Phase.OUTSIDE)}
+        return Progress(
+            step=self.plan.step if self.plan is not None else self.step,
+            phase=phases.get(self._phase, Phase.WAITING),
+            since_ms=self.clock.now_ms - self.phase_since_ms,
+            excused=self.excused,
+            slowest_step_ms=self._outside.timeouts.slowest_step_ms,
+        )
+
+    @property
+    def hangs(self) -> bool:
+        """Whether it does, for ever unless `wake` is called."""
+        return self._hang is not None and not self._hang.done
+
+    def wake(self) -> None:
+        """If it hangs or would, it does no more."""
+        self.will_hang = False
+        if self._hang is not None:
+            self._hang.resolve(None)
 
     # --- running ----------------------------------------------------------------------------------------------------
 
@@ -489,6 +560,8 @@ class Trainer(Process):
     def _one_step(self) -> Life:
         if self.late_ms:
             late_ms, self.late_ms = self.late_ms, 0
+            if late_ms >= self._outside.timeouts.slowest_step_ms:
+                self._outside.marks.hit("a trainer was late for longer than slowest_step")
             self.phase = "between steps"
             yield self._sleep(late_ms)
         if self.loads_step is not None:
@@ -514,6 +587,9 @@ class Trainer(Process):
         plan = self._plan_of(answer)
         vote = Round(plan.key, plan.step, plan.lineage, Purpose.COMMIT)
         self._offer_early(plan)
+        # The first step after a start, a healing or a reconfiguration may take any time.
+        self.excused = self.held != plan.key or plan.heal or self._healed_before
+        self._healed_before = plan.heal
         good = yield from self._configure(plan)
         if not plan.heal and self.lineage is None:
             self.lineage = plan.lineage
@@ -527,6 +603,7 @@ class Trainer(Process):
                     good = False
         self.phase = "forward"
         yield self._sleep(self._outside.step_ms(self))
+        yield from self._hang_if_asked()
         reduced: Reduced | None = None
         if good:
             reduced = yield from self._reduce(plan)
@@ -558,6 +635,18 @@ class Trainer(Process):
             if not wishes:
                 self._outside.marks.hit("a rank left because another one was told to")
             yield from self._leaves(plan)
+
+    def _hang_if_asked(self) -> Life:
+        if self.clock.now_ms - self.phase_since_ms >= self._outside.timeouts.slowest_step_ms and self.excused:
+            self._outside.marks.hit("a first step took longer than slowest_step")
+        if not self.will_hang or self.excused:
+            return
+        self.will_hang = False
+        self._outside.note(self, "hangs")
+        self._hang = Waiter()
+        self._outside.hangs(self)
+        yield self._hang
+        self._outside.note(self, "hangs no more")
 
     def _plan_of(self, answer: Plan | QuorumKey) -> Plan:
         """The plan that counts now: the one given, or the one that stands, at our step."""
@@ -623,7 +712,6 @@ class Trainer(Process):
 
     def _reduce(self, plan: Plan) -> Life:
         """All buckets; None when one of them fails, and then the group is aborted."""
-        self.phase = "reduction"
         counts = plan.participating_rank is not None and self.step == plan.step
         gradients: list[str] = []
         for bucket in range(NUM_BUCKETS):
@@ -631,6 +719,7 @@ class Trainer(Process):
                 return None
             gradient = f"{self.replica_id}:{self.step}:{bucket}" if counts else None
             self._num_reductions += 1
+            self.phase = "reduction"
             contribution = Contribution(self.replica_id, self.state_held, gradient)
             waiter = self.group.reduce(self._num_reductions, contribution)
             result = yield self._within(waiter, self._outside.timeouts.timeout_ms)

@@ -17,6 +17,7 @@ from tft_algos.manager.parts import Coordinator, Group
 from tft_algos.testing.injector.fault import Fault, Place
 from tft_ckpt import CheckpointTransport, StateKey, StateUnavailable
 from tft_coord.client.news import News
+from tft_coord.core.progress import Progress
 from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest, Verdict
 from tft_coord.errors import DeadlinePassed
 from tft_pg.errors import ConfigureFailed, PeerFailed
@@ -127,6 +128,9 @@ class StruckCoordinator:
 
     def listen(self, listener: Callable[[News], None]) -> None:
         self._inside.listen(listener)
+
+    def follow(self, progress: Callable[[], Progress]) -> None:
+        self._inside.follow(progress)
 
     def gather(self, name: str, value: str, timeout: timedelta) -> tuple[str, ...]:
         return self._inside.gather(name, value, timeout)

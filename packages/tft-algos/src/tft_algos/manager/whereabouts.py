@@ -1,0 +1,87 @@
+"""Where in its step this rank is, as its beats tell it: what finds a trainer that hangs.
+
+The training thread tells nothing. Where it is follows from what the Manager knows anyhow: whether a step is open, its
+plan is here, a reduction is under way, or it waits in the vote or for state. So this costs the step nothing, and a
+thread that looks once a beat sees all of it.
+
+Law of this file: looking, from any thread, and noting since when it is so; nothing is decided and nothing waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+from tft_algos.manager.core import Phase as StepPhase
+from tft_algos.manager.core import StepCore
+from tft_coord.core.progress import Phase, Progress
+
+
+@final
+class Whereabouts:
+    """One rank's place in its step.
+
+    Args:
+        core: says whether a step is open and planned.
+        slowest_step_ms: longest time that a step may take; 0: any.
+        num_reductions: gives how many reductions this Manager has started so far.
+        reduces: whether one of them is under way.
+        monotonic: the time, in seconds.
+    """
+
+    def __init__(
+        self,
+        core: StepCore,
+        *,
+        slowest_step_ms: int,
+        num_reductions: Callable[[], int],
+        reduces: Callable[[], bool],
+        monotonic: Callable[[], float],
+    ) -> None:
+        self._core = core
+        self._slowest_step_ms = slowest_step_ms
+        self._num_reductions = num_reductions
+        self._reduces = reduces
+        self._monotonic = monotonic
+        self._last: tuple[object, ...] = ()
+        self._since_s = monotonic()
+        self.waits = False  # the training thread, in the vote or for state
+        self.quorum_pends = False
+        self.excused = True
+
+    def step_begins(self) -> None:
+        """A quorum is asked for; whether the step is excused shows when its plan is here."""
+        self.waits = False
+        self.quorum_pends = True
+
+    def planned(self, *, excused: bool) -> None:
+        """The quorum is here and the group configured, or it failed.
+
+        Args:
+            excused: the step is the first after a start, a healing or a reconfiguration.
+        """
+        self.excused = excused
+        self.quorum_pends = False
+
+    def look(self) -> Progress:
+        """For the next beat. Since when it is so is known from the first look that found it so."""
+        core, now_s = self._core, self._monotonic()
+        phase = self._phase()
+        plan = core.plan
+        here = (core.name.attempt, phase, self._num_reductions())
+        if here != self._last:
+            self._last, self._since_s = here, now_s
+        return Progress(
+            step=plan.step if plan is not None else core.step,
+            phase=phase,
+            since_ms=round((now_s - self._since_s) * 1_000),
+            excused=self.excused or self.quorum_pends,
+            slowest_step_ms=self._slowest_step_ms,
+        )
+
+    def _phase(self) -> Phase:
+        if self._core.phase is StepPhase.IDLE:
+            return Phase.OUTSIDE
+        if self.waits or self.quorum_pends:
+            return Phase.WAITING
+        return Phase.REDUCING if self._reduces() else Phase.OWN

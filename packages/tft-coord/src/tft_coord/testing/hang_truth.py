@@ -1,0 +1,127 @@
+"""The watch over hangs: who is taken to hang, and who does.
+
+Each trainer notes for itself when it was busy with its own work, or stopped, without a break, and when it waited in one
+reduction. What the lighthouse says of it is held against that.
+
+Law of this file: looking on, as in `invariants.py`; it needs the cluster to know who could be reached.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tft_coord.core.types import Plan, QuorumKey
+from tft_coord.testing.invariants import InvariantBroken
+from tft_coord.testing.lighthouse_process import JOB
+from tft_coord.testing.process import State
+from tft_coord.testing.trainer import Trainer
+
+if TYPE_CHECKING:
+    from tft_coord.testing.cluster import Cluster, Replica
+    from tft_coord.testing.manager_process import ManagerProcess
+
+
+class HangTruth:
+    """Whether those hang that are lost by it, H1, and those are lost that hang, H2 (protocol.md section 6).
+
+    Args:
+        cluster: that it watches.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._losses_ms: list[int] = []
+        # As they were when lost: the session, and who hung.
+        self._hung: dict[str, tuple[int, list[tuple[ManagerProcess, Trainer, Plan | None]]]] = {}
+
+    @property
+    def _limit_ms(self) -> int:
+        return self._cluster.timeouts.slowest_step_ms
+
+    @property
+    def _told_within_ms(self) -> int:
+        """From the limit on: a beat to the manager server, one to the lighthouse, a tick, and as much again."""
+        return 4 * self._cluster.timeouts.beat_interval_ms
+
+    def lost(self, replica_id: str, session: int) -> None:
+        """A lighthouse says that it hangs."""
+        now_ms = self._cluster.clock.now_ms
+        self._losses_ms.append(now_ms)
+        # A silent rank is judged from its last word on, which was at most a beat and a little earlier.
+        needed_ms = self._limit_ms - 2 * self._cluster.timeouts.beat_interval_ms
+        lives = [each for each in self._cluster.lives if each.replica_id == replica_id]
+        self._hung[replica_id] = (
+            session,
+            [
+                (each.manager, trainer, trainer.plan)
+                for each in lives
+                for trainer in each.trainers
+                if each.manager is not None and trainer.hangs
+            ],
+        )
+        if not any(trainer.busy.longest_ms(now_ms) >= needed_ms for each in lives for trainer in each.trainers):
+            raise InvariantBroken("H1", f"{replica_id} is lost by a hang, and none of its trainers hangs")
+
+    def stuck(self, key: QuorumKey, members: tuple[str, ...]) -> None:
+        """A lighthouse says that all of these wait in one reduction of that quorum."""
+        now_ms = self._cluster.clock.now_ms
+        needed_ms = self._limit_ms - 2 * self._cluster.timeouts.beat_interval_ms
+        for each in self._cluster.lives:
+            for trainer in each.trainers if each.replica_id in members and not each.elsewhere else ():
+                if trainer.reducing.longest_ms(now_ms) < needed_ms and each.alive:
+                    raise InvariantBroken(
+                        "H1", f"quorum {key} is broken by a wait of all, and {trainer.name} waits not"
+                    )
+
+    def begins(self, replica: Replica, trainer: Trainer) -> None:
+        """A trainer begins to hang, or is stopped, inside a step that is not excused."""
+        if self._cluster.is_foreign:
+            return  # nobody is told where a trainer is
+        cluster, lighthouse, at_ms = self._cluster, self._cluster.our_lighthouse, self._cluster.clock.now_ms
+        plan, stopped = trainer.plan, not trainer.hangs
+        # Who can't speak is silent for two beats and a half first.
+        silent_ms = 3 * cluster.timeouts.beat_interval_ms if stopped else 0
+
+        def look() -> None:
+            goes_on = trainer.state is State.RUNNING if stopped else not trainer.hangs
+            if trainer.plan is not plan or goes_on or plan is None or cluster.our_lighthouse is not lighthouse:
+                return
+            if trainer.stopped_since_ms > at_ms or not lighthouse.attendance_of(replica.job).lives(replica.replica_id):
+                return
+            if lighthouse.attendance_of(replica.job).is_last_holder(replica.replica_id):
+                return  # without it the others would start over
+            since_ms = cluster.losses.reached_since_ms(replica, trainer, plan.key, stopped=stopped)
+            if since_ms is None or since_ms > at_ms or any(loss_ms >= at_ms for loss_ms in self._losses_ms):
+                return  # one at a time is lost
+            raise InvariantBroken("H2", f"{trainer.name} hangs since {at_ms} ms, within reach, and is not lost")
+
+        cluster.clock.after(self._limit_ms + self._told_within_ms + silent_ms, look)
+
+    def welcomed(self, replica_id: str, session: int) -> None:
+        """A lighthouse takes a session of it: not the newer one of a trainer that hangs."""
+        before, hung = self._hung.pop(replica_id, (session, []))
+        for manager, trainer, plan in hung if session > before else ():
+            replica = manager.replica
+            if replica.manager is manager and trainer.hangs and trainer.plan is plan and replica.alive:
+                raise InvariantBroken("H2", f"{trainer.name} hangs still, and a newer session of it is welcomed")
+
+    def sticks(self, key: QuorumKey) -> None:
+        """From now on no reduction of that quorum ends."""
+        if self._cluster.is_foreign:
+            return  # nobody is told where a trainer is
+        cluster, lighthouse, at_ms = self._cluster, self._cluster.our_lighthouse, self._cluster.clock.now_ms
+        within_ms = self._limit_ms + self._told_within_ms
+
+        def look() -> None:
+            held = lighthouse.core.quorum(JOB)
+            if cluster.our_lighthouse is not lighthouse or held is None or held.key != key or len(held.members) < 2:
+                return
+            for replica in [each for each in cluster.lives if each.replica_id in held.replica_ids]:
+                for trainer in replica.trainers:
+                    since_ms = cluster.losses.reached_since_ms(replica, trainer, key)
+                    waits = trainer.group is not None and trainer.phase == "reduction"
+                    if since_ms is None or since_ms > at_ms or not waits or trainer.phase_since_ms > at_ms + 500:
+                        return
+            raise InvariantBroken("H2", f"all of quorum {key} wait in one reduction since {at_ms} ms, and it stands")
+
+        cluster.clock.after(within_ms + 500, look)
