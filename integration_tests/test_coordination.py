@@ -29,9 +29,9 @@ from tft_coord import (
     Timeouts,
     Unchanged,
 )
-from tft_coord.client.news import News
 from tft_coord.core.lineage import fold_lineage, initial_lineage
 from tft_coord.core.types import LossNotice
+from tft_coord.news import News
 from tft_lighthouse import LighthouseServer
 
 LATE: Final = timedelta(seconds=30)

@@ -41,5 +41,13 @@ def test_the_import_and_the_supervisor_bring_no_torch() -> None:
             "assert 'torch' not in sys.modules",
         ]
     )
+    run(program)
+
+
+def test_a_manager_imports_what_it_talks_with_while_its_server_starts_and_not_before() -> None:
+    run("import sys, tft_algos; assert not {'grpc', 'tft_coord.client'} & set(sys.modules)")
+
+
+def run(program: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 0, done.stderr

@@ -58,7 +58,6 @@ from tft_algos.manager.reduction import check_weight
 from tft_algos.manager.shards import has_shards, place_shards
 from tft_algos.manager.whereabouts import Whereabouts
 from tft_ckpt import CheckpointTransport, HTTPTransport
-from tft_coord.client.news import News
 from tft_coord.core.types import (
     KillOrder,
     LeaveRequest,
@@ -73,6 +72,7 @@ from tft_coord.core.types import (
     Verdict,
 )
 from tft_coord.errors import CoordinationError, DeadlinePassed, GroupLost, Refused
+from tft_coord.news import News
 
 T = TypeVar("T")
 LoadState = Callable[[Any], object]

@@ -16,9 +16,9 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from tft_coord.client.news import News
 from tft_coord.core.progress import Progress
 from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest, Verdict
+from tft_coord.news import News
 
 
 class Group(Protocol):

@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from tft_algos.manager.reduction import changing
 from tft_ckpt import CheckpointTransport, Closed, StagedCheckpoint, StateKey, StateUnavailable, WrongSetting
-from tft_coord.client.news import News
 from tft_coord.core.lineage import initial_lineage
 from tft_coord.core.progress import Progress
 from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest, Source, Verdict
+from tft_coord.news import News
 from tft_pg.work import PendingWork
 
 _LOOK_S = 0.01

@@ -14,11 +14,11 @@ from typing import final
 
 from tft_coord.client.caller import Caller, seconds
 from tft_coord.client.local_link import LocalLink
-from tft_coord.client.news import News
 from tft_coord.client.rank_session import RankSession
 from tft_coord.core.progress import Progress
 from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest, Verdict
 from tft_coord.errors import Closed, CoordinationError, ProtocolError
+from tft_coord.news import News
 from tft_coord.timeouts import Timeouts
 from tft_coord.views import QuorumResult, result_view
 from tft_coord.wire import codec, services

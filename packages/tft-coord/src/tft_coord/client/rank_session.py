@@ -21,11 +21,11 @@ from typing import final
 
 import grpc.aio
 
-from tft_coord.client.news import News
 from tft_coord.core.effects import RefuseSession, Welcome
 from tft_coord.core.progress import Progress
 from tft_coord.core.types import KillOrder, LeaveRequest, LossNotice, NewcomerAsks, Plan, QuorumKey, Released, Verdict
 from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, GroupLost, Unreachable
+from tft_coord.news import News
 from tft_coord.security import call_metadata
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.dial import cancelled, dial

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from tft_algos.manager.parts import Coordinator, Group
 from tft_algos.testing.injector.fault import Fault, Place
 from tft_ckpt import CheckpointTransport, StateKey, StateUnavailable
-from tft_coord.client.news import News
 from tft_coord.core.progress import Progress
 from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest, Verdict
 from tft_coord.errors import DeadlinePassed
+from tft_coord.news import News
 from tft_pg.errors import ConfigureFailed, PeerFailed
 from tft_pg.work import PendingWork
 
