@@ -134,6 +134,10 @@ def test_torchfts_own_members_carry_nothing(data: str) -> None:
         ("lineage", "x"),
         ("job", None),
         ("data", 3),
+        ("data", "\ud800"),
+        ("min_replica_size", 100_001),
+        ("job", "j\nreplica x was lost"),
+        ("job", "j" * 257),
     ],
 )
 def test_nonsense_in_it_is_refused_by_name(field: str, value: object) -> None:
@@ -141,6 +145,14 @@ def test_nonsense_in_it_is_refused_by_name(field: str, value: object) -> None:
     told["tft"][field] = value
     with pytest.raises(ProtocolError, match=r"replica-a|outside"):
         parted(Member("replica-a", data=json.dumps(told)))
+
+
+def test_a_text_that_grows_when_it_is_spelled_anew_is_refused() -> None:
+    ours = json.loads(with_ours(Member("replica-a"), ASIDE).data)
+    said = json.dumps({"x": "é" * 30_000, **ours}, ensure_ascii=False)
+    assert len(said.encode()) < MAX_DATA_BYTES
+    with pytest.raises(ProtocolError, match="replica-a says a data of"):
+        parted(Member("replica-a", data=said))
 
 
 # --- keys ------------------------------------------------------------------------------------------------------------

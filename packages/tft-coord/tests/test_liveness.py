@@ -96,6 +96,22 @@ class TestSickNetwork:
         liveness.stream_closed(2, 1_000)
         assert lost(liveness, 1_300) == ["a", "b"]
 
+    def test_who_is_back_is_not_counted(self) -> None:
+        liveness = job_of(*"abcd")
+        liveness.stream_closed(1, 1_000)
+        liveness.hello(9, hello("a"), 1_050)
+        liveness.stream_closed(2, 1_100)
+        liveness.stream_closed(3, 1_100)
+        assert lost(liveness, 1_400) == ["b", "c"]
+
+    def test_nor_is_one_whose_death_was_reported_meanwhile(self) -> None:
+        liveness = job_of(*"abcde")
+        liveness.stream_closed(1, 1_000)
+        liveness.hello(9, hello("f", replaces="a"), 1_050)
+        for stream in (2, 3):
+            liveness.stream_closed(stream, 1_100)
+        assert lost(liveness, 1_400) == ["b", "c"]
+
     def test_three_streams_are_too_few_to_tell(self) -> None:
         liveness = job_of(*"abc")
         for stream in (1, 2, 3):

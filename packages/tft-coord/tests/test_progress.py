@@ -14,8 +14,9 @@ from tft_coord.core.group import GroupCore
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.progress import GroupProgress, HangWatch, Phase, Progress
 from tft_coord.core.session import SendBeat, SendHello, SessionCore
-from tft_coord.core.types import Hello, Member, Purpose, Quorum, QuorumKey, RankRequest
+from tft_coord.core.types import MAX_INT64, Hello, Member, Purpose, Quorum, QuorumKey, RankRequest
 from tft_coord.timeouts import Timeouts
+from tft_coord.wire import codec
 
 LIMIT_MS = 2_000
 TIMEOUTS = Timeouts(slowest_step_ms=LIMIT_MS)
@@ -108,6 +109,13 @@ class TestSilence:
         assert progress.now(1_800) == word(OWN, 1_900)
         assert not progress.is_hung(1_899)
         assert progress.is_hung(1_900)
+
+    def test_what_can_not_be_still_fits_the_wire(self) -> None:
+        progress = group_of(word(OWN, MAX_INT64 - 10))
+        said = progress.now(1_800)
+        assert said == word(OWN, MAX_INT64)
+        beat = events.BeatReceived(1, 0, said)
+        assert codec.decode_to_lighthouse(1, codec.encode_to_lighthouse(beat)) == beat
 
     def test_between_two_steps_it_is_only_late(self) -> None:
         assert group_of(word(OUTSIDE, 100)).now(300_000) == word(OUTSIDE, 300_100)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
 from tft_coord.core import effects, events, lighthouse
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
+from tft_coord.core.liveness import Replica
 from tft_coord.core.quorum import Form, Situation, Wait, decide
 from tft_coord.core.torchft_rule import TorchftCore
 from tft_coord.core.types import Hello, Member, QuorumKey
@@ -121,6 +122,45 @@ def test_a_reconnection_of_everybody_costs_each_of_them_little(rule: Rule) -> No
     assert rule.applied == 0
     ask(core, 2, key_of(core), range(NUMBER), 1_200)
     assert rule.applied <= 2
+
+
+class Looks:
+    """How often a replica is looked at."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.taken = 0
+        for name in ("healthy", "watched"):
+            monkeypatch.setattr(Replica, name, property(self._counted(getattr(Replica, name).fget)))
+
+    def _counted(self, right: Callable[[Replica], bool]) -> Callable[[Replica], bool]:
+        def look(replica: Replica) -> bool:
+            self.taken += 1
+            return right(replica)
+
+        return look
+
+
+def test_streams_that_break_together_cost_each_a_look_or_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = a_core(NUMBER)
+    come(core, NUMBER, now_ms=1_000)
+    ask(core, 1, None, range(NUMBER), 1_000)
+    looks = Looks(monkeypatch)
+    for stream in range(NUMBER):
+        core.handle(events.StreamClosed(stream), 1_100, STARTED_MS)
+    assert looks.taken <= 3 * NUMBER
+    assert [one for one in core.tick(5_900, STARTED_MS) if isinstance(one, effects.ReplicaLost)] == []
+
+
+def test_so_does_a_whole_job_that_leaves_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = a_core(NUMBER)
+    come(core, NUMBER, now_ms=1_000)
+    ask(core, 0, None, range(NUMBER), 1_000)  # all but the first heal
+    looks = Looks(monkeypatch)
+    out: list[Any] = []
+    for stream in range(NUMBER):
+        out += core.handle(events.LeaveReceived(stream, "preempted", 1_000), 1_100, STARTED_MS)
+    assert looks.taken <= 10 * NUMBER
+    assert [one.stream for one in out if isinstance(one, effects.Release)] == list(range(NUMBER))
 
 
 def test_torchfts_clients_cost_the_rule_as_seldom(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -75,6 +76,36 @@ def test_help_is_answered_without_importing_grpc() -> None:
 
 def test_version() -> None:
     assert run("--version").stdout == f"tft-lighthouse {__version__}\n"
+
+
+def limited(soft: int, hard: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*COMMAND, "--bind", "127.0.0.1:0"],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)),
+    )
+
+
+@pytest.mark.parametrize(("hard", "says"), [(4096, ""), (1000, "may open 1000 files, enough for about 936 replicas")])
+def test_it_may_open_as_many_files_as_it_is_allowed_and_says_when_these_are_few(hard: int, says: str) -> None:
+    process = limited(256, hard)
+    try:
+        assert process.stderr is not None
+        said = []
+        while not said or "listening at" not in said[-1]:
+            said.append(process.stderr.readline())
+        assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+        process.terminate()
+        said.append(process.stderr.read())
+        assert process.wait(30) == 0
+        assert says in "".join(said)
+        assert ("raise the hard limit" in "".join(said)) == bool(says)
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,20 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
 from collections.abc import Sequence
-from typing import NoReturn, final
+from typing import Final, NoReturn, final
 
 from tft_lighthouse import __version__, defaults
 
 USAGE_ERROR = 2
+# Each replica group holds a connection, and so does each of torchft's.
+FEW_DESCRIPTORS: Final = 4096
+MOST_DESCRIPTORS: Final = 1 << 20  # where the limit says "any number"
+OTHER_DESCRIPTORS: Final = 64  # logs, the listening socket, what grpc waits with
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tft_lighthouse.server import LighthouseServer
 
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    descriptors = _take_all_descriptors()
     try:
         server = LighthouseServer(
             bind=settings.bind,
@@ -52,9 +58,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SettingError as error:
         print(f"tft-lighthouse: {error}", file=sys.stderr)
         return USAGE_ERROR
+    if descriptors < FEW_DESCRIPTORS:
+        logging.getLogger("tft_lighthouse").warning(
+            "this process may open %d files, enough for about %d replicas at once, and who comes then is not answered; "
+            "raise the hard limit (ulimit -Hn, LimitNOFILE=) for more",
+            descriptors,
+            max(descriptors - OTHER_DESCRIPTORS, 0),
+        )
     with server:
         end.wait()
     return 0
+
+
+def _take_all_descriptors() -> int:
+    """Raise the soft limit of open files to the hard one. Returns: the limit from now on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else hard
+    if soft == resource.RLIM_INFINITY or soft >= most:
+        return MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    except (OSError, ValueError):
+        return soft  # this system has a limit besides
+    return most
 
 
 @final

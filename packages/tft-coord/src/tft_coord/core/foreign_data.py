@@ -20,6 +20,8 @@ KEY: Final = "tft"
 MAX_DATA_BYTES: Final = 64 * 1024  # that a lighthouse hands on
 HIGHEST_ID_BELIEVED: Final = MAX_INT64 - 2**32  # a quorum above it would leave no ids
 MAX_COUNT: Final = 2**31 - 1
+MAX_MEMBERS: Final = 100_000
+MAX_NAME_BYTES: Final = 256
 
 _T = TypeVar("_T")
 
@@ -98,7 +100,7 @@ def parted(member: Member) -> tuple[Member, Aside] | None:
     if key is not None and key.quorum_id > HIGHEST_ID_BELIEVED:
         raise ProtocolError(f"replica {member.replica_id} holds quorum {key}, an id that no lighthouse gives")
     aside = Aside(
-        read.one("job", str),
+        read.name("job"),
         read.number("word", MAX_UINT64),
         key,
         read.number("list", MAX_UINT64),
@@ -116,8 +118,8 @@ def parted(member: Member) -> tuple[Member, Aside] | None:
         allow_heal=read.one("allow_heal", bool),
         use_async_quorum=read.one("use_async_quorum", bool),
         fixed_with_spares=read.one("fixed_with_spares", bool),
-        min_replica_size=read.number("min_replica_size", MAX_COUNT),
-        data=read.one("data", str) if "data" in ours else _without_ours(users),
+        min_replica_size=read.number("min_replica_size", MAX_MEMBERS),
+        data=read.text("data", read.one("data", str) if "data" in ours else _without_ours(users)),
     )
     return whole, aside
 
@@ -137,6 +139,23 @@ class _Reader:
                 f"replica {self._replica_id} says {name} {str(value)[:80]!r}; all replicas of a job need a tft-coord "
                 "of one version"
             )
+        return value
+
+    def name(self, name: str) -> str:
+        """A text that may stand in a log."""
+        value = self.text(name, self.one(name, str), MAX_NAME_BYTES)
+        if not value.isprintable():
+            raise ProtocolError(f"replica {self._replica_id} says {name} {value[:80]!r}; give printable characters")
+        return value
+
+    def text(self, name: str, value: str, most_bytes: int = MAX_DATA_BYTES) -> str:
+        """A text that can be told on: JSON spells what no UTF-8 can, and short what is long in it."""
+        try:
+            size = len(value.encode())
+        except UnicodeEncodeError:
+            raise ProtocolError(f"replica {self._replica_id} says a {name} that is no text: half a character") from None
+        if size > most_bytes:
+            raise ProtocolError(f"replica {self._replica_id} says a {name} of {size} bytes; at most {most_bytes}")
         return value
 
     def number(self, name: str, most: int) -> int:

@@ -305,6 +305,7 @@ class Job:
         self._handshake = Handshake(name, self._standing)
         self._asked_in_vain: set[int] = set()  # streams that could not say the members of the quorum they hold
         self._serving: set[str] = set()  # who has left, and may still be healed from
+        self._heals_last = ""  # who was found to heal when that was last asked
 
     @property
     def forgotten(self) -> bool:
@@ -409,27 +410,29 @@ class Job:
     def _release_those_who_left(self, now_ms: int) -> list[effects.LighthouseEffect]:
         """Tell those of them that may end from whom nobody heals any more."""
         out: list[effects.LighthouseEffect] = []
+        heals = self._somebody_heals() if self._serving else False
         for replica_id in sorted(self._serving):
             replica = self.liveness.replicas.get(replica_id)
-            if replica is not None and replica.lost is None and self._may_be_healed_from(replica_id):
+            # A lighthouse without memory does not know yet who heals from whom.
+            needed = (heals and replica_id in self._members) or not self._formed_here
+            if replica is not None and replica.lost is None and needed:
                 continue
             self._serving.discard(replica_id)
             if replica is None:
                 continue
-            replica.serves = False
-            replica.broken_ms = None
-            replica.lost_ms = now_ms
+            self.liveness.release(replica, now_ms)
             if replica.stream is not None and replica.lost is None:
                 out.append(effects.Release(replica.stream))
         return out
 
-    def _may_be_healed_from(self, replica_id: str) -> bool:
-        if replica_id not in self._members:
-            # A lighthouse without memory does not know yet who heals from whom.
-            return not self._formed_here
-        others = (self.liveness.replicas.get(other) for other in self._members if other != replica_id)
-        healing = any(other is not None and other.healthy and other.healing_since_ms is not None for other in others)
-        return healing or not self._formed_here
+    def _somebody_heals(self) -> bool:
+        """In the newest quorum. A whole job that leaves together asks it each time: who healed last is seen first."""
+        for replica_id in (self._heals_last, *self._members) if self._heals_last in self._members else self._members:
+            replica = self.liveness.replicas.get(replica_id)
+            if replica is not None and replica.healing_since_ms is not None and replica.healthy:
+                self._heals_last = replica_id
+                return True
+        return False
 
     def drain(self, event: events.DrainRequested) -> list[effects.AskToLeave | effects.RefuseUnary]:
         """Ask a replica to leave, now and on every new stream, until it has."""

@@ -129,7 +129,9 @@ class Liveness:
         self._timeouts = timeouts
         self.replicas: dict[str, Replica] = {}
         self._by_stream: dict[int, Replica] = {}
-        self._broke: dict[str, Replica] = {}  # whose streams broke within the last grace; some may be back
+        # Who is without a stream, in the order in which they broke; those of more than a grace ago are dropped.
+        self._broke: dict[str, Replica] = {}
+        self._sick_ms: int | None = None  # since when silence counts anew; told to the replicas when they are judged
 
     def of_stream(self, stream: int) -> Replica | None:
         """The replica whose newest stream this is."""
@@ -168,7 +170,7 @@ class Liveness:
         known.replaces = hello.replaces
         known.presumed = False
         known.stream = stream
-        known.broken_ms = None
+        self._breaks_no_more(known)
         known.excused = False
         known.last_sign_ms = now_ms
         known.ready = known.ready or hello.ready
@@ -213,6 +215,12 @@ class Liveness:
         replica.withdrawn = None
         replica.healing_since_ms = None
 
+    def release(self, replica: Replica, now_ms: int) -> None:
+        """It has left, and nobody heals from it any more: its end will be none."""
+        replica.serves = False
+        replica.lost_ms = now_ms
+        self._breaks_no_more(replica)
+
     def stream_closed(self, stream: int, now_ms: int) -> None:
         """A connection is gone; judged after the grace. Closings of older streams are ignored."""
         replica = self._by_stream.pop(stream, None)
@@ -245,6 +253,7 @@ class Liveness:
 
     def judge(self, now_ms: int) -> list[Lost]:
         """Take for lost whose grace or heartbeat_timeout has passed; forget whom nobody remembers."""
+        self._hear_of_sickness()
         losses = []
         for replica in self.replicas.values():
             if not replica.watched:
@@ -279,6 +288,7 @@ class Liveness:
 
     def next_deadline_ms(self) -> int | None:
         """When `judge` may have something to say next."""
+        self._hear_of_sickness()
         deadlines = [
             replica.broken_ms + self._timeouts.reconnect_grace_ms
             if replica.broken_ms is not None and not replica.excused
@@ -320,7 +330,7 @@ class Liveness:
         replica.lost = reason
         replica.lost_ms = now_ms
         replica.dead = dead
-        replica.broken_ms = None
+        self._breaks_no_more(replica)
         replica.healing_since_ms = None
         return Lost(replica, reason, replica.stream, request)
 
@@ -332,19 +342,32 @@ class Liveness:
         return len(recent) < FLAPS_MOST and now_ms - replica.broken_ms >= self._timeouts.reconnect_grace_ms
 
     def _excuse_if_sick(self, now_ms: int) -> None:
-        """When more than half of at least four streams break within one grace, the fault is not theirs."""
+        """When more than half of at least four streams break within one grace, the fault is not theirs.
+
+        Thousands break together, so that no break may cost a look at all others.
+        """
         grace_ms = self._timeouts.reconnect_grace_ms
-        self._broke = {
-            name: replica
-            for name, replica in self._broke.items()
-            if replica.watched and replica.broken_ms is not None and now_ms - replica.broken_ms <= grace_ms
-        }
-        broken = self._broke.values()
-        streams = len(self._by_stream) + len(broken)
-        if streams < SICK_STREAMS_LEAST or 2 * len(broken) <= streams:
+        while (first := next(iter(self._broke.values()))).broken_ms is None or now_ms - first.broken_ms > grace_ms:
+            del self._broke[first.replica_id]
+        streams = len(self._by_stream) + len(self._broke)
+        if streams < SICK_STREAMS_LEAST or 2 * len(self._broke) <= streams:
+            return
+        self._sick_ms = now_ms
+        for replica in reversed(self._broke.values()):
+            if replica.excused:
+                break  # and so are all that broke before it
+            replica.excused = True
+
+    def _hear_of_sickness(self) -> None:
+        """Nobody was silent before it."""
+        if self._sick_ms is None:
             return
         for replica in self.replicas.values():
             if replica.watched:
-                replica.last_sign_ms = now_ms
-        for replica in broken:
-            replica.excused = True
+                replica.last_sign_ms = max(replica.last_sign_ms, self._sick_ms)
+        self._sick_ms = None
+
+    def _breaks_no_more(self, replica: Replica) -> None:
+        """Its stream is back, or what became of it is known."""
+        replica.broken_ms = None
+        self._broke.pop(replica.replica_id, None)

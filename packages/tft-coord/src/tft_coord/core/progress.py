@@ -15,6 +15,7 @@ import enum
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
+from tft_coord.core.types import MAX_INT64
 from tft_coord.timeouts import Timeouts
 
 SILENT_AFTER_BEATS = 2.5  # one beat may be missed, and the next may be late
@@ -150,7 +151,7 @@ class GroupProgress:
 
     def _now_of(self, word: _Word, now_ms: int) -> Progress:
         """What it said runs on. Who has said nothing since, inside a step, holds its lock, and nobody waits so."""
-        progress, silent_ms = word.progress, now_ms - word.at_ms
+        progress, silent_ms = word.progress, min(now_ms - word.at_ms, MAX_INT64 - word.progress.since_ms)
         waits = progress.phase in (Phase.WAITING, Phase.REDUCING)
         if waits and silent_ms > self._silent_after_ms:
             return replace(progress, phase=Phase.OWN, since_ms=silent_ms)
