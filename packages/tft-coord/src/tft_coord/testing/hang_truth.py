@@ -59,8 +59,16 @@ class HangTruth:
                 if each.manager is not None and trainer.hangs
             ],
         )
+        if any(self._may_be_unheard(each, trainer, now_ms - needed_ms) for each in lives for trainer in each.trainers):
+            return
         if not any(trainer.busy.longest_ms(now_ms) >= needed_ms for each in lives for trainer in each.trainers):
             raise InvariantBroken("H1", f"{replica_id} is lost by a hang, and none of its trainers hangs")
+
+    def _may_be_unheard(self, replica: Replica, trainer: Trainer, since_ms: int) -> bool:
+        """The way to its manager server was cut, for less than a ping takes to find it and again: its beats are lost,
+        and its silence is not told from that of a held interpreter lock."""
+        manager = replica.manager
+        return manager is not None and self._cluster.network.calm_since_ms(manager.name, trainer.name) > since_ms
 
     def stuck(self, key: QuorumKey, members: tuple[str, ...]) -> None:
         """A lighthouse says that all of these wait in one reduction of that quorum."""
