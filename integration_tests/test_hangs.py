@@ -37,17 +37,24 @@ def start(job: Job, name: str, **options: object) -> Trainer:
     return job.start(name, faults=(), **settings)  # type: ignore[arg-type]
 
 
-def sleeping_forward(name: str) -> Fault:
-    return Fault(action=Action.HANG, place=Place.FORWARD, replica=name, hang_for=timedelta(seconds=HANG_S))
+def sleeping(place: Place, name: str) -> Fault:
+    return Fault(action=Action.HANG, place=place, replica=name, hang_for=timedelta(seconds=HANG_S))
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("how", ["it sleeps in its forward", "it holds the interpreter's lock"])
-def test_the_others_go_on_and_it_comes_back(job: Job, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [
+        ("it sleeps in its forward", Place.FORWARD),
+        ("it sleeps in its optimizer", Place.OPTIMIZER),
+        ("it holds the interpreter's lock", None),
+    ],
+)
+def test_the_others_go_on_and_it_comes_back(job: Job, how: str, where: Place | None) -> None:
     a, b, c = (start(job, name) for name in "abc")
     everybody = (a, b, c)
     job.until(lambda: all(trainer.committed_with(3) for trainer in everybody), "all three commit together")
-    b.connection.send(sleeping_forward("b") if "sleeps" in how else HANG_S)
+    b.connection.send(HANG_S if where is None else sleeping(where, "b"))
     job.until(lambda: bool(b.of_kind("struck")), how)
     struck_s = b.of_kind("struck")[0].at_s
     job.until(lambda: a.committed_with(2, 1) and c.committed_with(2, 1), "the two others go on")

@@ -188,6 +188,32 @@ def test_what_the_forward_changes_is_taken_after_it(rigs: Any, caplog: pytest.Lo
     assert (rig.transport.staged, len(rig.transport.shelf)) == ([], 2)
 
 
+def test_what_is_taken_away_in_a_step_has_changed(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    rig = rigs(heals(0), plan_of(7, size=2, step=1, lineage=lineage_at(1)), heals(2))
+    pending = [torch.ones(2), torch.ones(2)]
+    rig.manager.register_state_dict_fn("data", lambda _: None, lambda: {"pending": list(pending)})
+    reduce = rig.group.allreduce
+    assert rig.step()
+    rig.group.allreduce = lambda *args: pending.pop() is None or reduce(*args)
+    assert rig.step()
+    rig.group.allreduce = reduce
+    assert "data.pending.1 changes in a step" in caplog.text
+    ask(rig)
+    assert rig.step()
+    assert rig.transport.staged == []
+
+
+def test_state_that_is_registered_later_is_looked_at_too(rigs: Any) -> None:
+    rig = rig_that_has_looked(rigs, plan_of(7, size=2, step=2, lineage=lineage_at(2)), heals(3), verdicts=[True] * 4)
+    Statistics(rig)
+    ask(rig)
+    assert rig.step()
+    ask(rig)
+    assert rig.step()
+    assert rig.transport.staged == [], "nobody was given statistics as they were before the forward"
+
+
 def test_what_begins_to_change_later_is_told_and_taken_late_from_then_on(
     rigs: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import warnings
@@ -28,6 +29,7 @@ class Decides:
         self.verdicts = list(verdicts)
         self.calls: list[str] = []
         self.torn: BaseException | None = None
+        self.applies = False
         self.attempt = 0
         self.verdict: bool | None = None
         self.is_untouched = False  # its steps have reductions
@@ -49,6 +51,12 @@ class Decides:
 
     def current_step(self) -> int:
         return self.step
+
+    @contextlib.contextmanager
+    def applying(self) -> Iterator[None]:
+        self.applies = True
+        yield
+        self.applies = False
 
     def report_torn(self, error: BaseException) -> None:
         self.torn = error
@@ -72,6 +80,18 @@ def test_it_steps_when_the_group_commits_and_only_then_and_says_so() -> None:
         assert optimizer.step() is committed
         assert parameter.tolist() == [expected, expected]
     assert manager.calls == ["start_quorum", "should_commit"] * 2
+
+
+def test_while_it_steps_it_says_so() -> None:
+    optimizer, parameter, manager = wrapped(False, True)
+    seen: list[bool] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(manager.applies))
+    for _ in range(2):
+        optimizer.zero_grad()
+        parameter.sum().backward()
+        optimizer.step()
+    assert seen == [True]
+    assert not manager.applies
 
 
 def test_zero_grad_clears_the_gradients() -> None:

@@ -51,6 +51,21 @@ def test_between_two_steps_it_is_outside(make: Any, clock: ManualClock) -> None:
     assert not look(rig).is_hung
 
 
+def test_while_what_was_committed_is_applied_it_is_on_its_own(make: Any, clock: ManualClock) -> None:
+    rig = make(plan_of(size=2), QuorumKey(1, 1))
+    rig.step()
+    rig.step()
+    assert look(rig).phase is Phase.OUTSIDE
+    with rig.manager.applying():
+        assert (look(rig).phase, look(rig).excused) == (Phase.OWN, False)
+        clock.now_s += LIMIT_MS / 1_000
+        assert look(rig).is_hung
+    assert look(rig).phase is Phase.OUTSIDE
+    with pytest.raises(ValueError, match="singular"), rig.manager.applying():
+        raise ValueError("a matrix is singular")
+    assert look(rig).phase is Phase.OUTSIDE
+
+
 def test_from_the_plan_on_it_is_on_its_own_unless_it_reduces(make: Any, clock: ManualClock) -> None:
     rig = make(plan_of(size=2), QuorumKey(1, 1))
     rig.step()

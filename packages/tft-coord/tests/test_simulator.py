@@ -40,6 +40,12 @@ REACHED = (
     "lost: replaced by",
     "the living were told that they are lost",
     "refused: dead",
+    # what a lighthouse that dies interrupts
+    "the lighthouse died while somebody joined",
+    "the lighthouse died while somebody healed",
+    "the lighthouse died while somebody was about to leave",
+    "the lighthouse died while one that has left served",
+    "the lighthouse died while a trainer hung",
     # several jobs on one lighthouse, and a clock on the wall that is set
     "another job formed a quorum",
     "a lighthouse started before its predecessor's ids",

@@ -155,7 +155,8 @@ class Optimizer(torch.optim.Optimizer):
                 )
             )
             return False
-        self.optim.step()
+        with manager.applying():
+            self.optim.step()
         return True
 
     def _goes_on(self) -> bool:

@@ -60,6 +60,7 @@ class EarlyState:
         self._log = log
         self._lock = threading.Lock()  # the copy and the plan come on two threads
         self._newcomer = ""
+        self._num_pieces = 0
         self._is_stable: bool | None = None  # whether the forward leaves the state alone; None: not looked yet
         self._moved_at: int | None = None  # the attempt in which a state was given or taken last
         self._look: dict[str, bytes] | None = None  # of this step's boundary
@@ -74,16 +75,19 @@ class EarlyState:
         """Somebody asks who will heal; from any thread."""
         self._newcomer = replica_id
 
-    def step_begins(self, attempt: int, step: int, lineage: int | None) -> bool:
+    def step_begins(self, attempt: int, step: int, lineage: int | None, num_pieces: int) -> bool:
         """On the training thread, before the quorum is asked for.
 
         Args:
             attempt: counts the calls of start_quorum.
             step, lineage: of this replica's state; None: unknown, or it can't be read.
+            num_pieces: of which the user's state is made; when there are more, they are looked at anew.
         Returns: whether `take` is to be called while it is.
         """
         self.drop()
         newcomer, self._newcomer = self._newcomer, ""
+        if num_pieces != self._num_pieces:
+            self._num_pieces, self._is_stable = num_pieces, None
         if lineage is None or not self._transport.stages:
             return False
         since = None if self._moved_at is None else attempt - self._moved_at
@@ -165,11 +169,12 @@ class EarlyState:
         if before is None or not readable:
             return
         try:
-            changed = sorted(path for path, seen in look_at(self._take()).items() if before.get(path) != seen)
+            after = look_at(self._take())
         except StateUnavailable as error:
             self._is_stable = False
             self._log(logging.INFO, "no state is taken early: %s", error)
             return
+        changed = sorted(path for path in {*before, *after} if before.get(path) != after.get(path))
         if changed and self._offered is not None and self._is_stable:
             self._log(
                 logging.WARNING,

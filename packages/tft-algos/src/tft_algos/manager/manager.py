@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -344,7 +344,8 @@ class Manager:
         if not config.use_async_quorum or config.world_size > 1:
             return False
         readable = self._reading_allowed and not core.torn
-        return self._early.step_begins(core.name.attempt, core.step, core.lineage if readable else None)
+        lineage = core.lineage if readable else None
+        return self._early.step_begins(core.name.attempt, core.step, lineage, len(self._user_state))
 
     def wait_quorum(self) -> None:
         """Wait until the plan is here and the process group is configured.
@@ -1015,6 +1016,19 @@ class Manager:
             step=core.step,
             paths=tuple(path for path, _ in found),
         )
+
+    @contextlib.contextmanager
+    def applying(self) -> Iterator[None]:
+        """While a committed step is applied: the trainer is busy with its own work, and not between two steps.
+
+        So it is found if it hangs there. `Optimizer` steps inside this; a strategy of your own may, too. What begins
+        after it, an evaluation perhaps, may take any time again.
+        """
+        self._where.applies = True
+        try:
+            yield
+        finally:
+            self._where.applies = False
 
     def report_torn(self, error: BaseException) -> None:
         """Say that the step was committed and could not be applied: the state here is half written.

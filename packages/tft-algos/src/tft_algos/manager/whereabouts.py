@@ -1,8 +1,8 @@
 """Where in its step this rank is, as its beats tell it: what finds a trainer that hangs.
 
 The training thread tells nothing. Where it is follows from what the Manager knows anyhow: whether a step is open, its
-plan is here, a reduction is under way, or it waits in the vote or for state. So this costs the step nothing, and a
-thread that looks once a beat sees all of it.
+plan is here, a reduction is under way, it waits in the vote or for state, or the optimizer steps. So this costs the
+step nothing, and a thread that looks once a beat sees all of it.
 
 Law of this file: looking, from any thread, and noting since when it is so; nothing is decided and nothing waits.
 """
@@ -46,6 +46,7 @@ class Whereabouts:
         self._last: tuple[object, ...] = ()
         self._since_s = monotonic()
         self.waits = False  # the training thread, in the vote or for state
+        self.applies = False  # the training thread, what was committed: the optimizer steps
         self.quorum_pends = False
         self.excused = True
 
@@ -81,7 +82,7 @@ class Whereabouts:
 
     def _phase(self) -> Phase:
         if self._core.phase is StepPhase.IDLE:
-            return Phase.OUTSIDE
+            return Phase.OWN if self.applies else Phase.OUTSIDE
         if self.waits or self.quorum_pends:
             return Phase.WAITING
         return Phase.REDUCING if self._reduces() else Phase.OWN

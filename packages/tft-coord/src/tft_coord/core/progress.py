@@ -25,7 +25,7 @@ class Phase(enum.Enum):
     """Where in its step a trainer is."""
 
     OUTSIDE = 0  # between should_commit and start_quorum: evaluation, checkpoints, data
-    OWN = 1  # forward, backward
+    OWN = 1  # forward, backward, optimizer
     WAITING = 2  # for a quorum, a configuration, a vote, a transfer
     REDUCING = 3  # for a reduction
 

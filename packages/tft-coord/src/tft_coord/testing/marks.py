@@ -75,6 +75,8 @@ SCENARIO_MARKS: Mapping[int, tuple[str, ...]] = {
         "waited: heals and its bytes arrive",
     ),
     11: (
+        "a trainer hung in its forward",
+        "a trainer hung in its optimizer",
         "lost: its trainer hangs",
         "came back after its loss: its trainer hangs",
         "a session that was held back was opened",

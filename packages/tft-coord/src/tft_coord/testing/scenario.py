@@ -469,9 +469,11 @@ class Scenario:
         return []
 
     def _do_hang(self, words: list[str]) -> Iterable[str]:
-        """hang a | a/1: it hangs in its next forward, in a step that is not excused, until `wake a`."""
-        for trainer in self._trainers(words):
-            trainer.will_hang = True
+        """hang a | a/1 | a optimizer: it hangs in its next forward, or in its optimizer, in a step that is not excused,
+        until `wake a`."""
+        names = [word for word in words if word != "optimizer"]
+        for trainer in self._trainers(names):
+            trainer.will_hang = "optimizer" if len(names) < len(words) else "forward"
         return []
 
     def _do_wake(self, words: list[str]) -> Iterable[str]:

@@ -20,7 +20,7 @@ from tft_coord.testing.cluster import Chance, Cluster, ClusterConfig, Replica
 from tft_coord.testing.invariants import InvariantBroken
 from tft_coord.testing.marks import Marks
 from tft_coord.testing.network import Fate, Rule
-from tft_coord.testing.process import Process
+from tft_coord.testing.process import Process, State
 from tft_coord.testing.trainer import TrainerSettings
 from tft_coord.timeouts import Timeouts
 
@@ -128,6 +128,7 @@ class Simulation:
         self._config = config
         self._faults = self._rng("faults")
         self._compiles = self._rng("compiles")
+        self._hangs = self._rng("hangs")
         workload = self._rng("workload")
         nonces = self._rng("nonces")
         words = self._rng("words")
@@ -640,6 +641,18 @@ class Simulation:
             self._restart_lighthouse()
 
     def _restart_lighthouse(self) -> None:
+        for replica in self.cluster.replicas.values():
+            for trainer in replica.trainers if replica.alive else ():
+                if trainer.phase == "quorum" and trainer.plan is None:
+                    self.cluster.marks.hit("the lighthouse died while somebody joined")
+                if trainer.phase == "heal":
+                    self.cluster.marks.hit("the lighthouse died while somebody healed")
+                if trainer.leaving_since_ms is not None and not trainer.left:
+                    self.cluster.marks.hit("the lighthouse died while somebody was about to leave")
+                if trainer.left:
+                    self.cluster.marks.hit("the lighthouse died while one that has left served")
+                if trainer.hangs or (trainer.state is State.STOPPED and trainer.phase == "forward"):
+                    self.cluster.marks.hit("the lighthouse died while a trainer hung")
         self.cluster.restart_lighthouse(self._faults.choice((0, 50, 500, 3_000)))
 
     def _give_up(self) -> None:
@@ -665,11 +678,11 @@ class Simulation:
         self._on_replica(late)
 
     def _hang(self) -> None:
-        """A rank hangs in its forward pass, once, for a while."""
+        """A rank hangs in its forward pass or its optimizer, once, for a while."""
 
         def hang(replica: Replica) -> None:
             trainer = self._faults.choice(replica.trainers)
-            trainer.will_hang = True
+            trainer.will_hang = "optimizer" if self._hangs.random() < 0.3 else "forward"
             self.cluster.clock.after(self._faults.randint(1_000, 9_000), trainer.wake)
 
         self._on_replica(hang)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from tft_coord.core.fingerprint import Fingerprint, fingerprint_of
 from tft_coord.core.lineage import fold_lineage, initial_lineage
@@ -34,6 +34,8 @@ HEAL_CHUNKS = 4
 ABORT_AFTER_MS = 50  # a reduction that has its data can end
 LEAVE_WITHIN_MS = 10_000  # so long one that was told to leave stays or serves for others' sake
 OUTSIDE = ("start", "between steps")
+OWN = ("forward", "optimizer")
+Hanging = Literal["forward", "optimizer"]  # where in its step a trainer hangs
 
 
 class Waiter:
@@ -354,7 +356,7 @@ class Trainer(Process):
         self.leaving_since_ms: int | None = None  # it was told to leave
         self.left = False
         self.late_ms = 0
-        self.will_hang = False
+        self.will_hang: Hanging | None = None
         self._settings = settings
         self._fingerprint = settings.fingerprint(world_size)
         self._outside = outside
@@ -388,7 +390,7 @@ class Trainer(Process):
     def _note_stretches(self, *, anew: bool = False) -> None:
         now_ms, stopped = self.clock.now_ms, self.state is State.STOPPED
         inside = self._phase not in OUTSIDE
-        self.busy.now((stopped and inside) or (self._phase == "forward" and not self.excused), now_ms)
+        self.busy.now((stopped and inside) or (self._phase in OWN and not self.excused), now_ms)
         self.reducing.now(self._phase == "reduction", now_ms, anew=anew)
 
     def stop(self) -> None:
@@ -398,7 +400,7 @@ class Trainer(Process):
         self._note_stretches()
         if was_running:
             self.stopped_since_ms = self.clock.now_ms
-            if self._phase in ("forward", "reduction") and not self.excused:
+            if self._phase in (*OWN, "reduction") and not self.excused:
                 self._outside.hangs(self)
 
     def resume(self) -> None:
@@ -408,7 +410,8 @@ class Trainer(Process):
 
     def progress(self) -> Progress:
         """What its beats tell."""
-        phases = {"forward": Phase.OWN, "reduction": Phase.REDUCING, **dict.fromkeys(OUTSIDE, Phase.OUTSIDE)}
+        own, outside = dict.fromkeys(OWN, Phase.OWN), dict.fromkeys(OUTSIDE, Phase.OUTSIDE)
+        phases = {**own, "reduction": Phase.REDUCING, **outside}
         return Progress(
             step=self.plan.step if self.plan is not None else self.step,
             phase=phases.get(self._phase, Phase.WAITING),
@@ -424,7 +427,7 @@ class Trainer(Process):
 
     def wake(self) -> None:
         """If it hangs or would, it does no more."""
-        self.will_hang = False
+        self.will_hang = None
         if self._hang is not None:
             self._hang.resolve(None)
 
@@ -603,7 +606,9 @@ class Trainer(Process):
                     good = False
         self.phase = "forward"
         yield self._sleep(self._outside.step_ms(self))
-        yield from self._hang_if_asked()
+        if self.clock.now_ms - self.phase_since_ms >= self._outside.timeouts.slowest_step_ms and self.excused:
+            self._outside.marks.hit("a first step took longer than slowest_step")
+        yield from self._hang_if_asked("forward")
         reduced: Reduced | None = None
         if good:
             reduced = yield from self._reduce(plan)
@@ -635,14 +640,17 @@ class Trainer(Process):
             if not wishes:
                 self._outside.marks.hit("a rank left because another one was told to")
             yield from self._leaves(plan)
+        if verdict.yes:
+            yield from self._hang_if_asked("optimizer")
 
-    def _hang_if_asked(self) -> Life:
-        if self.clock.now_ms - self.phase_since_ms >= self._outside.timeouts.slowest_step_ms and self.excused:
-            self._outside.marks.hit("a first step took longer than slowest_step")
-        if not self.will_hang or self.excused:
+    def _hang_if_asked(self, where: Hanging) -> Life:
+        if self.will_hang != where or self.excused:
             return
-        self.will_hang = False
-        self._outside.note(self, "hangs")
+        self.will_hang = None
+        if self.phase != where:
+            self.phase = where
+        self._outside.marks.hit(f"a trainer hung in its {where}")
+        self._outside.note(self, "hangs" if where == "forward" else f"hangs in its {where}")
         self._hang = Waiter()
         self._outside.hangs(self)
         yield self._hang
