@@ -287,7 +287,7 @@ right_situation = Job._situation
 MUTANTS = [
     # Section 3, a broken quorum: losses that are not told, or told of the wrong quorum.
     Mutant(Job, "_break_quorum", tells_nobody, "P3", 0),
-    Mutant(Job, "_break_quorum", tells_nobody_of_a_newer_session, "P3", 15),
+    Mutant(Job, "_break_quorum", tells_nobody_of_a_newer_session, "P3", 40),
     Mutant(Job, "_losses_in", answers_no_hello, "P3", ("deafen b", "die a", "silence b", "ask c", "hello b")),
     Mutant(
         Job,
@@ -296,7 +296,7 @@ MUTANTS = [
         "P3",
         ("deafen b", "die a", "silence b", "ask c", "hello b"),
     ),
-    Mutant(GroupCore, "_noticed", breaks_whatever_is_held, "P3 I3", 1_490),
+    Mutant(GroupCore, "_noticed", breaks_whatever_is_held, "P3 I3", 1_650),
     Mutant(GroupCore, "_tell_again", tells_nothing_again, "transcript", "scenario_08_notices"),
     Mutant(Trainer, "noticed", drops_what_comes_early, "P3", "scenario_08_notices"),
     # Section 1, sessions and liveness: who lives, and in which job.
@@ -313,21 +313,21 @@ MUTANTS = [
     Mutant(quorum, "_majority", needs_no_majority, "I2", 0),
     Mutant(quorum, "_lost_state", waits_for_no_state, "I3", 0),
     # Section 4, the plan.
-    Mutant(Trainer, "_offer_early", offers_what_it_took_in_vain, "I3", 0),
+    Mutant(Trainer, "_offer_early", offers_what_it_took_in_vain, "I3", 70),
     Mutant(assignment, "_holders", starts_from_any_state, "I3", 0),
     # Section 6, joining: who belongs to a job.
     Mutant(Handshake, "_compare", compares_nothing, "P6", 0),
-    Mutant(Job, "_standing", believes_the_dead, "I6", 150),
+    Mutant(Job, "_standing", believes_the_dead, "I6", 235),
     Mutant(LighthouseCore, "living", takes_both_kinds, "P6", 0),
     # Section 6, leaving.
     Mutant(Job, "_situation", waits_for_who_has_left, "I6", 0),
     Mutant(Job, "_release_those_who_left", takes_the_end_of_who_has_left_for_a_loss, "L1", 0),
     # Section 6, hangs.
     Mutant(Progress, "is_hung", takes_waiting_for_hanging, "H1", 0),
-    Mutant(Progress, "is_hung", takes_the_late_for_hung, "H1", 0),
+    Mutant(Progress, "is_hung", takes_the_late_for_hung, "H1", 60),
     Mutant(Progress, "is_hung", excuses_no_first_step, "H1", 0),
     Mutant(Progress, "is_hung", never_sees_a_hang, "H2 transcript", "scenario_11_hangs"),
-    Mutant(GroupProgress, "_now_of", takes_all_silence_for_work, "H1", 0),
+    Mutant(GroupProgress, "_now_of", takes_all_silence_for_work, "H1", 190),
     Mutant(SessionCore, "told_lost", comes_back_while_it_hangs, "H2", "scenario_11_hangs"),
     Mutant(SessionCore, "went_on", never_comes_back_from_a_hang, "I6", 0),
     Mutant(HangWatch, "stuck", needs_only_one_to_be_stuck, "H1", 0),
