@@ -139,6 +139,7 @@ def test_a_wrong_setting_gets_one_sentence(settings: dict[str, object], sentence
         ({**LIGHTHOUSE, "TORCHFT_TIMEOUT_SEC": "soon"}, "TORCHFT_TIMEOUT_SEC is 'soon'; give seconds"),
         ({**LIGHTHOUSE, "TORCHFT_CONNECT_TIMEOUT_SEC": "nan"}, "TORCHFT_CONNECT_TIMEOUT_SEC is 'nan'"),
         ({**LIGHTHOUSE, "TFT_SLOWEST_STEP_SEC": "-1"}, "TFT_SLOWEST_STEP_SEC is '-1'; give seconds"),
+        ({**LIGHTHOUSE, "TFT_SLOWEST_STEP_SEC": "0.0004"}, "for example 60 or 1.5, or 0 for any time"),
         ({**LIGHTHOUSE, "TFT_SLOWEST_STEP_SEC": "never"}, "TFT_SLOWEST_STEP_SEC is 'never'; give seconds"),
         ({**LIGHTHOUSE, "TFT_JOB_ID": "a/b"}, "TFT_JOB_ID is 'a/b'"),
         ({**LIGHTHOUSE, "TFT_TOKEN": "a", "TFT_TOKEN_FILE": "b"}, "both set"),

@@ -12,7 +12,7 @@ import pytest
 from tft_algos import Closed, SettingError, UsageError
 from tft_algos.errors import LeftJob
 from tft_algos.testing import ManualClock, plan_of
-from tft_coord.core.types import LeaveRequest, QuorumKey, Released, Verdict
+from tft_coord.core.types import LeaveRequest, Plan, QuorumKey, RankRequest, Released, Verdict
 from tft_coord.errors import DeadlinePassed, Refused
 
 TWO = {"rank": 0, "world_size": 2, "store_addr": "nowhere"}
@@ -129,11 +129,11 @@ def test_a_drain_is_a_wish(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert rig.manager.left
 
 
-@pytest.mark.parametrize("deadline", [5, timedelta(), timedelta(seconds=-1)])
-def test_a_deadline_is_a_time_above_zero(rigs: Any, deadline: Any) -> None:
+@pytest.mark.parametrize("deadline", [5, timedelta(), timedelta(seconds=-1), timedelta(days=8), timedelta.max])
+def test_a_deadline_is_a_time_above_zero_and_of_at_most_a_week(rigs: Any, deadline: Any) -> None:
     manager = rigs().manager
     for leave in (lambda: manager.leave(deadline), lambda: manager.leave_on_signal(deadline=deadline)):
-        with pytest.raises(SettingError, match="give a timedelta above zero"):
+        with pytest.raises(SettingError, match=r"deadline is .*; give a timedelta (above zero|of at most a week)"):
             leave()
     assert not manager.leaving
 
@@ -170,3 +170,63 @@ def test_only_the_main_thread_handles_signals(rigs: Any) -> None:
     thread.start()
     thread.join(10)
     assert "outside the main thread" in str(raised[0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, 0, 999, "SIGTERM", timedelta(seconds=5)])
+def test_what_is_no_signal_is_refused_and_changes_nothing(rigs: Any, number: Any) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(SettingError, match="is no signal that can be handled; give some, such as"):
+        rigs().manager.leave_on_signal(signal.SIGUSR1, number)
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_a_signal_without_a_name_is_a_wish(rigs: Any) -> None:
+    rig = rigs()
+    nameless = signal.SIGRTMIN + 3
+    before = signal.getsignal(nameless)
+    rig.manager.leave_on_signal(nameless)
+    signal.raise_signal(nameless)
+    rig.manager.shutdown()
+    assert rig.coordinator.left == [(f"it was sent signal {nameless}", timedelta())]
+    assert signal.getsignal(nameless) is before
+
+
+def test_who_says_twice_on_which_signal_it_leaves_gets_the_first_handler_back(rigs: Any) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    manager = rigs().manager
+    manager.leave_on_signal(signal.SIGUSR1)
+    manager.leave_on_signal(signal.SIGUSR1, deadline=timedelta(seconds=5))
+    manager.shutdown()
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_a_reason_is_a_text(rigs: Any) -> None:
+    manager = rigs().manager
+    with pytest.raises(SettingError, match="reason is a int; give a text"):
+        manager.leave(reason=5)
+    assert not manager.leaving
+
+
+def test_who_wants_to_leave_waits_for_no_quorum_beyond_its_deadline(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualClock()
+    rig = rigs(clock=clock)
+    told = threading.Event()
+
+    def quorum(_request: RankRequest, _timeout: timedelta) -> Plan:
+        assert told.wait(20)
+        raise Refused("replica_0 has left the job", code="left")
+
+    def leave(_reason: str, serve: timedelta, _timeout: timedelta) -> None:
+        assert serve == timedelta()
+        told.set()
+
+    monkeypatch.setattr(rig.coordinator, "quorum", quorum)
+    monkeypatch.setattr(rig.coordinator, "leave", leave)
+    rig.manager.start_quorum()
+    rig.manager.leave(timedelta(seconds=30))
+    rig.coordinator.progress()  # a beat
+    assert not any(thread.name == "tft-leave" for thread in threading.enumerate())
+    clock.pass_s(30)
+    rig.coordinator.progress()
+    assert not rig.manager.should_commit()
+    assert rig.manager.left

@@ -66,6 +66,11 @@ def lighthouse(**changes: object) -> tuple[LighthouseFacts, ...]:
         ({"versions": {**GOOD.versions, "torch": "2.9.1"}}, ["torch 2.9.1", "install a newer"], True),
         ({"versions": {**GOOD.versions, "torch": ""}}, ["torch is not installed"], True),
         ({"setting_error": "RANK is 'x'; give a whole number"}, ["refuse to start", "RANK is 'x'"], True),
+        (
+            {"environ": {"TFT_LIGHTHOSE": "a:1", "TFT_OTHER": "x"}},
+            ["TFT_LIGHTHOSE is set", "TFT_LIGHTHOUSE is meant"],
+            False,
+        ),
         ({"token_is_set": False}, ["no shared secret", "TFT_TOKEN"], False),
         ({"token_file_mode": 0o644}, ["mode 644", "chmod 600"], False),
         ({"hostname": "localhost", "hostname_is_loopback": True}, ["'localhost'", "/etc/hosts"], True),
@@ -183,7 +188,10 @@ def test_the_command_prints_and_exits(
 
     monkeypatch.setenv("TORCHFT_TIMEOUT_SEC", "soon")
     assert exit_code_of(["doctor"]) == 1
-    assert "TORCHFT_TIMEOUT_SEC is 'soon'" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "TORCHFT_TIMEOUT_SEC is 'soon'" in said
+    assert "problems: 1" in said  # the secret of the file was shown to the lighthouse, which was asked all the same
+    assert f"{served.address}: tft-lighthouse" in said
 
 
 def test_nobody_there_is_a_problem_and_not_a_hang(capsys: pytest.CaptureFixture[str]) -> None:

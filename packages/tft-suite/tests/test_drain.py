@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import grpc
 import pytest
 
+from tft_coord import ManagerClient, ManagerServer, RankRequest
+from tft_coord.core.lineage import initial_lineage
 from tft_lighthouse import LighthouseServer
 from tft_suite.cli.main import exit_code_of
 
@@ -21,3 +27,52 @@ def test_a_lighthouse_must_be_said(capsys: pytest.CaptureFixture[str], monkeypat
     assert exit_code_of(["drain", "a"]) == 2
     assert "give --lighthouse, or set TFT_LIGHTHOUSE" in capsys.readouterr().err
     assert exit_code_of(["drain", "a", "--timeout", "0"]) == 2
+
+
+def test_each_lighthouse_of_the_list_is_asked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LighthouseServer("127.0.0.1:0") as first, LighthouseServer("127.0.0.1:0") as second:
+        monkeypatch.setenv("TFT_LIGHTHOUSE", f"{first.address},{second.address}")
+        monkeypatch.setenv("TFT_JOB_ID", "of-this-shell")
+        minute = timedelta(seconds=60)
+        with (
+            ManagerServer(
+                "a:1",
+                second.address,
+                "localhost",
+                "127.0.0.1:0",
+                "127.0.0.1:1",
+                1,
+                job="of-this-shell",
+                in_process=True,
+            ) as server,
+            ManagerClient(server.address(), minute, group_rank=0) as client,
+        ):
+            client.quorum(0, RankRequest(step=0, lineage=initial_lineage("of-this-shell")), minute)
+            assert exit_code_of(["drain", "a"]) == 0
+            assert "a of job of-this-shell was asked to leave" in capsys.readouterr().out
+        assert exit_code_of(["drain", "a", "--job", "another"]) == 2
+        told = capsys.readouterr().err
+        assert told.count("this lighthouse knows no job 'another'") == 2
+        assert told.count("\n") == 1
+
+
+def test_what_is_no_lighthouse_of_ours_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        server = grpc.server(threads)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        try:
+            assert exit_code_of(["drain", "a", "--lighthouse", f"127.0.0.1:{port}"]) == 2
+        finally:
+            server.stop(None).wait()
+    assert "another program's server" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["", "--lighthouse", "h:1"], ["a", "--lighthouse", "h:1,"], ["a", "--lighthouse", "h"]]
+)
+def test_a_wrong_call_is_one_sentence(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code_of(["drain", *words]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

@@ -9,23 +9,46 @@ from collections.abc import Mapping
 from datetime import timedelta
 
 from tft_coord import CoordinationError, LighthouseClient
+from tft_coord.errors import SettingError as CoordinationSettingError
 from tft_coord.security import read_token
+from tft_coord.transport.address import targets
 from tft_suite.errors import SettingError
 
 LIGHTHOUSE = ("TFT_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE")
+JOB = "TFT_JOB_ID"
+DEFAULT_JOB = "default"
 
 
 def drain(
-    replica: str, environ: Mapping[str, str], *, lighthouse: str | None, job: str, reason: str, timeout: timedelta
+    replica: str,
+    environ: Mapping[str, str],
+    *,
+    lighthouse: str | None,
+    job: str | None,
+    reason: str,
+    timeout: timedelta,
 ) -> str:
-    """Ask it. Returns: a sentence that says so. Raises: SettingError: there is nobody to ask, or it was refused."""
+    """Ask it: the first lighthouse of the list that knows it, for the job may be at any of them.
+
+    Returns: a sentence that says so. Raises: SettingError: there is nobody to ask, or all refused.
+    """
+    if not replica.strip():
+        raise SettingError("no replica is named; give the id of one, or the name in it")
     said = lighthouse or next((environ[name] for name in LIGHTHOUSE if environ.get(name)), "")
     if not said:
         raise SettingError(f"no lighthouse is known; give --lighthouse, or set {LIGHTHOUSE[0]}")
-    address = said.split(",")[0].strip()
+    job = job or environ.get(JOB) or DEFAULT_JOB
+    refused: list[str] = []
     try:
-        with LighthouseClient(address, timeout, token=read_token(environ)) as client:
-            client.drain(job, replica, timeout, reason=reason)
-    except CoordinationError as error:
+        addresses, token = targets(said), read_token(environ)
+    except CoordinationSettingError as error:
         raise SettingError(f"{replica} was not asked to leave: {error}") from error
-    return f"{replica} of job {job} was asked to leave; it does after its running step"
+    for address in addresses:
+        try:
+            with LighthouseClient(address, timeout, token=token) as client:
+                client.drain(job, replica, timeout, reason=reason)
+        except CoordinationError as error:
+            refused.append(str(error))
+        else:
+            return f"{replica} of job {job} was asked to leave; it does after its running step"
+    raise SettingError(f"{replica} was not asked to leave: {'; '.join(refused)}")

@@ -349,8 +349,7 @@ def _timeouts(config: ManagerConfig, environ: Mapping[str, str]) -> tuple[Timeou
         if said is not None:
             chosen[f"{name}_ms"] = round(said.total_seconds() * 1_000)
         elif config.timeouts is None and environ.get(variable):
-            least_s = 0.0 if name == "slowest_step" else 0.001
-            chosen[f"{name}_ms"] = _milliseconds(variable, environ[variable], least_s)
+            chosen[f"{name}_ms"] = _milliseconds(variable, environ[variable], none_is_any=name == "slowest_step")
     try:
         timeouts = replace(config.timeouts, **chosen) if config.timeouts is not None else Timeouts(**chosen)
     except CoordinationSettingError as error:
@@ -358,13 +357,16 @@ def _timeouts(config: ManagerConfig, environ: Mapping[str, str]) -> tuple[Timeou
     return timeouts, "timeout_ms" in chosen or config.timeouts is not None
 
 
-def _milliseconds(variable: str, text: str, least_s: float) -> int:
+def _milliseconds(variable: str, text: str, *, none_is_any: bool) -> int:
     try:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not least_s <= seconds <= 7 * 24 * 3_600:
-        raise SettingError(f"{variable} is {text!r}; give seconds, for example 60 or 1.5")
+    if none_is_any and seconds == 0:
+        return 0
+    if not 0.001 <= seconds <= 7 * 24 * 3_600:  # less is no time, and must not become "any"
+        or_any = ", or 0 for any time" if none_is_any else ""
+        raise SettingError(f"{variable} is {text[:64]!r}; give seconds, for example 60 or 1.5{or_any}")
     return round(seconds * 1_000)
 
 

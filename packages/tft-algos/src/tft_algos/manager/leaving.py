@@ -9,6 +9,7 @@ because a signal handler calls it.
 
 from __future__ import annotations
 
+import signal
 import threading
 from dataclasses import dataclass
 from typing import final
@@ -22,6 +23,14 @@ class Wish:
 
     reason: str
     by_s: float
+
+
+def signal_name(number: int) -> str:
+    """Of any signal; those between SIGRTMIN and SIGRTMAX have none of their own."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 @final
@@ -75,6 +84,10 @@ class Leaving:
         plan = self._plan
         alone = plan is not None and plan.replica_world_size > 1 and plan.up_to_date == (plan.replica_rank,)
         return not alone or now_s >= self._wish.by_s
+
+    def is_overdue(self, now_s: float) -> bool:
+        """Whether its time is over, so that it waits for no quorum any more."""
+        return self._wish is not None and now_s >= self._wish.by_s
 
     def remaining_s(self, now_s: float) -> float:
         """For how long it serves its state to those that heal from it: nothing where nobody does."""

@@ -50,7 +50,7 @@ from tft_algos.manager.early import EarlyState
 from tft_algos.manager.fingerprint import USER, OwnFingerprint
 from tft_algos.manager.group_store import own_host
 from tft_algos.manager.healing import Fetch, state_key
-from tft_algos.manager.leaving import Leaving, Wish
+from tft_algos.manager.leaving import Leaving, Wish, signal_name
 from tft_algos.manager.parts import Clock, Coordinator, Group, ServerRestarted
 from tft_algos.manager.records import Records
 from tft_algos.manager.reducer import Reducer
@@ -58,6 +58,7 @@ from tft_algos.manager.reduction import check_weight
 from tft_algos.manager.shards import has_shards, place_shards
 from tft_algos.manager.whereabouts import Whereabouts
 from tft_ckpt import CheckpointTransport, HTTPTransport
+from tft_coord.core.progress import Progress
 from tft_coord.core.types import (
     KillOrder,
     LeaveRequest,
@@ -81,6 +82,7 @@ TakeState = Callable[[], Any]
 logger = logging.getLogger("tft_algos.manager")
 
 LEAVE_TAKEN_WITHIN = timedelta(seconds=5)
+LONGEST_DEADLINE = timedelta(days=7)
 LAST_WORDS_S = 1.0
 
 
@@ -162,6 +164,7 @@ class Manager:
         self._healed_bytes = 0
         self._alarms: dict[object, Callable[[], object]] = {}  # of the wrapped futures that are not done
         self._leaving = Leaving()
+        self._giver_up: threading.Thread | None = None  # leaves where no quorum comes before the deadline to leave
         self._handlers: dict[int, tuple[Any, Any]] = {}  # of signals: ours, and the one before
         self._closing = threading.Event()
         self._synchronize: Callable[[], None] | None = (
@@ -195,7 +198,7 @@ class Manager:
         self.commits_logger = self._records.commits
         self.errors_logger = self._records.errors
         self._coordinator.listen(self._told)
-        self._coordinator.follow(self._where.look)
+        self._coordinator.follow(self._look)
 
     # --- the user's state ----------------------------------------------------------------------------------------
 
@@ -1110,31 +1113,41 @@ class Manager:
         leaves at once. Nobody waits for this replica any more, and nothing of the others' steps is discarded.
 
         Args:
-            deadline: from now on; so long this replica stays if nobody else holds the state, and serves those that
-                heal. None: heal_timeout.
+            deadline: from now on; so long this replica stays if nobody else holds the state, waits for a quorum, and
+                serves those that heal. None: heal_timeout.
             reason: why; the lighthouse logs it.
-        Raises: SettingError: deadline is no timedelta above zero.
+        Raises: SettingError: deadline is no timedelta above zero and of at most a week, or reason no text.
         """
-        limit = self._limit(deadline, self._config.heal_timeout)
+        limit = self._deadline(deadline)
+        if not isinstance(reason, str):
+            raise SettingError(f"reason is a {type(reason).__name__}; give a text")
         self._leaving.wish(Wish(reason or "it was told to", self._clock.monotonic() + limit.total_seconds()))
 
     def leave_on_signal(self, *signals: int, deadline: timedelta | None = None) -> None:
         """Leave when this process is sent one of these signals. `shutdown` gives them back their handlers.
 
+        May be called again, for other signals or with another deadline.
+
         Args:
             signals: none said: SIGTERM.
             deadline: as in `leave`.
-        Raises: UsageError: this is not the main thread, which alone may handle signals.
+        Raises: UsageError: this is not the main thread, which alone may handle signals. SettingError: one of them is no
+            signal that a process can handle, or the deadline is none; nothing has changed then.
         """
         if threading.current_thread() is not threading.main_thread():
             raise UsageError("leave_on_signal was called outside the main thread; call it there, once")
-        self._limit(deadline, self._config.heal_timeout)
+        self._deadline(deadline)
+        for number in signals:
+            if not isinstance(number, int) or number not in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+                raise SettingError(f"{number!r} is no signal that can be handled; give some, such as signal.SIGTERM")
 
         def handle(number: int, _frame: object) -> None:
-            self.leave(deadline, reason=f"it was sent {signal.Signals(number).name}")
+            self.leave(deadline, reason=f"it was sent {signal_name(number)}")
 
         for number in signals or (signal.SIGTERM,):
-            self._handlers[number] = handle, signal.signal(number, handle)
+            before = signal.signal(number, handle)
+            ours, first = self._handlers.get(number, (None, None))
+            self._handlers[number] = handle, first if before is ours else before
 
     @property
     def leaving(self) -> bool:
@@ -1146,10 +1159,22 @@ class Manager:
         """Whether this replica has left: no step begins any more."""
         return self._leaving.left
 
+    def _look(self) -> Progress:
+        """Once a beat, on a thread of the coordinator's: where this rank is, and whether it waits in vain."""
+        overdue = self._where.quorum_pends and self._leaving.is_overdue(self._clock.monotonic())
+        if overdue and self._giver_up is None and not self._closing.is_set():
+            self._giver_up = threading.Thread(target=self._tell_that_it_leaves, name="tft-leave", daemon=True)
+            self._giver_up.start()  # the manager server refuses the question that waits, and the step ends without one
+        return self._where.look()
+
     def _leave_now(self) -> None:
         leaving = self._leaving
         leaving.left = True
         self._log(logging.INFO, "leaves: %s", leaving.reason)
+        self._tell_that_it_leaves()
+
+    def _tell_that_it_leaves(self) -> None:
+        leaving = self._leaving
         serve = timedelta(seconds=leaving.remaining_s(self._clock.monotonic()))
         try:
             self._coordinator.leave(leaving.reason, serve, min(LEAVE_TAKEN_WITHIN, self._config.timeout))
@@ -1193,6 +1218,8 @@ class Manager:
         if self._leaving.left:
             self._serve_to_the_end()
         self._closing.set()
+        if self._giver_up is not None:
+            self._giver_up.join()
         self._give_signals_back()
         if self._fetch is not None:
             self._transport.abort()
@@ -1216,12 +1243,18 @@ class Manager:
         self.shutdown()
 
     @staticmethod
-    def _limit(said: timedelta | None, otherwise: timedelta) -> timedelta:
+    def _limit(said: timedelta | None, otherwise: timedelta, name: str = "timeout") -> timedelta:
         if said is None:
             return otherwise
         if not isinstance(said, timedelta) or said <= timedelta():
-            raise SettingError(f"timeout is {said!r}; give a timedelta above zero")
+            raise SettingError(f"{name} is {said!r}; give a timedelta above zero")
         return said
+
+    def _deadline(self, said: timedelta | None) -> timedelta:
+        limit = self._limit(said, self._config.heal_timeout, "deadline")
+        if limit > LONGEST_DEADLINE:
+            raise SettingError(f"deadline is {said!r}; give a timedelta of at most a week")
+        return limit
 
     def _check_open(self) -> None:
         if self._closing.is_set():

@@ -188,7 +188,7 @@ class ManagerClient:
             raise CoordinationError(f"rank {group_rank} has no session with this manager server; open one first")
         way.call(codec.Leave(group_rank, reason, serve_ms), seconds(timeout), f"rank {group_rank}'s leaving")
 
-    def kill(self, msg: str, timeout: timedelta) -> None:
+    def kill(self, msg: str, timeout: timedelta = timedelta(seconds=5)) -> None:
         """Have the processes of the manager server's group end at once, each with exit code 1.
 
         Args:

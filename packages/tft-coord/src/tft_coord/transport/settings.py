@@ -117,7 +117,9 @@ def error_of(failure: grpc.RpcError, what: str) -> CoordinationError:
             return Unreachable(sentence)
         case grpc.StatusCode.INTERNAL if details == BROKE_WHILE_WRITING:
             return Unreachable(f"{what}: its stream ended in the middle of a message")
-        case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.UNIMPLEMENTED:
+        case grpc.StatusCode.UNIMPLEMENTED:
+            return ProtocolError(f"{what}: it does not know this call; it is another program's server, or an older one")
+        case grpc.StatusCode.INVALID_ARGUMENT:
             return ProtocolError(sentence)
         case grpc.StatusCode.PERMISSION_DENIED | grpc.StatusCode.UNAUTHENTICATED:
             return Refused(sentence, code=status.name.lower())

@@ -100,10 +100,14 @@ def doctor(
 @app.command()
 def drain(
     replica: Annotated[str, typer.Argument(help="Its id, or the name in it if one living replica has that.")],
-    lighthouse: Annotated[str | None, typer.Option(help="Its address. Default: the environment's.")] = None,
-    job: Annotated[str, typer.Option(help="That the replica belongs to.")] = "default",
+    lighthouse: Annotated[
+        str | None, typer.Option(help="Its address, or several with commas. Default: the environment's.")
+    ] = None,
+    job: Annotated[
+        str | None, typer.Option(help='That the replica belongs to. Default: the environment\'s, else "default".')
+    ] = None,
     reason: Annotated[str, typer.Option(help="Why; the replica logs it, and who asked.")] = "",
-    timeout: Annotated[float, typer.Option(help="Seconds within which the lighthouse must have taken it.")] = 5.0,
+    timeout: Annotated[float, typer.Option(help="Seconds that each lighthouse may take to answer.")] = 5.0,
 ) -> int:
     """Ask a replica to leave its job after its running step; the others lose nothing by it, and wait for nobody."""
     if not 0.001 <= timeout <= 3600:

@@ -7,6 +7,7 @@ Law of this file: pure; each finding is one sentence: what, where, what it does,
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, final
@@ -15,6 +16,26 @@ from tft_suite.doctor.facts import Facts, LighthouseFacts
 
 OURS: Final = ("tft-coord", "tft-lighthouse", "tft-pg", "tft-ckpt", "tft-algos", "tft-suite")
 INTERFACE_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+READ: Final = (
+    "TFT_LIGHTHOUSE",
+    "TFT_JOB_ID",
+    "TFT_SLOWEST_STEP_SEC",
+    "TFT_TOKEN",
+    "TFT_TOKEN_FILE",
+    "TFT_TLS_CERT",
+    "TFT_TLS_KEY",
+    "TFT_TLS_CA",
+    "TFT_TLS_CLIENT_AUTH",
+    "TFT_WATCHDOG_TIMEOUT_SEC",
+    "TORCHFT_LIGHTHOUSE",
+    "TORCHFT_TIMEOUT_SEC",
+    "TORCHFT_QUORUM_TIMEOUT_SEC",
+    "TORCHFT_CONNECT_TIMEOUT_SEC",
+    "TORCHFT_QUORUM_RETRIES",
+    "TORCHFT_MANAGER_PORT",
+    "TORCHFT_WATCHDOG_TIMEOUT_SEC",
+)
+_ALIKE: Final = 0.85
 _LEAST_TORCH: Final = (2, 13)
 _CLOCKS_DIFFER_MS: Final = 60_000
 _OTHERS_MAY_READ: Final = 0o044
@@ -53,6 +74,10 @@ def _of_versions(facts: Facts) -> Iterator[Finding]:
 def _of_settings(facts: Facts) -> Iterator[Finding]:
     if facts.setting_error:
         yield Finding(f"a Manager would refuse to start: {facts.setting_error}")
+    for name in facts.environ:
+        meant = difflib.get_close_matches(name, READ, n=1, cutoff=_ALIKE)
+        if meant and name not in READ:
+            yield Finding(f"{name} is set and read by nothing here; if {meant[0]} is meant, correct the name", False)
     if not facts.token_is_set:
         yield Finding(
             "no shared secret is set: whoever reaches a port of the job can join it; set TFT_TOKEN or TFT_TOKEN_FILE "

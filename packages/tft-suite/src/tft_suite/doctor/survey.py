@@ -24,10 +24,12 @@ from tft_algos.manager.group_store import is_loopback, own_host
 from tft_coord import LighthouseClient
 from tft_coord.errors import CoordinationError, ProtocolError
 from tft_coord.errors import SettingError as CoordinationSettingError
+from tft_coord.security import read_token
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.address import target
 from tft_suite.doctor.facts import Facts, LighthouseFacts
 from tft_suite.doctor.findings import INTERFACE_VARIABLES, OURS
+from tft_suite.drain import LIGHTHOUSE
 
 SECRET: Final = "TFT_TOKEN"
 THEIRS: Final = ("torch", "grpcio", "protobuf", "aiohttp")
@@ -45,14 +47,16 @@ def survey(environ: Mapping[str, str], *, lighthouse: str | None, timeout: timed
     """
     hostname = own_host()
     timeouts: Timeouts | None = None
-    addresses, token, setting_error = lighthouse or "", environ.get(SECRET), ""
+    # Whatever else is wrong with the settings: a lighthouse that is named is asked.
+    addresses = lighthouse or next((environ[name] for name in LIGHTHOUSE if environ.get(name)), "")
+    token, setting_error = _token(environ), ""
     try:
         resolved = from_environment(ManagerConfig(lighthouse_addr=lighthouse), environ, own_host=lambda: hostname)
     except SettingError as error:
         setting_error = str(error)
     else:
-        timeouts, token, addresses = resolved.timeouts, resolved.token, resolved.lighthouse_addr or ""
-    said = [address.strip() for address in addresses.split(",") if _is_address(address)]
+        timeouts = resolved.timeouts
+    said = list(dict.fromkeys(address.strip() for address in addresses.split(",") if _is_address(address)))
     return Facts(
         versions={name: _version(name) for name in (*OURS, *THEIRS)},
         setting_error=setting_error,
@@ -64,12 +68,19 @@ def survey(environ: Mapping[str, str], *, lighthouse: str | None, timeout: timed
             for name, value in sorted(environ.items())
             if name in NAMES or name.startswith(PREFIXES)
         },
-        token_is_set=token is not None,
+        token_is_set=token is not None or bool(environ.get("TFT_TOKEN_FILE")),
         token_file_mode=_mode(environ.get("TFT_TOKEN_FILE", "")),
         timeouts=timeouts,
         lighthouses=tuple(_ask(address, token=token, timeout=timeout) for address in said),
         accelerator=_accelerator(),
     )
+
+
+def _token(environ: Mapping[str, str]) -> str | None:
+    try:
+        return read_token(environ)
+    except CoordinationSettingError:
+        return None  # the settings' own error says so
 
 
 def _is_address(address: str) -> bool:
