@@ -230,3 +230,18 @@ def test_who_wants_to_leave_waits_for_no_quorum_beyond_its_deadline(rigs: Any, m
     rig.coordinator.progress()
     assert not rig.manager.should_commit()
     assert rig.manager.left
+
+
+def test_a_second_signal_does_not_cut_the_end_short(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    try:
+        rig = rigs(plan_of(7, size=2))
+        rig.manager.leave_on_signal(signal.SIGUSR1)
+        monkeypatch.setattr(rig.coordinator, "close", lambda: signal.raise_signal(signal.SIGUSR1))
+        rig.manager.shutdown()
+        assert heard == []
+        signal.raise_signal(signal.SIGUSR1)
+        assert heard == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)

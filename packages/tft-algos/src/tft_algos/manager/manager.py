@@ -1220,7 +1220,6 @@ class Manager:
         self._closing.set()
         if self._giver_up is not None:
             self._giver_up.join()
-        self._give_signals_back()
         if self._fetch is not None:
             self._transport.abort()
             self._fetch.cancel()
@@ -1233,6 +1232,7 @@ class Manager:
         self._early.drop()
         self._transport.shutdown(wait)
         self._executor.shutdown(wait, cancel_futures=True)
+        self._give_signals_back()  # not before: a launcher that says it twice would end this process in the midst of it
 
     def __enter__(self) -> Manager:
         return self
