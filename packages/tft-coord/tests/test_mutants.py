@@ -175,6 +175,10 @@ def takes_the_end_of_who_has_left_for_a_loss(self: Job, now_ms: int) -> list[Any
     return out
 
 
+def serves_on_beside_a_newer_one(self: LighthouseCore, hello: Any) -> bool:
+    return False
+
+
 right_standing = Job._standing
 
 
@@ -339,6 +343,9 @@ MUTANTS = [
     Mutant(trainer, "fold_lineage", folds_no_quorum, "I3", 0),
     # Section 2, several lighthouses; section 6, torchft's lighthouse.
     Mutant(SessionCore, "looked", follows_nobody, "I6", 0, WITH_STANDBY),
+    Mutant(
+        LighthouseCore, "_is_succeeded_by", serves_on_beside_a_newer_one, "transcript", "scenario_05_two_lighthouses"
+    ),
     Mutant(foreign, "_answer_digest", names_no_words, "I2 I4", 0, ON_FOREIGN),
     Mutant(foreign, "parted", looks_at_nothing_that_others_have_seen, "I2", 2_000, ON_FOREIGN),
     Mutant(foreign, "_list_digest", looks_at_no_list, "I2 I4", 0, ON_FOREIGN),
