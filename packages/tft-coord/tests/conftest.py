@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
+
+# How long one example takes says more of the machine, which runs much else, than of what is tested.
+settings.register_profile("on a busy machine", deadline=None)
+settings.load_profile("on a busy machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -21,7 +21,7 @@ from tft_coord.core.fingerprint import (
     said,
 )
 from tft_coord.core.group import GroupCore
-from tft_coord.core.handshake import Differs, Handshake, Standing
+from tft_coord.core.handshake import PART_BYTES, SMALL_BYTES, Differs, Handshake, Room, Standing
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.session import SendRequest, SessionCore
 from tft_coord.core.types import Hello, Member, Quorum, QuorumKey, RankRequest, Refusal
@@ -164,6 +164,13 @@ class TestOfASession:
         assert core.ask(3, member, KEY, 30, FOUR) == [SendRequest(3, member, KEY, FOUR)]
 
 
+def much(name: str) -> Fingerprint:
+    return of(**{f"{name}{number}": "x" * 1000 for number in range(100)})
+
+
+ROOM_FOR_TWO = 2 * sum(len(name) + len(value) + PART_BYTES for name, value in much("a")) + SMALL_BYTES
+
+
 class Weights(dict[str, Standing]):
     """How much whose word weighs."""
 
@@ -220,6 +227,38 @@ class TestHandshake:
         shake.asks("a", TWO)
         assert shake.asks("a", FOUR) == []
         assert shake.asks("b", FOUR) == []
+
+    def test_strangers_who_say_much_and_each_something_else_find_no_room(self) -> None:
+        weights = Weights(dict.fromkeys("abcd", Standing.NEW))
+        room = Room(ROOM_FOR_TWO)
+        shake, other = Handshake("j", weights.__getitem__, room), Handshake("k", weights.__getitem__, room)
+        assert shake.asks("a", much("a")) == []
+        assert shake.asks("b", much("a")) == []  # the same is kept once
+        assert other.asks("c", much("c")) == []
+        (differs,) = shake.asks("d", much("d"))
+        assert differs.replica_id == "d"
+        assert "replica d of job 'j' says of itself what no other does" in differs.message
+        assert shake.asks("d", ()) == [differs]  # it is not let in because nothing is known of it
+        assert shake.asks("d", TWO) == []  # what is small finds room
+        assert len(shake.asks("d", much("d"))) == 1
+        other.forget_all()
+        assert shake.asks("d", much("d")) == []
+        for name in "abd":
+            shake.forget(name)
+        assert room.left_bytes == ROOM_FOR_TWO
+
+    def test_nor_do_those_who_are_refused(self) -> None:
+        weights = Weights(dict.fromkeys("abcd", Standing.NEW))
+        room = Room(ROOM_FOR_TWO)
+        shake = Handshake("j", weights.__getitem__, room)
+        shake.asks("a", TWO)
+        for name in ("b", "c", "d"):
+            assert [each.replica_id for each in shake.asks(name, (*FOUR, *much(name)))] == [name]
+        assert 0 <= room.left_bytes < SMALL_BYTES * 4
+        assert [len(shake.asks(name, ())) for name in ("b", "c", "d")] == [1, 1, 1]
+        shake.forget_all()
+        assert len(shake) == 0
+        assert room.left_bytes == ROOM_FOR_TWO
 
     def test_that_it_differs_is_a_value(self) -> None:
         assert Differs("a", "m") == Differs("a", "m")

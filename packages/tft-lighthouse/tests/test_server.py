@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import queue
 import re
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -35,6 +37,7 @@ from tft_coord import (
     Unchanged,
     Unreachable,
 )
+from tft_coord.core import effects, events, types
 from tft_coord.core.lineage import fold_lineage, initial_lineage
 from tft_coord.transport.loop import LoopShare
 from tft_coord.wire import codec, services
@@ -465,6 +468,21 @@ def test_nonsense_is_refused_with_a_sentence(lighthouse: LighthouseServer) -> No
         assert "are not a ToLighthouse message" in str(answers[0])
     with LighthouseClient(lighthouse.address, LATE) as client:
         client.heartbeat("still served")
+
+
+def test_a_quorum_that_nobody_asked_for_is_not_looked_at(lighthouse: LighthouseServer) -> None:
+    key, now_ms = types.QuorumKey(7, 7), time.time_ns() // 1_000_000
+    hello = events.HelloReceived(0, types.Hello("reports", "a:1", now_ms, "h:1", held=key))
+    report = events.QuorumReported(0, types.Quorum(key, (types.Member("a:1"),)))
+    said: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    for event in (hello, report, report):
+        said.put(codec.encode_to_lighthouse(event))
+    with grpc.insecure_channel(lighthouse.address.removeprefix("http://")) as channel:
+        stub: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(services.LIGHTHOUSE_SESSION)
+        answers = [codec.decode_from_lighthouse(answer) for answer in stub(iter(said.get, None), timeout=20)]
+        said.put(None)
+    assert [type(answer) for answer in answers] == [effects.Welcome, effects.AskForQuorum, effects.RefuseSession]
+    assert "a quorum is reported that was not asked for" in str(answers[-1])
 
 
 def test_bad_arguments_are_refused_before_anything_is_sent(lighthouse: LighthouseServer) -> None:

@@ -74,6 +74,7 @@ class LighthouseShell:
         )
         self._numbers = itertools.count(1)
         self._streams: dict[int, Outbox] = {}
+        self._was_asked: set[int] = set()  # streams that are to say the quorum that they hold
         self._calls: dict[int, asyncio.Future[Quorum | effects.RefuseUnary | None]] = {}
         self._encode_quorum = _Last(codec.encode_quorum)
         self._framed: tuple[int, bytes, bytes] = (0, b"", b"")  # the last answer: request, quorum, and around it
@@ -163,6 +164,9 @@ class LighthouseShell:
                     logger.warning("a stream is refused (%s): %s", refusal.value, message)
                     self._put(stream, codec.encode_from_lighthouse(decision))
                     self._close(stream)
+                case effects.AskForQuorum(stream):
+                    self._was_asked.add(stream)
+                    self._put(stream, codec.encode_from_lighthouse(decision))
                 case effects.CloseStream(stream):
                     self._close(stream)
                 case effects.QuorumFormed():
@@ -225,6 +229,7 @@ class LighthouseShell:
         finally:
             reader.cancel()
             del self._streams[stream]
+            self._was_asked.discard(stream)
             self._handle(events.StreamClosed(stream))
             self._look_after_grace()
 
@@ -233,9 +238,11 @@ class LighthouseShell:
         try:
             said: Member | None = None
             while isinstance(message := cast("object", await context.read()), bytes):
-                event = codec.decode_to_lighthouse(stream, message, said)
+                event = codec.decode_to_lighthouse(stream, message, said, was_asked=stream in self._was_asked)
                 if isinstance(event, events.QuorumRequested):
                     said = event.member
+                elif isinstance(event, events.QuorumReported):
+                    self._was_asked.discard(stream)
                 self._handle(event)
         except ProtocolError as error:
             message = f"from {context.peer()}: {error}"

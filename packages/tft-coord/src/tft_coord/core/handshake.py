@@ -3,6 +3,7 @@
 The first to come says what the job is; whoever differs from those that are there is refused, and told in what. A
 replica that holds a quorum has trained in this job, and stands over one that holds none: when the lighthouse has just
 started, the stranger may well be heard first. What was said is forgotten with those who said it.
+Nearly all replicas say the same; strangers who each say something else, and much of it, find no room for it.
 
 Law of this file: the fingerprints of one job; who lives, and how much a word weighs, is told by the caller.
 """
@@ -12,8 +13,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from tft_coord.core.fingerprint import Fingerprint, differences, said
+
+ROOM_BYTES: Final = 256 * 1024 * 1024
+PART_BYTES: Final = 250  # that a part takes besides its texts
+SMALL_BYTES: Final = 2048  # of a whole fingerprint: there are never as many of these as would matter
 
 
 class Standing(enum.IntEnum):
@@ -33,21 +39,46 @@ class Differs:
     message: str
 
 
+class Room:
+    """Memory for the fingerprints of all jobs.
+
+    Args:
+        most_bytes: that they may take together.
+    """
+
+    def __init__(self, most_bytes: int = ROOM_BYTES) -> None:
+        self.left_bytes = most_bytes
+
+    def take(self, fingerprint: Fingerprint) -> bool:
+        """Whether there was room for it; a small one always finds some."""
+        size = _size(fingerprint)
+        if SMALL_BYTES < size > self.left_bytes:
+            return False
+        self.left_bytes -= size
+        return True
+
+    def give_back(self, fingerprint: Fingerprint) -> None:
+        """It is kept no more."""
+        self.left_bytes += _size(fingerprint)
+
+
 class Handshake:
     """The fingerprints of one job's replicas.
 
     Args:
         job: its name.
         standing: of a replica, now.
+        room: for what is kept, shared with other jobs.
     """
 
-    def __init__(self, job: str, standing: Callable[[str], Standing]) -> None:
+    def __init__(self, job: str, standing: Callable[[str], Standing], room: Room | None = None) -> None:
         self._job = job
+        self._room = room if room is not None else Room()
         self._standing = standing
         # Nearly all replicas say the same, so each fingerprint is kept once, and compared once.
         self._by: dict[Fingerprint, dict[str, None]] = {}
         self._said: dict[str, Fingerprint] = {}
-        self._refused: dict[str, Fingerprint] = {}
+        self._refused: dict[str, Fingerprint] = {}  # () for one that there was no room for
 
     def __len__(self) -> int:
         """How many replicas are remembered."""
@@ -58,13 +89,19 @@ class Handshake:
 
         Returns: who does not belong to the job: nobody, the replica itself, or those that are there and weigh less.
         """
-        fingerprint = fingerprint or self._refused.get(replica_id, ())
+        refused = self._refused.get(replica_id)
+        if not fingerprint and refused == ():
+            return [Differs(replica_id, self._no_room(replica_id))]
+        fingerprint = fingerprint or refused or ()
         if not fingerprint:
             return []
         self.forget(replica_id)
         out = self._compare(replica_id, fingerprint) if fingerprint not in self._by else []
         for differs in out:
             self._refuse(differs.replica_id, fingerprint)
+        if replica_id not in self._refused and fingerprint not in self._by and not self._room.take(fingerprint):
+            self._refused[replica_id] = ()
+            return [*out, Differs(replica_id, self._no_room(replica_id))]
         if replica_id not in self._refused:
             sayers = self._by.setdefault(fingerprint, {})
             # The very object that is there, so that a thousand replicas hold one.
@@ -78,13 +115,21 @@ class Handshake:
 
     def forget(self, replica_id: str) -> None:
         """What that replica has said counts no more."""
-        self._refused.pop(replica_id, None)
+        refused = self._refused.pop(replica_id, None)
+        if refused is not None:
+            self._room.give_back(refused)
         fingerprint = self._said.pop(replica_id, None)
         if fingerprint is not None:
             sayers = self._by[fingerprint]
             del sayers[replica_id]
             if not sayers:
                 del self._by[fingerprint]
+                self._room.give_back(fingerprint)
+
+    def forget_all(self) -> None:
+        """There is no such job any more."""
+        for replica_id in [*self._said, *self._refused]:
+            self.forget(replica_id)
 
     def forget_the_gone(self) -> None:
         """What the dead have said counts no more."""
@@ -111,10 +156,21 @@ class Handshake:
     def _refuse(self, replica_id: str, of_newcomer: Fingerprint) -> None:
         fingerprint = self._said.get(replica_id, of_newcomer)
         self.forget(replica_id)
-        self._refused[replica_id] = fingerprint
+        self._refused[replica_id] = fingerprint if self._room.take(fingerprint) else ()
+
+    def _no_room(self, replica_id: str) -> str:
+        return (
+            f"replica {replica_id} of job {self._job!r} says of itself what no other does, and replicas have said so "
+            "much already that the lighthouse can't keep it; give all replicas of the job the same fingerprint, and "
+            "start this one anew"
+        )
 
     def _message(self, replica_id: str, other: str, found: list[str]) -> str:
         return (
             f"replica {replica_id} differs from {other} of job {self._job!r}: {said(found)}; give all replicas of the "
             "job the same, or start this one under another job (TFT_JOB_ID)"
         )
+
+
+def _size(fingerprint: Fingerprint) -> int:
+    return sum(len(name) + len(value) + PART_BYTES for name, value in fingerprint)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from tft_coord.core import effects, events
 from tft_coord.core.assignment import all_at, assign
-from tft_coord.core.handshake import Handshake, Standing
+from tft_coord.core.handshake import Handshake, Room, Standing
 from tft_coord.core.liveness import Accepted, Liveness, Lost, OpenRequest, Rejected, Replica
 from tft_coord.core.progress import HangWatch, hang_reason, stuck_reason
 from tft_coord.core.quorum import Form, Situation, decide, reason_for_new_id
@@ -86,6 +86,7 @@ class LighthouseCore:
         self._birth = _Birth(started_ms, cluster_id, now_ms)
         self._nonces = nonces
         self._jobs: dict[str, Job] = {}
+        self._room = Room()
         self._job_of_stream: dict[int, Job] = {}
         self._last_tick_ms = now_ms
         self._succeeded_by_ms = 0
@@ -122,7 +123,7 @@ class LighthouseCore:
         known = self._jobs.pop(job, None)
         if known is None:
             return []
-        self._forgotten_id = max(self._forgotten_id, known.last_id)
+        self._forget(known)
         streams = [stream for stream, its_job in self._job_of_stream.items() if its_job is known]
         for stream in streams:
             del self._job_of_stream[stream]
@@ -175,9 +176,13 @@ class LighthouseCore:
         for job in self._jobs.values():
             out += job.tick(now_ms, wall_ms)
         for name in [name for name, job in self._jobs.items() if job.forgotten]:
-            # A job of the same name that comes back must not see an id again.
-            self._forgotten_id = max(self._forgotten_id, self._jobs.pop(name).last_id)
+            self._forget(self._jobs.pop(name))
         return out
+
+    def _forget(self, job: Job) -> None:
+        """Nothing is kept of it, but a job of the same name that comes back must not see an id again."""
+        self._forgotten_id = max(self._forgotten_id, job.last_id)
+        job.forget_fingerprints()
 
     def _note_the_time(self, now_ms: int) -> None:
         """When this process was away for longer than a grace, nobody is lost by it."""
@@ -222,7 +227,13 @@ class LighthouseCore:
         job = self._jobs.get(hello.job)
         if job is None:
             job = self._jobs[hello.job] = Job(
-                hello.job, self._config, self._birth, self._nonces, now_ms=now_ms, last_id=self._forgotten_id
+                hello.job,
+                self._config,
+                self._birth,
+                self._nonces,
+                self._room,
+                now_ms=now_ms,
+                last_id=self._forgotten_id,
             )
         self._job_of_stream[event.stream] = job
         return job.hello(event.stream, hello, now_ms, wall_ms)
@@ -256,7 +267,7 @@ class Job:
 
     Args:
         name: job id.
-        config, birth, nonces: of the lighthouse.
+        config, birth, nonces, room: of the lighthouse.
         now_ms: when it was first heard of.
         last_id: the first quorum's id is above it.
     """
@@ -267,6 +278,7 @@ class Job:
         config: LighthouseConfig,
         birth: _Birth,
         nonces: Callable[[], int],
+        room: Room,
         *,
         now_ms: int,
         last_id: int,
@@ -302,10 +314,14 @@ class Job:
         self._more = 0  # requests that must come before the rule can say yes
         self._asking: tuple[int, QuorumKey, int] | None = None  # (stream, key, since_ms)
         self._now_ms = now_ms
-        self._handshake = Handshake(name, self._standing)
+        self._handshake = Handshake(name, self._standing, room)
         self._asked_in_vain: set[int] = set()  # streams that could not say the members of the quorum they hold
         self._serving: set[str] = set()  # who has left, and may still be healed from
         self._heals_last = ""  # who was found to heal when that was last asked
+
+    def forget_fingerprints(self) -> None:
+        """There is no such job any more."""
+        self._handshake.forget_all()
 
     @property
     def forgotten(self) -> bool:

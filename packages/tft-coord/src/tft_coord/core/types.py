@@ -148,8 +148,9 @@ class Quorum:
         ids = [member.replica_id for member in self.members]
         if not ids:
             raise ProtocolError(f"quorum {self.key} has no members; the peer speaks another protocol")
-        if any(first >= second for first, second in itertools.pairwise(ids)):
-            raise ProtocolError(f"quorum {self.key} has members out of order or twice: {', '.join(ids)}")
+        for first, second in itertools.pairwise(ids):
+            if first >= second:
+                raise ProtocolError(f"quorum {self.key} has members out of order or twice: {first}, {second}")
 
     @property
     def replica_ids(self) -> tuple[str, ...]:

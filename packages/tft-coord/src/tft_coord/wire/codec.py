@@ -235,11 +235,15 @@ def encode_to_lighthouse(event: LighthouseEvent, said: Member | None = None) -> 
             raise AssertionError("a closed stream is not a message")
 
 
-def decode_to_lighthouse(stream: int, data: bytes, said: Member | None = None) -> LighthouseEvent:
+def decode_to_lighthouse(
+    stream: int, data: bytes, said: Member | None = None, *, was_asked: bool = True
+) -> LighthouseEvent:
     """A message that came on that stream.
 
     Args:
         said: the member of the last request that came on it, or None.
+        was_asked: for the quorum that it holds. Thousands of members take long to look at, and nobody shall make the
+            lighthouse do so who was not asked.
     Raises: ProtocolError: it is damaged or breaks a bound.
     """
     message = _parse(pb.ToLighthouse, data)
@@ -258,6 +262,8 @@ def decode_to_lighthouse(stream: int, data: bytes, said: Member | None = None) -
         case "hello":
             return HelloReceived(stream, _hello_from_wire(message.hello))
         case "quorum_report":
+            if not was_asked:
+                raise ProtocolError("a quorum is reported that was not asked for")
             report = message.quorum_report
             return QuorumReported(stream, _quorum_from_wire(report.quorum) if report.HasField("quorum") else None)
         case "death":
