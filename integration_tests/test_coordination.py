@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -30,7 +31,7 @@ from tft_coord import (
     Unchanged,
 )
 from tft_coord.core.lineage import fold_lineage, initial_lineage
-from tft_coord.core.types import LossNotice
+from tft_coord.core.types import LossNotice, NewcomerAsks
 from tft_coord.news import News
 from tft_lighthouse import LighthouseServer
 
@@ -45,19 +46,23 @@ class Rank:
     """One rank, as far as coordination goes: it keeps its step and lineage."""
 
     def __init__(self, address: str, rank: int, timeouts: Timeouts) -> None:
-        self.news: queue.Queue[tuple[float, News]] = queue.Queue()  # and when it came
+        self.losses: queue.Queue[tuple[float, News]] = queue.Queue()  # and when it was told of them
         self.client = ManagerClient(
             address,
             LATE,
             group_rank=rank,
             timeouts=timeouts,
-            listener=lambda news: self.news.put((time.monotonic(), news)),
+            listener=self._hear,
         )
         self.rank = rank
         self.step = 0
         self.lineage = initial_lineage("default")
         self.live = False
         self.key: QuorumKey | None = None
+
+    def _hear(self, news: News) -> None:
+        if not isinstance(news, NewcomerAsks):
+            self.losses.put((time.monotonic(), news))
 
     def ask(self, **fields: Any) -> Plan | Unchanged:
         request = RankRequest(step=self.step, lineage=self.lineage, live=self.live, held=self.key, **fields)
@@ -239,26 +244,27 @@ def test_survivors_are_told_of_a_death_at_once(
     forkserver: ForkServerContext,
     kill: Callable[[int], None],
 ) -> None:
-    with serve("a:1", lighthouse.address, 1, PATIENT) as server:
+    with ExitStack() as ends:
+        server = ends.enter_context(serve("a:1", lighthouse.address, 1, PATIENT))
         rank = Rank(server.address(), 0, PATIENT)
+        ends.enter_context(rank.client)
         b, b_server, b_tells = start_group(spawn, forkserver, "b:1", lighthouse)
         answer = rank.ask()
         while not (isinstance(answer, Plan) and answer.replica_ids == ("a:1", "b:1")):
             rank.vote()
             answer = rank.ask()
         until(b_tells, ("a:1", "b:1"))
-        assert rank.news.empty()
+        assert rank.losses.empty()
         assert b.pid is not None
         killed_at = time.monotonic()
         if who == "trainer":
             kill(b.pid)
         else:
             os.kill(b_server, signal.SIGKILL)
-        told_at, notice = rank.news.get(timeout=30)
+        told_at, notice = rank.losses.get(timeout=30)
         assert isinstance(notice, LossNotice)
         assert (notice.key, notice.replica_id) == (rank.key, "b:1")
         assert told_at - killed_at < 0.5
-        rank.client.close()
 
 
 @pytest.fixture
@@ -310,7 +316,7 @@ def test_a_rank_is_told_of_its_sisters_death_at_once(
         assert one.pid is not None
         killed_at = time.monotonic()
         kill(one.pid)
-        told_at, news = zero.news.get(timeout=30)
+        told_at, news = zero.losses.get(timeout=30)
         assert isinstance(news, GroupLost)
         assert "rank 1's stream broke" in str(news)
         assert "end this process and start the group again" in str(news)

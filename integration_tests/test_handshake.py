@@ -11,6 +11,8 @@ from integration_tests.conftest import Spawn
 from integration_tests.training import Event, Job, Launcher
 from tft_lighthouse import LighthouseServer
 
+pytestmark = pytest.mark.timeout(180)  # several lives of real processes, on a machine that may be busy
+
 
 @pytest.fixture
 def job(spawn: Spawn) -> Iterator[Job]:

@@ -16,6 +16,8 @@ from integration_tests.training import Event, Job, Launcher, Trainer
 from tft_coord import LighthouseClient, ManagerClient, Refused
 from tft_lighthouse import LighthouseServer
 
+pytestmark = pytest.mark.timeout(180)  # several lives of real processes, on a machine that may be busy
+
 # Whoever waited for one that has left would wait so long; one that is lost by silence alone as well.
 JOIN_TIMEOUT_MS: Final = 30_000
 WAITED_S: Final = 10.0

@@ -19,6 +19,8 @@ from integration_tests.lighthouse_program import LighthouseProgram
 from integration_tests.training import Job, Trainer
 from tft_lighthouse import LighthouseServer
 
+pytestmark = pytest.mark.timeout(180)  # several lives of real processes, on a machine that may be busy
+
 NEW_QUORUM = re.compile(r"new quorum (\d+), job default")
 STEPS_BETWEEN = 10
 

@@ -19,6 +19,8 @@ from tft_algos.testing import digest
 from tft_lighthouse import LighthouseServer
 from tft_pg import ProcessGroupGloo
 
+pytestmark = pytest.mark.timeout(180)  # several lives of real processes, on a machine that may be busy
+
 STEP = 1000
 TOGETHER = 5
 
