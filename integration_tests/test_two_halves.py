@@ -10,6 +10,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
 import torch
 
 from integration_tests.conftest import Spawn
