@@ -124,3 +124,13 @@ def test_a_kill_ends_every_process_of_the_group_with_exit_code_one(job: Job) -> 
         rank.process.join(SOON.total_seconds())
         assert rank.process.exitcode == 1
     server.wait(SOON.total_seconds())
+
+
+def test_while_the_lighthouse_is_away_who_leaves_waits_no_longer_than_its_deadline(
+    job: Job, lighthouse: LighthouseServer
+) -> None:
+    trainer = job.start("a", **{**OPTIONS, "heal_timeout": timedelta(seconds=2)})  # which is the deadline, too
+    job.until(lambda: trainer.step >= 3, "it trains")
+    lighthouse.shutdown()
+    os.kill(trainer.process.pid or 0, signal.SIGTERM)
+    ends_well(job, [trainer])  # long before its quorum_timeout

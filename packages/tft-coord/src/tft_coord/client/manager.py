@@ -183,8 +183,8 @@ class ManagerClient:
         Raises: CoordinationError: this rank has no session here. DeadlinePassed, GroupLost, Unreachable: the manager
             server has not taken it.
         """
-        way = self._way_of(group_rank)
-        if way is None:
+        way = self._session  # not the link, which carries one call at a time: a question may be waiting on it
+        if way is None or way.group_rank != group_rank:
             raise CoordinationError(f"rank {group_rank} has no session with this manager server; open one first")
         way.call(codec.Leave(group_rank, reason, serve_ms), seconds(timeout), f"rank {group_rank}'s leaving")
 
