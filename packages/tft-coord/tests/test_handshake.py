@@ -163,6 +163,21 @@ class TestOfASession:
         core.answered(2, KEY)
         assert core.ask(3, member, KEY, 30, FOUR) == [SendRequest(3, member, KEY, FOUR)]
 
+    @pytest.mark.parametrize("hung", [False, True])
+    def test_and_with_that_of_a_newer_session_on_the_same_stream(self, hung: bool) -> None:
+        core = SessionCore(job="j", replica_id="a", address="a:1", session=1, timeouts=TIMES, jitter=lambda: 0.5)
+        member = Member("a")
+        core.start(0)
+        core.stream_opened(0)
+        core.welcomed(1, 50, 0, "c")
+        assert core.ask(1, member, None, 0, TWO) == [SendRequest(1, member, None, TWO)]
+        core.told_lost(1, 10, hung=hung)  # it was lost before that request, which then was not heard
+        if hung:
+            core.went_on(20)
+        assert core.welcomed(2, 50, 20, "c") == [SendRequest(1, member, None, TWO)]
+        core.answered(1, KEY)
+        assert core.ask(2, member, KEY, 30) == [SendRequest(2, member, KEY)]
+
 
 def much(name: str) -> Fingerprint:
     return of(**{f"{name}{number}": "x" * 1000 for number in range(100)})

@@ -276,7 +276,15 @@ def never_sees_all_stuck(self: HangWatch, members: object) -> int | None:
     return None
 
 
+def says_no_more_what_it_is_made_of(self: SessionCore) -> list[Any]:
+    said = self._fingerprint_said
+    orders = right_open_newer(self)
+    self._fingerprint_said = said
+    return orders
+
+
 right_told_lost = SessionCore.told_lost
+right_open_newer = SessionCore._open_newer
 right_noticed = GroupCore._noticed
 right_release = Job._release_those_who_left
 right_heard = Trainer.noticed
@@ -322,6 +330,7 @@ MUTANTS = [
     # Section 6, joining: who belongs to a job.
     Mutant(Handshake, "_compare", compares_nothing, "P6", 0),
     Mutant(Job, "_standing", believes_the_dead, "I6", 235),
+    Mutant(SessionCore, "_open_newer", says_no_more_what_it_is_made_of, "P6", "scenario_06_members_that_differ"),
     Mutant(LighthouseCore, "living", takes_both_kinds, "P6", 0),
     # Section 6, leaving.
     Mutant(Job, "_situation", waits_for_who_has_left, "I6", 0),

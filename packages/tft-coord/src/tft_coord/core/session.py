@@ -38,7 +38,7 @@ class SendHello:
 
 @dataclass(frozen=True, slots=True)
 class SendRequest:
-    """Ask for a quorum. `fingerprint` comes with the first request on a stream, and when it has changed."""
+    """Ask for a quorum. `fingerprint` comes with the first of a session on a stream, and when it has changed."""
 
     request: int
     member: Member
@@ -144,7 +144,7 @@ class SessionCore:
         self._welcomed = False
         self._open: SendRequest | None = None
         self._fingerprint: Fingerprint = ()
-        self._fingerprint_said = False  # on this stream
+        self._fingerprint_said = False  # in this session, on this stream
         self._leave: SendLeave | None = None
         self._broken_at_ms: int | None = None
         self._next_beat_ms = 0
@@ -243,6 +243,7 @@ class SessionCore:
 
     def _open_newer(self) -> list[SessionEffect]:
         self.session += 1
+        self._fingerprint_said = False
         return [self._hello()]
 
     def told_refused(self, refusal: Refusal, message: str, now_ms: int) -> list[SessionEffect]:
@@ -296,7 +297,8 @@ class SessionCore:
     ) -> list[SessionEffect]:
         """Ask for the next quorum; said again on every new stream until answered or withdrawn.
 
-        A fingerprint is kept, and said with the first request on each stream: a lighthouse may have no memory.
+        A fingerprint is kept, and said with the first request on each stream: a lighthouse may have no memory. And with
+        that of each newer session: what the lost one has said was not heard, or is forgotten.
         """
         if fingerprint:
             self._fingerprint, self._fingerprint_said = fingerprint, False
