@@ -261,6 +261,10 @@ def never_comes_back_from_a_hang(self: SessionCore, now_ms: int) -> list[Any]:
     return []
 
 
+def spares_nobody(self: Job) -> list[str]:
+    return []
+
+
 def needs_only_one_to_be_stuck(self: HangWatch, members: object) -> int | None:
     return next(iter(self._stuck.values()), None)
 
@@ -343,6 +347,7 @@ MUTANTS = [
     Mutant(GroupProgress, "_now_of", takes_all_silence_for_work, "H1", 190),
     Mutant(SessionCore, "told_lost", comes_back_while_it_hangs, "H2", "scenario_11_hangs"),
     Mutant(SessionCore, "went_on", never_comes_back_from_a_hang, "I6", 0),
+    Mutant(Job, "_last_holder", spares_nobody, "transcript", "last_holder"),
     Mutant(HangWatch, "stuck", needs_only_one_to_be_stuck, "H1", 0),
     Mutant(HangWatch, "stuck", never_sees_all_stuck, "H2 transcript", "scenario_11_hangs"),
     # Section 5, the vote.

@@ -409,6 +409,19 @@ class TestInvariants:
         new.reported(Quorum(KEY, (Member("a", session=1), Member("b", session=1))))
         assert broken == [(KEY, "a"), (KEY, "b")]
 
+    def test_who_goes_on_in_a_quorum_holds_the_state_of_its_newest_step(self) -> None:
+        looking = Attendance(1)
+        looking.welcomed(Hello("job", "a", 1, "a:1"), 0)
+        looking.asked(Member("a", session=1), 0)
+        looking.formed(Quorum(KEY, (Member("a", session=1),)), None)
+        assert not looking.is_last_holder("a")  # of nothing, before the first step
+        looking.asked(Member("a", step=4, lineage=104), 0, KEY)
+        looking.answered(0, None)
+        assert looking.is_last_holder("a")
+        other = Member("b", session=1, step=5, lineage=105)
+        looking.answered(0, Quorum(KEY, (Member("a", session=1, step=4, lineage=104), other)))
+        assert not looking.is_last_holder("a")
+
     def test_one_mean_is_of_one_state(self) -> None:
         one, two = Held(3, 103, "w1"), Held(3, 103, "w2")
         given = {"a": Contribution("a", one, "g"), "b": Contribution("b", two, "h")}

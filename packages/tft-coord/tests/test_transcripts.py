@@ -23,6 +23,7 @@ NEEDED = {
     "shrink_only",
     "split_brain",
     "commit_failure",
+    "last_holder",
     "scenario_01_snapshot",
     "scenario_02_verdict",
     "scenario_03_lighthouse_without_memory",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tft_coord.core.types import Plan, QuorumKey
+from tft_coord.core.types import Hello, Plan, QuorumKey
 from tft_coord.testing.invariants import InvariantBroken
 from tft_coord.testing.lighthouse_process import JOB
 from tft_coord.testing.process import State
@@ -105,10 +105,16 @@ class HangTruth:
 
         cluster.clock.after(self._limit_ms + self._told_within_ms + silent_ms, look)
 
-    def welcomed(self, replica_id: str, session: int) -> None:
-        """A lighthouse takes a session of it: not the newer one of a trainer that hangs."""
-        before, hung = self._hung.pop(replica_id, (session, []))
-        for manager, trainer, plan in hung if session > before else ():
+    def welcomed(self, hello: Hello) -> None:
+        """A lighthouse takes a session: not a newer one of the manager server whose trainer hangs.
+
+        Another process with its replica id, which lives, takes the place of the one that hangs.
+        """
+        before, hung = self._hung.get(hello.replica_id, (hello.session, []))
+        same = [each for each in hung if each[0].address == hello.address]
+        if same:
+            del self._hung[hello.replica_id]
+        for manager, trainer, plan in same if hello.session > before else ():
             replica = manager.replica
             if replica.manager is manager and trainer.hangs and trainer.plan is plan and replica.alive:
                 raise InvariantBroken("H2", f"{trainer.name} hangs still, and a newer session of it is welcomed")

@@ -10,7 +10,7 @@ Source: design.md section 10.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tft_coord.core import effects, events
 from tft_coord.core.types import Hello, Member, Plan, Purpose, Quorum, QuorumKey, Refusal, Verdict
@@ -177,6 +177,24 @@ class Attendance:
                 self._sessions.pop(presumed, None)
             self._presumed.clear()
             self._newest = None
+
+    def answered(self, stream: int, quorum: Quorum | None) -> None:
+        """Whoever asked there is given the newest quorum as it is now; None: it goes on in it from what it said."""
+        newest = self._newest
+        if quorum is not None:
+            if newest is not None and newest.key == quorum.key:
+                self._newest = quorum
+        elif newest is not None:
+            said = {each: self._said[each][0] for each, asked in self._asking.items() if asked == stream}
+            self._newest = replace(
+                newest,
+                members=tuple(
+                    replace(each, step=now.step, lineage=now.lineage, torn=now.torn)
+                    if (now := said.get(each.replica_id)) is not None
+                    else each
+                    for each in newest.members
+                ),
+            )
 
     def other_kind_trains(self, quorum: Quorum) -> None:
         """Members of torchft's are given a quorum: then none of ours lives."""
@@ -345,10 +363,9 @@ class Attendances:
         hello = self._hellos.get(stream)
         return hello.job if hello is not None else ""
 
-    def replica_of(self, stream: int) -> str:
-        """As its hello said."""
-        hello = self._hellos.get(stream)
-        return hello.replica_id if hello is not None else ""
+    def hello_of(self, stream: int) -> Hello:
+        """What came first on a stream that is welcomed."""
+        return self._hellos[stream]
 
     def heard(self, event: events.LighthouseEvent) -> None:
         """It hears something."""
@@ -385,6 +402,9 @@ class Attendances:
             case effects.AnswerQuorum() | effects.AnswerUnchanged() | effects.RefuseRequest():
                 if isinstance(order, effects.RefuseRequest) and order.refusal is Refusal.DIFFERS:
                     self.of(self.job_of(order.stream)).differs(order.stream)
+                if not isinstance(order, effects.RefuseRequest):
+                    quorum = order.quorum if isinstance(order, effects.AnswerQuorum) else None
+                    self.of(self.job_of(order.stream)).answered(order.stream, quorum)
                 self.of(self.job_of(order.stream)).asks_no_more(order.stream)
             case effects.RefuseSession() if order.refusal is Refusal.OTHER_KIND:
                 self.of(self.job_of(order.stream)).turned_out(order.stream)

@@ -179,7 +179,7 @@ class LighthouseProcess(Process):
                     continue  # of torchft's members; ours have a job
             self._cluster.decides = self.name
             if isinstance(order, effects.Welcome):
-                self._cluster.hangs.welcomed(self._attendances.replica_of(order.stream), order.session)
+                self._cluster.hangs.welcomed(self._attendances.hello_of(order.stream))
             self._cluster.watch(order)
             self._attendances.decided(order, self.clock.now_ms)
             match order:
