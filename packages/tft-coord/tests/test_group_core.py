@@ -180,6 +180,18 @@ class TestUnchanged:
             effects.AnswerRankUnchanged,
         ]
 
+    def test_a_lighthouse_without_memory_is_told_where_all_were_last(self) -> None:
+        core = self.after(other("b", 1))
+        self.next(core)
+        order = both(core, request(5), request(5))
+        core.handle(events.UnchangedArrived(order.request, KEY), 0)
+        told = core.report()
+        assert told is not None
+        assert (told.key, {(member.step, member.lineage, member.live) for member in told.members}) == (
+            KEY,
+            {(5, request(5).lineage, True)},
+        )
+
     def test_ranks_that_have_not_gone_on_are_given_their_plan_again(self) -> None:
         """The answer was lost: what they hold is the plan before it, in which somebody heals."""
         core = self.after(other("b", 1))

@@ -265,6 +265,10 @@ def spares_nobody(self: Job) -> list[str]:
     return []
 
 
+def reports_what_was_formed(self: GroupCore) -> Quorum | None:
+    return self.quorum
+
+
 def needs_only_one_to_be_stuck(self: HangWatch, members: object) -> int | None:
     return next(iter(self._stuck.values()), None)
 
@@ -348,6 +352,7 @@ MUTANTS = [
     Mutant(SessionCore, "told_lost", comes_back_while_it_hangs, "H2", "scenario_11_hangs"),
     Mutant(SessionCore, "went_on", never_comes_back_from_a_hang, "I6", 0),
     Mutant(Job, "_last_holder", spares_nobody, "transcript", "last_holder"),
+    Mutant(GroupCore, "report", reports_what_was_formed, "transcript", "last_holder_without_memory"),
     Mutant(HangWatch, "stuck", needs_only_one_to_be_stuck, "H1", 0),
     Mutant(HangWatch, "stuck", never_sees_all_stuck, "H2 transcript", "scenario_11_hangs"),
     # Section 5, the vote.

@@ -24,6 +24,7 @@ NEEDED = {
     "split_brain",
     "commit_failure",
     "last_holder",
+    "last_holder_without_memory",
     "scenario_01_snapshot",
     "scenario_02_verdict",
     "scenario_03_lighthouse_without_memory",

@@ -42,6 +42,24 @@ class _Asked:
     deadline_ms: int
 
 
+def _all_at_state_of(own: Member, quorum: Quorum) -> Quorum:
+    """What "unchanged" says to our request: all members are whole, and where we are."""
+    members = tuple(
+        replace(
+            member,
+            step=own.step,
+            lineage=own.lineage,
+            torn=False,
+            live=True,
+            commit_failures=0,
+            needs_configure=False,
+            failed_heals=0,
+        )
+        for member in quorum.members
+    )
+    return Quorum(quorum.key, members, quorum.created_ms)
+
+
 def _about(notice: LossNotice) -> tuple[QuorumKey, str, int, bool]:
     """What it says; two that differ in their reasons alone are one."""
     return notice.key, notice.replica_id, notice.session, notice.lives
@@ -64,6 +82,7 @@ class GroupCore:
         if world_size < 1:
             raise ProtocolError(f"replica {replica_id} has world_size {world_size}; give at least 1")
         self.quorum: Quorum | None = None
+        self._stands_at: Member | None = None  # our request to which it was said last that the quorum stands unchanged
         self._replica_id = replica_id
         self._address = address
         self._store_address = store_address
@@ -94,6 +113,13 @@ class GroupCore:
     def lost(self) -> str | None:
         """Why the group is lost, or None."""
         return self._lost
+
+    def report(self) -> Quorum | None:
+        """The newest quorum with its members as they were when it was answered last, for a lighthouse without memory:
+        whoever it takes for lost has held that state."""
+        if self.quorum is None or self._stands_at is None:
+            return self.quorum
+        return _all_at_state_of(self._stands_at, self.quorum)
 
     def checkpoint_metadata(self, rank: int) -> str | None:
         """Where that rank's live state can be fetched, as it said with its last request; None before."""
@@ -415,6 +441,7 @@ class GroupCore:
         except ProtocolError as error:
             return self._fail_all("malformed", str(error))
         self.quorum = quorum
+        self._stands_at = None
         self._planned_step = common.step
         self._steady = len(common.up_to_date) == len(quorum.members)
         self._open_request = None
@@ -436,20 +463,8 @@ class GroupCore:
         if own is not None and not (self._steady and own.step > self._planned_step):
             # In the plan that the ranks hold somebody heals; or they have not gone on since they were given another, so
             # that the answer may have been lost. All are at our state now: the new plan needs no asking.
-            members = tuple(
-                replace(
-                    member,
-                    step=own.step,
-                    lineage=own.lineage,
-                    torn=False,
-                    live=True,
-                    commit_failures=0,
-                    needs_configure=False,
-                    failed_heals=0,
-                )
-                for member in self.quorum.members
-            )
-            return self._arrived(request, Quorum(key, members, self.quorum.created_ms))
+            return self._arrived(request, _all_at_state_of(own, self.quorum))
+        self._stands_at = own
         self._open_request = None
         out: list[effects.GroupEffect] = [
             effects.AnswerRankUnchanged(asked.call, rank, key) for rank, asked in sorted(self._asked.items())

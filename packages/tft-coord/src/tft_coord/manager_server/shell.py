@@ -135,7 +135,7 @@ class ManagerServerShell:
         await self._server.stop(LAST_ANSWERS_S)
 
     def _quorum(self) -> Quorum | None:
-        return self._core.quorum
+        return self._core.report()
 
     # --- the core's decisions ----------------------------------------------------------------------------------------
 

@@ -388,7 +388,7 @@ class ManagerProcess(Process):
             case effects.RefuseSession():
                 self._perform_session(self.session.told_refused(order.refusal, order.message, now_ms))
             case effects.AskForQuorum():
-                held = self.group.quorum
+                held = self.group.report()
                 quorum = held if held is not None and held.key == order.key else None
                 self._send(lambda stream: events.QuorumReported(stream, quorum))
             case effects.AnswerQuorum():
