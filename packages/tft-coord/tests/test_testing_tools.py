@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 
+from tft_coord.core.fingerprint import FingerprintPart
 from tft_coord.core.types import Hello, Member, Purpose, Quorum, QuorumKey, Verdict
 from tft_coord.testing import (
     EventBudgetExceeded,
@@ -22,6 +23,7 @@ from tft_coord.testing import (
     VirtualClock,
 )
 from tft_coord.testing.invariants import Attendance, Contribution, Held, Round
+from tft_coord.testing.stretches import Stretches
 from tft_coord.testing.trainer import Group
 
 
@@ -61,6 +63,19 @@ class TestClock:
         again()
         with pytest.raises(EventBudgetExceeded, match="100 events have happened by 0 ms"):
             clock.run_until(1)
+
+
+class TestStretches:
+    def test_a_break_after_the_last_word_is_not_told(self) -> None:
+        busy = Stretches()
+        for is_so, at_ms in ((True, 100), (False, 900), (True, 950)):
+            busy.now(is_so, at_ms)
+        assert busy.longest_ms(2_000) == 1_050
+        assert busy.believed_ms(2_000, silent_since_ms=950, heard_ms=700) == 1_900
+        assert busy.believed_ms(2_000, silent_since_ms=950, heard_ms=920) == 1_050
+        assert busy.believed_ms(2_000, silent_since_ms=50, heard_ms=0) == 0
+        busy.now(False, 1_500)
+        assert busy.believed_ms(2_000, silent_since_ms=950, heard_ms=700) == 1_400
 
 
 def cable(keepalive_ms: int = 1_000) -> tuple[VirtualClock, Network, Process, Process, list[object], list[object]]:
@@ -421,6 +436,19 @@ class TestInvariants:
         other = Member("b", session=1, step=5, lineage=105)
         looking.answered(0, Quorum(KEY, (Member("a", session=1, step=4, lineage=104), other)))
         assert not looking.is_last_holder("a")
+
+    def test_who_differs_from_those_in_a_quorum_is_no_part_of_its_majority(self) -> None:
+        def lighthouse(size_of_b: str) -> Attendance:
+            looking = Attendance(1)
+            for stream, (name, size) in enumerate((("a", "2"), ("b", size_of_b))):
+                looking.welcomed(Hello("job", name, 1, f"{name}:1"), stream)
+                looking.asked(Member(name, session=1), stream, None, (FingerprintPart("group world size", size),))
+            looking.asks_no_more(1)
+            return looking
+
+        lighthouse("3").formed(Quorum(KEY, (Member("a", session=1),)), None)
+        with pytest.raises(InvariantBroken, match=r"1 of 2 that live"):
+            lighthouse("2").formed(Quorum(KEY, (Member("a", session=1),)), None)
 
     def test_one_mean_is_of_one_state(self) -> None:
         one, two = Held(3, 103, "w1"), Held(3, 103, "w2")

@@ -61,14 +61,27 @@ class HangTruth:
         )
         if any(self._may_be_unheard(each, trainer, now_ms - needed_ms) for each in lives for trainer in each.trainers):
             return
-        if not any(trainer.busy.longest_ms(now_ms) >= needed_ms for each in lives for trainer in each.trainers):
+        if not any(self._busy_ms(trainer, now_ms) >= needed_ms for each in lives for trainer in each.trainers):
             raise InvariantBroken("H1", f"{replica_id} is lost by a hang, and none of its trainers hangs")
+
+    def _busy_ms(self, trainer: Trainer, now_ms: int) -> int:
+        """For how long it was busy. Of a wait that began after the last beat before it was stopped nobody has heard:
+        it seems to have been busy on, with what that beat told."""
+        silent_since_ms, beat_ms = trainer.stopped_since_ms, self._cluster.timeouts.beat_interval_ms
+        believed_ms = trainer.busy.believed_ms(
+            now_ms, silent_since_ms=silent_since_ms, heard_ms=silent_since_ms - beat_ms * 5 // 4
+        )
+        return max(trainer.busy.longest_ms(now_ms), believed_ms)
 
     def _may_be_unheard(self, replica: Replica, trainer: Trainer, since_ms: int) -> bool:
         """The way to its manager server was cut, for less than a ping takes to find it and again: its beats are lost,
-        and its silence is not told from that of a held interpreter lock."""
+        and its silence is not told from that of a held interpreter lock. Or the manager server was stopped itself, and
+        tells on waking up of a silence, before it reads what its ranks have said."""
         manager = replica.manager
-        return manager is not None and self._cluster.network.calm_since_ms(manager.name, trainer.name) > since_ms
+        if manager is None:
+            return False
+        calm_since_ms = self._cluster.network.calm_since_ms(manager.name, trainer.name)
+        return max(calm_since_ms, manager.running_since_ms) > since_ms
 
     def stuck(self, key: QuorumKey, members: tuple[str, ...]) -> None:
         """A lighthouse says that all of these wait in one reduction of that quorum."""

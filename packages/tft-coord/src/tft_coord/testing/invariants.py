@@ -9,10 +9,11 @@ Source: design.md section 10.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from tft_coord.core import effects, events
+from tft_coord.core.fingerprint import Fingerprint, differences
 from tft_coord.core.types import Hello, Member, Plan, Purpose, Quorum, QuorumKey, Refusal, Verdict
 
 
@@ -101,6 +102,7 @@ class Attendance:
         self._replaced: set[str] = set()
         self._asking: dict[str, int] = {}  # on which stream
         self._said: dict[str, tuple[Member, QuorumKey | None]] = {}  # with its newest request
+        self._fingerprints: dict[str, Fingerprint] = {}  # as each has said last
         self._gone: set[str] = set()  # who has left the job
         self._released: set[str] = set()  # and is not needed any more
 
@@ -140,10 +142,12 @@ class Attendance:
         """It is told that nobody heals from it any more: its end is no loss."""
         self._released |= {each for each, newest in self._streams.items() if newest == stream}
 
-    def asked(self, member: Member, stream: int, held: QuorumKey | None = None) -> None:
+    def asked(self, member: Member, stream: int, held: QuorumKey | None = None, fingerprint: Fingerprint = ()) -> None:
         """It has asked for a quorum; what comes late on an older stream, or of a lost session, is ignored."""
         if self._streams.get(member.replica_id) != stream or member.replica_id not in self._sessions:
             return
+        if fingerprint:
+            self._fingerprints[member.replica_id] = fingerprint
         self._strangers.discard(member.replica_id)
         self._ready.add(member.replica_id)
         self._asking[member.replica_id] = stream
@@ -314,6 +318,11 @@ class Attendance:
         if away:
             raise InvariantBroken("I3", f"quorum {quorum.key} goes on from before step {step}, which {away} held")
 
+    def _differs_from(self, replica_id: str, others: Collection[str]) -> bool:
+        """Whether what it has said it is made of is not what one of those has said."""
+        own = self._fingerprints.get(replica_id, ())
+        return any(differences(dict(self._fingerprints.get(other, ())), own) for other in others)
+
     def formed(self, quorum: Quorum, previous: Quorum | None, now_ms: int = 0) -> None:
         """A quorum with a new id: its members live, are enough, and don't leave all survivors or their state out."""
         self._newest = quorum
@@ -335,6 +344,8 @@ class Attendance:
         living = {each for each in self._sessions if each in self._ready}
         if before & living and not before & ids:
             raise InvariantBroken("I2", f"quorum {quorum.key} leaves out all survivors of the last, {before & living}")
+        # Who differs from those in it counts nowhere. It is told so when it asks, or if it asks just now.
+        living = {each for each in living if not self._differs_from(each, ids)}
         if not self._special & living and 2 * len(ids) <= len(living):
             raise InvariantBroken("I2", f"quorum {quorum.key} has {len(ids)} of {len(living)} that live")
 
@@ -375,7 +386,7 @@ class Attendances:
         attendance = self.of(job)
         match event:
             case events.QuorumRequested():
-                attendance.asked(event.member, event.stream, event.held)
+                attendance.asked(event.member, event.stream, event.held, event.fingerprint)
             case events.RequestWithdrawn():
                 attendance.asks_no_more(event.stream)
             case events.StreamClosed():

@@ -28,7 +28,18 @@ class Stretches:
 
     def longest_ms(self, now_ms: int) -> int:
         """Of those that run or have ended not long ago."""
+        return max((until_ms - since_ms for since_ms, until_ms in self._recent(now_ms)), default=0)
+
+    def believed_ms(self, now_ms: int, *, silent_since_ms: int, heard_ms: int) -> int:
+        """How long it seems to have been so for whoever heard that it was at `heard_ms`, or later, and nothing from
+        `silent_since_ms` on: a break between the two is not told."""
+        recent = self._recent(now_ms)
+        silent = [each for each in recent if each[0] <= silent_since_ms < each[1]]
+        before = [each for each in recent if each[0] <= silent_since_ms and each[1] >= heard_ms]
+        return silent[0][1] - before[0][0] if silent else 0
+
+    def _recent(self, now_ms: int) -> list[tuple[int, int]]:
         stretches = [(since_ms, until_ms) for since_ms, until_ms in self._over if until_ms >= now_ms - LATE_MS]
         if self._since_ms is not None:
             stretches.append((self._since_ms, now_ms))
-        return max((until_ms - since_ms for since_ms, until_ms in stretches), default=0)
+        return stretches
