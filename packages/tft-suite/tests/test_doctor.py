@@ -113,6 +113,13 @@ def test_what_the_lighthouse_says_of_itself_counts_and_not_what_was_assumed_of_i
     assert findings(facts) == []
 
 
+def test_of_several_lighthouses_each_counts() -> None:
+    slow = replace(LIGHTHOUSE, description=replace(DESCRIPTION, join_timeout_ms=600_000))
+    for order in ((slow, LIGHTHOUSE), (LIGHTHOUSE, slow)):
+        (finding,) = findings(replace(GOOD, lighthouses=order))
+        assert "join_timeout_ms (600000)" in finding.sentence
+
+
 def test_prefixes_of_interfaces_are_for_those_who_take_them() -> None:
     assert findings(replace(GOOD, environ={"NCCL_SOCKET_IFNAME": "ib,eth"})) == []
     assert findings(replace(GOOD, environ={"NCCL_SOCKET_IFNAME": "^docker"})) == []

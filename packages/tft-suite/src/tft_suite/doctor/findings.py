@@ -152,14 +152,10 @@ def _of_lighthouses(facts: Facts) -> Iterator[Finding]:
 def _of_time(facts: Facts) -> Iterator[Finding]:
     if facts.timeouts is None:
         return
-    doubts = list(facts.timeouts.doubts())
-    for each in facts.lighthouses:
-        if each.description is not None:
-            described = each.description
-            beside = facts.timeouts.beside(described.heartbeat_timeout_ms, described.join_timeout_ms)
-            # What it says counts; what was assumed of it before does not.
-            doubts = list(beside.doubts())
-    for doubt in dict.fromkeys(doubts):
+    heard = [each.description for each in facts.lighthouses if each.description is not None]
+    # What a lighthouse says of itself counts; what was assumed of it does not.
+    judged = [facts.timeouts.beside(each.heartbeat_timeout_ms, each.join_timeout_ms) for each in heard]
+    for doubt in dict.fromkeys(doubt for timeouts in judged or [facts.timeouts] for doubt in timeouts.doubts()):
         yield Finding(f"time-outs: {doubt}", is_problem=False)
 
 
