@@ -12,7 +12,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -23,7 +22,7 @@ import pytest
 
 from integration_tests.conftest import Spawn
 from integration_tests.hosts import INTERFACE, Hosts, hosts, on_host, why_not
-from integration_tests.training import Event, Job, Launcher, Trainer
+from integration_tests.training import Address, Event, Job, Launcher, Trainer
 from tft_algos.testing import Action, Fault, Place
 from tft_coord.timeouts import Timeouts
 from tft_lighthouse import LighthouseServer
@@ -96,13 +95,6 @@ def come_back(job: Job, victim: Trainer, restart: Callable[[], Trainer]) -> Trai
 
 
 # --- cut cables ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Address:
-    """As much of a lighthouse in another process as a Job needs."""
-
-    address: str
 
 
 def serve_lighthouse(bind: str, connection: Connection) -> None:

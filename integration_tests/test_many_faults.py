@@ -26,7 +26,7 @@ import pytest
 
 from integration_tests.conftest import Spawn, spawning
 from integration_tests.hosts import INTERFACE, Hosts, hosts, on_host, why_not
-from integration_tests.training import Job, Trainer
+from integration_tests.training import Address, Job, Trainer
 from tft_coord.timeouts import Timeouts
 from tft_lighthouse import LighthouseServer
 
@@ -114,8 +114,7 @@ class Run:
         def spawn_on_host(target: Callable[..., object], spec: Any, connection: Connection) -> ForkServerProcess:
             return spawn(on_host, cluster.namespace(spec.name), target, spec, connection)
 
-        address = type("Address", (), {"address": f"http://{self._bind}"})
-        self.job = Job(spawn_on_host, cast(LighthouseServer, address))
+        self.job = Job(spawn_on_host, cast(LighthouseServer, Address(f"http://{self._bind}")))
         self.groups = [Group(name, self._start) for name in names]
         self.happened: Counter[str] = Counter()
         self._due: list[tuple[float, Callable[[], None]]] = []  # what ends a fault that is under way

@@ -254,6 +254,13 @@ class Trainer:
         return next(child for child in children if "tft-manager-server" in child.cmdline())
 
 
+@dataclass(frozen=True)
+class Address:
+    """As much of a lighthouse in another process as a Job needs."""
+
+    address: str
+
+
 class Job:
     """Trainers of one lighthouse.
 
