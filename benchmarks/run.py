@@ -20,13 +20,14 @@ from benchmarks import (
     reconfigure,
     rejoin,
     serving,
+    slow_link,
     step_overhead,
     transfer,
 )
 from benchmarks.row import Row
 
 ROWS: dict[str, Callable[[bool], Row]] = {
-    "p1": lambda short: step_overhead.measure_small(turns=1 if short else 5, steps=100 if short else 300),
+    "p1": lambda short: step_overhead.measure_small(turns=1 if short else 9, steps=100 if short else 300),
     "p2": lambda short: step_overhead.measure_large(turns=1 if short else 5, steps=10 if short else 30),
     "p3": lambda short: failure_stall.measure(turns=1 if short else 6),
     "p4": lambda short: rejoin.measure_survivors(turns=1 if short else 6),
@@ -44,6 +45,7 @@ ROWS: dict[str, Callable[[bool], Row]] = {
     "p13": lambda short: lighthouse_scale.measure_streams(seconds=5.0 if short else 30.0),
     "p14": lambda short: lighthouse_start.measure(turns=3 if short else 7),
     "p15": lambda short: reconfigure.measure(turns=1 if short else 7, configures=5 if short else 20),
+    "slow": lambda short: slow_link.measure(turns=2 if short else 14),
 }
 LAYOUT = "{:<5} {:<30} {:>16} {:>16} {:>22} {:>6}  {:<4} {}"
 

@@ -1,7 +1,9 @@
 """P1 and P2: what a committed step costs above torch's own DistributedDataParallel, and beside torchft.
 
 The systems take turns within one run, because machines are shared and noisy; the figure of a turn is the median step
-of the slower replica, the figure of a system the median of its turns.
+of the slower replica, the figure of a system the median of its turns. What is judged is compared within each turn, and
+of that the median taken: a machine that slows down for a minute slows all three of a turn. Who begins changes with
+each turn, so that none always runs behind the same other.
 """
 
 from __future__ import annotations
@@ -12,56 +14,67 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks import peer, servers
 from benchmarks.row import Row
 
 WORKER = Path(__file__).resolve().parent / "step_worker.py"
+SYSTEMS = ("ddp", "torchft", "tft")
 REPLICAS = 2
 TURN_TIMEOUT_S = 180
 
 
 def measure_small(turns: int, steps: int) -> Row:
     """P1: 4 x Linear(64): all of it is overhead."""
-    times = _measure(hidden=64, turns=turns, steps=steps, warmup=30)
-    bar_ms = min(times["ddp"] + 2.5, times["torchft"])
+    found = _measure(hidden=64, turns=turns, steps=steps, warmup=30)
+    times, ratio = _medians(found), _median_of_turns(found, lambda turn: turn["tft"] / turn["torchft"])
+    above_ms = _median_of_turns(found, lambda turn: turn["tft"] - turn["ddp"])
     return Row(
         name="P1",
         what="step, 4 x Linear(64), p50",
         ours=f"{times['tft']:.2f} ms",
         peer=f"{times['torchft']:.2f} ms",
         other=f"torch DDP {times['ddp']:.2f} ms",
-        ratio=times["tft"] / times["torchft"],
-        bar=f"<= DDP + 2.5 ms and <= torchft: {bar_ms:.2f} ms",
-        met=times["tft"] <= bar_ms,
+        ratio=ratio,
+        bar=f"<= torchft, <= DDP + 2.5 ms: + {above_ms:.2f} ms",
+        met=ratio <= 1.0 and above_ms <= 2.5,
     )
 
 
 def measure_large(turns: int, steps: int) -> Row:
     """P2: 4 x Linear(2048), 67 MB of gradients: all of it is bandwidth."""
-    times = _measure(hidden=2048, turns=turns, steps=steps, warmup=5)
-    bar_ms = min(1.05 * times["ddp"], times["torchft"])
+    found = _measure(hidden=2048, turns=turns, steps=steps, warmup=5)
+    times, ratio = _medians(found), _median_of_turns(found, lambda turn: turn["tft"] / turn["torchft"])
+    of_ddp = _median_of_turns(found, lambda turn: turn["tft"] / turn["ddp"])
     return Row(
         name="P2",
         what="step, 4 x Linear(2048), p50",
         ours=f"{times['tft']:.1f} ms",
         peer=f"{times['torchft']:.1f} ms",
         other=f"torch DDP {times['ddp']:.1f} ms",
-        ratio=times["tft"] / times["torchft"],
-        bar=f"<= 1.05 x DDP and <= torchft: {bar_ms:.1f} ms",
-        met=times["tft"] <= bar_ms,
+        ratio=ratio,
+        bar=f"<= torchft, <= 1.05 x DDP: {of_ddp:.2f} x",
+        met=ratio <= 1.0 and of_ddp <= 1.05,
     )
 
 
-def _measure(*, hidden: int, turns: int, steps: int, warmup: int) -> dict[str, float]:
-    """Median step in ms of each system, over turns taken in rotation."""
-    found: dict[str, list[float]] = {"ddp": [], "torchft": [], "tft": []}
-    for _ in range(turns):
-        for system, medians in found.items():
-            medians.append(_turn(system, hidden=hidden, steps=steps, warmup=warmup))
-    return {system: statistics.median(medians) for system, medians in found.items()}
+def _measure(*, hidden: int, turns: int, steps: int, warmup: int) -> list[dict[str, float]]:
+    """Of each turn the median step in ms of each system."""
+    found = []
+    for turn in range(turns):
+        order = SYSTEMS[turn % len(SYSTEMS) :] + SYSTEMS[: turn % len(SYSTEMS)]
+        found.append({system: _turn(system, hidden=hidden, steps=steps, warmup=warmup) for system in order})
+    return found
+
+
+def _medians(found: list[dict[str, float]]) -> dict[str, float]:
+    return {system: statistics.median(turn[system] for turn in found) for system in SYSTEMS}
+
+
+def _median_of_turns(found: list[dict[str, float]], figure: Callable[[dict[str, float]], float]) -> float:
+    return statistics.median(figure(turn) for turn in found)
 
 
 def _turn(system: str, *, hidden: int, steps: int, warmup: int) -> float:

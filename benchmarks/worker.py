@@ -29,13 +29,14 @@ class Worker:
         system: "tft", or "torchft" for the peer's interpreter.
         module: for example "benchmarks.failure_worker"; it is given `--system` and the arguments.
         arguments: of its command line.
+        prefix: a command that starts the interpreter, such as one that enters a network namespace first.
     """
 
-    def __init__(self, system: str, module: str, arguments: Sequence[str] = ()) -> None:
+    def __init__(self, system: str, module: str, arguments: Sequence[str] = (), *, prefix: Sequence[str] = ()) -> None:
         self._module = module
         interpreter = sys.executable if system == "tft" else str(peer.python())
         self.process = subprocess.Popen(
-            [interpreter, "-m", module, "--system", system, *arguments],
+            [*prefix, interpreter, "-m", module, "--system", system, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

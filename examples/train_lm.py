@@ -10,28 +10,53 @@ shells 2 and 3. Kill what you like, and start it again; torchrun does the latter
 What a step trains on depends on the seed and the committed step alone, and those who take part in the step divide it
 among themselves. So its gradient is the same whoever is missing, a step that failed is done again, and a run in which
 groups died and came back ends with the loss of a run in which none did.
+
+On a link that is too slow for that, groups train apart and synchronize now and then: Streaming DiLoCo with
+
+    train_lm.py --fault_tolerance.semi_sync_method=diloco --fault_tolerance.sync_steps=40 \\
+        --fault_tolerance.num_fragments=2 --fault_tolerance.fragment_sync_delay=5
+
+or the same in a file, `train_lm.py --config lm.toml`, which may have tables [training] (the flags without a dot) and
+[fault_tolerance]. A flag beats the environment, and the environment beats the file, which all groups may share.
 """
 
 import argparse
+import difflib
+import importlib
 import logging
 import math
 import os
+import sys
 import sysconfig
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import HashStore, PrefixStore, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tft_algos import Manager, Optimizer, SettingError, extend_mesh
+from tft_algos import DiLoCo, LocalSGD, Manager, Optimizer, SettingError, extend_mesh, fragment_model
 from tft_coord.errors import CoordinationError
-from tft_pg import ProcessGroupGloo
+from tft_pg import ProcessGroupGloo, ProcessGroupNCCL
+
+METHODS = ("diloco", "local_sgd", "none")
+USED_BY = dict.fromkeys(("sync_steps", "rank0_synchronization_only"), ("diloco", "local_sgd")) | dict.fromkeys(
+    ("num_fragments", "fragment_sync_delay", "fragment_update_alpha", "copy_pseudogradients_to_cpu"), ("diloco",)
+)
+VARIABLES = {
+    "REPLICA_GROUP_ID": "replica_id",
+    "NUM_REPLICA_GROUPS": "group_size",
+    "TFT_RANK0_SYNCHRONIZATION_ONLY": "rank0_synchronization_only",
+}
+WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 @dataclass(frozen=True)
@@ -50,13 +75,76 @@ class Settings:
     print_every: int = 20
 
     def __post_init__(self) -> None:
+        check_kinds(self, "")
         for name, value in vars(self).items():
-            if name != "seed" and not value > 0:
+            if name != "seed" and not 0 < value < math.inf:
                 raise SettingError(f"{name} is {value}; give more than 0")
+        if not -(2**31) <= self.seed < 2**31:
+            raise SettingError(f"seed is {self.seed}; give one of at most 31 bits")
         if self.width % (2 * self.heads):
             raise SettingError(f"width is {self.width}; give a multiple of {2 * self.heads}, for {self.heads} heads")
         if self.characters < 10 * (self.context + 1):  # a tenth is for validation
             raise SettingError(f"{self.characters} characters are too few for sequences of {self.context}")
+
+
+@dataclass(frozen=True)
+class FaultTolerance:
+    """The flags `--fault_tolerance.NAME`, and the table `[fault_tolerance]`."""
+
+    enable: bool = True  # False: this replica group alone, without a lighthouse
+    replica_id: int = 0  # which group this is; or REPLICA_GROUP_ID
+    group_size: int = 2  # groups, when all are there; or NUM_REPLICA_GROUPS
+    min_replica_size: int = 1  # participants without whom no step, or no synchronization, commits
+    process_group: str = "gloo"  # across the groups; or nccl
+    process_group_timeout_ms: int = 10_000  # for one reduction
+    semi_sync_method: str = "none"  # synchronize in every step; or diloco, local_sgd
+    sync_steps: int = 20  # optimizer steps from one synchronization of a fragment to its next
+    num_fragments: int = 1  # synchronized one after the other
+    fragment_sync_delay: int = 0  # steps that a synchronization may take beside the training; needs diloco
+    fragment_update_alpha: float = 0.0  # how much of its own weights a group keeps, 0 to 1; needs diloco
+    rank0_synchronization_only: bool = False  # groups may differ in their number of processes
+    copy_pseudogradients_to_cpu: bool = False  # reduce them there
+
+    def __post_init__(self) -> None:
+        check_kinds(self, "fault_tolerance.")
+        limits: dict[str, tuple[float, float, str]] = {  # least, most, and what bounds it
+            "group_size": (1, math.inf, ""),
+            "replica_id": (0, self.group_size - 1, "group_size"),
+            "min_replica_size": (1, self.group_size, "group_size"),
+            "process_group_timeout_ms": (1, 604_800_000, ""),
+            "sync_steps": (1, math.inf, ""),
+            "num_fragments": (1, self.sync_steps, "sync_steps"),
+            "fragment_sync_delay": (0, self.sync_steps - 1, "sync_steps"),
+            "fragment_update_alpha": (0, 1, ""),
+        }
+        for name, (least, most, bound) in limits.items():
+            if not least <= getattr(self, name) <= most:
+                up_to = f"{least} or more" if most == math.inf else f"{least} to {most}"
+                self._refuse(name, f"give {up_to}" + (f", or a larger fault_tolerance.{bound}" if bound else ""))
+        for name, choices in (("process_group", ("gloo", "nccl")), ("semi_sync_method", METHODS)):
+            if getattr(self, name) not in choices:
+                self._refuse(name, f"give {', '.join(choices[:-1])} or {choices[-1]}")
+        if self.process_group == "nccl" and not torch.cuda.is_available():
+            self._refuse("process_group", "there is no CUDA device here, so give gloo")
+        if self.sync_steps % self.num_fragments:
+            self._refuse("sync_steps", f"give a multiple of fault_tolerance.num_fragments, {self.num_fragments}")
+        for name, methods in USED_BY.items():
+            said = getattr(self, name) != getattr(FaultTolerance, name)
+            if said and self.enable and self.semi_sync_method not in methods:
+                self._refuse(name, f"set fault_tolerance.semi_sync_method to {' or '.join(methods)}, or leave this out")
+
+    def _refuse(self, name: str, remedy: str) -> NoReturn:
+        or_variable = next((f" (or {variable})" for variable, of in VARIABLES.items() if of == name), "")
+        raise SettingError(f"fault_tolerance.{name}{or_variable} is {getattr(self, name)!r}; {remedy}")
+
+
+def check_kinds(settings: Any, prefix: str) -> None:
+    """Raises: SettingError: a value is not of the kind of its default."""
+    for flag in fields(settings):
+        kind: Any = type(flag.default)
+        value = getattr(settings, flag.name)
+        if type(value) is not kind and not (kind is float and type(value) is int):
+            raise SettingError(f"{prefix}{flag.name} is {value!r}; give {WANTED[kind]}")
 
 
 class Attention(nn.Module):
@@ -123,18 +211,18 @@ class Training:
 
     Args:
         settings: the flags.
-        mesh: its "dp" is across replica groups, "shard" inside this one.
+        mesh: of this replica group, "shard"; or one with a "dp" across replica groups too, for every step's gradients.
     """
 
     def __init__(self, settings: Settings, mesh: DeviceMesh) -> None:
-        self.settings = settings
+        self.settings, self.device = settings, torch.device(mesh.device_type)
         text = read_text(settings.characters)
         self.train_text, self.validation_text = text[: -len(text) // 10], text[-len(text) // 10 :]
         torch.manual_seed(settings.seed)
-        self.model = Decoder(settings)
+        self.model = Decoder(settings).to(self.device)
         for layer in [*self.model, self.model]:
             if isinstance(layer, Block | Decoder):
-                fully_shard(layer, mesh=mesh["dp", "shard"])
+                fully_shard(layer, mesh=mesh["dp", "shard"] if mesh.ndim == 2 else mesh)
         self.adam = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
 
     def set_learning_rate(self, step: int) -> None:
@@ -152,6 +240,7 @@ class Training:
 
     def loss(self, sequences: Tensor) -> Tensor:
         """Of the characters that follow, their mean."""
+        sequences = sequences.to(self.device)
         return F.cross_entropy(self.model(sequences[:, :-1]).flatten(0, 1), sequences[:, 1:].flatten())
 
     def backward(self, step: int, place: int, places: int) -> float:
@@ -172,51 +261,196 @@ class Training:
         return sum(loss.item() for loss in losses) / len(sequences[:512])
 
 
-def main(replica: int, replicas: int, settings: Settings) -> None:
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if not 0 <= replica < replicas:
-        raise SettingError(f"REPLICA_GROUP_ID is {replica} of NUM_REPLICA_GROUPS {replicas}; it counts from 0")
-    if settings.batch < replicas * ranks:
-        raise SettingError(f"a batch of {settings.batch} is too small for {replicas * ranks} processes")
+def main(settings: Settings, ft: FaultTolerance) -> None:
+    ranks, each = parse("WORLD_SIZE", os.environ.get("WORLD_SIZE") or "1", int), ft.sync_steps // ft.num_fragments
+    if ranks < 1:
+        raise SettingError(f"WORLD_SIZE is {ranks}; give 1 or more, or start it with torchrun")
+    if absent := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if ranks > 1 and not os.environ.get(name)]:
+        raise SettingError(f"WORLD_SIZE is {ranks} without {' and '.join(absent)}; set them too, or use torchrun")
+    if ranks > 1 and not 0 <= (rank := parse("RANK", os.environ["RANK"], int)) < ranks:
+        raise SettingError(f"RANK is {rank} of WORLD_SIZE {ranks}; give 0 to {ranks - 1}, or use torchrun")
+    if ft.enable and ft.semi_sync_method != "none" and settings.steps < each:
+        raise SettingError(f"steps is {settings.steps}; give at least {each}, to the end of the first synchronization")
+    if settings.batch < ft.group_size * ranks:
+        raise SettingError(f"batch is {settings.batch}; give at least {ft.group_size * ranks}, one for each process")
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("tft_algos").setLevel(logging.INFO)  # who joins, who is lost, who heals
-    if ranks > 1:  # the processes of this replica group
-        # Its own part of the store for each start: torchrun keeps the store, with the addresses of those that died.
-        store, rank, _ = next(rendezvous("env://"))
-        store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    mesh = own_mesh(ranks)
+    if not ft.enable:
+        training = Training(settings, mesh)
+        say_loss(training, train_alone(training))
     else:
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    with Manager(ProcessGroupGloo(), replica_id=f"replica_{replica}") as manager:
-        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
-        training = Training(settings, extend_mesh(manager, mesh))
-        manager.register_state_dict_fn("model", training.model.load_state_dict, training.model.state_dict)
-        manager.register_state_dict_fn("optimizer", training.adam.load_state_dict, training.adam.state_dict)
-        optimizer = Optimizer(manager, training.adam)
-        while manager.current_step() < settings.steps:
-            step = manager.current_step()
-            training.set_learning_rate(step)
-            optimizer.zero_grad()  # starts the quorum
-            # Who takes part is known when the quorum is there. Who heals gives zeros, whatever it computes.
-            place = (manager.participating_rank() or 0) * ranks + dist.get_rank()
-            loss = training.backward(step, place, max(manager.num_participants(), 1) * ranks)
-            optimizer.step()  # steps if the group commits
-            if manager.current_step() > step and manager.current_step() % settings.print_every == 0:
-                participants = manager.num_participants()
-                print(f"step {manager.current_step()} participants {participants} loss {loss:.4f}", flush=True)
-        print(f"step {manager.current_step()} validation loss {training.validation_loss():.4f}", flush=True)
+        group = ProcessGroupNCCL if ft.process_group == "nccl" else ProcessGroupGloo
+        with Manager(
+            group(timeout=timedelta(milliseconds=ft.process_group_timeout_ms)),
+            replica_id=f"replica_{ft.replica_id}",
+            min_replica_size=ft.min_replica_size,
+            rank0_synchronization_only=ft.rank0_synchronization_only,
+        ) as manager:
+            together = ft.semi_sync_method == "none"
+            training = Training(settings, extend_mesh(manager, mesh) if together else mesh)
+            steps = train_together(manager, training) if together else train_apart(manager, training, ft)
+            say_loss(training, steps)
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS)
-    for field, name, default in (("replica", "REPLICA_GROUP_ID", "0"), ("replicas", "NUM_REPLICA_GROUPS", "2")):
-        parser.add_argument(f"--{name.lower()}", dest=field, type=int, default=os.environ.get(name, default))
-    for flag in fields(Settings):
-        kind: Any = type(flag.default)
-        parser.add_argument(f"--{flag.name}", type=kind, default=flag.default)
-    flags = vars(parser.parse_args())
+def say_loss(training: Training, steps: int) -> None:
+    print(f"step {steps} validation loss {training.validation_loss():.4f}", flush=True)
+
+
+def own_mesh(ranks: int) -> DeviceMesh:
+    """Of the processes of this replica group."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    store: Store = HashStore()
+    rank = 0
+    if ranks > 1:
+        # Its own part of the store for each start: torchrun keeps the store, with the addresses of those that died.
+        store, rank, _ = next(rendezvous("env://"))
+        store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=ranks)
+    return init_device_mesh(device, (ranks,), mesh_dim_names=("shard",))
+
+
+def train_alone(training: Training) -> int:
+    """Without fault tolerance. Returns: steps."""
+    for step in range(training.settings.steps):
+        training.set_learning_rate(step)
+        training.adam.zero_grad()
+        loss = training.backward(step, dist.get_rank(), dist.get_world_size())
+        training.adam.step()
+        if (step + 1) % training.settings.print_every == 0:
+            print(f"step {step + 1} loss {loss:.4f}", flush=True)
+    return training.settings.steps
+
+
+def train_together(manager: Manager, training: Training) -> int:
+    """Synchronize in every step, which all groups take together. Returns: steps."""
+    settings = training.settings
+    manager.register_state_dict_fn("model", training.model.load_state_dict, training.model.state_dict)
+    manager.register_state_dict_fn("optimizer", training.adam.load_state_dict, training.adam.state_dict)
+    optimizer = Optimizer(manager, training.adam)
+    while manager.current_step() < settings.steps:
+        step = manager.current_step()
+        training.set_learning_rate(step)
+        optimizer.zero_grad()  # starts the quorum
+        # Who takes part is known when the quorum is there. Who heals gives zeros, whatever it computes.
+        place = (manager.participating_rank() or 0) * dist.get_world_size() + dist.get_rank()
+        loss = training.backward(step, place, max(manager.num_participants(), 1) * dist.get_world_size())
+        optimizer.step()  # steps if the group commits
+        if manager.current_step() > step and manager.current_step() % settings.print_every == 0:
+            participants = manager.num_participants()
+            print(f"step {manager.current_step()} participants {participants} loss {loss:.4f}", flush=True)
+    return manager.current_step()
+
+
+def train_apart(manager: Manager, training: Training, ft: FaultTolerance) -> int:
+    """Synchronize now and then; steps are each group's own, and synchronizations are what commits. Returns: steps."""
+    settings, each = training.settings, ft.sync_steps // ft.num_fragments  # steps from one synchronization to the next
+    last = 1 + settings.steps // each  # the first only sees to it that all begin with the same weights
+    place, places = ft.replica_id + ft.group_size * dist.get_rank(), ft.group_size * dist.get_world_size()
+    step = -1
+    with semi_synchronous(manager, training, ft):
+        while manager.current_step() < last:
+            before = manager.current_step()
+            step = max(step + 1, (before - 1) * each)  # a newcomer is where the others are
+            training.set_learning_rate(step)
+            training.adam.zero_grad()
+            loss = training.backward(step, place, places)
+            training.adam.step()  # every so many steps a synchronization starts here, or ends
+            now = manager.current_step()
+            if now > before and (now - 1) % max(settings.print_every // each, 1) == 0:
+                what = f"step {step + 1} synchronizations {now - 1} participants {manager.num_participants()}"
+                print(f"{what} loss {loss:.4f}", flush=True)
+    return step + 1
+
+
+def semi_synchronous(manager: Manager, training: Training, ft: FaultTolerance) -> AbstractContextManager[Any]:
+    """What synchronizes while it is entered."""
+    if ft.semi_sync_method == "local_sgd":
+        return LocalSGD(manager, training.model, training.adam, sync_every=ft.sync_steps)
+    fragments = fragment_model(training.model, ft.num_fragments)
+    outer = [torch.optim.SGD(each.parameters(), lr=0.7, momentum=0.9, nesterov=True) for each in fragments]
+    return DiLoCo(
+        manager,
+        fragments,
+        training.adam,
+        outer,
+        sync_every=ft.sync_steps,
+        fragment_sync_delay=ft.fragment_sync_delay,
+        fragment_update_alpha=ft.fragment_update_alpha,
+        copy_pseudogradients_to_cpu=ft.copy_pseudogradients_to_cpu,
+    )
+
+
+# --- the flags -------------------------------------------------------------------------------------------------------
+
+
+def read_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[Settings, FaultTolerance]:
+    """From the flags, else from the environment, else from the file that `--config` names, else from the defaults.
+
+    Raises: SettingError: a value can't work, or there is no setting of that name; one sentence says what to do.
+    """
+    kinds: dict[str, Any] = {flag.name: type(flag.default) for flag in fields(Settings)}
+    kinds |= {f"fault_tolerance.{flag.name}": type(flag.default) for flag in fields(FaultTolerance)}
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--config", metavar="FILE", help="TOML, with tables [training] and [fault_tolerance]")
+    for name, kind in kinds.items():
+        bare: Any = {"nargs": "?", "const": "true"} if kind is bool else {}
+        parser.add_argument(f"--{name}", metavar=kind.__name__.upper(), help=f"give {WANTED[kind]}", **bare)
+    said, unknown = parser.parse_known_args(arguments)
+    for word in unknown:
+        name = word.lstrip("-").partition("=")[0]
+        raise SettingError(f"{word} is no flag of this program; {nearest(name, kinds, '--')}")
+    flags = vars(said)
+    values = read_file(flags.pop("config"), kinds) if "config" in flags else {}
+    for variable, name in VARIABLES.items():
+        if environ.get(variable):
+            name = f"fault_tolerance.{name}"
+            values[name] = parse(variable, environ[variable], kinds[name])
+    values |= {name: parse(f"--{name}", text, kinds[name]) for name, text in flags.items()}
+    of_ft = {name.partition(".")[2]: value for name, value in values.items() if "." in name}
+    return Settings(**{name: value for name, value in values.items() if "." not in name}), FaultTolerance(**of_ft)
+
+
+def read_file(file: str, kinds: dict[str, Any]) -> dict[str, Any]:
+    """Values by the names that the flags have."""
     try:
-        main(flags.pop("replica"), flags.pop("replicas"), Settings(**flags))
+        read: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli").loads
+        tables = read(Path(file).read_text(encoding="utf-8"))
+    except ModuleNotFoundError as error:
+        raise SettingError("--config needs Python 3.11, or the package tomli; install it, or give flags") from error
+    except (OSError, ValueError) as error:  # TOML that is none, and text that is none, are ValueErrors
+        raise SettingError(f"--config is {file!r}, which can't be read ({error}); give a file of TOML") from error
+    values = {}
+    for table, content in tables.items():
+        if table not in ("training", "fault_tolerance") or not isinstance(content, dict):
+            raise SettingError(f"{file} has {table!r}; give it tables [training] and [fault_tolerance]")
+        for name, value in content.items():
+            full = name if table == "training" else f"fault_tolerance.{name}"
+            if full not in kinds or "." in name:
+                raise SettingError(f"{file} sets {name!r} in [{table}], which there is not; {nearest(full, kinds, '')}")
+            values[full] = value
+    return values
+
+
+def parse(name: str, text: str, kind: Any) -> Any:
+    """The value of a flag or a variable."""
+    try:
+        return {"true": True, "1": True, "false": False, "0": False}[text.lower()] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+        raise SettingError(f"{name} is {text[:64]!r}; give {WANTED[kind]}") from None
+
+
+def nearest(name: str, kinds: dict[str, Any], dashes: str) -> str:
+    """What was meant, perhaps."""
+    return f"the nearest is {dashes}{difflib.get_close_matches(name, kinds, n=1, cutoff=0.0)[0]}"
+
+
+if __name__ == "__main__":
+    try:
+        main(*read_settings(sys.argv[1:], os.environ))
     except (SettingError, CoordinationError) as error:  # nothing that a traceback would help with
-        parser.exit(2, f"{parser.prog}: {error}\n")
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,8 +1,9 @@
-"""Several hosts on one machine, with cables that can be cut.
+"""Several hosts on one machine, with cables that can be cut, and that carry only so much.
 
 A host is a network namespace with an interface `eth0` and an address of its own; a cable is a pair of virtual
 interfaces between it and a bridge, which is in a namespace of its own too, so that nothing of the machine's network is
-touched. A cable that is cut carries nothing, and nobody is told: no connection ends, packets are lost.
+touched. A cable that is cut carries nothing, and nobody is told: no connection ends, packets are lost. A cable that is
+limited carries so many bits a second each way, by a token bucket at either end; what waits there waits in a queue.
 
 Law of this file: namespaces and their interfaces. They need root and iproute2, and are gone when the block ends.
 """
@@ -52,6 +53,20 @@ class Hosts:
         """Mend what was cut."""
         self._in(_SWITCH, "link", "set", f"to{self._places[name]}", "up")
 
+    def limit(self, name: str, mbit_per_s: float) -> None:
+        """Let a host's cable carry so much and no more, each way; until `unlimit` or another limit."""
+        for namespace, interface in self._ends(name):
+            tc("-n", namespace, "qdisc", "replace", "dev", interface, "root", *_bucket(mbit_per_s))
+
+    def unlimit(self, name: str) -> None:
+        """Let a host's cable that was limited carry what the machine can."""
+        for namespace, interface in self._ends(name):
+            tc("-n", namespace, "qdisc", "delete", "dev", interface, "root")
+
+    def _ends(self, name: str) -> tuple[tuple[str, str], ...]:
+        """Of a cable: namespace and interface."""
+        return ((self.namespace(name).name, INTERFACE), (self.namespace(_SWITCH).name, f"to{self._places[name]}"))
+
     def _in(self, name: str, *arguments: str) -> None:
         ip("-n", self.namespace(name).name, *arguments)
 
@@ -81,8 +96,17 @@ def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
 
 
-def why_not() -> str | None:
-    """Why there can be no hosts here, as a sentence; None if there can."""
+def tc(*arguments: str) -> None:
+    """iproute2's command for queues. Raises: subprocess.CalledProcessError."""
+    subprocess.run(["tc", *arguments], check=True, capture_output=True, text=True)
+
+
+def _bucket(mbit_per_s: float) -> tuple[str, ...]:
+    return ("tbf", "rate", f"{round(mbit_per_s * 1_000)}kbit", "burst", "32kb", "latency", "50ms")
+
+
+def why_not(*, limited: bool = False) -> str | None:
+    """Why there can be no hosts here, or none with limited cables, as a sentence; None if there can."""
     if os.geteuid() != 0:
         return "network namespaces need root; run this test as root"
     if shutil.which("ip") is None:
@@ -92,7 +116,14 @@ def why_not() -> str | None:
         ip("netns", "add", probe)
     except subprocess.CalledProcessError as error:
         return f"this machine allows no network namespaces: {error.stderr.strip()}"
-    ip("netns", "delete", probe)
+    try:
+        if limited:
+            tc("-n", probe, "qdisc", "replace", "dev", "lo", "root", *_bucket(1.0))
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
+        return f"this machine limits no cables: {said}; install iproute2 and load the kernel module sch_tbf"
+    finally:
+        ip("netns", "delete", probe)
     return None
 
 

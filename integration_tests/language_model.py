@@ -14,7 +14,7 @@ import multiprocessing.connection
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from examples.train_lm import Settings, Training
 from integration_tests.conftest import Spawn
 from tft_algos import Manager, Optimizer, extend_mesh
+from tft_algos.manager.parts import Group
 from tft_algos.testing import Action, EventInjector, Fault, Place, digest
 from tft_ckpt import HTTPTransport
 from tft_coord.timeouts import Timeouts
@@ -45,6 +46,12 @@ JOIN_TIMEOUT_MS: Final = 1_000
 HEARTBEAT_TIMEOUT_MS: Final = 2_000
 # A rank that alone has no quorum meets the other in the model's forward pass, where that comes when it has none either.
 QUORUM_TIMEOUT_MS: Final = 10_000
+TIMEOUTS: Final = Timeouts(
+    quorum_timeout_ms=QUORUM_TIMEOUT_MS,
+    heal_timeout_ms=3_000,
+    heartbeat_timeout_ms=HEARTBEAT_TIMEOUT_MS,
+    beat_interval_ms=500,
+)
 FOR_EVER: Final = 1_000_000
 HANGS_FOR: Final = 1.5 * TIMEOUT
 TINY: Final = Settings(steps=FOR_EVER, batch=12, context=16, characters=50_000, width=16, layers=1, heads=2)
@@ -99,6 +106,38 @@ class Spec:
 # --- what a trainer does ---
 
 
+def manager_with_faults(
+    spec: Spec,
+    tell: Callable[[Event], None],
+    *,
+    timeouts: Timeouts = TIMEOUTS,
+    around: Callable[[Group], Group] = lambda group: group,
+    **settings: Any,
+) -> tuple[Manager, EventInjector]:
+    """A Manager every part of which faults can strike; it tells of each that does.
+
+    Args:
+        around: what else its process group goes through.
+        settings: for the Manager.
+    """
+    injector = EventInjector(
+        on_strike=lambda fault: tell(Event("struck", manager.current_step(), text=fault.describe()))
+    )
+    transport = HTTPTransport[Any](timedelta(seconds=60), num_chunks=0, advertise_addr="localhost")
+    manager = Manager(
+        around(injector.group(ProcessGroupGloo())),
+        replica_id=spec.name,
+        lighthouse_addr=spec.lighthouse,
+        hostname="localhost",
+        timeouts=timeouts,
+        coordinator=injector.coordinator,
+        checkpoint_transport=injector.transport(transport),
+        **{"timeout": TIMEOUT, **settings},
+    )
+    injector.attach(manager)
+    return manager, injector
+
+
 def live(training: Callable[[Callable[[Event], None]], None], connection: Connection) -> None:
     """The life of a trainer, in its own process: it tells of its end, whatever that is."""
     torch.set_num_threads(1)
@@ -136,33 +175,14 @@ def train(spec: Spec, connection: Connection) -> None:
 
 def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) -> None:
     rank, ranks = join_own_group()
-    injector = EventInjector(
-        on_strike=lambda fault: tell(Event("struck", manager.current_step(), text=fault.describe()))
-    )
-    timeouts = Timeouts(
-        quorum_timeout_ms=QUORUM_TIMEOUT_MS,
-        heal_timeout_ms=3_000,
-        heartbeat_timeout_ms=HEARTBEAT_TIMEOUT_MS,
-        beat_interval_ms=500,
-    )
-    transport = HTTPTransport[Any](timedelta(seconds=60), num_chunks=0, advertise_addr="localhost")
-    with Manager(
-        injector.group(ProcessGroupGloo()),
-        replica_id=spec.name,
-        lighthouse_addr=spec.lighthouse,
-        hostname="localhost",
-        timeout=TIMEOUT,
-        timeouts=timeouts,
-        coordinator=injector.coordinator,
-        checkpoint_transport=injector.transport(transport),
-    ) as manager:
+    manager, injector = manager_with_faults(spec, tell)
+    with manager:
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
         training = Training(spec.settings, extend_mesh(manager, mesh))
         manager.register_state_dict_fn("model", training.model.load_state_dict, training.model.state_dict)
         manager.register_state_dict_fn("optimizer", training.adam.load_state_dict, training.adam.state_dict)
         injector.module(training.model)
         optimizer = Optimizer(manager, injector.optimizer(training.adam))
-        injector.attach(manager)
         tell(Event("ready"))
         last: int | None = None
         while manager.current_step() < (last or spec.settings.steps):
@@ -287,7 +307,7 @@ class Cluster:
         spawn: the fixture.
         lighthouse: that they ask.
         groups: how many.
-        ranks: processes a group.
+        ranks: processes a group, or those of each.
         settings: the example's flags.
         hold_at: at this step all wait until they are told the last one.
         trainer: what each process does: that of this file, or another that tells of the same events.
@@ -300,15 +320,15 @@ class Cluster:
         lighthouse: LighthouseServer,
         *,
         groups: int,
-        ranks: int = 1,
+        ranks: int | Sequence[int] = 1,
         settings: Settings = TINY,
         hold_at: int = FOR_EVER,
         trainer: Callable[[Spec, Connection], None] = train,
         details: Any = None,
     ) -> None:
         self.groups = [
-            ReplicaGroup(spawn, Spec(str(lighthouse.address), name, settings, hold_at, details=details), ranks, trainer)
-            for name in NAMES[:groups]
+            ReplicaGroup(spawn, Spec(str(lighthouse.address), name, settings, hold_at, details=details), size, trainer)
+            for name, size in zip(NAMES, [ranks] * groups if isinstance(ranks, int) else ranks, strict=False)
         ]
         for group in self.groups:
             group.start()
@@ -412,7 +432,8 @@ class Cluster:
             assert trainer.step == last, self.story()
             trainer.process.join(PATIENCE_S)
             assert trainer.process.exitcode == 0
-        assert len({trainer.commits[last].lineage for trainer in self.trainers}) == 1, self.story()
+        # Who ends first is gone: one that is late may lose its last reduction by that, and commit that step without it.
+        assert len({trainer.commits[last - 1].lineage for trainer in self.trainers}) == 1, self.story()
         self.check_digests()
         return [trainer.events[-2].loss for trainer in self.trainers]
 

@@ -12,7 +12,6 @@ import signal
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
@@ -30,7 +29,6 @@ from integration_tests.language_model import (
     FOR_EVER,
     HEARTBEAT_TIMEOUT_MS,
     OF_RANK_ZERO,
-    TIMEOUT,
     Cluster,
     Event,
     ReplicaGroup,
@@ -38,13 +36,12 @@ from integration_tests.language_model import (
     join_own_group,
     live,
     local,
+    manager_with_faults,
     training_together,
 )
-from tft_algos import Manager, Optimizer, extend_mesh, reduce_across
-from tft_algos.testing import Action, EventInjector, Fault, Place, digest
-from tft_ckpt import HTTPTransport
+from tft_algos import Optimizer, extend_mesh, reduce_across
+from tft_algos.testing import Action, Fault, Place, digest
 from tft_coord.timeouts import Timeouts
-from tft_pg import ProcessGroupGloo
 
 SOAK_RUNS: Final = 20
 SOAK_FAULTS: Final = 4
@@ -89,22 +86,9 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
     way: Way = spec.details
     rank, ranks = join_own_group()
     torch.manual_seed(os.getpid())
-    injector = EventInjector(
-        on_strike=lambda fault: tell(Event("struck", manager.current_step(), text=fault.describe()))
-    )
     timeouts = Timeouts(heal_timeout_ms=3_000, heartbeat_timeout_ms=HEARTBEAT_TIMEOUT_MS, beat_interval_ms=500)
-    transport = HTTPTransport[Any](timedelta(seconds=60), num_chunks=0, advertise_addr="localhost")
-    with Manager(
-        injector.group(ProcessGroupGloo()),
-        replica_id=spec.name,
-        lighthouse_addr=spec.lighthouse,
-        hostname="localhost",
-        timeout=TIMEOUT,
-        timeouts=timeouts,
-        use_async_quorum=way.use_async_quorum,
-        coordinator=injector.coordinator,
-        checkpoint_transport=injector.transport(transport),
-    ) as manager:
+    manager, injector = manager_with_faults(spec, tell, timeouts=timeouts, use_async_quorum=way.use_async_quorum)
+    with manager:
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
         if way.extended:
             mesh = extend_mesh(manager, mesh)["dp", "shard"]
@@ -141,7 +125,6 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
         manager.register_state_dict_fn("training", load, take)
         injector.module(model)
         optimizer = Optimizer(manager, injector.optimizer(adam))
-        injector.attach(manager)
         tell(Event("ready"))
         last: int | None = None
         while manager.current_step() < (last or FOR_EVER):

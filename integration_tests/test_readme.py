@@ -17,7 +17,8 @@ from integration_tests.conftest import Spawn
 from tft_lighthouse import LighthouseServer
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-READMES: Final = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md")), ROOT / "docs/hsdp.md"]
+HOW_TO: Final = [ROOT / "docs/hsdp.md", ROOT / "docs/slow-links.md"]
+READMES: Final = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md")), *HOW_TO]
 
 
 def blocks(readme: Path, language: str) -> list[str]:

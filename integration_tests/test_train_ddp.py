@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Final
 import pytest
 
 from integration_tests.conftest import ROOT, Kill, Launch
+from integration_tests.scripts import wait_for
 from tft_lighthouse import LighthouseServer
 
 EXAMPLE: Final = ROOT / "examples" / "train_ddp.py"
@@ -26,17 +25,6 @@ def lighthouse(request: pytest.FixtureRequest) -> Iterator[LighthouseServer]:
 
 def shell(replica: int, lighthouse: LighthouseServer, name: str = "TFT_LIGHTHOUSE") -> dict[str, str]:
     return {name: str(lighthouse.address), "REPLICA_GROUP_ID": str(replica), "NUM_REPLICA_GROUPS": "2"}
-
-
-def wait_for(pattern: str, process: subprocess.Popen[str]) -> str:
-    """Read lines until one matches; the test's time-out bounds it."""
-    assert process.stdout is not None
-    read: list[str] = []
-    for line in process.stdout:
-        read.append(line)
-        if re.search(pattern, line):
-            return line
-    raise AssertionError(f"no line matches {pattern!r}: {''.join(read)}")
 
 
 def test_it_is_short_enough_to_copy() -> None:

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tft_algos.manager import early
-from tft_algos.manager.early import LOOKED_AT_BYTES, look_at
-from tft_algos.testing import plan_of
+from tft_algos.manager.early import LOOKED_AT_BYTES, ROOM_BYTES, bytes_of, look_at
+from tft_algos.testing import MemoryTransport, plan_of
 from tft_coord.core.lineage import fold_lineage, initial_lineage
-from tft_coord.core.types import NewcomerAsks, Plan, QuorumKey
+from tft_coord.core.types import LossNotice, NewcomerAsks, Plan, QuorumKey
 
 KEY = QuorumKey(7, 7)
 
@@ -130,7 +130,16 @@ def test_without_a_hint_nothing_is_taken(rigs: Any) -> None:
     assert len(rig.weights.threads) == taken
 
 
-def test_before_it_has_looked_it_serves_after_the_reductions(rigs: Any) -> None:
+def test_who_never_served_has_looked_before_the_first_newcomer_comes(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2), heals(1))
+    assert rig.step()
+    ask(rig)
+    assert rig.step()
+    assert [each.end for each in rig.transport.staged] == ["offered"]
+
+
+def test_before_it_has_looked_it_serves_after_the_reductions(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "LOOK_AFTER_ATTEMPTS", 2)
     rig = rigs(plan_of(7, size=2), heals(1))
     assert rig.step()
     ask(rig)
@@ -194,10 +203,10 @@ def test_what_is_taken_away_in_a_step_has_changed(rigs: Any, caplog: pytest.LogC
     pending = [torch.ones(2), torch.ones(2)]
     rig.manager.register_state_dict_fn("data", lambda _: None, lambda: {"pending": list(pending)})
     reduce = rig.group.allreduce
-    assert rig.step()
     rig.group.allreduce = lambda *args: pending.pop() is None or reduce(*args)
     assert rig.step()
     rig.group.allreduce = reduce
+    assert rig.step()
     assert "data.pending.1 changes in a step" in caplog.text
     ask(rig)
     assert rig.step()
@@ -256,6 +265,43 @@ def test_a_state_that_was_declared_half_written_is_not_taken_early(rigs: Any) ->
     ask(rig)
     assert rig.step()
     assert rig.transport.staged == []
+
+
+def test_what_is_offered_is_looked_at_after_it_is_offered(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who heals waits for the offer, and nobody for the look; the forward pass comes after both."""
+    rig = rig_that_has_looked(rigs, heals(2))
+    seen: list[list[str]] = []
+
+    def look(state: Any) -> dict[str, bytes]:
+        seen.append([each.end for each in rig.transport.staged])
+        return look_at(state)
+
+    monkeypatch.setattr(early, "look_at", look)
+    take = rig.manager._early.take
+    monkeypatch.setattr(rig.manager._early, "take", lambda own: rig.manager.wait_quorum() or take(own))
+    ask(rig)
+    rig.manager.start_quorum()
+    assert seen == [["offered"]]
+
+
+def test_after_a_loss_memory_is_made_ready_for_who_comes_back(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[int] = []
+    monkeypatch.setattr(MemoryTransport, "prepare_to_send", lambda _, num_bytes=0: prepared.append(num_bytes))
+    rig = rigs(plan_of(7, size=2), KEY, KEY, KEY)
+    rig.step()
+    rig.coordinator.listener(LossNotice(KEY, "replica_1", 1, "can't use its process group", lives=True))
+    rig.step()
+    assert prepared == [], "who lives needs no state"
+    rig.coordinator.listener(LossNotice(KEY, "replica_1", 1, "its stream broke"))
+    rig.step()
+    assert prepared == [bytes_of({"tensor": torch.zeros(2)})]
+    rig.step()
+    assert len(prepared) == 1, "one loss is one hint"
+
+
+def test_how_large_a_state_is() -> None:
+    state = {"a": torch.zeros(3), "b": [torch.zeros(2, 2, dtype=torch.float64), "text"], "c": 4}
+    assert bytes_of(state) == 12 + 32 + 2 * ROOM_BYTES
 
 
 def test_a_look_sees_what_a_forward_may_change() -> None:

@@ -36,6 +36,7 @@ def test_the_settings_by_which_all_must_go_are_said_with_the_first_request(rigs:
     rig.step()
     assert said(rig) == {
         "protocol version": "1",
+        "rank0_synchronization_only": "False",
         "group world size": "1",
         "use_async_quorum": "True",
         "world_size_mode": "FIXED_WITH_SPARES",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tft_algos import QuorumBroken, UsageError
-from tft_algos.manager.core import MAX_ERRORS_KEPT
+from tft_algos.manager.attempt import MAX_ERRORS_KEPT
 from tft_algos.manager.healing import state_key
 from tft_algos.testing import MemoryTransport, plan_of
 from tft_coord.core.types import LossNotice, Purpose, QuorumKey

@@ -678,6 +678,30 @@ def test_the_log_says_what_happened_where(rigs: Any, caplog: pytest.LogCaptureFi
     assert "should_commit=False enough_replicas=True errored=50% gone" in text
 
 
+def test_what_fails_a_step_is_told_once_a_step(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """One loss fails each of a model's reductions, with the same words."""
+    rig = rigs()
+    for _ in range(2):
+        rig.manager.start_quorum()
+        for _ in range(3):
+            rig.manager.report_error(RuntimeError("gone"))
+        assert not rig.manager.should_commit()
+    told = [record.levelname for record in caplog.records if "this step will not commit: gone" in record.getMessage()]
+    assert told == ["WARNING"] * 2
+
+
+def test_too_few_replicas_are_told_with_their_number_once(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
+    rig = rigs(*(plan_of(7 + quorum, min_replica_size=2) for quorum in range(3)), verdicts=[False] * 3)
+    for _ in range(3):
+        rig.manager.start_quorum()
+        assert not rig.manager.should_commit()
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == 1
+    assert told[0].endswith(
+        "1 replicas take part, and min_replica_size is 2, so no step commits until more have joined"
+    )
+
+
 def test_quorums_verdicts_and_errors_are_records_for_machines(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
     clock = ManualClock()
     rig = rigs(plan_of(7, size=2, participants=[0]), QuorumKey(7, 7), DeadlinePassed("late"), clock=clock)

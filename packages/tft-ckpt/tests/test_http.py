@@ -82,6 +82,15 @@ def test_who_has_received_gets_memory_ready_to_send(
     assert not [thread for thread in threading.enumerate() if thread.name == "tft-ckpt-memory"]
 
 
+def test_who_knows_how_large_its_state_is_gets_memory_ready_without_having_received(
+    receiver: HTTPTransport[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touched: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
+    monkeypatch.setattr(Buffer, "touch", lambda buffer, _: touched.put(buffer))
+    receiver.prepare_to_send(5_000)
+    assert touched.get(timeout=BOUND.total_seconds()).fits(5_000)
+
+
 # ---- the server ----
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import mmap
 from typing import Any
 
 import pytest
 import torch
 
-from tft_ckpt import Limits, StateKey
+from tft_ckpt import Limits, StateKey, buffers
 from tft_ckpt.buffers import Buffer
 from tft_ckpt.snapshot import Snapshot
 
@@ -34,6 +35,21 @@ class Library:
 
     def cudaGetErrorString(self, code: int) -> str:
         return f"fault {code}"
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system knows no huge pages")
+def test_large_memory_alone_is_of_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    class Memory(mmap.mmap):
+        def madvise(self, option: int, *_: int) -> None:
+            asked.append(option)
+
+    monkeypatch.setattr(buffers.mmap, "mmap", Memory)
+    Buffer(64 << 20)
+    assert asked == []
+    Buffer(1 << 30)  # of which nothing is touched
+    assert asked == [mmap.MADV_HUGEPAGE]
 
 
 def test_memory_is_pinned_once_and_until_it_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:

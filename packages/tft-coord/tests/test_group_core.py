@@ -87,8 +87,15 @@ class TestMerge:
         assert order.member.step == 3
         assert order.member.lineage is None
 
-    def test_ranks_that_hold_different_quorums_hold_none(self) -> None:
-        assert both(group(), request(), request(held=QuorumKey(6, 1))).held is None
+    @pytest.mark.parametrize("older", [None, QuorumKey(6, 1)])
+    @pytest.mark.parametrize("turned", [False, True])
+    def test_a_quorum_in_which_only_some_ranks_have_begun_runs_no_more(
+        self, older: QuorumKey | None, turned: bool
+    ) -> None:
+        """Given it again, those that have begun would take it for their next step."""
+        ranks = [request(), request(held=older)]
+        order = both(group(), *reversed(ranks)) if turned else both(group(), *ranks)
+        assert (order.held, order.member.needs_configure) == (KEY, True)
 
     def test_ranks_that_loaded_one_step_are_one_state(self) -> None:
         member = both(group(), request(lineage=None), request(lineage=None)).member
@@ -238,6 +245,27 @@ class TestWithdrawal:
         assert isinstance(orders[1], effects.FailRank)
         assert (orders[1].call, orders[1].code) == (10, "stale")
         assert isinstance(orders[2], effects.AskLighthouse)
+
+    def test_an_answer_that_a_rank_has_not_heard_is_given_again(self) -> None:
+        """Asked of the lighthouse it would be the answer to the next start, and the others wait in this one."""
+        core = group()
+        order = both(core, request(attempt=5), request(attempt=5))
+        plans = core.handle(events.QuorumArrived(order.request, quorum(other("a"), other("b"))), 0)
+        (again,) = asked(core, 1, 12, request(attempt=5))
+        assert again == replace(plans[1], call=12)  # type: ignore[type-var]
+        order = both(core, request(4, attempt=6), request(4, attempt=6))
+        core.handle(events.UnchangedArrived(order.request, KEY), 0)
+        assert asked(core, 0, 13, request(4, attempt=6)) == [effects.AnswerRankUnchanged(13, 0, KEY)]
+        assert asked(core, 0, 14, request(5, attempt=7)) == []  # the next is another one
+
+    def test_a_request_that_comes_after_a_newer_one_voids_nothing(self) -> None:
+        core = group()
+        asked(core, 0, 10, request(attempt=6))
+        (order,) = asked(core, 0, 11, request(attempt=5))
+        assert isinstance(order, effects.FailRank)
+        assert (order.call, order.code) == (11, "stale")
+        (order,) = asked(core, 1, 12, request(attempt=6))
+        assert isinstance(order, effects.AskLighthouse)
 
     def test_a_deadline_says_what_it_waited_for(self) -> None:
         core = group()

@@ -358,6 +358,18 @@ class TestTheLighthouse:
         assert lost == ["a"]
         assert [each.stream for each in told if isinstance(each, effects.NotifyLoss)] == [2, 3]
 
+    def test_so_it_is_when_its_manager_server_was_started_anew(self) -> None:
+        """The one that dies is in no quorum, but the trainer that it is of was."""
+        table = Table()
+        quorum = table.trains("a", "b", "c", healing="b")
+        table.leave("a")
+        assert noticed(table.hello("a", session=2, left=True)) == []  # it serves on
+        told = noticed(table.give(events.DeathReported(1, "signal 9")))
+        assert told[0] == effects.ReplicaLost("job", "a", 2, "its manager server reports: signal 9")
+        notices = [(each.stream, each.notice) for each in told if isinstance(each, effects.NotifyLoss)]
+        assert [stream for stream, _ in notices] == [2, 3]
+        assert {(each.key, each.replica_id, each.session) for _, each in notices} == {(quorum.key, "a", 1)}
+
     def test_it_is_refused_by_name_when_it_asks_again(self) -> None:
         table = Table()
         table.trains("a", "b")

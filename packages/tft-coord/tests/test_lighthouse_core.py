@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -812,11 +813,13 @@ class TestWithoutMemory:
         ),
     )
 
-    def comes_back(self, table: Table, *names: str, held: QuorumKey | None = None) -> list[LighthouseEffect]:
+    def comes_back(
+        self, table: Table, *names: str, held: QuorumKey | None = None, num_answers: int = 0
+    ) -> list[LighthouseEffect]:
         out: list[LighthouseEffect] = []
         for name in names:
             table.held[name] = held or self.OLD.key
-            out += table.hello(name, ready=True)
+            out += table.hello(name, ready=True, num_answers=num_answers)
         return out
 
     def test_the_first_that_comes_back_is_asked_and_the_others_are_waited_for(self) -> None:
@@ -861,6 +864,20 @@ class TestWithoutMemory:
             table.ask(name, 6, live=True)
         assert formed(table.pass_ms(4_900, "a", "b")) == []
         assert formed(table.pass_ms(200, "a", "b")) == [(("a", "b"), "c is gone")]
+
+    def test_what_one_that_has_died_since_it_was_asked_says_of_its_quorum_counts(self) -> None:
+        """It may have been the only one to know; without it a fresh replica would start over beside those that live."""
+        table = Table(join_timeout_ms=60_000)
+        assert self.comes_back(table, "a")[-1] == AskForQuorum(1, self.OLD.key)
+        table.give(events.DeathReported(1, "rank 0 ended"))
+        orders = table.give(events.QuorumReported(1, self.OLD))
+        assert [type(order) for order in orders] == [effects.RefuseSession]
+        table.hello("x")
+        table.ask("x")
+        assert formed(table.pass_ms(4_900, "x")) == []
+        self.comes_back(table, "b", "c")
+        table.ask("b", 6, live=True)
+        assert formed(table.ask("c", 6, live=True)) == [(("b", "c", "x"), "x joined, a is gone")]
 
     def test_ids_go_above_every_id_reported(self) -> None:
         table = Table()
@@ -930,6 +947,83 @@ class TestWithoutMemory:
             table.ask(name, 5, live=True)
         self.comes_back(table, "a")
         assert whole(table.give(events.QuorumReported(1, self.OLD))) == {2: self.OLD, 3: self.OLD}
+
+    AT_6 = Quorum(OLD.key, tuple(replace(member, step=6, lineage=106) for member in OLD.members))
+
+    @pytest.mark.parametrize("first", ["b", "a"])
+    def test_nor_is_the_word_lost_that_the_quorum_stands(self, first: str) -> None:
+        """a was told so and waits in its reduction for b and c. Their word went with the lighthouse that gave it, and
+        they hold the very quorum that a does."""
+        table = Table()
+        if first == "b":
+            self.comes_back(table, "b")
+            table.give(events.QuorumReported(2, self.OLD))
+            assert unchanged(table.ask("b", 6, live=True)) == set()
+        table.held["a"] = self.OLD.key
+        assert table.hello("a", ready=True, num_answers=1)[-1] == AskForQuorum(1, self.OLD.key)
+        answered = whole(table.give(events.QuorumReported(1, self.AT_6)))
+        self.comes_back(table, *{"b": "c", "a": "bc"}[first])
+        if first == "a":
+            answered = whole(table.ask("b", 6, live=True))
+        assert answered == {2: self.AT_6}
+        assert whole(table.ask("c", 6, live=True)) == {3: self.AT_6}
+        # With the next step the round goes on as ever.
+        for name in ("a", "b"):
+            assert table.ask(name, 7, live=True) == []
+        assert unchanged(table.ask("c", 7, live=True)) == {1, 2, 3}
+
+    def test_who_lost_that_word_and_can_not_go_on_breaks_the_quorum_for_who_heard_it(self) -> None:
+        table = Table()
+        self.comes_back(table, "b", "c")
+        table.give(events.QuorumReported(2, self.OLD))
+        table.held["a"] = self.OLD.key
+        table.hello("a", ready=True, num_answers=1)
+        table.give(events.QuorumReported(1, self.AT_6))
+        assert whole(table.ask("c", 6, live=True)) == {3: self.AT_6}
+        (notice,) = told(table.ask("b", 6, live=True, needs_configure=True))[1]
+        assert (notice.key, notice.replica_id, notice.lives) == (self.OLD.key, "b", True)
+
+    def test_who_has_had_that_answer_may_ask_again_from_the_same_step(self) -> None:
+        """With syncs in flight it does: given the answer again it would be one start ahead of the others."""
+        table = Table()
+        self.comes_back(table, "a", "b", num_answers=2)
+        table.give(events.QuorumReported(1, self.OLD))
+        assert table.ask("a", 5, live=True) == []
+        self.comes_back(table, "c", num_answers=2)
+        assert table.ask("b", 5, live=True) == []
+        assert unchanged(table.ask("c", 5, live=True)) == {1, 2, 3}
+
+    def test_who_is_given_the_answer_again_has_had_it(self) -> None:
+        table = Table()
+        self.comes_back(table, "a", num_answers=2)
+        table.give(events.QuorumReported(1, self.OLD))
+        self.comes_back(table, "b", "c", num_answers=1)
+        for name, stream in (("b", 2), ("c", 3)):
+            assert whole(table.ask(name, 5, live=True)) == {stream: self.OLD}
+        for name in ("a", "b"):
+            assert table.ask(name, 5, live=True) == []
+        assert unchanged(table.ask("c", 5, live=True)) == {1, 2, 3}
+
+    def test_who_holds_a_newer_quorum_is_not_given_an_older_one(self) -> None:
+        """Another lighthouse gave it that one. What is known here ends for the others, for it won't come back to it."""
+        table = Table()
+        newer = Quorum(QuorumKey(900_001, 78), self.OLD.members[:2])
+        self.comes_back(table, "a", "c")
+        table.give(events.QuorumReported(1, self.OLD))
+        assert self.comes_back(table, "b", held=newer.key)[-1] == AskForQuorum(2, newer.key)
+        table.held["b"] = newer.key
+        orders = table.ask("b", 5, live=True)
+        assert whole(orders) == {}
+        assert [(notice.key, notice.replica_id) for notice in told(orders)[3]] == [(self.OLD.key, "b")]
+        table.give(events.QuorumReported(2, newer))
+        assert table.core.quorum("job") == newer
+
+    def test_who_heard_nothing_later_is_not_asked_again(self) -> None:
+        table = Table()
+        self.comes_back(table, "a")
+        table.give(events.QuorumReported(1, self.OLD))
+        assert AskForQuorum(2, self.OLD.key) not in self.comes_back(table, "b")
+        assert table.core.quorum("job") == self.OLD
 
     def test_but_not_when_another_member_has_gone_on_from_it(self) -> None:
         table = Table()

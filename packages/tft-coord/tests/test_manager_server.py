@@ -543,3 +543,8 @@ def test_a_child_that_is_killed_is_not_alive() -> None:
     with serve(in_process=False) as server:
         kill_child_of(server)
         assert not server.alive()
+
+
+def test_who_does_not_connect_at_once_is_told_by_the_first_call() -> None:
+    with ManagerClient("127.0.0.1:1", connect_now=False) as client, pytest.raises((DeadlinePassed, Unreachable)):
+        client.checkpoint_metadata(0, timedelta(milliseconds=200))

@@ -155,6 +155,50 @@ class TestSilence:
         progress.ended(0, 50)
         assert progress.now(1_000) == word(OUTSIDE, 950)
 
+    @pytest.mark.parametrize("late", [word(WAITING, 116), word(REDUCING, 2), word(OWN, 300)])
+    def test_a_beat_that_the_verdict_overtook_says_nothing(self, late: Progress) -> None:
+        """It was on its way when the rank was answered, and evaluates now without giving its lock up."""
+        progress = group_of(word(OWN, 100))
+        progress.ended(0, 50)
+        progress.said(0, late, 53)
+        assert not progress.is_hung(1_000_000)
+
+    def test_nor_does_one_that_a_request_overtook(self) -> None:
+        progress = group_of(word(OUTSIDE))
+        progress.asked(0, 8, 100)
+        progress.said(0, word(OUTSIDE, 300), 102)
+        assert progress.now(110) == word(WAITING, 10, step=8, excused=True)
+
+    def test_the_next_beat_is_believed(self) -> None:
+        """The answer may have been lost: it waits still."""
+        progress = group_of(word(OWN, 100))
+        progress.planned(0, 8, 50, excused=False, heals=False)
+        for at_ms in (60, 60 + TIMEOUTS.beat_interval_ms):
+            progress.said(0, word(WAITING, at_ms), at_ms)
+        assert progress.now(2_000) == word(WAITING, 2_000)
+
+    def test_so_is_one_of_what_came_after(self) -> None:
+        progress = group_of(word(OWN, 100))
+        progress.ended(0, 50)
+        progress.said(0, word(OWN, 1), 60)  # its optimizer
+        assert progress.is_hung(60 + LIMIT_MS)
+
+    def test_a_beat_that_was_long_on_its_way_makes_no_hang_shorter(self) -> None:
+        """Beats that were held up come together; the first of them would seem to tell of a trainer that goes on."""
+        progress = group_of(word(OWN, 2_900), at_ms=10_000)
+        progress.said(0, word(OWN, 4_000), 12_000)  # almost a second late
+        assert progress.now(12_000) == word(OWN, 4_900)
+        progress.said(0, word(OWN, 4_900), 12_000)
+        assert progress.now(12_500) == word(OWN, 5_400)
+
+    @pytest.mark.parametrize(
+        ("said", "at_ms"), [(word(OWN, 2_500), 12_000), (word(OWN, 5_000, step=8), 12_000), (word(REDUCING, 2_500), 0)]
+    )
+    def test_what_began_after_the_last_beat_is_believed(self, said: Progress, at_ms: int) -> None:
+        progress = group_of(word(OWN, 2_900), at_ms=10_000)
+        progress.said(0, said, at_ms)
+        assert progress.now(at_ms) == said
+
 
 KEY = QuorumKey(7, 9)
 

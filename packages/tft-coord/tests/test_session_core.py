@@ -148,10 +148,13 @@ def test_the_hello_names_the_quorum_whose_losses_it_may_have_missed() -> None:
     core = welcomed()
     core.ask(1, Member("a"), None, 10)
     assert core.answered(1, KEY)
+    core.ask(2, Member("a", step=6), KEY, 12)
+    assert core.answered(2, KEY)
+    core.ask(3, Member("a", step=7), KEY, 14)
     core.stream_broke(20)
-    (sent,) = core.stream_opened(80)
+    sent, *_ = core.stream_opened(80)
     assert isinstance(sent, SendHello)
-    assert sent.hello.held == KEY
+    assert (sent.hello.held, sent.hello.num_answers) == (KEY, 2)
     core.welcomed(100, 50, 90)
     (sent,) = core.told_lost(100, 95)  # its own loss was one of them
     assert isinstance(sent, SendHello)

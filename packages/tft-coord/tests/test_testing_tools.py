@@ -22,7 +22,7 @@ from tft_coord.testing import (
     Stream,
     VirtualClock,
 )
-from tft_coord.testing.invariants import Attendance, Contribution, Held, Round
+from tft_coord.testing.invariants import Attendance, Contribution, Held, Reduced, Round
 from tft_coord.testing.stretches import Stretches
 from tft_coord.testing.trainer import Group
 
@@ -290,7 +290,7 @@ class TestGroup:
         assert [waiter.value for waiter in waiters] == [True] * 3
 
     def given(self, name: str) -> Contribution:
-        return Contribution(name, Held(3, 103, "w"), f"{name}'s")
+        return Contribution(name, Held(3, 103, "w"), f"{name}'s", "bucket 0")
 
     def test_a_rendezvous_across_a_cut_waits_for_its_end(self) -> None:
         _, cuts, group = self.meets()
@@ -450,12 +450,70 @@ class TestInvariants:
         with pytest.raises(InvariantBroken, match=r"1 of 2 that live"):
             lighthouse("2").formed(Quorum(KEY, (Member("a", session=1),)), None)
 
+    @pytest.mark.parametrize("in_newer", [False, True])
+    def test_who_was_only_in_an_older_quorum_is_not_known_to_have_asked(self, in_newer: bool) -> None:
+        """A lighthouse without memory knows by the newest quorum alone who has ever asked."""
+        a, b, c = (Member(name, session=1) for name in "abc")
+        looking = Attendance(1)
+        looking.reported(Quorum(KEY, (a, b)))
+        newer = Quorum(QuorumKey(KEY.quorum_id + 1, 1), (a, b, c) if in_newer else (a, c))
+        looking.reported(newer)
+        for stream, name in enumerate("ab"):
+            looking.welcomed(Hello("job", name, 2, f"{name}:1", ready=False), stream)
+        looking.asked(Member("a", session=2), 0)
+        looking.lost("c", 1, dead=True)
+        formed = Quorum(QuorumKey(KEY.quorum_id + 2, 1), (Member("a", session=2),))
+        if not in_newer:
+            looking.formed(formed, newer)
+            return
+        with pytest.raises(InvariantBroken, match=r"1 of 2 that live"):
+            looking.formed(formed, newer)
+
+    @pytest.mark.parametrize("is_refused", [False, True])
+    def test_a_job_that_torchft_takes_over_forgets_those_too_whose_stream_just_broke(self, is_refused: bool) -> None:
+        looking = Attendance(1)
+        for stream, name in enumerate("ab"):
+            looking.welcomed(Hello("job", name, 1, f"{name}:1", ready=True), stream)
+        looking.closed(1)
+        if is_refused:
+            looking.turned_out(0)
+        looking.welcomed(Hello("job", "c", 1, "c:1", ready=True), 2)
+        looking.asked(Member("c", session=1), 2)
+        formed = Quorum(KEY, (Member("c", session=1),))
+        if is_refused:
+            looking.formed(formed, None)
+            return
+        with pytest.raises(InvariantBroken, match=r"1 of 3 that live"):
+            looking.formed(formed, None)
+
     def test_one_mean_is_of_one_state(self) -> None:
         one, two = Held(3, 103, "w1"), Held(3, 103, "w2")
-        given = {"a": Contribution("a", one, "g"), "b": Contribution("b", two, "h")}
+        given = {"a": Contribution("a", one, "g", "bucket 0"), "b": Contribution("b", two, "h", "bucket 0")}
         self.broken("I3", lambda i: i.reduced(KEY, 0, given))
-        zeros = {**given, "b": Contribution("b", two, None)}
+        zeros = {**given, "b": Contribution("b", two, None, "bucket 0")}
         Invariants().reduced(KEY, 0, zeros)
+
+    def test_one_mean_is_of_one_part(self) -> None:
+        held = Held(3, 103, "w")
+        given = {"a": Contribution("a", held, "g", "fragment 0"), "b": Contribution("b", held, None, "fragment 1")}
+        self.broken("I3", lambda i: i.reduced(KEY, 0, given))
+
+    def test_nothing_steps_on_a_reduction_that_it_has_not_heard_of(self) -> None:
+        heard, whole = Reduced(KEY, 0, (1,), ("g",)), Reduced(KEY, 0, (1, 2), ("g", "h"))
+        self.broken("I5", lambda i: i.delivered("a", heard), lambda i: i.applied("a", 0, ROUND, whole))
+        self.broken("I5", lambda i: i.delivered("b", heard), lambda i: i.applied("a", 0, ROUND, heard))
+
+    def test_syncs_in_flight_are_committed_in_order_and_fail_with_their_quorum(self) -> None:
+        def two(looking: Invariants) -> None:
+            looking.started("a", 0, KEY, 0)
+            looking.started("a", 0, KEY, 1)
+
+        self.broken("F1", two, lambda i: i.started("a", 0, KEY, 1))
+        self.broken("F1", two, lambda i: i.landed("a", 0, KEY, 1))
+        self.broken("F1", two, lambda i: i.landed("a", 0, KEY, 0), lambda i: i.landed("a", 0, KEY, 0))
+        self.broken("F1", two, lambda i: i.fell("a", 0), lambda i: i.landed("a", 0, KEY, 0))
+        newer = QuorumKey(KEY.quorum_id + 1, 1)
+        self.broken("F1", two, lambda i: i.quorum_known("a", 0, newer), lambda i: i.landed("a", 0, KEY, 0))
 
     def test_one_name_is_one_state(self) -> None:
         self.broken("I3", lambda i: i.holds("a", 0, Held(3, 103, "w1")), lambda i: i.holds("b", 0, Held(3, 103, "w2")))

@@ -37,6 +37,7 @@ NEEDED = {
     "scenario_10_long_healing",
     "scenario_11_hangs",
     "scenario_12_foreign_states",
+    "scenario_13_syncs_in_flight",
     "scenario_14_sick_lighthouse",
     "scenario_15_foreign_lighthouse",
     "scenario_16_mixed_job",

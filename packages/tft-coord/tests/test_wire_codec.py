@@ -121,6 +121,7 @@ hellos = st.builds(
     lighthouse_started_ms=steps,
     cluster_id=lines,
     left=st.booleans(),
+    num_answers=steps,
 )
 requests = st.builds(
     RankRequest,

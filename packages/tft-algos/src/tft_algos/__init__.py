@@ -1,6 +1,13 @@
-"""Per-step fault tolerance for PyTorch training: Manager, DistributedDataParallel, Optimizer."""
+"""Fault tolerance for PyTorch training: Manager, DistributedDataParallel, Optimizer, FSDP2 across groups, DiLoCo.
+
+Law of this file: names. Those of `local_sgd` are imported when they are first used: who synchronizes in every step
+shall not wait for them.
+"""
 
 from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from tft_algos.ddp import DistributedDataParallel
 from tft_algos.errors import (
@@ -13,6 +20,7 @@ from tft_algos.errors import (
     SettingError,
     StateDiverged,
     StateUnavailable,
+    SyncAbandoned,
     TooManyFailures,
     TrainingError,
     UnknownSetting,
@@ -20,9 +28,12 @@ from tft_algos.errors import (
     UsageError,
 )
 from tft_algos.hsdp import extend_mesh, reduce_across
-from tft_algos.manager import Clock, Coordinator, Group, Manager, ManagerConfig, WorldSizeMode
+from tft_algos.manager import Clock, Coordinator, DeferredStep, Group, Manager, ManagerConfig, WorldSizeMode
 from tft_algos.optim import Optimizer
 from tft_algos.pure_ddp import PureDistributedDataParallel
+
+if TYPE_CHECKING:
+    from tft_algos.local_sgd import DiLoCo, LocalSGD, extract_local_tensor, fragment_model
 
 __version__ = "0.1.0"
 
@@ -30,11 +41,14 @@ __all__ = [
     "Clock",
     "Closed",
     "Coordinator",
+    "DeferredStep",
+    "DiLoCo",
     "DistributedDataParallel",
     "ExceptionWithTraceback",
     "Group",
     "HealingFailed",
     "LeftJob",
+    "LocalSGD",
     "Manager",
     "ManagerConfig",
     "NoWeight",
@@ -44,6 +58,7 @@ __all__ = [
     "SettingError",
     "StateDiverged",
     "StateUnavailable",
+    "SyncAbandoned",
     "TooManyFailures",
     "TrainingError",
     "UnknownSetting",
@@ -51,5 +66,20 @@ __all__ = [
     "UsageError",
     "WorldSizeMode",
     "extend_mesh",
+    "extract_local_tensor",
+    "fragment_model",
     "reduce_across",
 ]
+
+_OF_LOCAL_SGD = ("DiLoCo", "LocalSGD", "extract_local_tensor", "fragment_model")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_LOCAL_SGD:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module("tft_algos.local_sgd"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

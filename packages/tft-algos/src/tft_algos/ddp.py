@@ -26,6 +26,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from tft_algos.backward import at_end_of_backward, reductions_of, refuse_sparse, tell_parameters
 from tft_algos.errors import SettingError, Unsupported
 from tft_algos.manager import Manager
+from tft_algos.manager.island import refuse_strategy
 from tft_pg import Collective, DummyWork, ProcessGroup, ProcessGroupDummy
 
 # Arguments of torch's class that can't hold here, and what to do instead.
@@ -74,7 +75,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             gradient.
     Raises: Unsupported: mixed_precision, delay_all_reduce_named_params, skip_all_reduce_unused_params, device_mesh, an
         Embedding with sparse gradients, or torch's reducer in Python: none of them can hold here.
-        SettingError: this release of torch can't hold one layout of buckets. RuntimeError: no parameter requires a
+        SettingError: this release of torch can't hold one layout of buckets, or the manager has
+        rank0_synchronization_only. RuntimeError: no parameter requires a
         gradient.
     """
 
@@ -88,6 +90,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         for name, instead in _REFUSED.items():
             if kwargs.get(name) not in (None, False):
                 raise Unsupported(f"{name} does not exist here: {instead}")
+        refuse_strategy(manager, "DistributedDataParallel")
         refuse_sparse(module)
         kwargs.setdefault("gradient_as_bucket_view", True)
         static = bool(kwargs.get("static_graph"))

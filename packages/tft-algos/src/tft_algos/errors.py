@@ -77,6 +77,11 @@ class QuorumBroken(TrainingError, RuntimeError):
         self.replica_id = replica_id
 
 
+class SyncAbandoned(TrainingError, RuntimeError):
+    """A step that was in flight beside others has failed with them: another quorum came, or an earlier one of them was
+    not committed. Restore what it was about; later steps go on."""
+
+
 class StateDiverged(TrainingError, RuntimeError):
     """This replica's state is not that of the others, and healing is not wanted or does not cure it: look at what the
     message names, mend it, and start this replica again.

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tft_algos.backward import reductions_of, tell_parameters
 from tft_algos.errors import SettingError, Unsupported
 from tft_algos.manager import Manager
+from tft_algos.manager.island import refuse_strategy
 from tft_pg import ManagedProcessGroup, ProcessGroup, extend_device_mesh
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ def extend_mesh(manager: Manager, mesh: DeviceMesh, name: str = "dp", dim: int =
         dim: where it comes: 0, the first, is where FSDP2 has hybrid sharding's replicas.
     Returns: a mesh whose size in the new dimension is 1, and whose group there (`mesh.get_group(name)`) is a
         ManagedProcessGroup, registered as `name`.
-    Raises: SettingError: manager is no Manager. tft_pg.errors.InvalidSetting, tft_pg.errors.Unsupported: as
-        `tft_pg.extend_device_mesh`, which says more of such a mesh.
+    Raises: SettingError: manager is no Manager, or has rank0_synchronization_only. tft_pg.errors.InvalidSetting,
+        tft_pg.errors.Unsupported: as `tft_pg.extend_device_mesh`, which says more of such a mesh.
     """
     return extend_device_mesh(mesh, ManagedProcessGroup(_InOrder(_checked(manager))), name, dim)
 
@@ -104,6 +105,7 @@ class _InOrder:
 def _checked(manager: Manager) -> Manager:
     if not callable(getattr(manager, "allreduce", None)):  # whoever composes a strategy has a Manager of their own
         raise SettingError(f"the manager is a {type(manager).__name__}; give a Manager, and models or a mesh after it")
+    refuse_strategy(manager, "hybrid sharding across replica groups")
     return manager
 
 

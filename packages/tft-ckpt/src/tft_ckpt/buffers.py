@@ -1,8 +1,10 @@
 """Memory for runs of bytes, kept because fresh memory is dear.
 
 The first touch of a fresh page costs many times the copy that fills it: a gibibyte copied into fresh pages of the usual
-size takes 1.8 s where 0.06 s would do. So a buffer is asked for in huge pages (where the system grants them on request,
-a first copy then costs hardly more than a later one), and is kept to be used again.
+size takes 1.8 s where 0.06 s would do. So a large buffer is asked for in huge pages (where the system grants them on
+request, a first copy then costs hardly more than a later one), and is kept to be used again. A smaller one is not: of
+pages of the usual size there are always some that were in use a moment ago, while a virtual machine gives free huge
+ones back to its host, and their first touch is then dearer than any other (50 MiB: 0.1 s in place of 0.02).
 
 Law of this file: memory and its reuse; nothing here knows what the bytes mean. Not thread-safe: the owner locks.
 """
@@ -20,6 +22,7 @@ from tft_ckpt.errors import StateUnavailable
 __all__ = ["Buffer", "BufferPool"]
 
 _HUGE_PAGE_BYTES = 2 << 20
+_HUGE_PAGES_FROM_BYTES = 128 << 20
 _PIECE_BYTES = 64 << 20
 
 
@@ -46,7 +49,7 @@ class Buffer:
                 f"this process got no {capacity_bytes} bytes of memory for a state: {error}; free some, or lower the "
                 "limit on data_bytes"
             ) from error
-        if hasattr(mmap, "MADV_HUGEPAGE") and self.capacity_bytes >= _HUGE_PAGE_BYTES:
+        if hasattr(mmap, "MADV_HUGEPAGE") and self.capacity_bytes >= _HUGE_PAGES_FROM_BYTES:
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(memory)
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)

@@ -87,18 +87,16 @@ class LighthouseShell:
         self._last_look_s = 0.0
         self._server = Server(
             server_options(config.timeouts, hears_beats=True),
-            [
-                services.Services(
-                    unary={
-                        services.LIGHTHOUSE_DESCRIBE: self._answer_describe,
-                        services.LIGHTHOUSE_HEARTBEAT: self._answer_heartbeat,
-                        services.LIGHTHOUSE_QUORUM: self._answer_quorum,
-                        services.LIGHTHOUSE_DRAIN: self._answer_drain,
-                    },
-                    streams={services.LIGHTHOUSE_SESSION: self._serve_session},
-                    token=token,
-                )
-            ],
+            services.Services(
+                unary={
+                    services.LIGHTHOUSE_DESCRIBE: self._answer_describe,
+                    services.LIGHTHOUSE_HEARTBEAT: self._answer_heartbeat,
+                    services.LIGHTHOUSE_QUORUM: self._answer_quorum,
+                    services.LIGHTHOUSE_DRAIN: self._answer_drain,
+                },
+                streams={services.LIGHTHOUSE_SESSION: self._serve_session},
+                token=token,
+            ),
         )
 
     async def start(self, bind: str) -> int:

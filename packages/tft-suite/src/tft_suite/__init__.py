@@ -15,13 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tft_algos import (
+        DiLoCo,
         DistributedDataParallel,
+        LocalSGD,
         Manager,
         ManagerConfig,
         Optimizer,
         PureDistributedDataParallel,
         WorldSizeMode,
         extend_mesh,
+        extract_local_tensor,
+        fragment_model,
         reduce_across,
     )
     from tft_ckpt import TLS, CheckpointTransport, HTTPTransport, PGTransport
@@ -45,12 +49,14 @@ __version__ = "0.1.0"
 __all__ = [
     "TLS",
     "CheckpointTransport",
+    "DiLoCo",
     "DistributedDataParallel",
     "ErrorSwallowingProcessGroupWrapper",
     "FakeProcessGroupWrapper",
     "HTTPTransport",
     "LighthouseClient",
     "LighthouseServer",
+    "LocalSGD",
     "ManagedProcessGroup",
     "Manager",
     "ManagerClient",
@@ -69,18 +75,24 @@ __all__ = [
     "WorldSizeMode",
     "extend_device_mesh",
     "extend_mesh",
+    "extract_local_tensor",
+    "fragment_model",
     "reduce_across",
 ]
 
 _HOMES = {
     "tft_algos": (
+        "DiLoCo",
         "DistributedDataParallel",
+        "LocalSGD",
         "Manager",
         "ManagerConfig",
         "Optimizer",
         "PureDistributedDataParallel",
         "WorldSizeMode",
         "extend_mesh",
+        "extract_local_tensor",
+        "fragment_model",
         "reduce_across",
     ),
     "tft_ckpt": ("TLS", "CheckpointTransport", "HTTPTransport", "PGTransport"),

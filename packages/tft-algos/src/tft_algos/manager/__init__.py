@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from tft_algos.manager.config import ManagerConfig, ResolvedConfig, WorldSizeMode
+from tft_algos.manager.deferred import DeferredStep
 from tft_algos.manager.manager import Manager
 from tft_algos.manager.parts import Clock, Coordinator, Group, ServerRestarted
 
 __all__ = [
     "Clock",
     "Coordinator",
+    "DeferredStep",
     "Group",
     "Manager",
     "ManagerConfig",

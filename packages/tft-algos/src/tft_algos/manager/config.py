@@ -48,9 +48,11 @@ class ManagerConfig:
         use_async_quorum: ask for the quorum, and heal, in the background of the forward pass.
         timeout: one reduction, one vote; env TORCHFT_TIMEOUT_SEC. When said here or there it is also set on the
             process group. Default 60 s.
-        quorum_timeout: a wait for the next quorum; env TORCHFT_QUORUM_TIMEOUT_SEC. Default 60 s.
-        connect_timeout: to reach the store, the manager server and a source; env TORCHFT_CONNECT_TIMEOUT_SEC.
-            Default 60 s.
+        quorum_timeout: a wait for the next quorum, and so for a lighthouse that is away or not there yet; env
+            TORCHFT_QUORUM_TIMEOUT_SEC. The step in which it passes fails, and the next one waits anew; `max_retries`
+            bounds how often. Default 60 s.
+        connect_timeout: to reach the store, the manager server and a source, not the lighthouse; env
+            TORCHFT_CONNECT_TIMEOUT_SEC. Default 60 s.
         heal_timeout: a whole healing, waiting for the source included. Default 600 s.
         slowest_step: a trainer that is busy with its own part of a step (forward, backward) for longer hangs: it is
             lost, and the others go on without it. The first step after a start, a healing or a reconfiguration may
@@ -71,6 +73,9 @@ class ManagerConfig:
         heartbeat_interval: between signs of life, on a lighthouse that has no streams.
         checkpoint_transport: moves live state. Default: an HTTPTransport with these time-outs.
         init_sync: at step 0 all replicas take the weights of one.
+        rank0_synchronization_only: group rank 0 alone reduces, gives and fetches, for all ranks of its group, so that
+            groups may be of different sizes; every replica says the same; env TFT_RANK0_SYNCHRONIZATION_ONLY, 0 or 1.
+            For LocalSGD and DiLoCo. Default False.
         max_retries: failed steps in a row that are allowed; None: any number.
         check_state_every: compare the registered state with the other replicas' whenever that many steps more are
             committed; the same on every replica. Default 0: never.
@@ -106,6 +111,7 @@ class ManagerConfig:
     heartbeat_interval: timedelta = timedelta(milliseconds=100)
     checkpoint_transport: CheckpointTransport[Any] | None = None
     init_sync: bool = True
+    rank0_synchronization_only: bool | None = None
     max_retries: int | None = None
     check_state_every: int = 0
     on_divergence: Literal["heal", "stop"] = "heal"
@@ -126,6 +132,8 @@ class ManagerConfig:
         for name in ("use_async_quorum", "init_sync"):
             if not isinstance(getattr(self, name), bool):
                 raise SettingError(f"{name} is {getattr(self, name)!r}; give True or False")
+        if self.rank0_synchronization_only is not None and not isinstance(self.rank0_synchronization_only, bool):
+            raise SettingError(f"rank0_synchronization_only is {self.rank0_synchronization_only!r}; give True or False")
         if not isinstance(self.world_size_mode, WorldSizeMode):
             raise SettingError(f"world_size_mode is {self.world_size_mode!r}; give a WorldSizeMode")
         for name, least in (("rank", 0), ("world_size", 0), ("max_retries", 0), ("quorum_retries", 0)):
@@ -197,6 +205,7 @@ class ResolvedConfig:
     heartbeat_interval: timedelta
     checkpoint_transport: CheckpointTransport[Any] | None
     init_sync: bool
+    rank0_synchronization_only: bool
     max_retries: int | None
     check_state_every: int
     on_divergence: Literal["heal", "stop"]
@@ -207,6 +216,11 @@ class ResolvedConfig:
     tls: TLS | None
     run_scope: str
     group_scope: str
+
+    @property
+    def stands_by(self) -> bool:
+        """Whether group rank 0 reduces, gives and fetches in this rank's place."""
+        return self.rank0_synchronization_only and self.rank > 0
 
     @property
     def timeout(self) -> timedelta:
@@ -307,6 +321,9 @@ def from_environment(
         heartbeat_interval=config.heartbeat_interval,
         checkpoint_transport=config.checkpoint_transport,
         init_sync=config.init_sync,
+        rank0_synchronization_only=_yes_or_no(
+            config.rank0_synchronization_only, environ, "TFT_RANK0_SYNCHRONIZATION_ONLY"
+        ),
         max_retries=config.max_retries,
         check_state_every=config.check_state_every,
         on_divergence=config.on_divergence,
@@ -379,6 +396,13 @@ def _whole(
     if not (text.isascii() and text.isdecimal() and len(text) <= len(str(most)) and least <= int(text) <= most):
         raise SettingError(f"{variable} is {text[:64]!r}; give a whole number, {least} to {most}")
     return int(text)
+
+
+def _yes_or_no(said: bool | None, environ: Mapping[str, str], variable: str) -> bool:
+    text = environ.get(variable) or "0"
+    if said is None and text not in ("0", "1"):
+        raise SettingError(f"{variable} is {text[:64]!r}; give 0 or 1")
+    return said if said is not None else text == "1"
 
 
 def _check_address(what: str, address: str) -> None:

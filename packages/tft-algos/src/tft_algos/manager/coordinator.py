@@ -116,7 +116,8 @@ class GroupCoordinator:
     def source_metadata(self, address: str, timeout: timedelta) -> str:
         config = self._config
         within = min(timeout, config.connect_timeout)
-        with _client_class()(address, within, token=config.token, timeouts=config.timeouts) as client:
+        make = _client_class()
+        with make(address, within, token=config.token, timeouts=config.timeouts, connect_now=False) as client:
             return client.checkpoint_metadata(config.rank, timeout)
 
     def healed(self, bytes_total: int) -> None:

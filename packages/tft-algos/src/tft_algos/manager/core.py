@@ -4,6 +4,10 @@ A step is a transaction. It starts when the trainer asks for a quorum, it lives 
 and only a yes changes the state: one step more, the participants added, the lineage folded. Everything that goes wrong
 on the way is an error of exactly this attempt; what belongs to an earlier one comes too late to count.
 
+A strategy that trains on while it reduces may put the open attempt aside and begin another. Those in flight together
+belong to one quorum and end in the order in which they were begun. What is begun later builds on what is begun before:
+so another quorum, or one no, fails all of them, here and at every other member.
+
 Law of this file: decisions only. No tensors, no threads, no clock, no I/O; the caller tells what happened, in order,
 and performs what is decided.
 """
@@ -15,14 +19,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from tft_algos.errors import HealingFailed, QuorumBroken, StateUnavailable, UsageError
+from tft_algos.errors import HealingFailed, QuorumBroken, StateUnavailable, SyncAbandoned, UsageError
+from tft_algos.manager.attempt import Attempt, StepName
 from tft_coord.core.lineage import checked_lineage, fold_lineage, initial_lineage
 from tft_coord.core.types import MAX_INT64, LossNotice, Plan, QuorumKey, RankRequest
-from tft_coord.errors import Closed, GroupLost, ProtocolError, Refused, StaleQuorum
+from tft_coord.errors import GroupLost, StaleQuorum
 
-# Nothing can be done about these inside this process: a lost group, a wrong peer, calls that can't work.
-FATAL: Final = (GroupLost, Refused, ProtocolError, Closed, UsageError)
-MAX_ERRORS_KEPT: Final = 16
 MAX_NOTICES_KEPT: Final = 1024
 FIRST_PAUSE_MS: Final = 10
 LONGEST_PAUSE_MS: Final = 1_000
@@ -38,24 +40,6 @@ class CoreSettings:
     fixed_with_spares: bool = False
     init_sync: bool = True
     max_retries: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StepName:
-    """What a reduction, an error and a vote belong to.
-
-    Args:
-        attempt: counts calls of start_quorum; makes the name unique even where there was no quorum.
-        step: committed steps before it.
-        key: of the quorum; None until there is one.
-    """
-
-    attempt: int
-    step: int
-    key: QuorumKey | None = None
-
-    def __str__(self) -> str:
-        return f"step {self.step}, quorum {self.key}" if self.key is not None else f"step {self.step}, without a quorum"
 
 
 class Phase(enum.Enum):
@@ -158,14 +142,17 @@ class StepCore:
         self.failed_heals = 0
         self.held: QuorumKey | None = None
         self.configured: QuorumKey | None = None
-        self.plan: Plan | None = None
         self._standing: Plan | None = None  # of the key that is held
         self.phase = Phase.IDLE
         self.verdict: bool | None = None
         self.healing = Healing.NONE
-        self.name = StepName(attempt=0, step=0)
-        self._errors: list[Exception] = []
-        self._fatal: Exception | None = None
+        self._attempt = Attempt(StepName(attempt=0, step=0))  # the one begun last
+        self._deferred: list[Attempt] = []  # in flight beside it, oldest first; those that have not failed with others
+        self._failure_is_news = False  # the last failed commit came after the key that is held
+        # Reductions in which the others may still wait, in the group that is configured, or steps that they have begun.
+        self._left_others = False
+        self.lost_flights = 0  # in a row, that failed because there was another quorum
+        self.is_asynchronous = settings.use_async_quorum  # this attempt: a member that heals gives zeros in it
         self._group_lost: GroupLost | None = None
         self._notices: list[LossNotice] = []  # of the quorum that is held, and of those that are still to come
         self.divergences = 0  # checks in a row at which this replica's state was not that of the others
@@ -216,25 +203,33 @@ class StepCore:
     # --- asking --------------------------------------------------------------------------------------------------
 
     def quorum_started(
-        self, *, checkpoint_metadata: str, group_usable: bool, allow_heal: bool = True, shrink_only: bool = False
+        self,
+        *,
+        checkpoint_metadata: str,
+        group_usable: bool,
+        allow_heal: bool = True,
+        shrink_only: bool = False,
+        use_async_quorum: bool | None = None,
     ) -> RankRequest:
         """A new attempt begins; what an earlier one left open is over.
 
         Args:
             checkpoint_metadata: where this rank's live state can be fetched.
             group_usable: the process group has not failed since it was configured.
-            allow_heal, shrink_only: as in `Manager.start_quorum`.
+            allow_heal, shrink_only, use_async_quorum: as in `Manager.start_quorum`.
         Returns: the request to send to the manager server.
         """
-        # After an error of its own this rank may have left out reductions in which the others still wait.
-        left_others = self.plan is not None and bool(self._errors)
-        self.name = StepName(attempt=self.name.attempt + 1, step=self.step)
-        self.plan = None
+        # After an error of its own this rank may have left out reductions in which the others still wait. Those of an
+        # attempt that is in flight they do not wait for before its end, and others in flight may end well before that.
+        last = self._attempt
+        left_others = self._left_others or (
+            last not in self._deferred and last.plan is not None and last.own_error is not None
+        )
+        self._attempt = Attempt(StepName(attempt=self.name.attempt + 1, step=self.step + len(self._deferred)))
+        self.is_asynchronous = self._settings.use_async_quorum if use_async_quorum is None else use_async_quorum
         self.phase = Phase.ASKED
         self.verdict = None
         self.healing = Healing.NONE
-        self._errors.clear()
-        self._fatal = None
         return RankRequest(
             step=self.step,
             lineage=self.lineage,
@@ -242,7 +237,9 @@ class StepCore:
             torn=self.torn,
             held=self.held,
             checkpoint_metadata=checkpoint_metadata,
-            commit_failures=self.commit_failures,
+            # Said once, where others are in flight that were begun since: each time it is said the id rises, and fails
+            # them.
+            commit_failures=self.commit_failures if self._failure_is_news or not self._deferred else 0,
             # Without a key there is nothing that could be unusable: the first plan configures.
             needs_configure=self.held is not None
             and not (group_usable and self.configured == self.held and not self.losses and not left_others),
@@ -250,23 +247,33 @@ class StepCore:
             shrink_only=shrink_only,
             init_sync=self._settings.init_sync,
             allow_heal=allow_heal,
-            use_async_quorum=self._settings.use_async_quorum,
+            use_async_quorum=self.is_asynchronous,
             fixed_with_spares=self._settings.fixed_with_spares,
             min_replica_size=self._settings.min_replica_size,
             attempt=self.name.attempt,
         )
 
-    def quorum_failed(self, error: Exception) -> None:
-        """Nobody gave a plan. The attempt can't commit; the next one asks afresh."""
+    def quorum_failed(self, error: Exception, *, others_go_on: bool = False) -> None:
+        """Nobody gave a plan. The attempt can't commit, nor can those in flight, because nobody knows whether their
+        quorum stands; the next one asks afresh.
+
+        Args:
+            error: why.
+            others_go_on: the other members begin the next step before they have ended this one, as strategies do that
+                put steps aside. They may have been given the plan, and would have one more in flight than this rank.
+        """
         if self.phase is Phase.ASKED:
             self.phase = Phase.FAILED
-        self._note(error)
+            self._fail_deferred(error)
+            self._left_others = self._left_others or others_go_on
+        self._attempt.note(error)
 
     def plan_arrived(self, plan: Plan) -> Arrival:
         """The whole answer.
 
         Returns: what to do about it. The group is never configured twice under one key: its rendezvous was used.
         """
+        self._failure_is_news = self._failure_is_news and plan.key == self.held
         self.held = plan.key
         if not plan.heal and plan.step == self.step and self.lineage is None and plan.replica_rank in plan.up_to_date:
             # A state loaded without a lineage gets the one that this quorum gives to whoever heals from it.
@@ -306,8 +313,9 @@ class StepCore:
 
     def _arrived(self, plan: Plan) -> Arrival:
         self._notices = [notice for notice in self._notices if notice.key >= plan.key]
-        self.plan = self._standing = plan
-        self.name = replace(self.name, key=plan.key)
+        self._attempt.plan = self._standing = plan
+        self._abandon_those_of_other_quorums(plan.key)
+        self._attempt.name = StepName(self.name.attempt, self.step + len(self._deferred), plan.key)
         self.phase = Phase.PLANNED
         if plan.heal:
             self.healing = Healing.FETCHING
@@ -323,11 +331,12 @@ class StepCore:
     def group_configured(self) -> None:
         """The process group is built for the plan's key."""
         self.configured = self.held
+        self._left_others = False
 
     def configure_failed(self, error: Exception) -> None:
         """It is not; the next request says so, and the id rises."""
         self.configured = None
-        self._note(error)
+        self._attempt.note(error)
 
     # --- losses of others ----------------------------------------------------------------------------------------
 
@@ -379,41 +388,136 @@ class StepCore:
 
         Args:
             error: what.
-            name: the attempt it belongs to; None for the current one.
+            name: the attempt it belongs to; None for the one that is open.
         Returns: whether it counts; False if it comes too late, for an attempt that is over.
         """
-        if name is not None and name.attempt != self.name.attempt:
+        attempt = self._open_attempt(name)
+        if attempt is None:
             return False
-        if self.phase is Phase.IDLE:
-            return False
-        self._note(error)
+        attempt.note(error)
+        attempt.num_reports += 1
         return True
+
+    def num_reports(self, name: StepName | None = None) -> int:
+        """How many errors were reported of an attempt that is open or in flight; 0 if it is over."""
+        attempt = self._open_attempt(name)
+        return attempt.num_reports if attempt is not None else 0
+
+    def _open_attempt(self, name: StepName | None) -> Attempt | None:
+        """The one of that name; None: the one that is open. None if it is over."""
+        opened = [] if self.phase is Phase.IDLE else [self._attempt]
+        for attempt in opened if name is None else [*opened, *self._deferred]:
+            if name is None or attempt.name.attempt == name.attempt:
+                return attempt
+        return None
 
     def group_lost(self, error: GroupLost) -> None:
         """This replica group was lost, for this and every attempt to come."""
         self._group_lost = self._group_lost or error
-        self.error_reported(error)
+        attempt = self._open_attempt(None)
+        if attempt is not None:
+            attempt.note(error)
+
+    def fatal_of(self, attempt: Attempt) -> Exception | None:
+        """Why this process can't go on with it, and with nothing else; or None."""
+        return attempt.fatal or self._group_lost
 
     @property
     def fatal(self) -> Exception | None:
         """The first error with which this process can't go on, however many others came before it; or None."""
-        return self._fatal or self._group_lost
-
-    def _note(self, error: Exception) -> None:
-        if self._fatal is None and isinstance(error, FATAL):
-            self._fatal = error
-        if len(self._errors) < MAX_ERRORS_KEPT:
-            self._errors.append(error)
+        return self.fatal_of(self._attempt)
 
     @property
     def errors(self) -> tuple[Exception, ...]:
         """Of this attempt, first first."""
-        return tuple(self._errors)
+        return self._attempt.errors
 
     @property
     def error(self) -> Exception | None:
         """The first error of this attempt."""
-        return self._errors[0] if self._errors else None
+        return self._attempt.error
+
+    # --- the attempt that was begun last -------------------------------------------------------------------------
+
+    @property
+    def name(self) -> StepName:
+        """Of the attempt that was begun last, whether it is open or not."""
+        return self._attempt.name
+
+    @property
+    def plan(self) -> Plan | None:
+        """Its plan."""
+        return self._attempt.plan
+
+    @property
+    def is_abandoned(self) -> bool:
+        """It has failed with others that were in flight, so nobody votes on it."""
+        return self._attempt.abandoned is not None
+
+    # --- several in flight ---------------------------------------------------------------------------------------
+
+    @property
+    def num_deferred(self) -> int:
+        """Attempts in flight beside the one that is open, that may still commit."""
+        return len(self._deferred)
+
+    def defer(self) -> Attempt:
+        """Put the open attempt aside: it goes on beside later ones, and ends before them.
+
+        Returns: it; for `vote_on` and `verdict_on`.
+        Raises: UsageError: no attempt is open.
+        """
+        if self.phase is Phase.IDLE:
+            raise UsageError(
+                "defer was called outside a step; call it after start_quorum, when its reductions have begun"
+            )
+        attempt, self.phase = self._attempt, Phase.IDLE
+        if attempt.abandoned is None:
+            self._deferred.append(attempt)
+        return attempt
+
+    def is_oldest(self, attempt: Attempt) -> bool:
+        """Whether it ends next."""
+        return bool(self._deferred) and self._deferred[0] is attempt
+
+    def is_in_flight(self, attempt: Attempt) -> bool:
+        """Whether it may still commit."""
+        return attempt in self._deferred
+
+    def _fail_deferred(self, error: Exception) -> None:
+        """For a reason of this rank's own, which the group's other ranks may not share: it votes no on the oldest. And
+        which the other members do not: they have theirs in flight."""
+        for attempt in self._deferred:
+            attempt.note(error)
+            self._left_others = self._left_others or attempt.plan is not None
+
+    def _abandon_those_of_other_quorums(self, key: QuorumKey) -> None:
+        others = [attempt for attempt in self._deferred if attempt.plan is None or attempt.plan.key != key]
+        for attempt in others:
+            self._deferred.remove(attempt)
+            attempt.abandon(
+                SyncAbandoned(
+                    f"{attempt.name} was in flight when quorum {key} came; all that are in flight fail with it"
+                )
+            )
+        self.failed_quorums += sum(attempt.plan is None for attempt in others)
+        self.lost_flights += any(attempt.plan is not None for attempt in others)
+
+    def give_up(self, error: Exception) -> None:
+        """As `abandon_all`, but the other members have theirs in flight still: the next request breaks the quorum."""
+        self._left_others = self._left_others or bool(self._deferred)
+        if self.phase is not Phase.IDLE:
+            self._attempt.note(error)  # its plan may come yet, and others begin by it
+        self.abandon_all(error)
+
+    def abandon_all(self, error: Exception) -> None:
+        """Nothing that is in flight can commit any more, the open one included, as all ranks of the group know."""
+        for attempt in self._deferred:
+            attempt.abandon(error)
+        self._deferred.clear()
+        if self.phase is not Phase.IDLE:
+            self._attempt.abandon(error)
+            self._left_others = self._left_others or self.plan is not None
 
     # --- participation -------------------------------------------------------------------------------------------
 
@@ -451,7 +555,7 @@ class StepCore:
         """
         self.healing = Healing.FAILED
         self.failed_heals += by_source
-        self._note(error)
+        self._attempt.note(error)
 
     def load_began(self) -> None:
         """From here to `healed` this rank's state is neither the old nor the new one."""
@@ -470,11 +574,11 @@ class StepCore:
         self.live = True
         self.torn = False
         self.failed_heals = 0
-        self.commit_failures = 0
+        self.commit_failures = self.lost_flights = 0
         self.healing = Healing.LOADED
         self.check = _check_of(state)
         self._looked_at_step = self.step
-        self.name = replace(self.name, step=plan.step)
+        self._attempt.name = replace(self.name, step=self.step + len(self._deferred))
 
     def snapshot_state(self) -> dict[str, Any]:
         """This Manager's part of what a healing member fetches."""
@@ -519,10 +623,14 @@ class StepCore:
         """
         if self.phase is Phase.IDLE:
             raise UsageError("should_commit was called without a start_quorum before it; call start_quorum first")
-        plan = self.plan
+        return self.vote_on(self._attempt)
+
+    def vote_on(self, attempt: Attempt) -> Vote:
+        """The same for one that was put aside."""
+        plan = attempt.plan
         # The plan's number is this group's own, save at step 0, where who heals would never count otherwise.
         enough = plan is not None and plan.num_participants >= plan.min_replica_size
-        return Vote(self.name, enough and self.error is None, enough, self.error)
+        return Vote(attempt.name, enough and attempt.error is None, enough, attempt.error)
 
     def verdict_arrived(self, yes: bool) -> Outcome:
         """The group has decided; the attempt is over.
@@ -530,21 +638,44 @@ class StepCore:
         Args:
             yes: what all ranks of the group were told, or False where there was no quorum to vote in.
         """
-        plan = self.plan
         planned, self.phase = self.phase is Phase.PLANNED, Phase.IDLE
         self.verdict = yes
+        return self._ended(self._attempt, yes, planned=planned)
+
+    def verdict_on(self, attempt: Attempt, yes: bool) -> Outcome:
+        """The same for one that was put aside, the oldest or one that has failed with others.
+
+        A no fails all that were begun after it, the open one included; and none of them is voted on.
+        """
+        if self.phase is Phase.IDLE:
+            self.verdict = yes  # of what is reduced between two steps
+        if attempt in self._deferred:
+            self._deferred.remove(attempt)
+            if not yes:
+                left_others = attempt.plan is not None and attempt.own_error is not None
+                self._left_others = self._left_others or left_others
+                self.abandon_all(
+                    SyncAbandoned(f"{attempt.name} was not committed; all that were in flight with it fail with it")
+                )
+        return self._ended(attempt, yes, planned=attempt.plan is not None)
+
+    def _ended(self, attempt: Attempt, yes: bool, *, planned: bool) -> Outcome:
+        plan = attempt.plan
         if yes and plan is not None:
             self.step += 1
             self.batches_committed += plan.num_participants
             if self.lineage is not None:
                 self.lineage = fold_lineage(self.lineage, plan.key, self.step)
             self.live = True
-            self.commit_failures = self.failed_quorums = 0
+            self.commit_failures = self.failed_quorums = self.lost_flights = 0
+        elif attempt.abandoned is not None:
+            pass  # counted once, with what it failed with
         elif planned:
             self.commit_failures += 1
+            self._failure_is_news = True
         else:
             self.failed_quorums += 1
-        failures = self.commit_failures + self.failed_quorums
+        failures = self.commit_failures + self.failed_quorums + self.lost_flights
         limit = self._settings.max_retries
         return Outcome(yes, failures, limit is not None and failures > limit)
 
@@ -597,6 +728,10 @@ class StepCore:
         self._looked_at_step = self._diverged_at_step = self.divergences = 0
         self.live = False
         self.torn = False
+        if self._deferred:
+            self._fail_deferred(
+                StateUnavailable(f"the state of step {self.step} was loaded while syncs were in flight; they fail")
+            )
 
     def _needed_plan(self) -> Plan:
         assert self.plan is not None, "asked about a plan's reference without a plan"

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, final
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from tft_algos.dtensors import is_dtensor
 from tft_algos.errors import StateUnavailable
 
 CHUNK_WORDS: Final = 1 << 18  # of which one product is in memory at a time
@@ -142,7 +142,7 @@ def leaves(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def local_part(leaf: torch.Tensor, path: str) -> torch.Tensor:
     """What of a tensor is on this rank. Raises: StateUnavailable: it has no plain memory."""
     part = leaf.detach()
-    if isinstance(part, DTensor):
+    if is_dtensor(part):
         part = part.to_local()
     if part.layout is not torch.strided or part.is_meta or part.is_quantized:
         raise StateUnavailable(

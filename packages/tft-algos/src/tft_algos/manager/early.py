@@ -7,8 +7,11 @@ in vain, and is dropped.
 
 A state that is taken before the forward pass is the one that is taken after it only if the forward leaves it alone, and
 running statistics, say, do not stay as they are. So the state is looked at before and after a forward pass once, some
-steps after this replica has given or taken a state; until then, and for ever where the forward changes something, it is
-taken after the reductions. The look is taken again whenever a state was given early.
+steps after this replica began, or has given or taken a state; until then, and for ever where the forward changes
+something, it is taken after the reductions. The look is taken again whenever a state was given early.
+
+Where a member was lost, one may come in its place, whose healing is dearest the first time: the copy then has to be
+made in memory that was never used. So that is got ready in the steps before.
 
 Law of this file: when a state is taken early, and what becomes of it. The Manager says where in its step it is.
 """
@@ -35,6 +38,7 @@ LOOK_AFTER_ATTEMPTS: Final = 8
 # A tensor up to so long is looked at as a whole: what a forward pass keeps of its batches is small. Of a longer one the
 # beginning is, and torch's own count of its changes.
 LOOKED_AT_BYTES: Final = 64 << 10
+ROOM_BYTES: Final = 64  # what a transport may leave between two tensors
 
 Log = Callable[..., None]
 State = Mapping[str, Any]
@@ -62,7 +66,9 @@ class EarlyState:
         self._newcomer = ""
         self._num_pieces = 0
         self._is_stable: bool | None = None  # whether the forward leaves the state alone; None: not looked yet
-        self._moved_at: int | None = None  # the attempt in which a state was given or taken last
+        self._moved_at = 0  # the attempt in which a state was given or taken last
+        self._state_bytes = 0  # as it was when it was looked at last, about
+        self._member_lost = False
         self._look: dict[str, bytes] | None = None  # of this step's boundary
         self._staged: StagedCheckpoint | None = None
         self._reference: tuple[int, int] | None = None  # step and lineage of what is taken in this step
@@ -74,6 +80,10 @@ class EarlyState:
     def heard(self, replica_id: str) -> None:
         """Somebody asks who will heal; from any thread."""
         self._newcomer = replica_id
+
+    def lost(self) -> None:
+        """A member of the quorum was lost; from any thread."""
+        self._member_lost = True
 
     def step_begins(self, attempt: int, step: int, lineage: int | None, num_pieces: int) -> bool:
         """On the training thread, before the quorum is asked for.
@@ -90,9 +100,12 @@ class EarlyState:
             self._num_pieces, self._is_stable = num_pieces, None
         if lineage is None or not self._transport.stages:
             return False
-        since = None if self._moved_at is None else attempt - self._moved_at
-        if self._is_stable is None and since is not None and since >= LOOK_AFTER_ATTEMPTS:
+        since = attempt - self._moved_at
+        if self._is_stable is None and since >= LOOK_AFTER_ATTEMPTS:
             self._look_before()
+        if self._member_lost and self._state_bytes:
+            self._member_lost = False
+            self._transport.prepare_to_send(self._state_bytes)
         # What was offered in the step before may still be on its way, and needs its memory.
         if not newcomer or not self._is_stable or since == 1:
             return False
@@ -106,9 +119,9 @@ class EarlyState:
             own: the Manager's part of it.
         """
         staged: StagedCheckpoint | None = None
+        state: State = {}
         try:
             state = self._take()
-            self._look = look_at(state)
             staged = self._transport.stage_checkpoint({"user": state, "tft": own}, self._timeout)
         except Exception as error:
             # It was a favour: whoever heals is served after the reductions, and told then if that can't be.
@@ -120,6 +133,8 @@ class EarlyState:
                 self._reference = None
         if plan is not None:
             self._settle(plan)
+        if staged is not None:
+            self._look_before(state)  # not sooner: who heals waits for what is offered
 
     def plan_arrived(self, plan: Plan) -> None:
         """On the quorum thread."""
@@ -199,12 +214,21 @@ class EarlyState:
         if staged is not None:
             staged.drop()
 
-    def _look_before(self) -> None:
+    def _look_before(self, state: State | None = None) -> None:
+        """Before the forward pass. `state`: as it is now; None: it is taken for this."""
         try:
-            self._look = look_at(self._take())
+            state = self._take() if state is None else state
+            self._look = look_at(state)
+            self._state_bytes = bytes_of(state)
         except StateUnavailable as error:
             self._is_stable = False
             self._log(logging.INFO, "no state is taken early: %s", error)
+
+
+def bytes_of(state: State) -> int:
+    """How many bytes the tensors of a state are that are on this rank, each with a little room beside it."""
+    parts = (local_part(leaf, path) for path, leaf in leaves(state) if isinstance(leaf, torch.Tensor))
+    return sum(part.numel() * part.element_size() + ROOM_BYTES for part in parts)
 
 
 def look_at(state: State) -> dict[str, bytes]:

@@ -19,6 +19,7 @@ from tft_algos.manager.config import ResolvedConfig
 from tft_coord.core.fingerprint import OF_A_RANK, PROTOCOL_VERSION, Fingerprint, fingerprint_of
 
 USER: Final = "user/"
+COMPILED: Final = "_orig_mod"  # what torch.compile puts between a module and its own names
 
 
 @final
@@ -32,12 +33,15 @@ class OwnFingerprint:
     def __init__(self, config: ResolvedConfig) -> None:
         self._parts = {
             "protocol version": str(PROTOCOL_VERSION),
-            "group world size": str(config.world_size),
+            "rank0_synchronization_only": str(config.rank0_synchronization_only),
             "use_async_quorum": str(config.use_async_quorum),
             "world_size_mode": config.world_size_mode.name,
             "min_replica_size": str(config.min_replica_size),
             "init_sync": str(config.init_sync),
         }
+        self._is_island = config.rank0_synchronization_only
+        if not self._is_island:
+            self._parts["group world size"] = str(config.world_size)
         self._lock = threading.Lock()
         self._whole: Fingerprint = ()  # of the parts; empty: to be made anew
         self._said: Fingerprint = ()
@@ -63,9 +67,13 @@ class OwnFingerprint:
         """Add the parameters of one more model, by name, and their order."""
         prefix = f"{OF_A_RANK}{self._num_models}"
         self._num_models += 1
-        described = [(name, _describe(parameter)) for name, parameter in model.named_parameters()]
+        described = [(uncompiled(name), _describe(parameter)) for name, parameter in model.named_parameters()]
         names = hashlib.sha256("\n".join(name for name, _ in described).encode()).hexdigest()
         self.add(prefix, f"{len(described)} parameters, their names and order {names[:16]}")
+        if self._is_island:
+            # Rank 0 speaks for the others, so that what only they have would never be synchronized.
+            whole = hashlib.sha256("\n".join(f"{name} {words}" for name, words in described).encode()).hexdigest()
+            self.add(f"model {self._num_models - 1}", f"{len(described)} parameters, {whole[:16]}")
         for name, words in described:
             self.add(f"{prefix}/{name}", words)
 
@@ -86,6 +94,11 @@ class OwnFingerprint:
         if fingerprint:
             with self._lock:
                 self._said = fingerprint
+
+
+def uncompiled(name: str) -> str:
+    """The name of a parameter, whether the model or a module in it is compiled or not: replicas may differ in that."""
+    return ".".join(part for part in name.split(".") if part != COMPILED)
 
 
 def _describe(parameter: torch.nn.Parameter) -> str:

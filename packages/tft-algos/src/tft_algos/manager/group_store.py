@@ -50,7 +50,7 @@ class GroupStore:
     address: str
     run_scope: str
     group_scope: str
-    _given: list[str] = field(default_factory=list, repr=False)  # at most one key, of the last exchange
+    _given: list[str] = field(default_factory=list, repr=False)  # at most two keys, of the last exchanges
 
     def publish(self, *, replica_id: str, manager_addr: str) -> None:
         """Group rank 0 tells the other ranks who they are and where their manager server is."""
@@ -99,15 +99,14 @@ class GroupStore:
     def gather(self, name: str, value: str, rank: int, world_size: int, timeout: timedelta) -> tuple[str, ...]:
         """Give all ranks a value, and take theirs; returns them in rank order.
 
-        What a rank gave is taken away when it gives again, when all have long read it: between two exchanges lies a
-        vote of all of them.
+        What a rank gave is taken away two exchanges later: who gives in an exchange has read all of the one before.
 
         Raises: DeadlinePassed: a rank gave none in time, or the store does not answer.
         """
         keys = [f"{self.run_scope}/{GATHER_KEY}/{name}/{place}" for place in range(world_size)]
         try:
-            if self._given:
-                self.store.delete_key(self._given.pop())
+            if len(self._given) > 1:
+                self.store.delete_key(self._given.pop(0))
             self.store.set(keys[rank], value)
             self._given.append(keys[rank])
             self.store.wait(keys, timeout)

@@ -36,26 +36,30 @@ from tft_algos.errors import (
     SettingError,
     StateDiverged,
     StateUnavailable,
+    SyncAbandoned,
     TooManyFailures,
     Unsupported,
     UsageError,
 )
+from tft_algos.manager.attempt import Attempt, StepName
 from tft_algos.manager.breaking import Breaker
 from tft_algos.manager.clock import SystemClock
 from tft_algos.manager.config import ManagerConfig, ResolvedConfig, WorldSizeMode, config_of, from_environment
 from tft_algos.manager.coordinator import GroupCoordinator
-from tft_algos.manager.core import Arrival, CoreSettings, Healing, Phase, StepCore, StepName
+from tft_algos.manager.core import Arrival, CoreSettings, Healing, Phase, StepCore, Vote
+from tft_algos.manager.deferred import DeferredStep
 from tft_algos.manager.divergence import StateDigester, combine, describe, differences
 from tft_algos.manager.early import EarlyState
 from tft_algos.manager.fingerprint import USER, OwnFingerprint
 from tft_algos.manager.group_store import own_host
 from tft_algos.manager.healing import Fetch, state_key
+from tft_algos.manager.island import Bystander, check_transport, global_ranks, island_digests, spread, whole
 from tft_algos.manager.leaving import Leaving, Wish, signal_name
 from tft_algos.manager.parts import Clock, Coordinator, Group, ServerRestarted
 from tft_algos.manager.records import Records
 from tft_algos.manager.reducer import Reducer
 from tft_algos.manager.reduction import check_weight
-from tft_algos.manager.shards import has_shards, place_shards
+from tft_algos.manager.shards import cut_whole, has_shards, place_shards
 from tft_algos.manager.whereabouts import Whereabouts
 from tft_ckpt import CheckpointTransport, HTTPTransport
 from tft_coord.core.progress import Progress
@@ -131,6 +135,8 @@ class Manager:
         if (load_state_dict is None) != (state_dict is None):
             raise SettingError("load_state_dict and state_dict belong together; give both or neither")
         self._config: ResolvedConfig = from_environment(config_of(config, settings), os.environ, own_host=own_host)
+        check_transport(self._config)
+        pg = Bystander(pg) if self._config.stands_by else pg
         self._pg = pg
         self._fingerprint = OwnFingerprint(self._config)
         self._core = StepCore(
@@ -151,17 +157,22 @@ class Manager:
         self._healed_in: int | None = None  # the last attempt in which the user's state came from a source
         self._digester = StateDigester()
         self._reading_allowed = True
-        self._reducer = Reducer(pg, self._core, self._clock, self._report)
+        self._exchanged = False  # state was given or taken in this step
+        self._strategy: str | None = None  # whose syncs the steps are
+        self._exchanges = False  # by a strategy, which calls exchange_state
+        self._reducer = Reducer(pg, self._core, self._clock, self._report, stands_by=self._config.stands_by)
         self._where = Whereabouts(
             self._core,
             slowest_step_ms=self._config.timeouts.slowest_step_ms,
             num_reductions=lambda: self._reducer.num_started,
-            reduces=lambda: self._reducer.reduces,
+            reduces=lambda: self._reducer.reduces or any(step.started.runs for step in tuple(self._deferred)),
             monotonic=self._clock.monotonic,
         )
+        self._deferred: list[DeferredStep] = []  # that have not ended
         self._quorum: Future[None] | None = None
         self._fetch: Fetch | None = None
         self._healed_bytes = 0
+        self._said_too_few: int | None = None  # participants, when that was logged the last time
         self._alarms: dict[object, Callable[[], object]] = {}  # of the wrapped futures that are not done
         self._leaving = Leaving()
         self._giver_up: threading.Thread | None = None  # leaves where no quorum comes before the deadline to leave
@@ -181,7 +192,7 @@ class Manager:
             tls=self._config.tls,
         )
         self._early = EarlyState(
-            take=self._take, transport=self._transport, timeout=self._config.heal_timeout, log=self._log
+            take=self._take_whole, transport=self._transport, timeout=self._config.heal_timeout, log=self._log
         )
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tft-quorum")
         try:
@@ -285,7 +296,12 @@ class Manager:
     # --- the quorum ----------------------------------------------------------------------------------------------
 
     def start_quorum(
-        self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
+        self,
+        allow_heal: bool = True,
+        shrink_only: bool = False,
+        timeout: timedelta | None = None,
+        *,
+        use_async_quorum: bool | None = None,
     ) -> None:
         """Begin a step: ask who trains together.
 
@@ -296,6 +312,8 @@ class Manager:
             allow_heal: members may heal in this step; it counts only if all say so.
             shrink_only: no newcomers.
             timeout: for the quorum; None: quorum_timeout.
+            use_async_quorum: of this step, the same on every replica; None: the config's. A strategy whose members heal
+                while they already give zeros says True, whatever the config says.
         Raises: Closed. LeftJob: this replica has left. SettingError: timeout is no timedelta; in these cases nothing
             has begun. Synchronous: what the quorum
             raised; the Manager stays usable. Asynchronous: nothing else, it is recorded, and should_commit raises it if
@@ -308,6 +326,10 @@ class Manager:
                 "`while not manager.left`"
             )
         limit = self._limit(timeout, self._config.quorum_timeout)
+        if self._core.num_deferred and self._core.phase is not Phase.IDLE:
+            raise UsageError(
+                "start_quorum was called in a step that is open, beside others that are in flight; call defer() first"
+            )
         self._settle()
         pause_ms = self._core.pause_ms
         if pause_ms:
@@ -320,7 +342,9 @@ class Manager:
             group_usable=self._pg.errored() is None,
             allow_heal=allow_heal,
             shrink_only=shrink_only,
+            use_async_quorum=use_async_quorum,
         )
+        self._exchanged = False
         unsaid = self._fingerprint.unsaid()
         if unsaid:
             request = replace(request, fingerprint=unsaid)
@@ -331,20 +355,19 @@ class Manager:
             self._early.take(self._core.boundary_state())
         if self._healed_in == self.attempt - 1:
             self._transport.prepare_to_send()  # now that nobody waits for this replica's first step any more
-        if not self._config.use_async_quorum:
+        if not self._core.is_asynchronous:
             self.wait_quorum()
-            self._where.waits = True
-            self._give_or_take_state()
-            self._where.waits = False
+            self._exchange()
             self._raise_fatal()  # who was told meanwhile that its group is lost has nobody to train with
 
     def _takes_early(self) -> bool:
         """Whether the state is taken at this step boundary, for a newcomer that asks.
 
-        The ranks of a larger group can't know alike that somebody asks, and a synchronous quorum serves here anyway.
+        The ranks of a larger group can't know alike that somebody asks. A synchronous quorum serves here anyway, and so
+        does a strategy that exchanges state as soon as the plan is here.
         """
         core, config = self._core, self._config
-        if not config.use_async_quorum or config.world_size > 1:
+        if not core.is_asynchronous or self._exchanges or config.world_size > 1:
             return False
         readable = self._reading_allowed and not core.torn
         lineage = core.lineage if readable else None
@@ -358,6 +381,16 @@ class Manager:
         if self._quorum is None:
             raise UsageError("wait_quorum was called before start_quorum; call start_quorum first")
         self._quorum.result()
+
+    def quorum_is_known(self) -> bool:
+        """Whether `wait_quorum` would return, or raise, at once: the plan is here and the process group configured, or
+        there is no quorum for this step. Never waits.
+
+        Raises: UsageError: no quorum was started.
+        """
+        if self._quorum is None:
+            raise UsageError("quorum_is_known was called before start_quorum; call start_quorum first")
+        return self._quorum.done()
 
     def _negotiate(self, request: RankRequest, timeout: timedelta) -> None:
         """On the quorum thread: from the request to a configured group."""
@@ -397,7 +430,7 @@ class Manager:
 
     def _no_quorum(self, error: Exception) -> None:
         with self._lock:
-            self._core.quorum_failed(error)
+            self._core.quorum_failed(error, others_go_on=self._exchanges)
         self._records.error(self._core.name, error, counts=True)
         self._log(logging.WARNING, "no quorum: %s", error)
 
@@ -436,7 +469,7 @@ class Manager:
                     quorum_id=plan.key.quorum_id,
                     group_rank=config.rank,
                     group_world_size=config.world_size,
-                    global_ranks=[rank * config.world_size + config.rank for rank in range(plan.replica_world_size)],
+                    global_ranks=global_ranks(plan.replica_world_size, config),
                 )
         except Exception as error:
             with self._lock:
@@ -465,6 +498,9 @@ class Manager:
             self._fetch = None
         self._reducer.finish()
         self._reducer.release()
+        for step in [step for step in self._deferred if step.is_abandoned and not step.started.runs]:
+            step.started.let_go()
+            self._deferred.remove(step)
 
     def _plan(self) -> Plan | None:
         """The plan of this step, waited for; None if there is none. Never raises what the quorum raised."""
@@ -527,7 +563,34 @@ class Manager:
             if not average:
                 raise SettingError(f"a weight belongs to ReduceOp.AVG, and this reduction is {reduce_op}; leave it out")
         limit = None if timeout is None else self._limit(timeout, timeout)
+        if self._strategy is not None and (self._core.phase is not Phase.IDLE or self._core.num_deferred):
+            raise UsageError(
+                f"allreduce was called while a sync of {self._strategy} is in flight, whose reductions may begin "
+                "before or after it on other members; call it where none is in flight, as behind the inner step in "
+                "which current_step() has risen, with fragment_sync_delay below a period"
+            )
         return self._reducer.reduce(tensor, reduce_op, plan=self._plan(), weight=weight, limit=limit)
+
+    def attach_strategy(self, name: str) -> None:
+        """Say that this Manager's steps are the syncs of a strategy, which reduces by `reduce_in_sync`.
+
+        From then on `allreduce` is for what is between two syncs: while one is in flight, members would mix it with the
+        reductions of the sync in different orders, because those begin when the quorum is known.
+
+        Args:
+            name: of the strategy, for messages.
+        Raises: SettingError: it has one.
+        """
+        if self._strategy is not None:
+            raise SettingError(
+                f"{name} was given a Manager whose steps are the syncs of a {self._strategy} already; give each "
+                "strategy a Manager of its own, and enter one strategy again rather than make another"
+            )
+        self._strategy = name
+
+    def reduce_in_sync(self, tensor: torch.Tensor) -> dist.Work:
+        """The mean of a tensor over the participants, as `allreduce`, in the open step of an attached strategy."""
+        return self._reducer.reduce(tensor, dist.ReduceOp.AVG, plan=self._plan(), weight=None, limit=None)
 
     def set_weight(self, weight: float) -> None:
         """Say how much this replica group weighs in every AVG of the current step that says no weight itself.
@@ -612,9 +675,12 @@ class Manager:
     def _report(self, error: Exception, name: StepName | None) -> None:
         with self._lock:
             counts = self._core.error_reported(error, name)
+            is_first = self._core.num_reports(name) == 1
         self._records.error(name or self._core.name, error, counts=counts)
         if counts:
-            self._log(logging.WARNING, "this step will not commit: %s", error)
+            # One loss fails hundreds of reductions, each with the same words; the records have them all.
+            level = logging.WARNING if is_first else logging.DEBUG
+            self._log(level, "this step will not commit: %s", error)
         else:
             self._log(logging.WARNING, "an error of %s came when that was over: %s", name or "a step", error)
 
@@ -659,6 +725,8 @@ class Manager:
         if isinstance(news, NewcomerAsks):
             self._early.heard(news.replica_id)
             return
+        if not news.lives:
+            self._early.lost()
         with self._lock:
             breaks = self._core.loss_noticed(news)
         if breaks:
@@ -688,13 +756,20 @@ class Manager:
             UsageError: no quorum was started since the last verdict, or a part of the Manager was not set up.
         """
         self._check_open()
-        limit = self._limit(timeout, self._config.timeout)
+        limit = self._vote_limit(timeout)
         core = self._core
         if core.phase is Phase.IDLE or self._quorum is None:
             raise UsageError("should_commit was called without a start_quorum before it; call start_quorum first")
+        if core.num_deferred:
+            raise UsageError(
+                f"should_commit was called while {core.num_deferred} earlier steps are in flight; end those first"
+            )
         plan = self._plan()
-        self._reducer.finish()
+        self._wait_for(self._reducer.finish)
         self._raise_fatal()
+        if core.is_abandoned:
+            self._reducer.release()
+            return self._conclude(Verdict(yes=False))
         if plan is None:
             return self._conclude(Verdict(yes=False, leaves=self._leaving.wishes(self._clock.monotonic())))
         if self._synchronize is not None:
@@ -706,11 +781,40 @@ class Manager:
         # those that succeeded alone. On a device it may have torn what was only queued.
         if failure is not None and core.error is None and (core.broken is None or self._synchronize is not None):
             self._report(failure, core.name)
-        if self._config.use_async_quorum:
+        if not self._exchanged:
             self._early.reductions_ended(readable=self._reading_allowed)
-            self._give_or_take_state()
+            self._exchange()
             self._raise_fatal()  # who was told meanwhile that its group is lost has nobody to vote with
-        vote = core.vote()
+        verdict = self._vote(core.vote(), plan, limit)
+        return self._conclude(verdict)
+
+    def _wait_for(self, finish: Callable[[], None]) -> None:
+        """Wait for what was begun in a step."""
+        self._where.finishes = True
+        try:
+            finish()
+        finally:
+            self._where.finishes = False
+
+    def _vote_limit(self, timeout: timedelta | None) -> timedelta:
+        limit = self._limit(timeout, self._config.timeout)
+        if self._config.stands_by:
+            limit += self._config.timeout  # rank 0 votes when its reductions have ended, which may take so long
+        return limit
+
+    def _vote(self, vote: Vote, plan: Plan, limit: timedelta) -> Verdict:
+        """Raises: DeadlinePassed, and what else the coordinator raises: there is no verdict."""
+        core = self._core
+        if vote.enough_replicas:
+            self._said_too_few = None
+        elif self._said_too_few != plan.num_participants:
+            self._said_too_few = plan.num_participants
+            self._log(
+                logging.WARNING,
+                "%d replicas take part, and min_replica_size is %d, so no step commits until more have joined",
+                plan.num_participants,
+                plan.min_replica_size,
+            )
         if not vote.yes:
             self._log(
                 logging.INFO,
@@ -719,8 +823,8 @@ class Manager:
                 vote.error,
             )
         try:
-            verdict = self._coordinator.vote(
-                vote.name.step,
+            return self._coordinator.vote(
+                core.step,
                 vote.yes,
                 limit,
                 key=plan.key,
@@ -730,23 +834,30 @@ class Manager:
         except ServerRestarted:
             core.server_restarted()
             self._log(logging.WARNING, "the manager server ended during the vote, which counts as no")
-            verdict = Verdict(yes=False)
+            return Verdict(yes=False)
         except DeadlinePassed:
             self._raise_fatal()  # why nobody answered, where that was told while we waited
             raise
-        return self._conclude(verdict)
 
-    def _raise_fatal(self) -> None:
-        fatal = self._core.fatal
+    def _raise_fatal(self, attempt: Attempt | None = None) -> None:
+        fatal = self._core.fatal if attempt is None else self._core.fatal_of(attempt)
         if fatal is not None:
             raise fatal
 
-    def _conclude(self, verdict: Verdict) -> bool:
-        error = self._core.error
-        self._records.commit(self._core.name, verdict.yes, num_participants=self._core.num_participants)
-        if self._core.plan is not None:
-            self._early.step_ended(self._core.name.attempt, self._core.plan)
-        outcome = self._core.verdict_arrived(verdict.yes)
+    def _conclude(self, verdict: Verdict, step: DeferredStep | None = None) -> bool:
+        """The step that is open is over, or one that was put aside."""
+        core = self._core
+        error, name, plan = core.error, core.name, core.plan
+        if step is not None:
+            error, name, plan = step.failure, step.attempt.name, step.plan
+            step.is_over = True
+            if step in self._deferred:  # or nobody held it any more
+                self._deferred.remove(step)
+        self._records.commit(name, verdict.yes, num_participants=plan.num_participants if plan is not None else 0)
+        if plan is not None:
+            self._early.step_ended(name.attempt, plan)
+        with self._lock:
+            outcome = core.verdict_arrived(verdict.yes) if step is None else core.verdict_on(step.attempt, verdict.yes)
         if verdict.leaves:
             self._leave_now()
         if outcome.exhausted:
@@ -757,7 +868,130 @@ class Manager:
             ) from error
         return outcome.committed
 
+    # --- several steps in flight ---------------------------------------------------------------------------------
+
+    def defer(self) -> DeferredStep:
+        """Put the open step aside, so that the next `start_quorum` begins another one beside it.
+
+        For a strategy that trains on while it reduces. Call it when the step's reductions have been started; it waits
+        for the quorum, and does what `exchange_state` does if that was not called. Steps in flight together belong to
+        one quorum, and end in the order in which they were begun, each by its own `should_commit`. Another quorum, or a
+        verdict of no, fails all of them, here and on every other member. Every replica has as many in flight, so all
+        begin and end theirs in the same order. A request for a quorum reports committed steps only.
+
+        Returns: the step.
+        Raises: Closed. UsageError: no step is open. What `exchange_state` raises; then the step is open still.
+        """
+        self._check_open()
+        core = self._core
+        if core.phase is Phase.IDLE:
+            raise UsageError(
+                "defer was called outside a step; call it after start_quorum, when its reductions have begun"
+            )
+        self._exchange_open()
+        with self._lock:
+            attempt = core.defer()
+        step = DeferredStep(
+            attempt, self._reducer.put_aside(), end=self._end_deferred, report=lambda e, of: self._report(e, of.name)
+        )
+        self._deferred.append(step)
+        return step
+
+    @property
+    def num_deferred(self) -> int:
+        """Steps that were put aside and may still commit: in the open one's quorum, when that is known."""
+        return self._core.num_deferred
+
+    def give_up_deferred(self) -> None:
+        """Fail all that is in flight, the open step included, as when a strategy ends: by all ranks of the group, after
+        the same inner step. The next quorum is another one, and fails what the other members have in flight too."""
+        with self._lock:
+            self._core.give_up(SyncAbandoned(f"replica {self.replica_id} gave up what it had in flight"))
+
+    def inner_step_ended(self) -> None:
+        """Say that the trainer goes on: a strategy's inner step has ended. May be called at any time.
+
+        A trainer that says so is not taken to wait for the reductions that run meanwhile, however long they take, nor
+        to hang in a step that spans many inner ones.
+        """
+        self._where.inner_step_ended()
+
+    def _exchange_open(self) -> None:
+        """What was put off in the step that is open: wait for its quorum, give or take state."""
+        core = self._core
+        if core.phase is Phase.IDLE:
+            return
+        self._exchanges = True
+        if self._plan() is not None and not self._exchanged and core.fatal is None and not core.is_abandoned:
+            self._exchange()
+
+    def _end_deferred(self, step: DeferredStep, timeout: timedelta | None) -> bool:
+        """See `DeferredStep.should_commit`."""
+        self._check_open()
+        limit = self._vote_limit(timeout)
+        core, attempt = self._core, step.attempt
+        if step.is_over:
+            raise UsageError(f"{attempt.name} has ended; should_commit is called once for each deferred step")
+        self._exchange_open()
+        self._raise_fatal(attempt)
+        if attempt.abandoned is None and not core.is_oldest(attempt):
+            raise UsageError(f"{attempt.name} is not the oldest that is in flight; end the older ones first")
+        self._wait_for(step.started.finish)
+        self._raise_fatal(attempt)
+        plan = attempt.plan
+        if attempt.abandoned is not None:
+            step.started.let_go()
+            self._log(logging.INFO, "should_commit=False: %s", attempt.abandoned)
+            return self._conclude(Verdict(yes=False), step)
+        if plan is None:
+            leaves = self._leaving.wishes(self._clock.monotonic())
+            return self._conclude(Verdict(yes=False, leaves=leaves), step)
+        if self._synchronize is not None:
+            # Not the whole device: what was begun later may run for long. It runs on streams of the process group's.
+            torch.accelerator.current_stream().synchronize()
+        step.started.release()
+        failure = self._pg.errored()
+        # On the CPU each reduction has told its own end. On a device a later abort may have torn what was only queued.
+        if failure is not None and attempt.error is None and self._synchronize is not None:
+            self._report(failure, attempt.name)
+        before, self._where.waits = self._where.waits, True
+        verdict = self._vote(core.vote_on(attempt), plan, limit)
+        self._where.waits = before
+        return self._conclude(verdict, step)
+
     # --- live state ----------------------------------------------------------------------------------------------
+
+    def exchange_state(self) -> bool:
+        """Serve those that heal in this step, or heal, now rather than in `should_commit`; waits for the quorum.
+
+        For a strategy whose state does not change until its step ends, so that it may be given at once and a newcomer
+        trains on from it. Start the step's reductions before: nobody's reduction shall wait for a transfer. The
+        functions that give and take the user's state are called here, on the training thread, by all ranks of the
+        group at the same step. A second call in a step does nothing, and so does one after a synchronous quorum or
+        without a plan.
+
+        Returns: whether this call has healed this replica. If its healing failed, the step will not commit.
+        Raises: UsageError: no step is open. StateUnavailable, StateDiverged, tft_coord.errors.GroupLost: as
+            `should_commit`.
+        """
+        self._check_open()
+        core = self._core
+        if core.phase is Phase.IDLE:
+            raise UsageError("exchange_state was called outside a step; call it after start_quorum")
+        self._exchanges = True
+        if self._plan() is None or self._exchanged or core.is_abandoned:
+            return False
+        self._raise_fatal()
+        self._exchange()
+        self._raise_fatal()
+        return core.healing is Healing.LOADED
+
+    def _exchange(self) -> None:
+        """Once a step, when its plan is here."""
+        before, self._where.waits = self._where.waits, True
+        self._give_or_take_state()
+        self._where.waits = before
+        self._exchanged = True
 
     def _give_or_take_state(self) -> None:
         """On the training thread, at a step boundary: serve those that heal, or heal."""
@@ -778,10 +1012,12 @@ class Manager:
             )
         begun = self._clock.monotonic()
         try:
-            state = {"user": self._take(), "tft": self._core.snapshot_state()}
+            state = {"user": self._take_for_others(plan), "tft": self._core.snapshot_state()}
         except StateUnavailable as error:
             self._log(logging.ERROR, "can't serve step %d: %s", plan.step, error)
             self._refuse(plan, str(error))
+            return
+        if self._config.stands_by:
             return
         try:
             self._transport.send_checkpoint(
@@ -801,6 +1037,8 @@ class Manager:
 
     def _refuse(self, plan: Plan, sentence: str) -> None:
         """Tell those that wait for this replica's state that it can't be had from here."""
+        if self._config.stands_by:
+            return
         try:
             self._transport.refuse_checkpoint(
                 plan.step, sentence, key=state_key(plan), dst_ranks=list(plan.recover_dst_replica_ranks)
@@ -821,7 +1059,30 @@ class Manager:
                 raise StateUnavailable(f"the state_dict registered under {key!r} raised {error!r}") from error
         return taken
 
+    def _take_whole(self) -> dict[str, Any]:
+        """The same, as others can make use of it; on an island that is a collective of its ranks. Raises: as it."""
+        state = self._take()
+        return whole(state) if self._config.rank0_synchronization_only else state
+
+    def _take_for_others(self, plan: Plan) -> dict[str, Any]:
+        """The same for those that heal; on an island rank 0's result counts. Raises: as it, if any rank can't."""
+        if not self._config.rank0_synchronization_only:
+            return self._take()
+        state: dict[str, Any] = {}
+        error: StateUnavailable | None = None
+        try:
+            state = self._take()
+        except StateUnavailable as failure:
+            error = failure
+        # Who can't take part must not be waited for in a collective.
+        if not self._agree(plan, error is None, Purpose.TAKEN):
+            self._raise_fatal()
+            raise error or StateUnavailable(f"another rank of replica {self.replica_id} could not take its state")
+        return whole(state, keep=not self._config.stands_by)  # type: ignore[no-any-return]
+
     def _start_fetch(self, plan: Plan) -> None:
+        if self._config.stands_by:
+            return
         fetch = Fetch(
             plan,
             coordinator=self._coordinator,
@@ -836,27 +1097,30 @@ class Manager:
     def _heal(self, plan: Plan) -> None:
         """Stage, agree inside the group that all have staged, load; all or none."""
         fetch = self._fetch  # which stays until `_settle`: the loss of its source must reach it, and it may end late
-        assert fetch is not None, "a plan that heals has no fetch"
+        assert fetch is not None or self._config.stands_by, "a plan that heals has no fetch"
         error: Exception | None = None
         state: Mapping[str, Any] = {}
         in_vain = self._core.is_awaited
         try:
             if in_vain:
-                fetch.cancel()
+                if fetch is not None:
+                    fetch.cancel()
                 raise HealingFailed(
                     f"replica {plan.replica_id} does not wait for the state of step {plan.step}, because its source "
                     "waits for a process group that could not be configured here; the next quorum tries again",
                     sources=tuple(source.replica_id for source in plan.sources),
                 )
-            state = self._check_staged(fetch.result())
+            if fetch is not None:
+                state = self._check_staged(fetch.result())
         except HealingFailed as failure:
             error = failure
-        self._healed_bytes += fetch.received_bytes
+        if fetch is not None:
+            self._healed_bytes += fetch.received_bytes
         if not self._agree(plan, error is None, Purpose.STAGED):
             error = error or self._other_rank_failed(plan, "fetch")
         if error is None:
             try:
-                state = self._place(plan, state)
+                state = self._place(plan, self._spread(plan, state))
             except HealingFailed as failure:
                 error = failure
         if error is None:
@@ -865,20 +1129,16 @@ class Manager:
         if error is None:
             self._core.healed(state["tft"])
             self._healed_in = self.attempt
-            self._log(
-                logging.INFO,
-                "healed from %s to step %d: %d bytes in %.2f s",
-                plan.sources[0].replica_id,
-                plan.step,
-                fetch.received_bytes,
-                fetch.seconds,
-            )
+            source, by = plan.sources[0].replica_id, "through rank 0"
+            if fetch is not None:
+                by = f"{fetch.received_bytes} bytes in {fetch.seconds:.2f} s"
+            self._log(logging.INFO, "healed from %s to step %d: %s", source, plan.step, by)
             return
         with self._lock:
             self._core.heal_failed(error, by_source=not in_vain)
         self._records.error(self._core.name, error, counts=True)
         self._log(logging.WARNING, "%s", error)
-        if not self._config.use_async_quorum:
+        if not self._core.is_asynchronous:
             # The others count on this group's gradients: end the reduction for them, rather than let them wait.
             self._pg.abort()
 
@@ -912,6 +1172,32 @@ class Manager:
             sources=tuple(source.replica_id for source in plan.sources),
         )
 
+    def _spread(self, plan: Plan, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A staged state; on an island that which rank 0 has staged, on every rank.
+
+        Raises: HealingFailed: on this rank or another one, it did not come, or does not fit what is registered there.
+        """
+        if not self._config.rank0_synchronization_only or self._config.world_size == 1:
+            return state
+        error: HealingFailed | None = None
+        try:
+            state = spread(
+                state,
+                plan,
+                config=self._config,
+                coordinator=self._coordinator,
+                transport=self._transport,
+                received_before=self._healed_bytes,
+                cancelled=lambda: self._closing.is_set() or self._core.fatal is not None,
+            )
+            self._check_staged(state)
+        except HealingFailed as failure:
+            error = failure
+        if not self._agree(plan, error is None, Purpose.SPREAD):
+            self._raise_fatal()
+            raise error or self._other_rank_failed(plan, "take over")
+        return state
+
     def _place(self, plan: Plan, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """A staged state with DTensors on this process's own meshes; nothing is loaded.
 
@@ -921,13 +1207,14 @@ class Manager:
 
         Raises: HealingFailed: on this rank or another one, the state does not fit.
         """
-        if self._agree(plan, not has_shards(state["user"]), Purpose.WITHOUT_OWN):
+        whole_only = self._config.rank0_synchronization_only  # and then nothing in it says what is sharded here
+        if not whole_only and self._agree(plan, not has_shards(state["user"]), Purpose.WITHOUT_OWN):
             return state
         self._raise_fatal()  # a rank that was lost makes it a no as well, and there is nobody to run a collective with
         error: HealingFailed | None = None
         user: Any = None
         try:
-            user = place_shards(state["user"], self._take())
+            user = (cut_whole if whole_only else place_shards)(state["user"], self._take())
         except HealingFailed as failure:
             error = failure
         except StateUnavailable as failure:
@@ -965,20 +1252,31 @@ class Manager:
                 "written by disallow_state_dict_read; call allow_state_dict_read first"
             )
         own = ""  # what a rank gives that has no state to show: a group is compared whole
+        state: dict[str, Any] | None = None
+        name = f"check {core.step}, attempt {core.name.attempt + 1}"
+        digests: tuple[str, ...] = ("",)
         try:
             state = self._take(compared_only=True)  # on every rank, for it may be a collective of the group
-            if not core.torn:
+            if not core.torn and not self._config.rank0_synchronization_only:
                 own = self._digester.digest(state)
         except StateUnavailable as error:
             self._log(logging.ERROR, "can't compare the state, so this replica heals: %s", error)
-        digests: tuple[str, ...] = (own,)
-        if self._config.world_size > 1:
-            name = f"check {core.step}, attempt {core.name.attempt + 1}"
-            try:
-                digests = self._coordinator.gather(name, own, self._config.timeout)
-            except DeadlinePassed as error:
-                digests = ("",)
-                self._log(logging.ERROR, "can't compare the state, so this replica heals: %s", error)
+        try:
+            if self._config.rank0_synchronization_only:
+                digests = island_digests(
+                    state,
+                    name,
+                    digest=self._digester.digest,
+                    is_torn=core.torn,
+                    config=self._config,
+                    coordinator=self._coordinator,
+                )
+            else:
+                digests = (
+                    self._coordinator.gather(name, own, self._config.timeout) if self._config.world_size > 1 else (own,)
+                )
+        except (DeadlinePassed, StateUnavailable) as error:
+            self._log(logging.ERROR, "can't compare the state, so this replica heals: %s", error)
         core.state_checked(combine(digests) if all(digests) else None)
 
     def _explain_divergence(self, plan: Plan, state: Mapping[str, Any]) -> None:
@@ -1085,6 +1383,11 @@ class Manager:
         """Sum over the committed steps of their participants."""
         return self._core.batches_committed
 
+    @property
+    def plan(self) -> Plan | None:
+        """Of this step; waits for the quorum; None without one, and before the first."""
+        return None if self._quorum is None else self._plan()
+
     def num_participants(self) -> int:
         """Members whose gradients count in this step; waits for the quorum; 0 before the first."""
         if self._quorum is None:
@@ -1171,6 +1474,8 @@ class Manager:
         leaving = self._leaving
         leaving.left = True
         self._log(logging.INFO, "leaves: %s", leaving.reason)
+        with self._lock:
+            self._core.abandon_all(LeftJob(f"replica {self.replica_id} has left the job while this step was in flight"))
         self._tell_that_it_leaves()
 
     def _tell_that_it_leaves(self) -> None:
@@ -1227,6 +1532,8 @@ class Manager:
         for no_alarm in list(self._alarms.values()):
             no_alarm()
         self._reducer.release()
+        for step in self._deferred:
+            step.started.let_go()
         self._pg.shutdown()
         self._coordinator.close()
         self._early.drop()

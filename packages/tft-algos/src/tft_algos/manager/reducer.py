@@ -12,6 +12,7 @@ means `core`'s.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Final, TypeAlias, final
 
@@ -19,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from tft_algos.errors import NoWeight, UsageError
-from tft_algos.manager.core import Phase, StepCore, StepName
+from tft_algos.manager.attempt import StepName
+from tft_algos.manager.core import Phase, StepCore
 from tft_algos.manager.parts import Clock, Group
 from tft_algos.manager.reduction import (
     Denominator,
@@ -34,8 +36,57 @@ from tft_pg import DummyWork
 
 ReduceOp: TypeAlias = "dist.ReduceOp | dist.ReduceOp.RedOpType"
 
+Report: TypeAlias = Callable[[Exception, StepName], None]
+
 _AVG: Final = dist.ReduceOp.AVG
 _SUM: Final = dist.ReduceOp.SUM
+
+
+@final
+class Started:
+    """What was started in one step and is not let go of.
+
+    Args:
+        report: told of each failure and of the step that it belongs to.
+    """
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._reductions: list[Reduction] = []
+        self._unread: list[tuple[Denominator, StepName]] = []
+
+    def add(self, reduction: Reduction) -> None:
+        """It was started."""
+        self._reductions.append(reduction)
+
+    def read_later(self, denominator: Denominator, name: StepName) -> None:
+        """What only the device knows is read when it is released."""
+        self._unread.append((denominator, name))
+
+    @property
+    def runs(self) -> bool:
+        """Whether some of it is under way; asked from any thread."""
+        return any(not reduction.is_completed() for reduction in tuple(self._reductions))
+
+    def finish(self) -> None:
+        """Wait until all of it has ended."""
+        for reduction in self._reductions:
+            reduction.wait()
+
+    def release(self) -> None:
+        """The device has done what it holds: read what only it knew, and let go of what has ended."""
+        for denominator, name in self._unread:
+            failure = denominator.failure()
+            if failure is not None:
+                self._report(failure, name)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Nobody asks any more how it ended."""
+        for reduction in self._reductions:
+            reduction.release()
+        self._reductions.clear()
+        self._unread.clear()
 
 
 @final
@@ -47,21 +98,20 @@ class Reducer:
         core: says where the step is; only asked.
         clock: measures time-outs.
         report: told of each failure and of the step that it belongs to.
+        stands_by: another rank reduces in this one's place; tensors stay as they are.
     """
 
-    def __init__(
-        self, group: Group, core: StepCore, clock: Clock, report: Callable[[Exception, StepName], None]
-    ) -> None:
+    def __init__(self, group: Group, core: StepCore, clock: Clock, report: Report, *, stands_by: bool = False) -> None:
         self._group = group
         self._core = core
         self._clock = clock
         self._report = report
-        self._in_flight: list[Reduction] = []
+        self._stands_by = stands_by
+        self._started = Started(report)
         self.has_reduced = False  # in this step
         self.num_started = 0  # in this Manager's life
         self._weight: float | None = None
         self._denominators: dict[torch.device, Denominator] = {}  # of that weight
-        self._unread: list[tuple[Denominator, StepName]] = []
 
     def set_weight(self, weight: float) -> None:
         """See `Manager.set_weight`."""
@@ -80,28 +130,25 @@ class Reducer:
         self.has_reduced = False
         self._weight = None
         self._denominators.clear()
-        self._unread.clear()
 
     @property
     def reduces(self) -> bool:
-        """Whether a reduction is under way; asked from any thread."""
-        return any(not reduction.is_completed() for reduction in tuple(self._in_flight))
+        """Whether a reduction is under way, of a step that was not put aside; asked from any thread."""
+        return self._started.runs
+
+    def put_aside(self) -> Started:
+        """The open step goes on beside later ones; what was started in it is the caller's from now on."""
+        started, self._started = self._started, Started(self._report)
+        self.step_begins()
+        return started
 
     def finish(self) -> None:
         """Wait until all that was started has ended."""
-        for reduction in self._in_flight:
-            reduction.wait()
+        self._started.finish()
 
     def release(self) -> None:
         """The device has done what it holds: read what only it knew, and let go of what has ended."""
-        for reduction in self._in_flight:
-            reduction.release()
-        self._in_flight.clear()
-        for denominator, name in self._unread:
-            failure = denominator.failure()
-            if failure is not None:
-                self._report(failure, name)
-        self._unread.clear()
+        self._started.release()
         self._denominators.clear()  # a backend's Work keeps connections
 
     def reduce(
@@ -122,12 +169,16 @@ class Reducer:
         """
         core, name = self._core, self._core.name
         inside = core.phase is not Phase.IDLE
+        if not inside:
+            name = replace(name, attempt=0)  # of no attempt: the last one may be in flight, and does not fail by it
         self.has_reduced = self.has_reduced or inside
         if plan is None:
             return LostReduction(tensor)
         if inside and core.error is not None:
             self._stay_out(plan)
             return LostReduction(tensor)
+        if self._stands_by:
+            return DummyWork([tensor])
         gives = core.is_participating and (inside or core.verdict is True)
         shared = reduce_op == _AVG and weight is None and inside
         if reduce_op == _AVG and weight is None:
@@ -163,7 +214,7 @@ class Reducer:
             limit=limit,
             name=str(name),
         )
-        self._in_flight.append(reduction)
+        self._started.add(reduction)
         self.num_started += 1
         return reduction
 
@@ -180,7 +231,7 @@ class Reducer:
         if shared:
             self._denominators[device] = denominator
         if read_later:
-            self._unread.append((denominator, name))
+            self._started.read_later(denominator, name)
         return denominator
 
     def _alone(self, tensor: torch.Tensor, weight: float | None, name: StepName) -> dist.Work:

@@ -1,28 +1,36 @@
-"""Parts of sharded tensors that were fetched, put on the meshes of the process that heals.
+"""Parts of sharded tensors that were fetched, put on the meshes of the process that heals, and whole ones, cut so.
 
 A mesh can't come from another process. But a process that heals runs the same program as its source, so that its own
 state has a DTensor where the source's had one, and that one's mesh is the mesh to use. What the source has and this
 process does not have yet, as the moments of an optimizer before its first step, belongs on the one mesh of the same
 form that this process's state lies on.
 
+An island takes whole tensors, whose source cuts them otherwise or not at all. Each is cut as this process's own one in
+that place is; what this process does not have yet, as the parameter of that name or shape is.
+
 Law of this file: two states in, one state out; nothing is loaded, and no process is asked.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, final
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
+from tft_algos.dtensors import cut_like, is_dtensor
 from tft_algos.errors import HealingFailed
 from tft_ckpt import LocalShard, Sharding, StateUnsupported
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 Path: TypeAlias = tuple[Any, ...]  # keys and indices from the root
 
 _MISSING: Final = object()
+Leaf = TypeVar("Leaf", bound=torch.Tensor)
 
 
 def has_shards(state: Any) -> bool:
@@ -42,23 +50,26 @@ def place_shards(state: Any, own: Any) -> Any:
     return _Placer(own).place(state, own, ())
 
 
-@final
-class _Placer:
-    """Knows the meshes of one process's state."""
+def cut_whole(state: Any, own: Any) -> Any:
+    """Make DTensors of the whole tensors in a fetched state that are sharded here, without communication.
 
-    def __init__(self, own: Any) -> None:
-        self._own = [(path, leaf) for path, leaf in _leaves(own, ()) if isinstance(leaf, DTensor)]
+    Args:
+        state: as a transport gave it, with whole tensors only; it is changed where this process has DTensors.
+        own: the state of the process that heals, as its own state-dict functions give it.
+    Returns: the state with DTensors on the meshes of `own`, with the placements there, that hold this process's parts.
+    Raises: HealingFailed: a tensor does not fit what this process has there, or nothing says how it is cut.
+    """
+    return _Cutter(own).place(state, own, ())
+
+
+class _Walker(ABC):
+    """Two states side by side, of which the first gets other tensors."""
 
     def place(self, value: Any, own: Any, path: Path) -> Any:
         if isinstance(value, LocalShard):
-            return self._place_shard(value, own, path)
+            return self.place_part(value, own, path)
         if isinstance(value, torch.Tensor):
-            if isinstance(own, DTensor):
-                raise HealingFailed(
-                    f"{_name(path)} is a whole tensor of shape {tuple(value.shape)} at the source and a part of "
-                    f"{LocalShard.of(own).sharding} here; shard the same tensors on every replica"
-                )
-            return value
+            return self.place_tensor(value, own, path)
         if isinstance(value, dict):
             for key in value:
                 value[key] = self.place(value[key], _item(own, key), (*path, key))
@@ -75,10 +86,32 @@ class _Placer:
     def _items(self, values: Sequence[Any], own: Any, path: Path) -> list[Any]:
         return [self.place(value, _item(own, index), (*path, index)) for index, value in enumerate(values)]
 
-    def _place_shard(self, part: LocalShard, own: Any, path: Path) -> DTensor:
+    @abstractmethod
+    def place_part(self, part: LocalShard, own: Any, path: Path) -> DTensor: ...
+
+    @abstractmethod
+    def place_tensor(self, value: torch.Tensor, own: Any, path: Path) -> torch.Tensor: ...
+
+
+@final
+class _Placer(_Walker):
+    """Knows the meshes of one process's state."""
+
+    def __init__(self, own: Any) -> None:
+        self._own = [(path, leaf) for path, leaf in _leaves(own, ()) if is_dtensor(leaf)]
+
+    def place_tensor(self, value: torch.Tensor, own: Any, path: Path) -> torch.Tensor:
+        if is_dtensor(own):
+            raise HealingFailed(
+                f"{_name(path)} is a whole tensor of shape {tuple(value.shape)} at the source and a part of "
+                f"{LocalShard.of(own).sharding} here; shard the same tensors on every replica"
+            )
+        return value
+
+    def place_part(self, part: LocalShard, own: Any, path: Path) -> DTensor:
         if own is _MISSING:
             return part.to_dtensor(self._mesh_for(part.sharding, path))
-        if not isinstance(own, DTensor):
+        if not is_dtensor(own):
             raise HealingFailed(
                 f"{_name(path)} is a part of {part.sharding} at the source and a {type(own).__name__} here; shard the "
                 "same tensors on every replica"
@@ -96,10 +129,7 @@ class _Placer:
         """The mesh for what this process has not got."""
         meshes = self._meshes(sharding, [leaf for _, leaf in self._own])
         if len(meshes) > 1:
-            # The moments of a parameter stand under its name, which is the last key of the parameter's own path.
-            names = {key for key in path[:-1] if isinstance(key, str)}
-            of_that_name = [leaf for own_path, leaf in self._own if own_path and own_path[-1] in names]
-            meshes = self._meshes(sharding, of_that_name) or meshes
+            meshes = self._meshes(sharding, _of_that_name(self._own, path)) or meshes
         if len(meshes) == 1:
             return meshes[0]
         if meshes:
@@ -118,6 +148,53 @@ class _Placer:
             if sharding.fits(tensor.device_mesh) and tensor.device_mesh not in meshes:
                 meshes.append(tensor.device_mesh)
         return meshes
+
+
+@final
+class _Cutter(_Walker):
+    """Knows how one process's tensors are cut."""
+
+    def __init__(self, own: Any) -> None:
+        self._own = [(path, leaf) for path, leaf in _leaves(own, ()) if isinstance(leaf, torch.Tensor)]
+
+    def place_part(self, part: LocalShard, own: Any, path: Path) -> DTensor:
+        raise HealingFailed(
+            f"{_name(path)} is a part of {part.sharding}, and between islands whole tensors go; run the same release "
+            "on every replica"
+        )
+
+    def place_tensor(self, value: torch.Tensor, own: Any, path: Path) -> torch.Tensor:
+        if own is _MISSING:
+            own = self._like(value, path)
+        if not is_dtensor(own):
+            return value
+        if own.shape != value.shape:
+            raise HealingFailed(
+                f"{_name(path)} is of shape {tuple(value.shape)} at the source and of shape {tuple(own.shape)} here; "
+                "train the same model on every replica"
+            )
+        # A copy, for the part must not keep the whole in memory.
+        return cut_like(value.detach(), own)
+
+    def _like(self, value: torch.Tensor, path: Path) -> DTensor | None:
+        """A tensor that is cut as that one is to be, which this process has not got; None: it stays whole."""
+        alike = [(own_path, leaf) for own_path, leaf in self._own if leaf.shape == value.shape]
+        # What is whole here beside a sharded parameter of the same shape is a buffer as a rule, and has no moments.
+        of_that_name = _of_that_name(alike, path) or [leaf for _, leaf in alike]
+        found = [leaf for leaf in of_that_name if is_dtensor(leaf)]
+        if len({(leaf.device_mesh, leaf.placements) for leaf in found}) > 1:
+            raise HealingFailed(
+                f"{_name(path)} is of shape {tuple(value.shape)} at the source and missing here, where tensors of that "
+                "shape are sharded in several ways; have the optimizer's state before its first step"
+            )
+        return found[0] if found else None
+
+
+def _of_that_name(own: Sequence[tuple[Path, Leaf]], path: Path) -> list[Leaf]:
+    """Tensors under whose names this place is: the moments of a parameter stand under its name, which is the last key
+    of the parameter's own path."""
+    names = {key for key in path[:-1] if isinstance(key, str)}
+    return [leaf for own_path, leaf in own if own_path and own_path[-1] in names]
 
 
 def _part_of(tensor: DTensor, path: Path) -> LocalShard:

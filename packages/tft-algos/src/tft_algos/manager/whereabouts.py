@@ -4,6 +4,9 @@ The training thread tells nothing. Where it is follows from what the Manager kno
 plan is here, a reduction is under way, it waits in the vote or for state, or the optimizer steps. So this costs the
 step nothing, and a thread that looks once a beat sees all of it.
 
+Of a reduction that is under way nobody can tell whether the training thread waits for it; it is taken to. A strategy
+whose trainer goes on meanwhile says so, once an inner step. It is then busy until it waits for the end of its step.
+
 Law of this file: looking, from any thread, and noting since when it is so; nothing is decided and nothing waits.
 """
 
@@ -45,6 +48,9 @@ class Whereabouts:
         self._monotonic = monotonic
         self._last: tuple[object, ...] = ()
         self._since_s = monotonic()
+        self.finishes = False  # the training thread, with all that was begun in a step
+        self._goes_on = False  # the training thread, while a step is open
+        self._inner_steps = 0
         self.waits = False  # the training thread, in the vote or for state
         self.applies = False  # the training thread, what was committed: the optimizer steps
         self.quorum_pends = False
@@ -52,8 +58,13 @@ class Whereabouts:
 
     def step_begins(self) -> None:
         """A quorum is asked for; whether the step is excused shows when its plan is here."""
-        self.waits = False
+        self.waits = self._goes_on = False
         self.quorum_pends = True
+
+    def inner_step_ended(self) -> None:
+        """The training thread goes on, whatever is reduced meanwhile."""
+        self._goes_on = True
+        self._inner_steps += 1
 
     def planned(self, *, excused: bool) -> None:
         """The quorum is here and the group configured, or it failed.
@@ -69,7 +80,7 @@ class Whereabouts:
         core, now_s = self._core, self._monotonic()
         phase = self._phase()
         plan = core.plan
-        here = (core.name.attempt, phase, self._num_reductions())
+        here = (core.name.attempt, phase, self._num_reductions(), self._inner_steps)
         if here != self._last:
             self._last, self._since_s = here, now_s
         return Progress(
@@ -81,8 +92,10 @@ class Whereabouts:
         )
 
     def _phase(self) -> Phase:
-        if self._core.phase is StepPhase.IDLE:
+        core = self._core
+        if core.phase is StepPhase.IDLE and not core.num_deferred:
             return Phase.OWN if self.applies else Phase.OUTSIDE
         if self.waits or self.quorum_pends:
             return Phase.WAITING
-        return Phase.REDUCING if self._reduces() else Phase.OWN
+        goes_on = (self._goes_on or core.num_deferred) and not self.finishes
+        return Phase.REDUCING if self._reduces() and not goes_on else Phase.OWN

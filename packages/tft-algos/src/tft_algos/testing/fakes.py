@@ -82,7 +82,8 @@ class ScriptedCoordinator:
         replica_id: of the group.
 
     `requests`, `votes` and `gathered` hold what was asked, voted and given to the other ranks of the group, who give
-    `other_ranks`; `listener` is the Manager's, to be told of losses, and `progress` to be asked where it is.
+    `other_ranks`, of which the first `rank` come before this one; `listener` is the Manager's, to be told of losses,
+    and `progress` to be asked where it is.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class ScriptedCoordinator:
         self.gathered: list[tuple[str, str]] = []
         self.left: list[tuple[str, timedelta]] = []
         self.other_ranks: tuple[str, ...] = ()
+        self.rank = 0
         self.healed_bytes = 0
         self.closed = False
         self.progress: Callable[[], Progress | None] = lambda: None
@@ -128,7 +130,7 @@ class ScriptedCoordinator:
 
     def gather(self, name: str, value: str, timeout: timedelta) -> tuple[str, ...]:
         self.gathered.append((name, value))
-        return (value, *self.other_ranks)
+        return (*self.other_ranks[: self.rank], value, *self.other_ranks[self.rank :])
 
     def follow(self, progress: Callable[[], Progress]) -> None:
         self.progress = progress
@@ -194,8 +196,8 @@ class FakeGroup:
         others: what the other members give together: a sum adds it to every element.
 
     `calls` holds the reduced tensors as they came, `configured` what each configure was told, `num_aborts` how often it
-    was aborted. While `holds` is set, what is started waits until it is aborted, as it does for others that never come;
-    `waits` is set when something does.
+    was aborted. While `holds` is set, what is started waits until it is aborted, as it does for others that never come,
+    or until `come` says that they have; `waits` is set when something does.
     """
 
     def __init__(self, others: float = 0.0) -> None:
@@ -210,14 +212,15 @@ class FakeGroup:
         self.num_aborts = 0
         self.holds = False
         self.waits = threading.Event()
-        self._held: list[PendingWork] = []
+        self._held: list[tuple[PendingWork, list[torch.Tensor]]] = []
         self._error: Exception | None = None
 
     def configure(self, store_addr: str, rank: int, world_size: int, **identity: object) -> None:
         self.configured.append((store_addr, rank, world_size))
         error, self.failing_configure = self.failing_configure, None
+        self._end_held(RuntimeError("configured anew"))
         if self.holds:
-            held = self._hold()
+            held = self._hold([])
             try:
                 held.wait()
             except Exception as aborted:
@@ -234,24 +237,33 @@ class FakeGroup:
             raise error
         self.calls.append(tensors[0].clone())
         if self.holds:
-            return self._hold()
+            return self._hold(tensors)
         work = self._pending()
         error, self.failing_wait = self.failing_wait, None
         if error is not None:
             self._error = error
             work.fail(error)
         else:
-            with changing(tensors[0]):
-                tensors[0].add_(self.others)
-            work.finish(tensors)
+            self._finish(work, tensors)
         return work
+
+    def come(self, number: int = 1) -> None:
+        """The others come to the oldest reductions that wait, so many, which end."""
+        for _ in range(number):
+            self._finish(*self._held.pop(0))
+
+    def _finish(self, work: PendingWork, tensors: list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            with changing(tensor):
+                tensor.add_(self.others)
+        work.finish(tensors)
 
     def _pending(self) -> PendingWork:
         return PendingWork(on_timeout=lambda limit: TimeoutError(str(limit)), limit=timedelta(seconds=10))
 
-    def _hold(self) -> PendingWork:
+    def _hold(self, tensors: list[torch.Tensor]) -> PendingWork:
         work = self._pending()
-        self._held.append(work)
+        self._held.append((work, tensors))
         self.waits.set()
         return work
 
@@ -261,15 +273,19 @@ class FakeGroup:
     def abort(self) -> None:
         self.num_aborts += 1
         self._error = RuntimeError("aborted")
+        self._end_held(self._error)
+
+    def _end_held(self, error: Exception) -> None:
         held, self._held = self._held, []
-        for work in held:
-            work.fail(self._error)
+        for work, _ in held:
+            work.fail(error)
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.timeout = timeout
 
     def shutdown(self) -> None:
         self.closed = True
+        self._end_held(RuntimeError("shut down"))
 
 
 @final

@@ -285,10 +285,12 @@ class HTTPTransport(CheckpointTransport[T]):
             if sentence is not None:
                 _log.warning("%s", sentence)
 
-    def prepare_to_send(self) -> None:
-        """Have memory ready, in the background, for a state as large as the one that was received last."""
-        if self._last_receive is not None:
-            self._server.prepare(self._last_receive.state_bytes)
+    def prepare_to_send(self, num_bytes: int = 0) -> None:
+        """Have memory ready, in the background, for a state that large; see `CheckpointTransport.prepare_to_send`."""
+        if num_bytes == 0 and self._last_receive is not None:
+            num_bytes = self._last_receive.state_bytes
+        if num_bytes > 0:
+            self._server.prepare(num_bytes)
 
     def disallow_checkpoint(self) -> None:
         """Return at once: what is served is a copy."""

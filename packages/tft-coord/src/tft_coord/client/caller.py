@@ -42,11 +42,19 @@ class Caller:
         connect_timeout: how long the constructor tries to reach it.
         token: shared secret of the job, or None.
         timeouts: heartbeat_timeout_ms bounds how long a broken connection is tried again.
+        is_known: somebody has just said that he serves there: the first call connects.
     Raises: SettingError: the address is none. Unreachable: nobody answered within connect_timeout.
     """
 
     def __init__(
-        self, peer: str, address: str, connect_timeout: timedelta, token: str | None, timeouts: Timeouts
+        self,
+        peer: str,
+        address: str,
+        connect_timeout: timedelta,
+        token: str | None,
+        timeouts: Timeouts,
+        *,
+        is_known: bool = False,
     ) -> None:
         self.target = target(address)
         self._peer = f"the {peer} at {self.target}"
@@ -56,7 +64,8 @@ class Caller:
         self._closed = False
         self._channel = grpc.insecure_channel(self.target, options=channel_options(timeouts))
         try:
-            self._probe(within_s)
+            if not is_known:
+                self._probe(within_s)
         except BaseException:
             self._channel.close()
             raise

@@ -50,6 +50,7 @@ class ManagerClient:
             and must return at once.
         progress: asked once a beat, by a thread of this client's, where in its step this rank is; None: it is not said,
             and this rank never hangs.
+        connect_now: see whether it answers. False: the first call connects, and tells what there is to tell.
     Raises: SettingError: the address is none. Unreachable: nobody answered in time. ProtocolError: no such rank.
         Refused: another process is this rank.
     """
@@ -65,8 +66,11 @@ class ManagerClient:
         link: socket.socket | None = None,
         listener: Callable[[News], None] = lambda _: None,
         progress: Callable[[], Progress | None] = lambda: None,
+        connect_now: bool = True,
     ) -> None:
-        self._caller = Caller("manager server", addr, connect_timeout, token, timeouts)
+        # Who has the link to a server started it, and was told its address by it.
+        is_known = link is not None or not connect_now
+        self._caller = Caller("manager server", addr, connect_timeout, token, timeouts, is_known=is_known)
         self._link = LocalLink(link) if link is not None else None
         self._token = token
         self._timeouts = timeouts

@@ -119,7 +119,7 @@ class ForeignCore:
         Args:
             request: the group's own number.
             member: the group.
-            held: key of the quorum that all ranks hold, or None.
+            held: key of the newest quorum that its ranks hold, or None.
             session: of this manager server.
         """
         if self._ended:

@@ -33,7 +33,7 @@ class Aside:
     Args:
         job: that it belongs to.
         word: a random 64-bit number, another one with each request.
-        held: key of the quorum that all its ranks hold, or None.
+        held: key of the newest quorum that its ranks hold, or None.
         list_digest: of the list that this quorum was, and of the lighthouse's id for it; 0 without.
         seen: digest of the newest answer that it was given, whether or not that changed the quorum; 0 without.
     """

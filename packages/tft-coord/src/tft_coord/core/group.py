@@ -95,6 +95,8 @@ class GroupCore:
         self._planned_step = 0  # at which they were given it
         self._last_request = 0
         self._votes = Votes(world_size)
+        # Of each rank: its newest attempt that was answered, and what; attempt 0 is one that does not say.
+        self._given: dict[int, tuple[int, effects.AnswerPlan | effects.AnswerRankUnchanged]] = {}
         self._metadata: dict[int, str] = {}
         self._fingerprints: dict[int, Fingerprint] = {}  # what each rank has said last
         self._fingerprint_changed = False  # since the lighthouse was told
@@ -343,8 +345,14 @@ class GroupCore:
         if self._leaves is not None:
             return [effects.FailRank(event.call, rank, Refusal.LEFT.value, self._left_message())]
         out: list[effects.GroupEffect] = []
+        again = self._given_before(event)
+        if again is not None:
+            return [again]
         before = self._asked.get(rank)
         if before is not None:
+            if 0 < event.request.attempt < before.request.attempt:
+                message = f"rank {rank} of replica {self._replica_id} has asked anew since; this request is late"
+                return [effects.FailRank(event.call, rank, "stale", message)]
             out += self._withdrew(rank, before.call)
             message = f"rank {rank} of replica {self._replica_id} asked again; this older request is void"
             out.append(effects.FailRank(before.call, rank, "stale", message))
@@ -369,6 +377,18 @@ class GroupCore:
         self._open_request = self._last_request
         self._open_member = member
         return [*out, effects.AskLighthouse(self._open_request, member, held, self._fingerprint())]
+
+    def _given_before(self, event: events.RankAsked) -> effects.AnswerPlan | effects.AnswerRankUnchanged | None:
+        """What that very attempt was answered, if the rank has not heard it. Asked of the lighthouse it would count as
+        the next request, and this group would be one behind the others from then on."""
+        attempt, answer = self._given.get(event.rank, (0, None))
+        if answer is None or not 0 < attempt == event.request.attempt:
+            return None
+        return replace(answer, call=event.call)
+
+    def _give(self, answer: effects.AnswerPlan | effects.AnswerRankUnchanged) -> effects.GroupEffect:
+        self._given[answer.rank] = self._asked[answer.rank].request.attempt, answer
+        return answer
 
     def _fingerprint(self) -> Fingerprint:
         """The group's, if it has changed since the lighthouse was told; else empty."""
@@ -406,7 +426,9 @@ class GroupCore:
         states = {(request.step, request.lineage) for request in requests}
         # Unknown lineages equal nothing, but ranks of one group that all loaded the same step are one state.
         torn = len(states) > 1 or any(request.torn for request in requests)
-        held = first.held if all(request.held == first.held for request in requests) else None
+        # Some have begun in the newest, others have never got it: it can't be given to the group again.
+        holds = {request.held for request in requests}
+        held = max((key for key in holds if key is not None), default=None)
         member = Member(
             replica_id=self._replica_id,
             address=self._address,
@@ -416,7 +438,7 @@ class GroupCore:
             world_size=self._world_size,
             shrink_only=any(request.shrink_only for request in requests),
             commit_failures=max(request.commit_failures for request in requests),
-            needs_configure=any(request.needs_configure for request in requests),
+            needs_configure=len(holds) > 1 or any(request.needs_configure for request in requests),
             live=all(request.live for request in requests),
             torn=torn,
             failed_heals=max(request.failed_heals for request in requests),
@@ -446,7 +468,8 @@ class GroupCore:
         self._steady = len(common.up_to_date) == len(quorum.members)
         self._open_request = None
         out: list[effects.GroupEffect] = [
-            effects.AnswerPlan(self._asked[rank].call, rank, plans[rank], quorum) for rank in range(self._world_size)
+            self._give(effects.AnswerPlan(self._asked[rank].call, rank, plans[rank], quorum))
+            for rank in range(self._world_size)
         ]
         self._asked.clear()
         self._notices = [notice for notice in self._notices if notice.key >= quorum.key]
@@ -467,7 +490,8 @@ class GroupCore:
         self._stands_at = own
         self._open_request = None
         out: list[effects.GroupEffect] = [
-            effects.AnswerRankUnchanged(asked.call, rank, key) for rank, asked in sorted(self._asked.items())
+            self._give(effects.AnswerRankUnchanged(asked.call, rank, key))
+            for rank, asked in sorted(self._asked.items())
         ]
         self._asked.clear()
         return out

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from tft_coord.core import effects, events
 from tft_coord.core.assignment import all_at, assign
@@ -262,6 +263,10 @@ def _nonsense(hello: Hello, wall_ms: int) -> str | None:
     return None
 
 
+# A quorum's key, and how often a member was given it, or was told that it stands.
+_Answer: TypeAlias = tuple[QuorumKey, int]
+
+
 class Job:
     """One job: its sessions, its requests, its newest quorum.
 
@@ -312,7 +317,8 @@ class Job:
         self._announced = False  # since the newest quorum: somebody asks who will heal
         self._askers: dict[str, Replica] = {}  # who has asked; some of them may not wait any more
         self._more = 0  # requests that must come before the rule can say yes
-        self._asking: tuple[int, QuorumKey, int] | None = None  # (stream, key, since_ms)
+        self._asking: tuple[int, _Answer, int] | None = None  # (stream, what was answered last there, since_ms)
+        self._reported_last: _Answer | None = None  # where the newest quorum was formed elsewhere
         self._now_ms = now_ms
         self._handshake = Handshake(name, self._standing, room)
         self._asked_in_vain: set[int] = set()  # streams that could not say the members of the quorum they hold
@@ -351,7 +357,7 @@ class Job:
             out += self._break_quorum(hello.replica_id, session_before, f"session {hello.session} has taken its place")
         if hello.held is not None:
             self.last_id = max(self.last_id, hello.held.quorum_id)
-            if all(known is None or hello.held > known for known in (self._previous_key, self._asked_key)):
+            if all((hello.held, hello.num_answers) > known for known in self._known_answers()):
                 out += self._ask_for_newest(now_ms)
         # Who has only come makes nothing possible that was not; thousands come together.
         return out + self._form(now_ms, wall_ms) if result.lost is not None else out
@@ -374,8 +380,12 @@ class Job:
         if replica is None:
             return []
         if replica.lost is not None:
+            if isinstance(event, events.QuorumReported):
+                # Who trained together is as true as it was before it was lost, and it may have been the last to know.
+                out += self._reported(event, now_ms)
+                out += self._form(now_ms, wall_ms)
             # It lives after all, and must know that others went on without it.
-            return self._answer_the_lost(replica, event)
+            return out + self._answer_the_lost(replica, event)
         match event:
             case events.BeatReceived():
                 self._progress(replica, event.healed_bytes, now_ms)
@@ -549,8 +559,10 @@ class Job:
         """A session has ended, or can't go on in the newest quorum: that can't run any more, and each other member is
         told. One such member is enough to be told of; of those that are lost everyone is."""
         member = self._members.get(replica_id)
-        if self.previous is None or member is None or member.session != session:
+        if self.previous is None or member is None or session < member.session:
             return []
+        # Its manager server may have been started anew since it left; somebody may still heal from it.
+        session = member.session
         known = self._losses.get(replica_id)
         if self._losses if lives else known is not None and not known.lives:
             return []
@@ -605,27 +617,30 @@ class Job:
         if self._formed_here:
             # Ours is the newest by definition; ids only go above the others.
             return []
-        known = [quorum_key for quorum_key in (self._previous_key, self._asked_key) if quorum_key is not None]
-        best: tuple[QuorumKey, int] | None = None
+        known = self._known_answers()
+        best: tuple[_Answer, int] | None = None
         for replica in self.liveness.replicas.values():
             if replica.stream is None or replica.held is None or replica.lost is not None:
                 continue
             if replica.stream in self._asked_in_vain:
                 continue
-            if all(replica.held > key for key in known) and (best is None or replica.held > best[0]):
-                best = (replica.held, replica.stream)
+            answer = (replica.held, replica.num_answers)
+            if all(answer > each for each in known) and (best is None or answer > best[0]):
+                best = (answer, replica.stream)
         if best is None:
             return []
         self._asking = (best[1], best[0], now_ms)
-        return [effects.AskForQuorum(best[1], best[0])]
+        return [effects.AskForQuorum(best[1], best[0][0])]
 
     @property
     def _previous_key(self) -> QuorumKey | None:
         return self.previous.key if self.previous is not None else None
 
-    @property
-    def _asked_key(self) -> QuorumKey | None:
-        return self._asking[1] if self._asking is not None else None
+    def _known_answers(self) -> list[_Answer]:
+        """What others gave as an answer, and this lighthouse knows or has asked for. Of the last one that another gave
+        before it ended, some have heard and others not, so the newest is looked for within one quorum, too."""
+        known = [] if self.previous is None else [self._reported_last or (self.previous.key, MAX_INT64)]
+        return known if self._asking is None else [*known, self._asking[1]]
 
     def _asked_nobody(self, stream: int, now_ms: int) -> list[effects.LighthouseEffect]:
         """That stream will not answer: ask the next best, who may hold the same quorum or one before."""
@@ -639,12 +654,14 @@ class Job:
         """The members of a quorum that was formed before this lighthouse started."""
         if self._asking is None or self._asking[0] != event.stream:
             return []
-        quorum = event.quorum
-        if quorum is None or quorum.key != self._asking[1]:
+        quorum, answer = event.quorum, self._asking[1]
+        if quorum is None or quorum.key != answer[0]:
             return self._asked_nobody(event.stream, now_ms)
         self._asking = None
+        if quorum.key == self._previous_key:
+            return self._answered_later(quorum, answer, now_ms)
         self._forget_losses()
-        self.previous = quorum
+        self.previous, self._reported_last = quorum, answer
         self._members = {member.replica_id: member for member in quorum.members}
         self._begin_round()
         self._formed_ms = self._key_formed_ms = now_ms
@@ -663,6 +680,13 @@ class Job:
                 out += self._break_quorum(member.replica_id, member.session, known.lost)
         self.liveness.presume(quorum.members, self._presumed_from_ms)
         return out + self._ask_for_newest(now_ms) + self._sort_the_waiting(now_ms)
+
+    def _answered_later(self, quorum: Quorum, answer: _Answer, now_ms: int) -> list[effects.LighthouseEffect]:
+        """A member has had a later answer in the newest quorum than the one that was asked first."""
+        self.previous, self._reported_last = quorum, answer
+        self._members = {member.replica_id: member for member in quorum.members}
+        self._newest_step = max(self._newest_step, *(member.step for member in quorum.members))
+        return self._ask_for_newest(now_ms) + self._sort_the_waiting(now_ms)
 
     def _sort_the_waiting(self, now_ms: int) -> list[effects.LighthouseEffect]:
         """Who asked before we knew their quorum: some have gone on from it, others have never got it."""
@@ -716,7 +740,9 @@ class Job:
             out += self._break_quorum(replica.replica_id, replica.session, "can't use its process group", lives=True)
         if replica.replica_id in self._members:
             self._asked_since.add(replica.replica_id)
-        replica.held = event.held
+        if event.held is not None and (replica.held is None or event.held > replica.held):
+            # Never an older one: its ranks may not have got the newest yet.
+            replica.held, replica.num_answers = event.held, 0
         replica.healing_since_ms = None
         replica.request = request
         self._askers[replica.replica_id] = replica
@@ -783,17 +809,31 @@ class Job:
 
     def _lost_the_answer(self, replica: Replica, request: OpenRequest | None) -> bool:
         """It is in the newest quorum, in this very session, and does not hold it; or it asks once more what that quorum
-        has answered, because the answer went with its stream, or came when it had given up."""
+        has answered, because the answer went with its stream, or with the lighthouse that gave it to another one, or
+        came when it had given up."""
         member = self._members.get(replica.replica_id)
         if request is None or self.previous is None or member is None or member.session != replica.session:
             return False
-        return request.held != self.previous.key or replica.answered == request.request or replica.answer_void
+        if self._holds_newer(replica, request):
+            return True  # another lighthouse gave it that one: it won't come back to this one
+        if request.held != self.previous.key or replica.answered == request.request or replica.answer_void:
+            return True
+        known = self._reported_last
+        return not self._formed_here and known is not None and (self.previous.key, replica.num_answers) < known
+
+    def _holds_newer(self, replica: Replica, request: OpenRequest) -> bool:
+        held = [key for key in (replica.held, request.held) if key is not None]
+        return self.previous is not None and any(key > self.previous.key for key in held)
 
     def _runs(self, replica: Replica, request: OpenRequest) -> bool:
         """Whether the newest quorum can still run with a member that has not got it; if not, it is broken for all."""
-        before = self._members[replica.replica_id]
-        # It may say that its group can't be used, because it was never configured; anything else is news to the others.
-        same = replace(request.member, needs_configure=before.needs_configure) == before
+        if self._holds_newer(replica, request):
+            return False
+        before, member = self._members[replica.replica_id], request.member
+        if request.held != self._previous_key:
+            # It may say that its group can't be used: it was never configured. Anything else is news to the others.
+            member = replace(member, needs_configure=before.needs_configure)
+        same = member == before
         alone = self._asked_since <= {replica.replica_id}
         return alone and self._broken is None and replica.stream is not None and same
 
@@ -802,6 +842,7 @@ class Job:
         assert self.previous is not None
         assert replica.stream is not None
         replica.held = self.previous.key
+        replica.num_answers = self._reported_last[1] if self._reported_last is not None else 0
         replica.answered = request.request
         replica.answer_void = False
         replica.withdrawn = None
@@ -843,7 +884,7 @@ class Job:
             self.waiting_for = "nobody has asked"
             return out
         if self._asking is not None:
-            self.waiting_for = f"the members of quorum {self._asking[1]}, which a replica holds"
+            self.waiting_for = f"the members of quorum {self._asking[1][0]}, which a replica holds"
             return out
         decision = decide(self._situation(waiting, now_ms))
         if not isinstance(decision, Form):

@@ -49,6 +49,7 @@ class Replica:
     presumed: bool = False
     ready: bool = False
     held: QuorumKey | None = None
+    num_answers: int = 0
     broken_ms: int | None = None
     excused: bool = False
     lost: str | None = None
@@ -174,7 +175,7 @@ class Liveness:
         known.excused = False
         known.last_sign_ms = now_ms
         known.ready = known.ready or hello.ready
-        known.held = hello.held
+        known.held, known.num_answers = hello.held, hello.num_answers
         if hello.left and known.left is None:
             self.leave(known, "it says that it has", now_ms)
         self._by_stream[stream] = known

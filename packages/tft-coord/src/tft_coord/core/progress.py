@@ -73,6 +73,7 @@ class _Word:
     progress: Progress
     at_ms: int
     healed: bool = False  # it was given a plan that heals it
+    seen: bool = False  # it did something, or was given something, just then; else its beat said it
 
 
 class GroupProgress:
@@ -85,13 +86,38 @@ class GroupProgress:
 
     def __init__(self, world_size: int, timeouts: Timeouts) -> None:
         self._world_size = world_size
+        self._beat_interval_ms = timeouts.beat_interval_ms
         self._silent_after_ms = int(SILENT_AFTER_BEATS * timeouts.beat_interval_ms)
         self._words: dict[int, _Word] = {}
 
     def said(self, rank: int, progress: Progress, now_ms: int) -> None:
         """A rank's beat tells where it is."""
         before = self._words.get(rank)
-        self._words[rank] = _Word(progress, now_ms, before.healed if before is not None else False)
+        if before is None:
+            self._words[rank] = _Word(progress, now_ms)
+            return
+        if self._is_overtaken(before, progress, now_ms):
+            return
+        if self._was_there(before, progress, now_ms):
+            known_ms = min(before.progress.since_ms + now_ms - before.at_ms, MAX_INT64)
+            progress = replace(progress, since_ms=max(progress.since_ms, known_ms))
+        self._words[rank] = _Word(progress, now_ms, before.healed)
+
+    def _is_overtaken(self, word: _Word, progress: Progress, now_ms: int) -> bool:
+        """Whether a beat was sent before what has been seen of its rank since. Believed, one who hears its verdict and
+        evaluates would seem to wait, and hang. The next beat is believed in any case: an answer may have been lost."""
+        if not word.seen or now_ms - word.at_ms >= self._beat_interval_ms:
+            return False
+        waits = progress.phase in (Phase.WAITING, Phase.REDUCING)
+        has_ended = word.progress.phase is Phase.OUTSIDE and waits  # it waits for nothing before it asks
+        return has_ended or now_ms - progress.since_ms < word.at_ms
+
+    def _was_there(self, word: _Word, progress: Progress, now_ms: int) -> bool:
+        """Whether a beat is about what the last one was about, and began no later than that one said. One that is long
+        on its way seems to tell of what began later, and a trainer that hangs would seem to have gone on. But what
+        began after the last beat was sent did not begin two beats before that one came."""
+        same = (progress.step, progress.phase) == (word.progress.step, word.progress.phase)
+        return same and now_ms - progress.since_ms <= word.at_ms - 2 * self._beat_interval_ms
 
     def asked(self, rank: int, step: int, now_ms: int) -> None:
         """A rank asks for a quorum, and waits for it. Whether its step is excused, the plan tells.
@@ -123,7 +149,7 @@ class GroupProgress:
         word = self._words.get(rank)
         if word is not None:
             word.progress = Progress(step, phase, 0, excused, word.progress.slowest_step_ms)
-            word.at_ms = now_ms
+            word.at_ms, word.seen = now_ms, True
 
     def now(self, now_ms: int) -> Progress | None:
         """The group's word: of the rank that is longest in its own work, if any is; None: no rank says anything.

@@ -138,6 +138,7 @@ class SessionCore:
         self.connected = False
         self.refused: GiveUp | None = None
         self.held: QuorumKey | None = None
+        self.num_answers = 0  # how often it was given, or said to stand
         self.lighthouse_started_ms = 0
         self.cluster_id = ""
         self._ready = False
@@ -306,7 +307,7 @@ class SessionCore:
         if held is not None and (self.held is None or held > self.held):
             # Never an older one: ranks that ask as before have not got the newest, or are heard late; the hello names
             # what was given here, for in it the ranks may be.
-            self.held = held
+            self.held, self.num_answers = held, 0
         self._open = SendRequest(request, member, held)
         return [self._request(self._open)] if self._welcomed else []
 
@@ -321,9 +322,9 @@ class SessionCore:
         """An answer came; False if it is for a request that is no longer open. `key` is None for a refusal."""
         if self._open is None or self._open.request != request:
             return False
-        self._open = None
         if key is not None:
-            self.held = key
+            self.held, self.num_answers = key, self.num_answers + 1 if key == self.held else 1
+        self._open = None
         return True
 
     def healed(self, healed_bytes: int) -> None:
@@ -382,6 +383,7 @@ class SessionCore:
                 lighthouse_started_ms=self.lighthouse_started_ms,
                 cluster_id=self.cluster_id,
                 left=self._leave is not None,
+                num_answers=self.num_answers,
             )
         )
 

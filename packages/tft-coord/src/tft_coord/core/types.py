@@ -196,6 +196,7 @@ class Hello:
         lighthouse_started_ms: start time of the newest lighthouse that it has obeyed, 0 if none.
         cluster_id: of that lighthouse; start times are compared within one cluster only.
         left: has left the job, and serves its state for a while.
+        num_answers: how often `held` was given to it, or said to stand.
     """
 
     job: str
@@ -208,6 +209,7 @@ class Hello:
     lighthouse_started_ms: int = 0
     cluster_id: str = ""
     left: bool = False
+    num_answers: int = 0
 
     def __post_init__(self) -> None:
         _check_names(replica_id=self.replica_id, job=self.job)
@@ -373,11 +375,15 @@ class KillOrder:
 class Purpose(enum.Enum):
     """What the ranks of a group agree on in a round.
 
-    COMMIT: the step counts. The others are a healing's, in this order. STAGED: each rank has fetched its part.
-    WITHOUT_OWN: no rank needs its own state to make use of what it fetched. MATCHED: each rank's own state fits that.
+    COMMIT: the step counts. Of a healing, in this order. STAGED: each rank has fetched its part. SPREAD: where rank 0
+    fetches for all, each rank has what it fetched. WITHOUT_OWN: no rank needs its own state to make use of what was
+    fetched. MATCHED: each rank's own state fits that. Of who serves, where rank 0 gives for all. TAKEN: each rank could
+    take its state, so that they can put it together.
     """
 
     COMMIT = "commit"
     STAGED = "staged"
     WITHOUT_OWN = "without_own"
     MATCHED = "matched"
+    SPREAD = "spread"
+    TAKEN = "taken"

@@ -61,18 +61,16 @@ class ManagerServerShell:
         self._timer: asyncio.TimerHandle | None = None
         self._server = Server(
             server_options(config.timeouts),
-            [
-                services.Services(
-                    unary={
-                        services.MANAGER_QUORUM: self._answer_quorum,
-                        services.MANAGER_SHOULD_COMMIT: self._answer_vote,
-                        services.MANAGER_CHECKPOINT_METADATA: self._answer_metadata,
-                        services.MANAGER_KILL: self._answer_kill,
-                    },
-                    streams={services.MANAGER_SESSION: self._serve_rank},
-                    token=config.token,
-                )
-            ],
+            services.Services(
+                unary={
+                    services.MANAGER_QUORUM: self._answer_quorum,
+                    services.MANAGER_SHOULD_COMMIT: self._answer_vote,
+                    services.MANAGER_CHECKPOINT_METADATA: self._answer_metadata,
+                    services.MANAGER_KILL: self._answer_kill,
+                },
+                streams={services.MANAGER_SESSION: self._serve_rank},
+                token=config.token,
+            ),
         )
         self._core: GroupCore
         self._link: LighthouseLink

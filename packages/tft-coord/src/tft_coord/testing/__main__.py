@@ -1,8 +1,10 @@
 """Run the simulator for as long as one likes: `python -m tft_coord.testing --seeds 100000`.
 
 All cores take part, or as many as `--processes` says. `--seed 17 --story` runs one seed and tells it as a transcript,
-`--seed 17 --trace` prints every event of it. Exits 1 at the first seed that fails, with its transcript and with what
-happened last, and 2, with one sentence, if the call was wrong.
+`--seed 17 --trace` prints every event of it. `--explore 4 --replicas 3` leaves nothing to chance: it tries every order
+of four events on the lighthouse's core alone, with three replicas, and on that of a group, on one core. Of those kinds
+alone that `--kinds ask,die,leave,hang,wake,grace` names there is time for six. Exits 1 at the first seed or order that
+fails, with its transcript and with what happened last, and 2, with one sentence, if the call was wrong.
 """
 
 from __future__ import annotations
@@ -10,8 +12,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
+from functools import partial
 from typing import NoReturn, final
 
+from tft_coord.testing.explore import KINDS, STARTS, ExplorationFailed, Explored, GroupWorld, LighthouseWorld, explore
 from tft_coord.testing.many import run_many, story
 from tft_coord.testing.simulator import SimulationFailed, simulate
 
@@ -31,14 +36,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=0, metavar="N", help="that run them; 0: one for each core")
     parser.add_argument("--trace", action="store_true", help="print every event and effect; of one seed")
     parser.add_argument("--story", action="store_true", help="tell what happens, as the transcripts do; of one seed")
+    parser.add_argument("--explore", type=int, default=0, metavar="N", help="instead, every order of N events")
+    parser.add_argument("--replicas", type=int, default=3, metavar="N", help="of which the events are, 1 to 3")
+    parser.add_argument("--start", choices=(*STARTS, "group"), help="from where; without it from each, one by one")
+    parser.add_argument("--kinds", default="", metavar="A,B", help="of events, as ask,die,leave; without it all")
     options = parser.parse_args(arguments)
     if options.seeds < 1:
         parser.error(f"--seeds is {options.seeds}; give at least 1")
     if options.processes < 0:
         parser.error(f"--processes is {options.processes}; give at least 1, or 0 for one for each core")
+    if options.explore < 0 or not 1 <= options.replicas <= 3:
+        parser.error(f"--explore is {options.explore} of {options.replicas} replicas; give at least 1, of 1 to 3")
     for name in ("trace", "story"):
         if getattr(options, name) and options.seeds > 1:
             parser.error(f"--{name} prints one seed, and --seeds is {options.seeds}; give --seed alone")
+    kinds = [kind for kind in options.kinds.split(",") if kind]
+    if not set(kinds) <= set(KINDS) or (kinds and options.start == "group"):
+        parser.error(f"--kinds is {options.kinds}; of the lighthouse's events there are {', '.join(KINDS)}")
+    if options.explore:
+        return _explore(options.explore, "abc"[: options.replicas], options.start, kinds)
     try:
         if options.seeds == 1:
             _run_one(options.seed, trace=options.trace, tell=options.story)
@@ -49,6 +65,25 @@ def main(arguments: list[str] | None = None) -> int:
     except SimulationFailed as failed:
         print(f"the transcript of seed {failed.seed}:", *story(failed.seed), "", failed, sep="\n", file=sys.stderr)
         return 1
+    return 0
+
+
+def _explore(num_events: int, names: str, only: str | None, kinds: Sequence[str]) -> int:
+    """Every order of so many events; says how far it is after each length, for the longest takes longest."""
+    everywhere = STARTS if kinds else (*STARTS, "group")
+    for start in everywhere if only is None else (only,):
+        world = GroupWorld if start == "group" else partial(LighthouseWorld, names, start=start)
+        what = "a group of 2 ranks" if start == "group" else f"{len(names)} replicas, {start}"
+
+        def tell(length: int, seen: Explored, what: str = what) -> None:
+            found = f"{seen.num_states} states after every order of {length} events, {seen.num_events} tried"
+            print(f"{what}: {found}", flush=True)
+
+        try:
+            explore(world, num_events, kinds=kinds, on_length=tell)
+        except ExplorationFailed as failed:
+            print(f"{what}: {failed}", file=sys.stderr)
+            return 1
     return 0
 
 

@@ -31,6 +31,7 @@ from tft_coord.testing.marks import Marks
 from tft_coord.testing.network import Network, Stream
 from tft_coord.testing.process import Process
 from tft_coord.testing.surroundings import Outside
+from tft_coord.testing.syncs import Syncs
 from tft_coord.testing.torchft_process import TorchftProcess
 from tft_coord.testing.trainer import Group, Refused, Trainer, TrainerSettings, Waiter
 from tft_coord.timeouts import Timeouts
@@ -388,6 +389,7 @@ class Cluster:
                 )
             )
         for trainer in replica.trainers:
+            trainer.syncs = Syncs(trainer) if chosen.num_fragments > 0 else None
             self.connect_rank(replica, trainer)
             if not loading:
                 trainer.start()
@@ -480,6 +482,7 @@ class Cluster:
             trainer = replica.trainers[0]
 
             def successor() -> None:
+                self.invariants_of(replica.job).started_anew(replica.host, trainer.held)
                 self.start_manager(replica)
                 self.connect_rank(replica, trainer)
 

@@ -5,21 +5,28 @@ it is taken through every sequence of so many events, breadth first; two sequenc
 from there on. After every event all invariants are looked at, and from every state the world must find its way back
 when the faults stop. A sequence that breaks something is shown event by event; no shorter one does.
 
+    python -m tft_coord.testing --explore 4 --replicas 3
+    python -m tft_coord.testing --explore 6 --replicas 3 --kinds ask,die,leave,hang,wake,grace
+
 Law of this file: worlds and the search; nothing is left to chance, and nothing but events changes a world.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Protocol, TypeVar
+from functools import cache
+from operator import itemgetter
+from types import FunctionType, MethodType
+from typing import Any, Protocol, TypeVar, cast
 
 from tft_coord.core import effects, events
 from tft_coord.core.assignment import assign
 from tft_coord.core.group import GroupCore
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.lineage import fold_lineage, initial_lineage
+from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.types import (
     Hello,
     LossNotice,
@@ -41,7 +48,14 @@ TIMEOUTS = Timeouts(
     quorum_tick_ms=300,
     beat_interval_ms=300,
 )
+BUSY_FOR_LONG = Progress(0, Phase.OWN, TIMEOUTS.slowest_step_ms, slowest_step_ms=TIMEOUTS.slowest_step_ms)
 WALL_MS = 1_000_000
+STARTS = ("fresh", "trained", "joining", "restarted")
+# What happens to a replica, and what to all.
+KINDS = (
+    *("hello", "ask", "withdraw", "break", "die", "silence", "deafen", "echo", "leave", "hang", "wake"),
+    *("grace", "join", "restart"),
+)
 
 
 class World(Protocol):
@@ -83,48 +97,65 @@ class ExplorationFailed(AssertionError):
 
 
 AnyWorld = TypeVar("AnyWorld", bound=World)
+AnyValue = TypeVar("AnyValue")
+PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 
-def explore(make: Callable[[], AnyWorld], num_events: int) -> Explored:
+def explore(
+    make: Callable[[], AnyWorld],
+    num_events: int,
+    *,
+    kinds: Collection[str] = (),
+    on_length: Callable[[int, Explored], None] = lambda _length, _explored: None,
+) -> Explored:
     """Take a world through every sequence of at most so many events.
 
     Args:
-        make: makes the world at its start, the same every time.
+        make: makes the world at its start.
         num_events: length of the longest sequence.
+        kinds: of events, by their first word, that there are to be; none: all.
+        on_length: told when all sequences of a length have been tried, what there was to see so far.
     Returns: how much there was to see.
     Raises: ExplorationFailed: with the first sequence that breaks something; none is shorter.
     """
-    seen = {_hash(make())}
+    start = make()
+    seen = {_hash(start)}
+    _try_calm(copied(start), ())
     frontier: list[tuple[str, ...]] = [()]
     tried = 0
-    _try_calm(make, ())
-    for _ in range(num_events):
+    for length in range(1, num_events + 1):
         reached: list[tuple[str, ...]] = []
         for path in frontier:
-            for choice in _replay(make, path).choices():
+            world = copied(start)
+            for choice in path:
+                world.happen(choice)
+            for choice in world.choices():
+                if kinds and choice.split()[0] not in kinds:
+                    continue
                 tried += 1
                 longer = (*path, choice)
-                state = _hash(_replay(make, longer))
+                after = _happen(copied(world), longer)
+                state = _hash(after)
                 if state not in seen:
                     seen.add(state)
-                    _try_calm(make, longer)
+                    _try_calm(after, longer)
                     reached.append(longer)
         frontier = reached
+        on_length(length, Explored(len(seen), tried))
     return Explored(len(seen), tried)
 
 
-def _replay(make: Callable[[], AnyWorld], path: Sequence[str]) -> AnyWorld:
-    world = make()
+def _happen(world: AnyWorld, path: Sequence[str]) -> AnyWorld:
+    """The last event of the path, in a world that has seen the others."""
     try:
-        for choice in path:
-            world.happen(choice)
+        world.happen(path[-1])
     except Exception as error:  # whatever it is, the path must be told
         raise ExplorationFailed(path, error) from error
     return world
 
 
-def _try_calm(make: Callable[[], World], path: Sequence[str]) -> None:
-    world = _replay(make, path)
+def _try_calm(world: World, path: Sequence[str]) -> None:
+    """This world is of no use afterwards."""
     try:
         world.calm_down()
     except Exception as error:
@@ -137,23 +168,73 @@ def _hash(world: World) -> int:
 
 def frozen(value: Any) -> object:
     """A value as nested tuples: dictionaries and sets in an order of their own, objects by their fields."""
-    if value is None or isinstance(value, int | str | bytes | float):
+    kind: Any = type(value)
+    if kind in PLAIN:
         return value
-    if isinstance(value, enum.Enum):
-        return value.name
-    if isinstance(value, Mapping):
-        return tuple(sorted(((repr(key), frozen(each)) for key, each in value.items()), key=lambda item: item[0]))
-    if isinstance(value, Set):
+    if kind is tuple or kind is list:
+        return tuple([each if type(each) in PLAIN else frozen(each) for each in value])
+    if kind is dict:
+        items = [(repr(key), each if type(each) in PLAIN else frozen(each)) for key, each in value.items()]
+        return tuple(sorted(items, key=itemgetter(0)))
+    if kind is set or kind is frozenset:
         return tuple(sorted(map(repr, value)))
-    if isinstance(value, tuple | list):
-        return tuple(frozen(each) for each in value)
-    if is_dataclass(value):
-        if value.__hash__ is not None and getattr(type(value), "__dataclass_params__").frozen:  # noqa: B009
-            return hash(value)
-        return tuple(frozen(getattr(value, each.name)) for each in fields(value))
-    if callable(value):
+    if kind in (MethodType, FunctionType):
         return None
-    return (type(value).__name__, *(frozen(each) for _, each in sorted(vars(value).items())))
+    if _never_changes(kind):
+        return hash(value)
+    return (kind.__name__, *[frozen(getattr(value, name)) for name in _attributes(kind, value)])
+
+
+def copied(value: AnyValue) -> AnyValue:
+    """A world of its own: what never changes is shared, all else is copied, each object once.
+
+    Raises: TypeError: there is something that can't be copied, as a function that remembers its surroundings.
+    """
+    return cast("AnyValue", _copied(value, {}))
+
+
+def _copied(value: Any, known: dict[int, Any]) -> Any:
+    kind: Any = type(value)
+    if kind in PLAIN or kind is frozenset or _never_changes(kind):
+        return value
+    if id(value) in known:
+        return known[id(value)]
+    if kind is dict:
+        copy = known[id(value)] = {}
+        for key, each in value.items():
+            copy[key] = each if type(each) in PLAIN else _copied(each, known)
+        return copy
+    if kind is tuple or kind is list or kind is set:
+        return known.setdefault(
+            id(value), kind([each if type(each) in PLAIN else _copied(each, known) for each in value])
+        )
+    if kind is MethodType:
+        return MethodType(value.__func__, _copied(value.__self__, known))
+    if kind is FunctionType and value.__closure__ is None:
+        return value
+    if kind is FunctionType or kind.__module__ == "builtins":
+        raise TypeError(f"{value!r} can't be copied into another world")
+    copy = known[id(value)] = object.__new__(kind)
+    for name in _attributes(kind, value):
+        each = getattr(value, name)
+        setattr(copy, name, each if type(each) in PLAIN else _copied(each, known))
+    return copy
+
+
+@cache
+def _never_changes(kind: type) -> bool:
+    """Frozen dataclasses hold nothing but what never changes, here."""
+    frozen_dataclass = is_dataclass(kind) and getattr(kind, "__dataclass_params__").frozen  # noqa: B009
+    return frozen_dataclass or issubclass(kind, enum.Enum)
+
+
+@cache
+def _field_names(kind: type) -> tuple[str, ...]:
+    return tuple(each.name for each in fields(kind)) if is_dataclass(kind) else ()
+
+
+def _attributes(kind: type, value: object) -> Iterable[str]:
+    return _field_names(kind) or sorted(vars(value))
 
 
 # --- the lighthouse ---------------------------------------------------------------------------------------------------
@@ -172,6 +253,11 @@ class _Replica:
     ready: bool = False
     deaf: bool = False  # what is sent to it goes down with its stream
     dead: bool = False  # its end was reported
+    left: bool = False
+    hangs: bool = False
+    hung_ms: int = 0  # since when nothing says that it should not be lost by that
+    told_busy: bool = False  # its newest beat said that it hangs
+    held_back: bool = False  # it was lost by that, and opens no newer session
     refused: bool = False
     request: int | None = None
     num_requests: int = 0
@@ -201,10 +287,12 @@ class LighthouseWorld:
         self._replicas = {name: _Replica(name, number) for number, name in enumerate(names, 1)}
         self._invariants = Invariants()
         self._broken: set[tuple[QuorumKey, str]] = set()
+        self._lost_by_hang_ms = -TIMEOUTS.heartbeat_timeout_ms
         self._new_lighthouse()
         self._pass(2)
         trained = {"fresh": "", "trained": names, "joining": names[:-1], "restarted": names}[start]
         for name in trained:
+            self._replicas[name].ready = True  # or the first to ask would have trained before the others came
             self._say_hello(self._replicas[name])
         for _ in range(2):
             for name in trained:
@@ -228,9 +316,15 @@ class LighthouseWorld:
             found += [f"break {replica.name}", f"die {replica.name}"]
             if not replica.dead:
                 found += [f"silence {replica.name}"]
-                found += [f"ask {replica.name}" if replica.request is None else f"withdraw {replica.name}"]
                 found += [f"deafen {replica.name}"] if not replica.deaf else []
-            if replica.num_streams > 1:
+            if replica.hangs:
+                found.append(f"wake {replica.name}")
+            elif not replica.dead and not replica.left:
+                found += [f"ask {replica.name}" if replica.request is None else f"withdraw {replica.name}"]
+                found.append(f"leave {replica.name}")
+                # Who waits for a quorum does not hang, and who has never trained is in no step.
+                found += [f"hang {replica.name}"] if replica.request is None and replica.quorum is not None else []
+            if replica.num_streams > 1 and not replica.held_back:  # the newest may not have taken the older's place
                 found.append(f"echo {replica.name}")
         return [*found, "grace", "join", "restart"]
 
@@ -266,8 +360,18 @@ class LighthouseWorld:
                 self._give(events.DeathReported(self._stream(replica), "rank 0 ended"))
             case "deafen":
                 replica.deaf = True
+            case "leave":
+                replica.left, replica.request = True, None
+                if replica.welcomed:
+                    self._say_that_it_has_left(replica)
+            case "hang":  # for as long as no step may take; all else stands still meanwhile
+                replica.hangs, replica.hung_ms = True, self._now_ms
+                self._pass(2)
+            case "wake":
+                self._wake(replica)
             case "silence":
                 self._pass(TIMEOUTS.heartbeat_timeout_ms // TIMEOUTS.quorum_tick_ms, silent=replica.name)
+                self._look_anew_who_hangs()
             case "echo":  # what the stream before the newest one said last arrives now
                 older = 100 * replica.number + replica.num_streams - 1
                 member = self._member(replica)
@@ -282,13 +386,15 @@ class LighthouseWorld:
 
     def calm_down(self) -> None:
         """All that live come back and ask again and again: soon they are in one quorum, and at one state."""
-        living = [replica for replica in self._replicas.values() if not replica.dead and not replica.refused]
+        living = [each for each in self._replicas.values() if not (each.dead or each.refused or each.left)]
         names = tuple(replica.name for replica in living)
         if len(names) < self._config.min_replicas:
             return
         for replica in self._replicas.values():  # what is left of the dead ends, and what hears nothing is noticed
-            if (replica.dead or replica.deaf) and replica.stream is not None:
+            if (replica.dead or replica.deaf or replica.left) and replica.stream is not None:
                 self._close(replica)
+            if replica.hangs:
+                self._wake(replica)
         num_ticks = (2 * TIMEOUTS.heartbeat_timeout_ms + TIMEOUTS.join_timeout_ms) // TIMEOUTS.quorum_tick_ms + 2
         for _ in range(num_ticks):
             for replica in living:
@@ -325,9 +431,12 @@ class LighthouseWorld:
     def _new_attendance(self) -> Attendance:
         return Attendance(
             self._config.min_replicas,
-            on_broken=lambda key, who: self._broken.add((key, who)),
+            on_broken=self._note_broken,
             come_back_ms=TIMEOUTS.heartbeat_timeout_ms,
         )
+
+    def _note_broken(self, key: QuorumKey, who: str) -> None:
+        self._broken.add((key, who))
 
     def _nonce(self) -> int:
         self._num_quorums += 1
@@ -345,7 +454,9 @@ class LighthouseWorld:
             self._perform(self._core.tick(self._now_ms, WALL_MS + self._now_ms))
             for replica in self._replicas.values():
                 if replica.stream is not None and replica.welcomed and replica.name != silent:
-                    self._give(events.BeatReceived(replica.stream))
+                    progress = BUSY_FOR_LONG if replica.hangs else None
+                    replica.told_busy = replica.hangs
+                    self._give(events.BeatReceived(replica.stream, progress=progress))
             waits = self._core.waiting_for(JOB)
             starts = self._now_ms - self._born_ms < TIMEOUTS.reconnect_grace_ms
             if not starts and not waits.startswith("the members of quorum"):
@@ -364,13 +475,29 @@ class LighthouseWorld:
 
     def _hello(self, replica: _Replica) -> None:
         replica.welcomed = False
-        hello = Hello(JOB, replica.name, replica.session, f"{replica.name}:1", ready=replica.ready, held=replica.held)
+        address, held, left = f"{replica.name}:1", replica.held, replica.left
+        hello = Hello(JOB, replica.name, replica.session, address, ready=replica.ready, held=held, left=left)
         self._give(events.HelloReceived(self._stream(replica), hello))
 
     def _close(self, replica: _Replica) -> None:
         stream, replica.stream = self._stream(replica), None
         replica.welcomed, replica.deaf = False, False
         self._give(events.StreamClosed(stream))
+
+    def _say_that_it_has_left(self, replica: _Replica) -> None:
+        self._give(events.LeaveReceived(self._stream(replica), "it was told to", serve_ms=10_000))
+
+    def _wake(self, replica: _Replica) -> None:
+        """It goes on; if it was lost meanwhile it opens a newer session."""
+        replica.hangs, replica.hung_ms = False, 0
+        if replica.held_back:
+            self._open_newer(replica)
+
+    def _open_newer(self, replica: _Replica) -> None:
+        replica.session += 1
+        replica.held_back = False
+        if replica.stream is not None:
+            self._hello(replica)
 
     def _member(self, replica: _Replica) -> Member:
         return Member(
@@ -393,6 +520,7 @@ class LighthouseWorld:
     def _say_request(self, replica: _Replica) -> None:
         assert replica.request is not None
         member = self._member(replica)
+        replica.told_busy = False
         self._give(events.QuorumRequested(self._stream(replica), replica.request, member, replica.held))
 
     def _give(self, event: events.LighthouseEvent) -> None:
@@ -407,10 +535,20 @@ class LighthouseWorld:
             match order:
                 case effects.QuorumFormed():
                     self._invariants.formed(order.quorum)
+                    self._look_anew_who_hangs()
                 case effects.ReplicaLost():
+                    self._lost(order)
+                case effects.ReplicaLeft():
                     pass
                 case _:
                     self._hear(order)
+
+    def _lost(self, order: effects.ReplicaLost) -> None:
+        if not order.reason.startswith("its trainer hangs"):
+            return
+        self._lost_by_hang_ms = self._now_ms
+        if not self._replicas[order.replica_id].told_busy:
+            raise InvariantBroken("H1", f"{order.replica_id} is lost by a hang, and does not")
 
     def _hear(self, order: Any) -> None:
         replica = next((each for each in self._replicas.values() if each.stream == order.stream), None)
@@ -422,13 +560,17 @@ class LighthouseWorld:
             return
         match order:
             case effects.Welcome():
-                replica.welcomed = True
+                replica.welcomed, replica.held_back = True, False
+                self._look_anew_who_hangs()
+                if replica.left:
+                    self._say_that_it_has_left(replica)
                 if replica.request is not None:
                     self._say_request(replica)
             case effects.TellLost():
-                if order.session == replica.session:
-                    replica.session += 1
-                    self._hello(replica)
+                if order.session == replica.session and not replica.hangs:
+                    self._open_newer(replica)
+                elif order.session == replica.session:
+                    replica.welcomed, replica.held_back = False, True
             case effects.RefuseSession():
                 replica.refused = order.refusal is Refusal.DEAD
                 if not replica.dead and not replica.refused:
@@ -477,12 +619,30 @@ class LighthouseWorld:
         replica.notices = {(key, who) for key, who in replica.notices if key >= quorum.key}
 
     def _look(self) -> None:
-        """Whoever holds a quorum that is broken, and can be told, has been told."""
+        """Whoever holds a quorum that is broken, and can be told, has been told; and who hangs is lost."""
+        for replica in self._replicas.values():
+            self._look_if_hung(replica)
         for key, who in self._broken:
             for replica in self._replicas.values():
                 reached = replica.welcomed and not replica.deaf and not replica.dead and replica.name != who
                 if reached and replica.held == key and not any(key == broken for broken, _ in replica.notices):
                     raise InvariantBroken("P3", f"{replica.name} holds {key}, which {who} has left, and was not told")
+
+    def _look_anew_who_hangs(self) -> None:
+        """Somebody has come, or there is another quorum: who was spared as the last that holds the state is no more."""
+        for replica in self._replicas.values():
+            replica.hung_ms = self._now_ms if replica.hangs else 0
+
+    def _look_if_hung(self, replica: _Replica) -> None:
+        """One at a time is lost, and not the last that holds the state."""
+        if not replica.hangs or not replica.welcomed or replica.deaf or replica.dead:
+            return
+        attendance = self._attendances.of(JOB)
+        if not attendance.lives(replica.name) or attendance.is_last_holder(replica.name):
+            return
+        since_ms = max(replica.hung_ms, self._lost_by_hang_ms + TIMEOUTS.heartbeat_timeout_ms)
+        if self._now_ms - since_ms >= 2 * TIMEOUTS.quorum_tick_ms:  # a beat has told it, and a tick has come since
+            raise InvariantBroken("H2", f"{replica.name} hangs since {since_ms} ms, within reach, and is not lost")
 
 
 # --- the group --------------------------------------------------------------------------------------------------------

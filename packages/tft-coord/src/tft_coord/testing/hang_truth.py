@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tft_coord.core.progress import Progress
 from tft_coord.core.types import Hello, Plan, QuorumKey
 from tft_coord.testing.invariants import InvariantBroken
 from tft_coord.testing.lighthouse_process import JOB
@@ -33,6 +34,9 @@ class HangTruth:
         self._losses_ms: list[int] = []
         # As they were when lost: the session, and who hung.
         self._hung: dict[str, tuple[int, list[tuple[ManagerProcess, Trainer, Plan | None]]]] = {}
+        # Of each rank: since when it is where it is, and how long that was when its manager server heard of it in time.
+        self._heard_ms: dict[str, tuple[int, int]] = {}
+        self._seems_to_go_on: set[str] = set()
 
     @property
     def _limit_ms(self) -> int:
@@ -56,7 +60,8 @@ class HangTruth:
                 (each.manager, trainer, trainer.plan)
                 for each in lives
                 for trainer in each.trainers
-                if each.manager is not None and trainer.hangs
+                # Another rank of it may have been stuck for a moment only: it is known to hang when it is too long.
+                if each.manager is not None and trainer.hangs and now_ms - trainer.phase_since_ms >= needed_ms
             ],
         )
         if any(self._may_be_unheard(each, trainer, now_ms - needed_ms) for each in lives for trainer in each.trainers):
@@ -87,12 +92,30 @@ class HangTruth:
         """A lighthouse says that all of these wait in one reduction of that quorum."""
         now_ms = self._cluster.clock.now_ms
         needed_ms = self._limit_ms - 2 * self._cluster.timeouts.beat_interval_ms
-        for each in self._cluster.lives:
-            for trainer in each.trainers if each.replica_id in members and not each.elsewhere else ():
-                if trainer.reducing.longest_ms(now_ms) < needed_ms and each.alive:
-                    raise InvariantBroken(
-                        "H1", f"quorum {key} is broken by a wait of all, and {trainer.name} waits not"
-                    )
+        for member in members:
+            lives = [each for each in self._cluster.lives if each.replica_id == member]
+            idle = [
+                next((rank.name for rank in each.trainers if rank.reducing.longest_ms(now_ms) < needed_ms), None)
+                if each.alive
+                else None
+                for each in lives
+            ]
+            if idle and all(idle):  # of two processes of one replica id the other one is no member
+                raise InvariantBroken("H1", f"quorum {key} is broken by a wait of all, and {idle[0]} waits not")
+
+    def heard(self, trainer: Trainer, progress: Progress) -> None:
+        """Its manager server hears a beat of a trainer's. One that was long on its way is not told from that of a
+        trainer that went on, unless the hang was older than that when it was heard of before."""
+        beat_ms, name = self._cluster.timeouts.beat_interval_ms, trainer.name
+        since_ms = trainer.phase_since_ms
+        for_ms = self._cluster.clock.now_ms - since_ms
+        late_ms = for_ms - progress.since_ms
+        known_since_ms, known_ms = self._heard_ms.get(name, (since_ms, 0))
+        if late_ms <= beat_ms:
+            self._heard_ms[name] = since_ms, for_ms
+            self._seems_to_go_on.discard(name)
+        elif late_ms + 3 * beat_ms > (known_ms if known_since_ms == since_ms else 0):
+            self._seems_to_go_on.add(name)
 
     def begins(self, replica: Replica, trainer: Trainer) -> None:
         """A trainer begins to hang, or is stopped, inside a step that is not excused."""
@@ -129,6 +152,8 @@ class HangTruth:
             del self._hung[hello.replica_id]
         for manager, trainer, plan in same if hello.session > before else ():
             replica = manager.replica
+            if trainer.name in self._seems_to_go_on:
+                continue
             if replica.manager is manager and trainer.hangs and trainer.plan is plan and replica.alive:
                 raise InvariantBroken("H2", f"{trainer.name} hangs still, and a newer session of it is welcomed")
 

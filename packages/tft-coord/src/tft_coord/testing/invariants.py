@@ -20,7 +20,9 @@ from tft_coord.core.types import Hello, Member, Plan, Purpose, Quorum, QuorumKey
 class InvariantBroken(AssertionError):
     """An invariant does not hold. `invariant` is its number in design.md section 10, as `I3`; or `P3`, the bar on how
     soon the survivors of a loss go on; or `P6`: members differ that must not (protocol.md section 6); or `L1`: leaving
-    costs the others something; or `H1`: nobody is taken to hang who does not; or `H2`: who hangs is lost."""
+    costs the others something; or `H1`: nobody is taken to hang who does not; or `H2`: who hangs is lost; or `F1`:
+    syncs in flight together were started in one quorum, are committed in that order, and fail with it, and with the
+    first of them that does (protocol.md section 5)."""
 
     def __init__(self, invariant: str, message: str) -> None:
         super().__init__(f"{invariant}: {message}")
@@ -48,20 +50,21 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one member put into a reduction. `gradient` is None for zeros."""
+    """What one member put into a reduction. `gradient` is None for zeros; `part` says of what: a bucket, a fragment."""
 
     replica_id: str
     before: Held
     gradient: str | None
+    part: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """What a reduction gave to every member that saw it end."""
+    """What one or several reductions gave to every member that saw them end."""
 
     key: QuorumKey
     group_rank: int
-    number: int
+    numbers: tuple[int, ...]
     gradients: tuple[str, ...]
 
 
@@ -103,7 +106,7 @@ class Attendance:
         self._asking: dict[str, int] = {}  # on which stream
         self._said: dict[str, tuple[Member, QuorumKey | None]] = {}  # with its newest request
         self._fingerprints: dict[str, Fingerprint] = {}  # as each has said last
-        self._gone: set[str] = set()  # who has left the job
+        self._gone: dict[str, int] = {}  # who has left the job, and in which session
         self._released: set[str] = set()  # and is not needed any more
 
     def welcomed(self, hello: Hello, stream: int) -> None:
@@ -130,12 +133,17 @@ class Attendance:
         if hello.left or replica_id in self._gone:
             self.left(stream)
 
+    def takes_place(self, newer: Hello, older: Hello) -> None:
+        """A stream is closed because another says hello as the same replica: of one process, or the first is lost."""
+        if older.replica_id in self._sessions and newer.address != older.address:
+            who, first = older.replica_id, older.address
+            raise InvariantBroken("I2", f"{who} lives at {first}, and another at {newer.address} takes its place")
+
     def left(self, stream: int) -> None:
         """Whoever has that stream has left: nobody waits for it, and the quorum that it was in goes on to its end."""
         for replica_id, newest in self._streams.items():
             if newest == stream and replica_id in self._sessions:
-                self._gone.add(replica_id)
-                self._sessions.pop(replica_id)
+                self._gone[replica_id] = self._sessions.pop(replica_id)
                 self._asking.pop(replica_id, None)
 
     def released(self, stream: int) -> None:
@@ -172,13 +180,13 @@ class Attendance:
         self._ready -= names
 
     def turned_out(self, stream: int) -> None:
-        """Members of another kind stand over those who are here: whoever is on that stream is forgotten."""
+        """Members of another kind stand over those who are here: whoever is on that stream is forgotten, and all that
+        have none, because those who are here named them, or because it broke a moment ago."""
         for replica_id in [replica_id for replica_id, each in self._streams.items() if each == stream]:
-            self._sessions.pop(replica_id, None)
-            self._asking.pop(replica_id, None)
-            self._ready.discard(replica_id)
-            for presumed in self._presumed:  # because those who are here named them
-                self._sessions.pop(presumed, None)
+            for each in {replica_id} | (self._sessions.keys() - self._streams.keys()):
+                self._sessions.pop(each, None)
+                self._asking.pop(each, None)
+                self._ready.discard(each)
             self._presumed.clear()
             self._newest = None
 
@@ -214,6 +222,7 @@ class Attendance:
         """The newest quorum from before this life: its members are presumed to live, those of an older one no more."""
         for replica_id in self._presumed:
             self._sessions.pop(replica_id, None)
+            self._ready.discard(replica_id)  # that it has ever asked was known by the older quorum alone
         self._presumed.clear()
         for member in quorum.members:
             name = member.replica_id
@@ -284,7 +293,8 @@ class Attendance:
                 continue
             assert self._newest is not None
             lost = self._lost.get(replica_id, -1) >= member.session
-            followed = self._sessions.get(replica_id, member.session) > member.session
+            newest = self._sessions.get(replica_id, self._gone.get(replica_id, member.session))
+            followed = newest > member.session
             if lost or followed or (replica_id in self._replaced and replica_id not in self._sessions):
                 self._on_broken(self._newest.key, replica_id)
 
@@ -338,7 +348,7 @@ class Attendance:
         for member in quorum.members:
             if self._sessions.get(member.replica_id) != member.session:
                 raise InvariantBroken("I2", f"{member.replica_id} is in quorum {quorum.key} and does not live")
-        before = set(previous.replica_ids) - self._gone if previous is not None else set()
+        before = set(previous.replica_ids) - self._gone.keys() if previous is not None else set()
         if before and before <= ids:
             return
         living = {each for each in self._sessions if each in self._ready}
@@ -361,6 +371,7 @@ class Attendances:
         self._new = new
         self._of_job: dict[str, Attendance] = {}
         self._hellos: dict[int, Hello] = {}
+        self._said_hello_last = 0  # on which stream
         self._asked: dict[str, tuple[int, QuorumKey]] = {}  # who was asked for which quorum
 
     def of(self, job: str) -> Attendance:
@@ -382,6 +393,7 @@ class Attendances:
         """It hears something."""
         if isinstance(event, events.HelloReceived):
             self._hellos[event.stream] = event.hello
+            self._said_hello_last = event.stream
         job = self.job_of(event.stream)
         attendance = self.of(job)
         match event:
@@ -421,6 +433,9 @@ class Attendances:
                 self.of(self.job_of(order.stream)).turned_out(order.stream)
             case effects.Release():
                 self.of(self.job_of(order.stream)).released(order.stream)
+            case effects.CloseStream():
+                newer, older = self._hellos[self._said_hello_last], self._hellos[order.stream]
+                self.of(older.job).takes_place(newer, older)
             case effects.AskForQuorum():
                 self._asked[self.job_of(order.stream)] = order.stream, order.key
             case effects.Welcome():
@@ -443,7 +458,7 @@ class Invariants:
         self._highest_id = 0
         self._members: dict[QuorumKey, tuple[str, ...]] = {}
         self._formed: set[QuorumKey] = set()
-        self._plans: dict[tuple[QuorumKey, int, int], tuple[object, ...]] = {}
+        self._plans: dict[tuple[QuorumKey, int, int, int], tuple[object, ...]] = {}
         self._groups: dict[tuple[QuorumKey, int], tuple[str, tuple[str, ...]]] = {}
         self._places: dict[tuple[QuorumKey, int, int], str] = {}
         self._states: dict[tuple[int, int, int], str] = {}
@@ -454,6 +469,8 @@ class Invariants:
         self._committed: set[tuple[str, int, Round]] = set()
         self._held_by: dict[str, QuorumKey] = {}
         self._left_with: dict[str, tuple[int, int | None]] = {}
+        self._delivered: set[tuple[str, int, QuorumKey, int]] = set()
+        self._flights: dict[tuple[str, int], list[tuple[QuorumKey, int]]] = {}  # of each rank, its syncs, oldest first
 
     def started_at(self, wall_ms: int) -> bool:
         """Another lighthouse starts, at that time by the clock on the wall.
@@ -501,16 +518,23 @@ class Invariants:
             raise InvariantBroken("I1", f"{replica_id} is given quorum {key} after {before}")
         self._held_by[replica_id] = key
 
+    def started_anew(self, replica_id: str, held: QuorumKey | None) -> None:
+        """That replica's manager server was: what its ranks have not heard of the last one nobody knows any more."""
+        self._held_by.pop(replica_id, None)
+        if held is not None:
+            self._held_by[replica_id] = held
+
     def planned_from(self, plan: Plan, quorum: Quorum) -> None:
         """A manager server makes a plan of a quorum: all go on from the highest step that a whole member holds."""
         highest = max(member.step for member in quorum.members if not member.torn)
         if plan.step != highest:
             raise InvariantBroken("I3", f"{plan.replica_id} goes on from step {plan.step} in {plan.key}, not {highest}")
 
-    def planned(self, plan: Plan, group_rank: int) -> None:
-        """A rank is given a plan: its common part is the same for all."""
+    def planned(self, plan: Plan, group_rank: int, in_flight: int = 0) -> None:
+        """A rank is given a plan: its common part is the same for all. Several may be of one step, if so many syncs of
+        the same quorum are in flight."""
         common = (plan.replica_ids, plan.up_to_date, plan.participants, plan.min_replica_size)
-        known = self._plans.setdefault((plan.key, plan.step, plan.lineage), common)
+        known = self._plans.setdefault((plan.key, plan.step, plan.lineage, in_flight), common)
         if known != common:
             raise InvariantBroken(
                 "I2", f"two plans of quorum {plan.key} at step {plan.step}: {known} and {common} (rank {group_rank})"
@@ -544,6 +568,15 @@ class Invariants:
             shown = ", ".join(f"{each.replica_id} at {each.before}" for each in counted)
             raise InvariantBroken("I3", f"one mean in quorum {key}, rank {group_rank}, of different states: {shown}")
 
+        parts = {contribution.part for contribution in given.values()}
+        if len(parts) > 1:
+            raise InvariantBroken("I3", f"one mean in quorum {key}, rank {group_rank}, of {sorted(parts)}")
+
+    def delivered(self, replica_id: str, reduced: Reduced) -> None:
+        """A rank has learned what came out of a reduction."""
+        for number in reduced.numbers:
+            self._delivered.add((replica_id, reduced.group_rank, reduced.key, number))
+
     def holds(self, replica_id: str, group_rank: int, held: Held) -> None:
         """A rank has a state: the same step and lineage are the same weights, whoever has them and whenever."""
         if held.lineage is None or held.step <= self._initial_step:
@@ -572,6 +605,40 @@ class Invariants:
         self.num_commits += 1
         self.newest_commit = (vote.step, num_members)
 
+    def applied(self, replica_id: str, group_rank: int, vote: Round, reduced: Reduced) -> None:
+        """What a rank's optimizer has stepped with."""
+        known = [(replica_id, group_rank, reduced.key, number) in self._delivered for number in reduced.numbers]
+        if reduced.key != vote.key or not all(known):
+            raise InvariantBroken("I5", f"{replica_id} rank {group_rank} steps on a failed reduction in {vote}")
+
+    # --- syncs in flight ------------------------------------------------------------------------------------------
+
+    def started(self, host: str, group_rank: int, key: QuorumKey, fragment: int) -> None:
+        """A rank starts a sync, of that fragment."""
+        flight = self._flights.setdefault((host, group_rank), [])
+        if (key, fragment) in flight:
+            raise InvariantBroken("F1", f"{host} rank {group_rank} has fragment {fragment} in flight twice in {key}")
+        flight.append((key, fragment))
+
+    def quorum_known(self, host: str, group_rank: int, key: QuorumKey) -> None:
+        """A rank is given a plan: in another quorum than that of its syncs in flight these have failed."""
+        flight = self._flights.get((host, group_rank), [])
+        if any(of != key for of, _ in flight):
+            flight.clear()
+
+    def fell(self, host: str, group_rank: int) -> None:
+        """The verdict on a rank's oldest sync is no, or it dropped all: none of them can be committed any more."""
+        self._flights.pop((host, group_rank), None)
+
+    def landed(self, host: str, group_rank: int, key: QuorumKey, fragment: int) -> None:
+        """A rank commits a sync."""
+        flight = self._flights.get((host, group_rank), [])
+        if flight[:1] != [(key, fragment)]:
+            raise InvariantBroken(
+                "F1", f"{host} rank {group_rank} commits fragment {fragment} of {key}, and in flight are {flight}"
+            )
+        del flight[0]
+
     def was_committed(self, vote: Round, group_rank: int) -> bool:
         """Whether some member has committed that reduction."""
         return (vote, group_rank) in self._after
@@ -589,8 +656,12 @@ class Invariants:
             raise InvariantBroken("I5", f"{replica_id} rank {group_rank} changes its vote for {vote}")
 
     def left(self, replica_id: str, group_rank: int, held: Held, *, torn: bool) -> None:
-        """A rank leaves: all ranks of a group do after the same step, unless they were torn before."""
-        if torn:
+        """A rank leaves: all ranks of a group do after the same step, unless they were torn before.
+
+        One that was never told its lineage, because it loaded its state by hand and there was no quorum since, may
+        leave beside others that know theirs.
+        """
+        if torn or held.lineage is None:
             return
         state = (held.step, held.lineage)
         known = self._left_with.setdefault(replica_id, state)

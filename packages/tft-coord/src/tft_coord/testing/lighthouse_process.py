@@ -67,6 +67,7 @@ class LighthouseProcess(Process):
         self._cluster = cluster
         self._born_ms = self.clock.now_ms
         self._streams: dict[int, Stream] = {}
+        self._stuck: set[QuorumKey] = set()  # quorums that it broke because all waited
         self._attendances = Attendances(self._new_attendance)
         self._stories: dict[str, LighthouseStory] = {}
 
@@ -211,7 +212,8 @@ class LighthouseProcess(Process):
         self._cluster.marks.hit("all were stuck in one reduction")
         self._cluster.losses.left(self, notice.key, notice.replica_id, surely=True)
         held = self.core.quorum(self._attendances.job_of(order.stream))
-        if held is not None and held.key == notice.key:
+        if held is not None and held.key == notice.key and notice.key not in self._stuck:
+            self._stuck.add(notice.key)  # a stream that comes back is told again, whatever they do by then
             self._cluster.hangs.stuck(notice.key, held.replica_ids)
 
     def _say(self, number: int, order: effects.LighthouseEffect) -> None:

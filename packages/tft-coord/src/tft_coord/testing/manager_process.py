@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tft_coord.core import effects, events
 from tft_coord.core.foreign import BEAT_INTERVAL_MS, CallQuorum, CancelCall, ForeignCore, ForeignEffect, TellGroup
 from tft_coord.core.group import GroupCore
+from tft_coord.core.progress import Progress
 from tft_coord.core.session import (
     Dial,
     GiveUp,
@@ -121,8 +122,12 @@ class ManagerProcess(Process):
                 del self._ranks[rank]
             self.handle(events.RankDisconnected(rank=rank, stream=stream.number))
 
+        def progressed(progress: Progress) -> None:
+            self._cluster.hangs.heard(self.replica.trainers[rank], progress)
+            self.handle(events.RankProgressed(rank, progress))
+
         self._ranks[rank] = stream
-        stream.listen(self, lambda progress: self.handle(events.RankProgressed(rank, progress)), closed)
+        stream.listen(self, progressed, closed)
         self.handle(events.RankConnected(rank=rank, stream=stream.number, session=session))
 
     def called(

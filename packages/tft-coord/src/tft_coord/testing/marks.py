@@ -90,6 +90,14 @@ SCENARIO_MARKS: Mapping[int, tuple[str, ...]] = {
         "a torn group was in a quorum",
         "a torn group healed",
     ),
+    13: (
+        "a sync was committed with others in flight",
+        "a new id failed what was in flight",
+        "a new id failed several syncs in flight",
+        "a failed vote failed what was in flight",
+        "a request failed with syncs in flight",
+        "one healed with syncs in flight",
+    ),
     14: (
         "the lighthouse was away for longer than heartbeat_timeout",
         "all were excused together",

@@ -245,7 +245,7 @@ class Scenario:
     def _do_cluster(self, words: list[str]) -> Iterable[str]:
         """cluster [world_size=1] [min_replicas=1] [step=0] [synchronous] [foreign] [standby] [strangers]: an empty
         cluster with a lighthouse: torchft's (`foreign`), or a second one besides, `lighthouse2`, of the same cluster
-        (`standby`) or of another (`strangers`)."""
+        (`standby`) or of another (`strangers`). With `fragments=4 in_flight=2` trainers synchronize now and then."""
         numbers = dict(word.split("=", 1) for word in words if "=" in word)
         config = ClusterConfig(
             names=(),
@@ -256,7 +256,11 @@ class Scenario:
             standby="ours" if "standby" in words else "theirs" if "strangers" in words else "",
             delay_ms=(1, 1),
             trainers=TrainerSettings(
-                step=int(numbers.get("step", 0)), use_async_quorum="synchronous" not in words, init_sync=True
+                step=int(numbers.get("step", 0)),
+                use_async_quorum="synchronous" not in words,
+                init_sync=True,
+                num_fragments=int(numbers.get("fragments", 0)),
+                most_in_flight=int(numbers.get("in_flight", 1)),
             ),
         )
         chance = Chance(
@@ -538,6 +542,12 @@ class Scenario:
         for word in words:
             self._replica(word)
             self.cluster.drain(word)
+        return []
+
+    def _do_give_up(self, words: list[str]) -> Iterable[str]:
+        """give-up a 100: it gives its next request up after so many milliseconds."""
+        for trainer in self._trainers(words[:1]):
+            trainer.gives_up_after_ms = int(words[1])
         return []
 
     def _do_load(self, words: list[str]) -> Iterable[str]:

@@ -71,6 +71,7 @@ class Report:
 
 FOREIGN_SHARE = 0.1  # of the jobs run on torchft's lighthouse
 STANDBY_SHARE = 0.1  # have two lighthouses
+SYNCS_SHARE = 0.2  # synchronize now and then
 TWIN = "twin"  # whoever was started a second time under one replica id
 STRANGER = "stranger"  # whoever was started with other settings than the rest
 TORCHFT = "torchft"  # a group of torchft's kind
@@ -174,6 +175,15 @@ class Simulation:
             trainers=settings,
             wall_start_ms=1_000_000_000,  # so that there is room to set the clock back
         )
+        # One job in five synchronizes now and then, with one sync in flight or several. It asks in the background.
+        syncs = self._rng("syncs")
+        if syncs.random() < SYNCS_SHARE:
+            num_fragments = syncs.choice((1, 2, 4))
+            most_in_flight = min(num_fragments, syncs.choice((1, 2, 2, 3)))
+            settings = replace(
+                settings, use_async_quorum=True, num_fragments=num_fragments, most_in_flight=most_in_flight
+            )
+            cluster_config = replace(cluster_config, trainers=settings)
         self._raising = False
         # One job in seven has another beside it on its lighthouse. In half of those that go on from a checkpoint each
         # group has that of a run of its own.
@@ -263,14 +273,24 @@ class Simulation:
         def all_commit() -> bool:
             return all(each.num_commits > num for each, num in zip(watched, before, strict=True))
 
-        if not clock.run_until(calm_ms + bound_ms, all_commit):
+        if cluster.config.foreign:
+            # On torchft's lighthouse the end of one that leaves costs the others what a loss does, and who was told to
+            # leave while faults fell does so when its step ends: that is the last fault.
+            clock.run_until(calm_ms + bound_ms, lambda: all_commit() or not self._somebody_leaves())
+        over_ms = clock.now_ms
+        if not all_commit() and not clock.run_until(over_ms + bound_ms, all_commit):
             raise InvariantBroken("I6", f"no step within {bound_ms} ms after the last fault; {self._why()}")
         to_commit_ms = clock.now_ms - calm_ms
-        if not clock.run_until(calm_ms + 2 * bound_ms, self._whole):
+        if not clock.run_until(over_ms + 2 * bound_ms, self._whole):
             raise InvariantBroken(
                 "I6", f"not all replicas train together {2 * bound_ms} ms after the last fault; {self._why()}"
             )
         return to_commit_ms, clock.now_ms - calm_ms
+
+    def _somebody_leaves(self) -> bool:
+        """Whether one that was told to leave is still there."""
+        trainers = itertools.chain(*(replica.trainers for replica in self.cluster.replicas.values() if replica.alive))
+        return any(trainer.leaving_since_ms is not None for trainer in trainers)
 
     def _whole(self) -> bool:
         """In each job all replica groups have committed the newest step, in one quorum, and hold one state."""

@@ -11,11 +11,11 @@ Law of this file: one rank's step and what it meets others in (groups, snapshots
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tft_coord.core.fingerprint import Fingerprint, fingerprint_of
 from tft_coord.core.lineage import fold_lineage, initial_lineage
@@ -27,6 +27,9 @@ from tft_coord.testing.marks import Marks
 from tft_coord.testing.process import Process, State
 from tft_coord.testing.stretches import Stretches
 from tft_coord.timeouts import Timeouts
+
+if TYPE_CHECKING:
+    from tft_coord.testing.syncs import Syncs
 
 NUM_BUCKETS = 2  # reductions in a step: what one death tears between
 POLL_MS = 50
@@ -191,9 +194,14 @@ class Group:
         reduction.complete = True
         self._invariants.reduced(self.key, self._group_rank, reduction.given)
         gradients = tuple(sorted(each.gradient for each in reduction.given.values() if each.gradient is not None))
-        result = Reduced(self.key, self._group_rank, number, gradients)
-        for waiter in reduction.waiting.values():
-            self._clock.after(self._spread_ms(), partial(waiter.resolve, result))
+        result = Reduced(self.key, self._group_rank, (number,), gradients)
+        for replica_id, waiter in reduction.waiting.items():
+            self._clock.after(self._spread_ms(), partial(self._deliver, replica_id, waiter, result))
+
+    def _deliver(self, replica_id: str, waiter: Waiter, result: Reduced) -> None:
+        if not waiter.done:
+            self._invariants.delivered(replica_id, result)
+            waiter.resolve(result)
 
     def _misses(self, replica_id: str) -> bool:
         """Whether that member sees that another one has left."""
@@ -273,6 +281,8 @@ class TrainerSettings:
         use_async_quorum, init_sync, fixed_with_spares, min_replica_size: as in Member.
         step: at which it starts; more than 0 is a state loaded from outside.
         run: of which it was loaded; other runs have other weights.
+        num_fragments: into which the model is split that is synchronized now and then; 0: gradients, in every step.
+        most_in_flight: syncs that run at a time.
     """
 
     use_async_quorum: bool = True
@@ -281,6 +291,8 @@ class TrainerSettings:
     min_replica_size: int = 1
     step: int = 0
     run: str = ""
+    num_fragments: int = 0
+    most_in_flight: int = 1
 
     def fingerprint(self, world_size: int) -> Fingerprint:
         """What a rank says that it is made of."""
@@ -291,6 +303,7 @@ class TrainerSettings:
                 "world_size_mode": "FIXED_WITH_SPARES" if self.fixed_with_spares else "DYNAMIC",
                 "min_replica_size": str(self.min_replica_size),
                 "init_sync": str(self.init_sync),
+                "fragments": f"{self.num_fragments}, syncs in flight {self.most_in_flight}",
             }
         )
 
@@ -344,8 +357,9 @@ class Trainer(Process):
         self.group_since_ms = 0
         self.num_requests = 0
         self.snapshot: Snapshot | None = None
-        self._healed_before = False  # in the step before this one
+        self.healed_before = False  # in the step before this one
         self._hang: Waiter | None = None
+        self.syncs: Syncs | None = None  # it synchronizes now and then, and not in every step
         # What a script may ask of the next step; random faults use the first.
         self.gives_up_after_ms: int | None = None
         self.shrink_only = False
@@ -357,11 +371,11 @@ class Trainer(Process):
         self.left = False
         self.late_ms = 0
         self.will_hang: Hanging | None = None
-        self._settings = settings
+        self.settings = settings
         self._fingerprint = settings.fingerprint(world_size)
-        self._outside = outside
+        self.outside = outside
         self._life: Life | None = None
-        self._num_reductions = 0
+        self.num_reductions = 0
         self._received_bytes = 0
         self._refused: set[str] = set()
         self._newcomer = ""  # who asked, as a hint says that nothing has come of yet
@@ -388,6 +402,8 @@ class Trainer(Process):
         self._note_stretches(anew=True)
 
     def _note_stretches(self, *, anew: bool = False) -> None:
+        if not self.alive:
+            return  # a stopped one whose host is gone stays silent, whoever would wake it up
         now_ms, stopped = self.clock.now_ms, self.state is State.STOPPED
         inside = self._phase not in OUTSIDE
         self.busy.now((stopped and inside) or (self._phase in OWN and not self.excused), now_ms)
@@ -400,8 +416,9 @@ class Trainer(Process):
         self._note_stretches()
         if was_running:
             self.stopped_since_ms = self.clock.now_ms
-            if self._phase in (*OWN, "reduction") and not self.excused:
-                self._outside.hangs(self)
+            asks = self.syncs is not None and self.syncs.asks
+            if self._phase in (*OWN, "reduction") and not self.excused and not asks:
+                self.outside.hangs(self)
 
     def resume(self) -> None:
         """SIGCONT."""
@@ -417,7 +434,7 @@ class Trainer(Process):
             phase=phases.get(self._phase, Phase.WAITING),
             since_ms=self.clock.now_ms - self.phase_since_ms,
             excused=self.excused,
-            slowest_step_ms=self._outside.timeouts.slowest_step_ms,
+            slowest_step_ms=self.outside.timeouts.slowest_step_ms,
         )
 
     @property
@@ -456,20 +473,20 @@ class Trainer(Process):
     def noticed(self, notice: LossNotice) -> None:
         """A member of a quorum was lost."""
         if self.held is not None and notice.key < self.held:
-            self._outside.marks.hit("a notice came after the next quorum")
-            self._outside.note(self, "hears of a loss in an older quorum")
+            self.outside.marks.hit("a notice came after the next quorum")
+            self.outside.note(self, "hears of a loss in an older quorum")
             return
         if notice in self._notices:
-            self._outside.marks.hit("a notice came twice")
-            self._outside.note(self, "hears of the same loss again")
+            self.outside.marks.hit("a notice came twice")
+            self.outside.note(self, "hears of the same loss again")
             return
         self._notices.append(notice)
         if notice.key != self.held:
-            self._outside.marks.hit("a notice overtook its quorum")
-            self._outside.note(self, "hears of a loss in a quorum that it does not hold yet")
+            self.outside.marks.hit("a notice overtook its quorum")
+            self.outside.note(self, "hears of a loss in a quorum that it does not hold yet")
             return
-        self._outside.marks.hit(f"a notice came in: {self.phase}")
-        self._outside.note(self, f"hears of a loss in its quorum ({self.phase})")
+        self.outside.marks.hit(f"a notice came in: {self.phase}")
+        self.outside.note(self, f"hears of a loss in its quorum ({self.phase})")
         self.after(ABORT_AFTER_MS, lambda: self._abort(notice.key))
 
     def heard_of_newcomer(self, replica_id: str) -> None:
@@ -482,12 +499,12 @@ class Trainer(Process):
             self._fetches[1].resolve(None)
         if self.group is None or self.group.key != key:
             return
-        self._outside.note(self, "aborts what runs in its broken quorum")
+        self.outside.note(self, "aborts what runs in its broken quorum")
         # Whoever waits in the group itself is told by it; who has lost nothing but a neighbour's answer is not.
         self.group.abort(self.replica_id)
         self.leave_group()
 
-    def _is_broken(self, key: QuorumKey) -> bool:
+    def is_broken(self, key: QuorumKey) -> bool:
         return any(notice.key == key for notice in self._notices)
 
     def _has_no_source(self, plan: Plan) -> bool:
@@ -504,160 +521,176 @@ class Trainer(Process):
             return
         waiter.then(lambda result: self.run(lambda: self._go_on(result)))
 
-    def _sleep(self, delay_ms: int) -> Waiter:
+    def sleep(self, delay_ms: int) -> Waiter:
         waiter = Waiter()
         self.after(delay_ms, lambda: waiter.resolve(None))
         return waiter
 
-    def _within(self, waiter: Waiter, timeout_ms: int) -> Waiter:
+    def within(self, waiter: Waiter, timeout_ms: int) -> Waiter:
         """The same, but None when the time-out passes first."""
         timer = self.clock.after(timeout_ms, lambda: waiter.resolve(None))
         waiter.then(lambda _: timer.cancel())
         return waiter
 
-    def _quit(self, reason: str) -> None:
+    def quit(self, reason: str) -> None:
         self.phase = f"ended: {reason}"
-        self._outside.ended(self, reason)
+        self.outside.ended(self, reason)
 
     # --- leaving ----------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
         """Somebody tells it to leave: it does, after the running step."""
         if self.leaving_since_ms is None:
-            self._outside.note(self, "is told to leave")
+            self.outside.note(self, "is told to leave")
             self.leaving_since_ms = self.clock.now_ms
 
-    def _wishes_to_leave(self, plan: Plan | None) -> bool:
+    def wishes_to_leave(self, plan: Plan | None) -> bool:
         """The last holder of the state waits until others hold it too, for a while."""
         if self.leaving_since_ms is None or plan is None:
             return self.leaving_since_ms is not None
         last = len(plan.up_to_date) == 1 and plan.replica_rank in plan.up_to_date and plan.replica_world_size > 1
         waits = last and self.clock.now_ms - self.leaving_since_ms < LEAVE_WITHIN_MS
         if waits:
-            self._outside.marks.hit("the last holder of the state stayed for another step")
-            self._outside.note(self, "stays, for nobody else holds the state")
+            self.outside.marks.hit("the last holder of the state stayed for another step")
+            self.outside.note(self, "stays, for nobody else holds the state")
         return not waits
 
-    def _leaves(self, plan: Plan | None) -> Life:
+    def leaves(self, plan: Plan | None) -> Life:
         """The group has agreed, or this rank has no quorum to go on in: it serves those that heal, and ends."""
         self.left = True
         self.phase = "left"
-        self._outside.note(self, f"leaves after step {self.step}")
-        self._outside.invariants.left(self.host, self.rank, self.state_held, torn=self.torn)
-        taken = yield self._outside.leave(self)
-        self._outside.marks.hit("a rank left" if taken is not None else "a rank left without its manager server")
+        self.outside.note(self, f"leaves after step {self.step}")
+        self.outside.invariants.left(self.host, self.rank, self.state_held, torn=self.torn)
+        taken = yield self.outside.leave(self)
+        self.outside.marks.hit("a rank left" if taken is not None else "a rank left without its manager server")
         if plan is not None and plan.serve:
             since_ms = self.leaving_since_ms if self.leaving_since_ms is not None else self.clock.now_ms
-            while self._outside.is_healed_from(self) and self.clock.now_ms - since_ms < LEAVE_WITHIN_MS:
-                self._outside.marks.hit("one that has left was healed from")
-                yield self._sleep(POLL_MS)
-        self._outside.ended(self, "left")
+            while self.outside.is_healed_from(self) and self.clock.now_ms - since_ms < LEAVE_WITHIN_MS:
+                self.outside.marks.hit("one that has left was healed from")
+                yield self.sleep(POLL_MS)
+        self.outside.ended(self, "left")
         yield Waiter()  # for ever
 
     # --- one step after another -------------------------------------------------------------------------------------
 
     def _train(self) -> Life:
         while self.alive:
-            yield from self._one_step()
+            yield from self.syncs.one() if self.syncs is not None else self._one_step()
 
-    def _one_step(self) -> Life:
+    def between_steps(self) -> Life:
+        """What the user does there."""
         if self.late_ms:
             late_ms, self.late_ms = self.late_ms, 0
-            if late_ms >= self._outside.timeouts.slowest_step_ms:
-                self._outside.marks.hit("a trainer was late for longer than slowest_step")
+            if late_ms >= self.outside.timeouts.slowest_step_ms:
+                self.outside.marks.hit("a trainer was late for longer than slowest_step")
             self.phase = "between steps"
-            yield self._sleep(late_ms)
+            yield self.sleep(late_ms)
+
+    def load_by_hand(self) -> None:
+        """Another state, if the user is about to load one."""
         if self.loads_step is not None:
             self.step, self.lineage, self.live = self.loads_step, None, False
             self.weights = f"by hand/{self.rank}"
             self.loads_step = None
+
+    def refused(self, answer: Refused) -> Life:
+        """It gets no quorum: it leaves or ends, if it must, else it tries again."""
+        self.outside.note(self, f"is refused a quorum ({answer.code})")
+        wishes = self.leaving_since_ms is not None and not answer.fatal
+        if answer.code == Refusal.LEFT.value or (wishes and self.wishes_to_leave(self.plan)):
+            self.outside.marks.hit("a rank left without a quorum")
+            yield from self.leaves(self.plan)
+        if answer.fatal:
+            self.quit(answer.code)
+            yield Waiter()  # for ever
+        yield self.sleep(POLL_MS)
+
+    def _one_step(self) -> Life:
+        yield from self.between_steps()
+        self.load_by_hand()
         self.phase = "quorum"
         self.num_requests += 1
         self._take_early()
-        answer = yield self._outside.ask(self, self._request())
+        answer = yield self.outside.ask(self, self.request())
         if isinstance(answer, Refused):
-            self._outside.note(self, f"is refused a quorum ({answer.code})")
             self._early = None
-            wishes = self.leaving_since_ms is not None and not answer.fatal
-            if answer.code == Refusal.LEFT.value or (wishes and self._wishes_to_leave(self.plan)):
-                self._outside.marks.hit("a rank left without a quorum")
-                yield from self._leaves(self.plan)
-            if answer.fatal:
-                self._quit(answer.code)
-                yield Waiter()  # for ever
-            yield self._sleep(POLL_MS)
+            yield from self.refused(answer)
             return
-        plan = self._plan_of(answer)
+        plan = self.plan_of(answer)
         vote = Round(plan.key, plan.step, plan.lineage, Purpose.COMMIT)
         self._offer_early(plan)
         # The first step after a start, a healing or a reconfiguration may take any time.
-        self.excused = self.held != plan.key or plan.heal or self._healed_before
-        self._healed_before = plan.heal
-        good = yield from self._configure(plan)
+        self.excused = self.held != plan.key or plan.heal or self.healed_before
+        self.healed_before = plan.heal
+        good = yield from self.configure(plan)
         if not plan.heal and self.lineage is None:
             self.lineage = plan.lineage
-        if not self._settings.use_async_quorum:
+        if not self.settings.use_async_quorum:
             if plan.serve:
-                self._take_snapshot(plan)
+                self.take_snapshot(plan)
             if plan.heal:
-                healed = yield from self._heal(plan, vote)
+                healed = yield from self.heal(plan, vote)
                 if not healed:
                     self.leave_group()
                     good = False
         self.phase = "forward"
-        yield self._sleep(self._outside.step_ms(self))
-        if self.clock.now_ms - self.phase_since_ms >= self._outside.timeouts.slowest_step_ms and self.excused:
-            self._outside.marks.hit("a first step took longer than slowest_step")
-        yield from self._hang_if_asked("forward")
+        yield self.sleep(self.outside.step_ms(self))
+        if self.clock.now_ms - self.phase_since_ms >= self.outside.timeouts.slowest_step_ms and self.excused:
+            self.outside.marks.hit("a first step took longer than slowest_step")
+        yield from self.hang_if_asked("forward")
         reduced: Reduced | None = None
         if good:
             reduced = yield from self._reduce(plan)
-        if self._settings.use_async_quorum:
+        if self.settings.use_async_quorum:
             if plan.serve and not self.snapshots_late and not self._offers(plan):
-                self._take_snapshot(plan)
+                self.take_snapshot(plan)
             if plan.heal:
-                healed = yield from self._heal(plan, vote)
+                healed = yield from self.heal(plan, vote)
                 good = good and healed
         fails, self.fails_once = self.fails_once, False
         if fails:
-            self._outside.note(self, "has an error of its own in this step")
+            self.outside.note(self, "has an error of its own in this step")
             good = False
         enough = plan.num_participants >= plan.min_replica_size
-        wishes = self._wishes_to_leave(plan)
-        verdict = yield from self._vote(vote, good and reduced is not None and enough, leaving=wishes)
+        wishes = self.wishes_to_leave(plan)
+        verdict = yield from self.vote(vote, good and reduced is not None and enough, leaving=wishes)
         if verdict.yes:
             assert reduced is not None
-            self._commit(plan, vote, reduced)
+            self.commit(plan, vote, reduced)
         else:
             self.commit_failures += 1
-            self._outside.marks.hit("a commit failed")
-            if self._outside.invariants.was_committed(vote, self.rank):
-                self._outside.marks.hit("one group committed what another lost")
-            self._outside.note(self, f"does not commit step {vote.step + 1}")
+            self.outside.marks.hit("a commit failed")
+            if self.outside.invariants.was_committed(vote, self.rank):
+                self.outside.marks.hit("one group committed what another lost")
+            self.outside.note(self, f"does not commit step {vote.step + 1}")
         if plan.serve and self.snapshots_late:
-            self._take_snapshot(plan)
+            self.take_snapshot(plan)
         if verdict.leaves:
             if not wishes:
-                self._outside.marks.hit("a rank left because another one was told to")
-            yield from self._leaves(plan)
+                self.outside.marks.hit("a rank left because another one was told to")
+            yield from self.leaves(plan)
         if verdict.yes:
-            yield from self._hang_if_asked("optimizer")
+            yield from self.hang_if_asked("optimizer")
 
-    def _hang_if_asked(self, where: Hanging) -> Life:
+    def hang_if_asked(self, where: Hanging) -> Life:
         if self.will_hang != where or self.excused:
             return
         self.will_hang = None
         if self.phase != where:
             self.phase = where
-        self._outside.marks.hit(f"a trainer hung in its {where}")
-        self._outside.note(self, "hangs" if where == "forward" else f"hangs in its {where}")
+        self.outside.marks.hit(f"a trainer hung in its {where}")
+        self.outside.note(self, "hangs" if where == "forward" else f"hangs in its {where}")
         self._hang = Waiter()
-        self._outside.hangs(self)
+        self.outside.hangs(self)
         yield self._hang
-        self._outside.note(self, "hangs no more")
+        self.outside.note(self, "hangs no more")
 
-    def _plan_of(self, answer: Plan | QuorumKey) -> Plan:
-        """The plan that counts now: the one given, or the one that stands, at our step."""
+    def plan_of(self, answer: Plan | QuorumKey, in_flight: Collection[QuorumKey] = ()) -> Plan:
+        """The plan that counts now: the one given, or the one that stands, at our step.
+
+        Args:
+            in_flight: the quorum of each sync that is in flight.
+        """
         if isinstance(answer, Plan):
             self.plan = answer
         else:
@@ -665,12 +698,12 @@ class Trainer(Process):
                 raise InvariantBroken(
                     "I2", f"{self.name} is told that plan {answer} stands, and has none to go on with"
                 )
-            self._outside.marks.hit("a rank was told unchanged")
+            self.outside.marks.hit("a rank was told unchanged")
             self.plan = replace(self.plan, step=self.step, lineage=self.lineage)
-        self._outside.invariants.planned(self.plan, self.rank)
+        self.outside.invariants.planned(self.plan, self.rank, sum(key == self.plan.key for key in in_flight))
         return self.plan
 
-    def _request(self) -> RankRequest:
+    def request(self) -> RankRequest:
         return RankRequest(
             step=self.step,
             lineage=self.lineage,
@@ -682,40 +715,41 @@ class Trainer(Process):
             needs_configure=self.needs_configure,
             failed_heals=self.failed_heals,
             shrink_only=self.shrink_only,
-            init_sync=self._settings.init_sync,
-            use_async_quorum=self._settings.use_async_quorum,
-            fixed_with_spares=self._settings.fixed_with_spares,
-            min_replica_size=self._settings.min_replica_size,
+            init_sync=self.settings.init_sync,
+            use_async_quorum=self.settings.use_async_quorum,
+            fixed_with_spares=self.settings.fixed_with_spares,
+            min_replica_size=self.settings.min_replica_size,
+            attempt=self.num_requests,
             fingerprint=self._fingerprint,
         )
 
-    def _configure(self, plan: Plan) -> Life:
+    def configure(self, plan: Plan) -> Life:
         if self.held == plan.key and not self.needs_configure and self.group is not None:
             return True
         if self.held == plan.key:
             # It was aborted since it asked. A key is for one meeting: under it we would meet who has left, or nobody.
-            self._outside.marks.hit("a key was not used twice")
+            self.outside.marks.hit("a key was not used twice")
             return False
         self.phase = "configure"
         self.leave_group()
         self.held = plan.key
         self._notices = [notice for notice in self._notices if notice.key >= plan.key]
-        if self._is_broken(plan.key):
-            self._outside.marks.hit("a broken quorum was not configured")
-            self._outside.note(self, "is given a broken quorum, and does not try to meet its members")
+        if self.is_broken(plan.key):
+            self.outside.marks.hit("a broken quorum was not configured")
+            self.outside.note(self, "is given a broken quorum, and does not try to meet its members")
             return False
-        self._outside.invariants.joined_group(plan, self.rank)
-        group = self._outside.group(plan.key, self.rank, plan.replica_ids)
+        self.outside.invariants.joined_group(plan, self.rank)
+        group = self.outside.group(plan.key, self.rank, plan.replica_ids)
         self.group = group
         self.group_since_ms = self.clock.now_ms
-        joined = yield self._within(group.join(self.replica_id), self._outside.timeouts.timeout_ms)
-        if not joined:
-            self._outside.marks.hit("a rendezvous failed")
-            self._outside.note(self, "can't meet the others of its quorum")
+        joined = yield self.within(group.join(self.replica_id), self.outside.timeouts.timeout_ms)
+        if not joined or self.group is not group:  # aborted by what it heard when it was stopped, just after they met
+            self.outside.marks.hit("a rendezvous failed")
+            self.outside.note(self, "can't meet the others of its quorum")
             self.leave_group()
             return False
         self.needs_configure = False
-        self._num_reductions = 0
+        self.num_reductions = 0
         return True
 
     def _reduce(self, plan: Plan) -> Life:
@@ -723,25 +757,26 @@ class Trainer(Process):
         counts = plan.participating_rank is not None and self.step == plan.step
         gradients: list[str] = []
         for bucket in range(NUM_BUCKETS):
-            if self.group is None or self._is_broken(plan.key):
+            if self.group is None or self.is_broken(plan.key):
                 return None
             gradient = f"{self.replica_id}:{self.step}:{bucket}" if counts else None
-            self._num_reductions += 1
+            self.num_reductions += 1
             self.phase = "reduction"
-            contribution = Contribution(self.replica_id, self.state_held, gradient)
-            waiter = self.group.reduce(self._num_reductions, contribution)
-            result = yield self._within(waiter, self._outside.timeouts.timeout_ms)
+            contribution = Contribution(self.replica_id, self.state_held, gradient, f"bucket {bucket}")
+            waiter = self.group.reduce(self.num_reductions, contribution)
+            result = yield self.within(waiter, self.outside.timeouts.timeout_ms)
             if result is None:
-                self._outside.marks.hit("a reduction failed")
-                self._outside.note(self, "sees its reduction fail")
+                self.outside.marks.hit("a reduction failed")
+                self.outside.note(self, "sees its reduction fail")
                 self.leave_group()
                 return None
             gradients += result.gradients
-        return Reduced(plan.key, self.rank, self._num_reductions, tuple(gradients))
+        numbers = range(self.num_reductions - NUM_BUCKETS + 1, self.num_reductions + 1)
+        return Reduced(plan.key, self.rank, tuple(numbers), tuple(gradients))
 
     # --- healing ----------------------------------------------------------------------------------------------------
 
-    def _take_snapshot(self, plan: Plan) -> None:
+    def take_snapshot(self, plan: Plan) -> None:
         self.snapshot = Snapshot(plan.key, self.state_held)
 
     def _offers(self, plan: Plan) -> bool:
@@ -752,7 +787,7 @@ class Trainer(Process):
 
     def _take_early(self) -> None:
         """At the boundary, if somebody was said to ask who will heal; under which key it goes is not known yet."""
-        if self._newcomer and self._settings.use_async_quorum and not self.torn and self.lineage is not None:
+        if self._newcomer and self.settings.use_async_quorum and not self.torn and self.lineage is not None:
             self._early = self.state_held
         self._newcomer = ""
 
@@ -762,73 +797,73 @@ class Trainer(Process):
         if early is None:
             return
         if not plan.serve or (early.step, early.lineage) != (plan.step, plan.lineage):
-            self._outside.marks.hit("a state was taken early in vain")
-            self._outside.note(self, "has taken its state early in vain, and drops it")
+            self.outside.marks.hit("a state was taken early in vain")
+            self.outside.note(self, "has taken its state early in vain, and drops it")
             return
-        self._outside.marks.hit("a state was offered before the forward")
-        self._outside.note(self, f"offers step {early.step} at once: it has taken it at the boundary")
+        self.outside.marks.hit("a state was offered before the forward")
+        self.outside.note(self, f"offers step {early.step} at once: it has taken it at the boundary")
         self.snapshot = Snapshot(plan.key, early)
 
-    def _heal(self, plan: Plan, vote: Round) -> Life:
+    def heal(self, plan: Plan, vote: Round) -> Life:
         """Fetch, agree with the other ranks that all have, load; all or none."""
         self.phase = "heal"
         started_ms = self.clock.now_ms
         fetched = yield from self._fetch(plan)
-        staged = yield from self._vote(replace(vote, purpose=Purpose.STAGED), fetched is not None)
+        staged = yield from self.vote(replace(vote, purpose=Purpose.STAGED), fetched is not None)
         loads = staged.yes and (yield from self._fits(plan, vote))
         if not loads or fetched is None:
             self.failed_heals += 1
-            self._outside.marks.hit("a healing failed")
+            self.outside.marks.hit("a healing failed")
             if fetched is not None and self.world_size > 1:
-                self._outside.marks.hit("half of a group had fetched")
-            self._outside.note(self, "could not heal")
+                self.outside.marks.hit("half of a group had fetched")
+            self.outside.note(self, "could not heal")
             return False
         if self.torn:
-            self._outside.marks.hit("a torn group healed")
+            self.outside.marks.hit("a torn group healed")
         self.step, self.lineage, self.weights = plan.step, plan.lineage, fetched.weights
         self.live = True
         self.torn = False
         self.failed_heals = 0
-        self._outside.marks.hit("a group healed")
-        if self.clock.now_ms - started_ms > self._outside.timeouts.join_timeout_ms:
-            self._outside.marks.hit("a healing took longer than join_timeout")
-        self._outside.note(self, f"has healed: it holds step {self.step}")
-        self._outside.invariants.holds(self.replica_id, self.rank, self.state_held)
+        self.outside.marks.hit("a group healed")
+        if self.clock.now_ms - started_ms > self.outside.timeouts.join_timeout_ms:
+            self.outside.marks.hit("a healing took longer than join_timeout")
+        self.outside.note(self, f"has healed: it holds step {self.step}")
+        self.outside.invariants.holds(self.replica_id, self.rank, self.state_held)
         return True
 
     def _fits(self, plan: Plan, vote: Round) -> Life:
         """Whether what was fetched can be loaded; for some states the ranks look at their own first, together."""
         needs_own = (plan.key.nonce + self.rank) % 2 == 1
-        without_own = yield from self._vote(replace(vote, purpose=Purpose.WITHOUT_OWN), not needs_own)
+        without_own = yield from self.vote(replace(vote, purpose=Purpose.WITHOUT_OWN), not needs_own)
         if without_own.yes:
             return True
-        self._outside.marks.hit("a healing needed the rank's own state")
-        matched = yield from self._vote(replace(vote, purpose=Purpose.MATCHED), True)
+        self.outside.marks.hit("a healing needed the rank's own state")
+        matched = yield from self.vote(replace(vote, purpose=Purpose.MATCHED), True)
         return matched.yes
 
     def _fetch(self, plan: Plan) -> Life:
         """The reference of the plan from the first source that serves it; the others carry on where one ends."""
-        self._outside.note(self, f"heals from {plan.sources[0].replica_id}, step {plan.step}")
+        self.outside.note(self, f"heals from {plan.sources[0].replica_id}, step {plan.step}")
         self._refused.clear()
-        deadline_ms = self.clock.now_ms + self._outside.timeouts.timeout_ms
+        deadline_ms = self.clock.now_ms + self.outside.timeouts.timeout_ms
         chunks = 0
         while self.clock.now_ms < deadline_ms:
             if self._has_no_source(plan):
-                self._outside.marks.hit("a transfer lost its last source")
-                self._outside.note(self, "has lost its last source")
+                self.outside.marks.hit("a transfer lost its last source")
+                self.outside.note(self, "has lost its last source")
                 return None
             served = self._served(plan)
             if served is None:
-                yield self._sleep(POLL_MS)
+                yield self.sleep(POLL_MS)
                 continue
-            self._fetches = plan, self._sleep(self._outside.chunk_ms(self))
+            self._fetches = plan, self.sleep(self.outside.chunk_ms(self))
             yield self._fetches[1]
             self._fetches = None
             if self._has_no_source(plan):
                 continue
             chunks += 1
             self._received_bytes += 1
-            self._outside.received(self, self._received_bytes)
+            self.outside.received(self, self._received_bytes)
             if chunks >= HEAL_CHUNKS:
                 return served
         return None
@@ -837,35 +872,35 @@ class Trainer(Process):
         for source in plan.sources:
             if self._is_lost_in(plan.key, source.replica_id):
                 continue
-            snapshot = self._outside.snapshot_of(self, source.replica_id, self.rank)
+            snapshot = self.outside.snapshot_of(self, source.replica_id, self.rank)
             if snapshot is None:
                 continue
             held = snapshot.held
             if (snapshot.key, held.step, held.lineage) == (plan.key, plan.step, plan.lineage):
                 return held
             if source.replica_id not in self._refused and snapshot.key == plan.key:
-                self._outside.note(self, f"refuses a snapshot of step {held.step}, for it needs step {plan.step}")
+                self.outside.note(self, f"refuses a snapshot of step {held.step}, for it needs step {plan.step}")
                 self._refused.add(source.replica_id)
-            self._outside.marks.hit("a snapshot of another step was refused")
+            self.outside.marks.hit("a snapshot of another step was refused")
         return None
 
     # --- the vote -----------------------------------------------------------------------------------------------------
 
-    def _vote(self, vote: Round, yes: bool, *, leaving: bool = False) -> Life:
+    def vote(self, vote: Round, yes: bool, *, leaving: bool = False) -> Life:
         """The verdict; a rank that can't have it ends, unless it is the only one of its group."""
         self.phase = vote.purpose.value
-        verdict = yield self._outside.vote(self, vote, yes, leaving=leaving)
+        verdict = yield self.outside.vote(self, vote, yes, leaving=leaving)
         if isinstance(verdict, Refused):
             if verdict.fatal:
-                self._quit(f"vote: {verdict.code}")
+                self.quit(f"vote: {verdict.code}")
                 yield Waiter()  # for ever
             # The manager server of a group of one rank died with the vote open: that is a no.
-            self._outside.marks.hit("an open vote was taken for a no")
-            self._outside.note(self, "takes its open vote for a no")
+            self.outside.marks.hit("an open vote was taken for a no")
+            self.outside.note(self, "takes its open vote for a no")
             return Verdict(yes=False, leaves=leaving)
         return verdict
 
-    def _commit(self, plan: Plan, vote: Round, reduced: Reduced) -> None:
+    def commit(self, plan: Plan, vote: Round, reduced: Reduced) -> None:
         assert (self.step, self.lineage) == (vote.step, vote.lineage), f"{self.name} commits {vote} at {self.step}"
         assert self.lineage is not None
         self.weights = hashlib.blake2b("|".join((self.weights, *reduced.gradients)).encode(), digest_size=8).hexdigest()
@@ -874,14 +909,16 @@ class Trainer(Process):
         self.live = True
         self.commit_failures = 0
         after = self.state_held
-        self._outside.invariants.committed(self.host, self.rank, vote, plan.replica_world_size, after)
+        self.outside.invariants.committed(self.host, self.rank, vote, plan.replica_world_size, after)
+        self.outside.invariants.applied(self.replica_id, self.rank, vote, reduced)
         mean_of = len({gradient.rsplit(":", 2)[0] for gradient in reduced.gradients})
-        self._outside.note(self, f"commits step {self.step}, a mean of {mean_of}")
-        if self._outside.invariants.num_lineages(self.rank, self.step) > 1:
-            self._outside.marks.hit("a lost step was committed again by others")
+        what = f"a mean of {mean_of}" if reduced.numbers else "the opening"
+        self.outside.note(self, f"commits step {self.step}, {what}")
+        if self.outside.invariants.num_lineages(self.rank, self.step) > 1:
+            self.outside.marks.hit("a lost step was committed again by others")
         tears, self.tears_once = self.tears_once, False
-        if tears or self._outside.optimizer_raises(self):
+        if tears or self.outside.optimizer_raises(self):
             # Half of the parameters may have been written.
-            self._outside.note(self, "raises in its optimizer: its state is torn")
+            self.outside.note(self, "raises in its optimizer: its state is torn")
             self.torn = True
             self.weights = f"torn/{self.name}"

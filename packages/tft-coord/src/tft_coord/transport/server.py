@@ -1,8 +1,9 @@
 """A grpc server whose port goes on answering.
 
-grpc's asyncio server ends its listening, for good, when a stranger calls a method whose name is no text: it decodes the
-name outside of the call's own task. Nobody needs a secret for that. What is open then goes on, but nobody new gets in,
-and nothing tells the owner. So what such an end leaves behind is heard of here, and another server takes the port.
+grpc's asyncio server can end its listening, for good, when a stranger calls a method whose name is no text. Nobody
+needs a secret for that. What is open then goes on, but nobody new gets in, and nothing tells the owner. A
+`SteadyServer` is not ended so. Where grpc's version does not offer what that one takes, what such an end leaves behind
+is heard of here, and another server takes the port; who arrives in that moment may have to come again.
 
 Law of this file: listening, and listening again; it knows nothing of what is answered.
 """
@@ -12,17 +13,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import Sequence
-from typing import Any, Final, final
+from contextlib import suppress
+from typing import Any, Final, TypeAlias, final
 
-import grpc
 import grpc.aio
 
 from tft_coord.transport.address import join_host_port
 from tft_coord.transport.settings import Options
+from tft_coord.transport.steady import SteadyServer, is_offered
+from tft_coord.wire.services import Services
 
 logger = logging.getLogger(__name__)
 
+GrpcServer: TypeAlias = "SteadyServer | grpc.aio.Server"
 AGAIN_EVERY_S: Final = 0.02
 AGAIN_FOR_S: Final = 1.0
 
@@ -33,17 +36,17 @@ class Server:
 
     Args:
         options: of grpc.
-        handlers: of the calls.
+        services: what it answers.
     """
 
-    def __init__(self, options: Options, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+    def __init__(self, options: Options, services: Services) -> None:
         self._options = options
-        self._handlers = handlers
+        self._services = services
         self._bind = ""
         self._stopped = False
         self._again: asyncio.Task[None] | None = None
         self._server = self._make()
-        self._before: dict[grpc.aio.Server, asyncio.Task[None]] = {}  # that have ended, and still have open calls
+        self._before: dict[GrpcServer, asyncio.Task[None]] = {}  # that have ended, and still have open calls
 
     def bind(self, address: str) -> int:
         """Take the port. Returns: its number. Raises: RuntimeError: the address can't be bound."""
@@ -94,17 +97,19 @@ class Server:
             if server is not self._server:
                 await server.stop(0)
 
-    async def _outlive(self, before: grpc.aio.Server) -> None:
+    async def _outlive(self, before: GrpcServer) -> None:
         """Keep it until its last call has ended."""
         try:
-            await before.wait_for_termination()
-        except UnicodeDecodeError:
-            pass  # what has ended it; known
+            with suppress(UnicodeDecodeError):  # what has ended it; known
+                await before.wait_for_termination()
+            await before.stop(None)  # grpc's own stop of it broke off half of the way, and left its memory taken
         finally:
             self._before.pop(before, None)
 
-    def _make(self) -> grpc.aio.Server:
-        return grpc.aio.server(handlers=self._handlers, options=self._options)
+    def _make(self) -> GrpcServer:
+        if is_offered():
+            return SteadyServer(self._options, self._services)
+        return grpc.aio.server(handlers=[self._services], options=self._options)
 
 
 def _is_no_traceback_of_nonsense(record: logging.LogRecord) -> bool:

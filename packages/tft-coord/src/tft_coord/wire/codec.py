@@ -221,6 +221,7 @@ def encode_to_lighthouse(event: LighthouseEvent, said: Member | None = None) -> 
                 lighthouse_started_ms=hello.lighthouse_started_ms,
                 cluster_id=hello.cluster_id,
                 left=hello.left,
+                num_answers=hello.num_answers,
             )
             return pb.ToLighthouse(hello=greeting).SerializeToString()
         case QuorumReported():
@@ -662,6 +663,8 @@ _PURPOSES = {
     Purpose.STAGED: pb.STAGED,
     Purpose.WITHOUT_OWN: pb.WITHOUT_OWN,
     Purpose.MATCHED: pb.MATCHED,
+    Purpose.SPREAD: pb.SPREAD,
+    Purpose.TAKEN: pb.TAKEN,
 }
 
 
@@ -954,6 +957,7 @@ def _hello_from_wire(message: pb.Hello) -> Hello:
         lighthouse_started_ms=_count("lighthouse_started_ms", message.lighthouse_started_ms, MAX_INT64),
         cluster_id=_printable("cluster_id", message.cluster_id, MAX_NAME_BYTES),
         left=message.left,
+        num_answers=_count("num_answers", message.num_answers, MAX_INT64),
     )
 
 

@@ -16,6 +16,8 @@ class Purpose(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     STAGED: _ClassVar[Purpose]
     WITHOUT_OWN: _ClassVar[Purpose]
     MATCHED: _ClassVar[Purpose]
+    SPREAD: _ClassVar[Purpose]
+    TAKEN: _ClassVar[Purpose]
 
 class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -27,6 +29,8 @@ COMMIT: Purpose
 STAGED: Purpose
 WITHOUT_OWN: Purpose
 MATCHED: Purpose
+SPREAD: Purpose
+TAKEN: Purpose
 OUTSIDE: Phase
 OWN: Phase
 WAITING: Phase
@@ -305,7 +309,7 @@ class Source(_message.Message):
     def __init__(self, replica_rank: _Optional[int] = ..., replica_id: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("job", "replica_id", "session", "address", "replaces", "ready", "held", "lighthouse_started_ms", "cluster_id", "left")
+    __slots__ = ("job", "replica_id", "session", "address", "replaces", "ready", "held", "lighthouse_started_ms", "cluster_id", "left", "num_answers")
     JOB_FIELD_NUMBER: _ClassVar[int]
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -316,6 +320,7 @@ class Hello(_message.Message):
     LIGHTHOUSE_STARTED_MS_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
     LEFT_FIELD_NUMBER: _ClassVar[int]
+    NUM_ANSWERS_FIELD_NUMBER: _ClassVar[int]
     job: str
     replica_id: str
     session: int
@@ -326,7 +331,8 @@ class Hello(_message.Message):
     lighthouse_started_ms: int
     cluster_id: str
     left: bool
-    def __init__(self, job: _Optional[str] = ..., replica_id: _Optional[str] = ..., session: _Optional[int] = ..., address: _Optional[str] = ..., replaces: _Optional[str] = ..., ready: bool = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., lighthouse_started_ms: _Optional[int] = ..., cluster_id: _Optional[str] = ..., left: bool = ...) -> None: ...
+    num_answers: int
+    def __init__(self, job: _Optional[str] = ..., replica_id: _Optional[str] = ..., session: _Optional[int] = ..., address: _Optional[str] = ..., replaces: _Optional[str] = ..., ready: bool = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., lighthouse_started_ms: _Optional[int] = ..., cluster_id: _Optional[str] = ..., left: bool = ..., num_answers: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("step", "phase", "since_ms", "excused", "slowest_step_ms")

@@ -8,7 +8,7 @@ Law of this file: what grpc has to be told about our services; nothing that deci
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, TypeAlias, final
 
 import grpc
@@ -59,6 +59,11 @@ class Services(grpc.GenericRpcHandler):
             refusals[name] = grpc.stream_stream_rpc_method_handler(_refuse)
         self._handlers = handlers
         self._refusals = refusals
+
+    @property
+    def methods(self) -> Collection[str]:
+        """Full names of what it answers."""
+        return self._handlers.keys()
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
         """The handler of that call, or None for a method that is not ours. grpc asks once for each call."""

@@ -205,8 +205,8 @@ class StruckTransport(CheckpointTransport[Any]):
             cancelled=cancelled,
         )
 
-    def prepare_to_send(self) -> None:
-        self._inside.prepare_to_send()
+    def prepare_to_send(self, num_bytes: int = 0) -> None:
+        self._inside.prepare_to_send(num_bytes)
 
     def disallow_checkpoint(self) -> None:
         self._inside.disallow_checkpoint()

@@ -1,0 +1,90 @@
+"""DiLoCo: replica groups train apart and synchronize now and then, for links that are too slow to do it in every step.
+
+    tft-lighthouse --min_replicas 1                                                                     # shell 1
+    TFT_LIGHTHOUSE=http://localhost:29510 REPLICA_GROUP_ID=0 python train_diloco.py                     # shell 2
+    TFT_LIGHTHOUSE=http://localhost:29510 REPLICA_GROUP_ID=1 python train_diloco.py                     # shell 3
+
+With USE_STREAMING=True in the environment of all of them it is Streaming DiLoCo: the model is cut into two fragments,
+which take turns, and what a synchronization sends travels beside the next steps of the training. Kill any, start it
+again. With two processes a replica group: `torchrun --standalone --nproc_per_node=2 train_diloco.py` in shells 2 and 3.
+"""
+
+import argparse
+import logging
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
+
+from tft_algos import DiLoCo, Manager, SettingError, fragment_model
+from tft_coord.errors import CoordinationError
+from tft_pg import ProcessGroupGloo
+
+SYNC_EVERY = 20  # steps of the inner optimizer, from one synchronization of a fragment to its next
+
+
+def main(synchronizations: int, replica: int, replicas: int, streaming: bool) -> None:
+    if replicas < 1 or synchronizations < 1:
+        raise SettingError(f"NUM_REPLICA_GROUPS is {replicas}, synchronizations {synchronizations}; give at least 1")
+    if not 0 <= replica < replicas:
+        raise SettingError(f"REPLICA_GROUP_ID is {replica} of NUM_REPLICA_GROUPS {replicas}; give 0 to {replicas - 1}")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    torch.manual_seed(0)  # the data, the same everywhere; each process takes its own share of each batch
+    inputs, teacher = torch.randn(4096, 32), torch.nn.Linear(32, 10)
+    labels = teacher(inputs).argmax(dim=1)
+
+    torch.manual_seed(replica)
+    layers = [
+        torch.nn.Linear(32, 64),
+        torch.nn.ReLU(),
+        torch.nn.Linear(64, 64),
+        torch.nn.ReLU(),
+        torch.nn.Linear(64, 10),
+    ]
+    model = torch.nn.Sequential(*layers)
+    fragments = fragment_model(model, 2 if streaming else 1)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    outer = [torch.optim.SGD(each.parameters(), lr=0.7, momentum=0.9, nesterov=True) for each in fragments]
+    with Manager(ProcessGroupGloo(), replica_id=f"replica_{replica}") as manager:
+        rank, ranks = manager.config.rank, manager.config.world_size
+        trained: torch.nn.Module = model
+        if ranks > 1:  # the processes of this replica group; each start has its part of the store that torchrun keeps
+            start = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), next(rendezvous("env://"))[0])
+            dist.init_process_group("gloo", store=start, rank=rank, world_size=ranks)
+            trained = torch.nn.parallel.DistributedDataParallel(model)  # torch's: inside the group, in every step
+        share = torch.arange(replica * ranks + rank, len(inputs), replicas * ranks)
+        delay, alpha = (5, 0.1) if streaming else (0, 0.0)  # steps that a synchronization may take; what stays local
+        with DiLoCo(
+            manager, fragments, inner, outer, SYNC_EVERY, fragment_sync_delay=delay, fragment_update_alpha=alpha
+        ):
+            while manager.current_step() < synchronizations:  # the first makes all weights equal
+                before = manager.current_step()
+                batch = share[torch.randint(len(share), (64,))]
+                inner.zero_grad()
+                loss = torch.nn.functional.cross_entropy(trained(inputs[batch]), labels[batch])
+                loss.backward()
+                inner.step()  # at some steps a synchronization starts here, or ends
+                if manager.current_step() > before and manager.current_step() % 5 == 0:
+                    participants = manager.num_participants()
+                    print(f"synchronization {manager.current_step()} participants {participants} loss {loss:.4f}")
+
+
+def truth(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"USE_STREAMING is {text!r}; give True or False")
+    return text.lower() == "true"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, allow_abbrev=False)
+    parser.add_argument("synchronizations", type=int, nargs="?", default=100)
+    for field, name, default in (("replica", "REPLICA_GROUP_ID", "0"), ("replicas", "NUM_REPLICA_GROUPS", "2")):
+        parser.add_argument(f"--{name.lower()}", dest=field, type=int, default=os.environ.get(name) or default)
+    parser.add_argument(
+        "--use_streaming", dest="streaming", type=truth, default=os.environ.get("USE_STREAMING") or "False"
+    )
+    try:
+        main(**vars(parser.parse_args()))
+    except (SettingError, CoordinationError) as error:  # nothing that a traceback would help with
+        parser.exit(2, f"{parser.prog}: {error}\n")

@@ -1,0 +1,140 @@
+"""A script as a user starts it, but in a process of the forkserver, where torch is imported already.
+
+Law of this file: starting scripts and reading what they write; what they must write stands in the tests.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Final
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from integration_tests.conftest import Spawn
+
+SECONDS_TO_END: Final = 120  # on a machine that is busy
+
+
+def run_script(script: Path, words: Sequence[str], environment: Mapping[str, str], output: Connection) -> None:
+    """`python script words`, with its output and its errors on one pipe."""
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    output.close()
+    os.environ.update(environment)
+    sys.argv = [str(script), *words]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _first_match(pattern: str, lines: Iterable[str], read: list[str]) -> re.Match[str]:
+    """The first line that matches; all that were read are added to `read`."""
+    for line in lines:
+        read.append(line)
+        if match := re.search(pattern, line):
+            return match
+    raise AssertionError(f"no line matches {pattern!r}: {''.join(read)}")
+
+
+def wait_for(pattern: str, process: subprocess.Popen[str]) -> re.Match[str]:
+    """Read lines of a process until one matches; the test's time-out bounds it."""
+    assert process.stdout is not None
+    return _first_match(pattern, process.stdout, [])
+
+
+class Script:
+    """One that runs.
+
+    Args:
+        spawn: the fixture.
+        script: its file.
+        words: behind its name.
+        environment: besides that of the test.
+    """
+
+    def __init__(self, spawn: Spawn, script: Path, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        read, write = multiprocessing.Pipe(duplex=False)
+        self.process: ForkServerProcess = spawn(run_script, script, words, environment, write)
+        write.close()
+        self._output = os.fdopen(os.dup(read.fileno()), encoding="utf-8")
+        read.close()
+        self._read: list[str] = []
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """Read lines until one matches; the test's time-out bounds it."""
+        return _first_match(pattern, self._output, self._read)
+
+    def ended(self, exitcode: int = 0) -> str:
+        """All that it has written, when it has ended in that way."""
+        self._read += self._output
+        self._output.close()
+        self.process.join(SECONDS_TO_END)
+        written = "".join(self._read)
+        assert self.process.exitcode == exitcode, written
+        return written
+
+    def kill(self) -> None:
+        """Kill -9, if it still runs."""
+        self.process.kill()
+        self.process.join(SECONDS_TO_END)
+        self._output.close()
+
+
+class Shells:
+    """Replica groups that run one script, none of them longer than this context.
+
+    Args:
+        spawn: the fixture.
+        script: its file.
+        environment: of all.
+    """
+
+    def __init__(self, spawn: Spawn, script: Path, environment: Mapping[str, str]) -> None:
+        self._spawn = spawn
+        self._script = script
+        self._environment = environment
+        self._stores: list[TCPStore] = []
+        self._scripts: list[Script] = []
+
+    def __enter__(self) -> Shells:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for script in self._scripts:
+            script.kill()
+        self._stores.clear()  # they listen
+
+    def start(self, replica: int, words: Sequence[str], ranks: int = 1) -> list[Script]:
+        """A replica group of so many processes, with the environment that torchrun gives them."""
+        own = {**self._environment, "REPLICA_GROUP_ID": str(replica)}
+        if ranks > 1:
+            self._stores.append(TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
+        started = [
+            Script(self._spawn, self._script, words, own | (self._launched(rank, ranks) if ranks > 1 else {}))
+            for rank in range(ranks)
+        ]
+        self._scripts += started
+        return started
+
+    def _launched(self, rank: int, ranks: int) -> dict[str, str]:
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(self._stores[-1].port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+
+
+def refused(spawn: Spawn, script: Path, words: Sequence[str], environment: Mapping[str, str]) -> str:
+    """What a script says that has been told nonsense, and ends with exit code 2."""
+    return Script(spawn, script, words, environment).ended(exitcode=2)

@@ -1,0 +1,155 @@
+"""A lighthouse that is away, at the start and later, and replicas that train apart meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Final, final
+
+import pytest
+import torch
+
+from tft_algos import DiLoCo, Manager
+from tft_lighthouse import LighthouseServer
+from tft_pg import ProcessGroupGloo
+
+WAIT_S: Final = 30.0  # for what comes at once on a machine that is not busy
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Lighthouse:
+    """At one address, there or not."""
+
+    def __init__(self) -> None:
+        self.server: LighthouseServer | None = LighthouseServer("127.0.0.1:0", min_replicas=1)
+        self.bind = str(self.server.address).removeprefix("http://")
+
+    def start(self) -> None:
+        self.server = LighthouseServer(self.bind, min_replicas=1)
+
+    def end(self) -> None:
+        if self.server is not None:
+            self.server.shutdown()
+            self.server = None
+
+
+@final
+class Told(logging.Handler):
+    """What Managers have said of quorums that did not come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = threading.Event()
+        self.sentences: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "no quorum" in record.getMessage():
+            self.sentences.append(record.getMessage())
+            self.first.set()
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Iterator[Told]:
+    handler = Told()
+    logger = logging.getLogger("tft_algos.manager")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+    caplog.get_records("call").clear()  # they hold errors, which hold the frames of what they came through
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[Lighthouse]:
+    made = Lighthouse()
+    yield made
+    made.end()
+
+
+class Trainer:
+    """One replica, of one weight, of which an inner step takes one off; a sync is two steps long."""
+
+    def __init__(self, manager: Manager) -> None:
+        self.manager = manager
+        self.weight = torch.nn.Parameter(torch.full((1,), 10.0))
+        model = torch.nn.Module()
+        model.weight = self.weight
+        self.inner = torch.optim.SGD([self.weight], lr=1.0)
+        outer = torch.optim.SGD([self.weight], lr=1.0)  # alone, it makes the global weights what was sent
+        self.strategy = DiLoCo(manager, [model], self.inner, outer, sync_every=4, fragment_sync_delay=2)
+
+    def train(self, inner_steps: int) -> tuple[int, float]:
+        """Returns: committed steps, and the weight."""
+        for _ in range(inner_steps):
+            self.weight.grad = torch.ones(1)
+            self.inner.step()
+        return self.manager.current_step(), self.weight.item()
+
+
+@contextmanager
+def replica(lighthouse: Lighthouse, *, quorum_timeout_s: float) -> Iterator[Trainer]:
+    with Manager(
+        ProcessGroupGloo(),
+        replica_id="apart",
+        lighthouse_addr=lighthouse.bind,
+        hostname="localhost",
+        quorum_timeout=timedelta(seconds=quorum_timeout_s),
+    ) as manager:
+        yield Trainer(manager)
+
+
+@contextmanager
+def after(event: threading.Event, act: Callable[[], None]) -> Iterator[None]:
+    """`act` on another thread, when the event is set."""
+
+    def wait() -> None:
+        event.wait(WAIT_S)
+        act()
+
+    thread = threading.Thread(target=wait, name="test-after")
+    thread.start()
+    yield
+    thread.join(WAIT_S)
+
+
+def test_a_lighthouse_that_starts_after_the_trainers_is_waited_for(lighthouse: Lighthouse, told: Told) -> None:
+    """Longer than for a quorum; each wait that was too long is said, with the address."""
+    lighthouse.end()
+    with replica(lighthouse, quorum_timeout_s=1.0) as trainer, after(told.first, lighthouse.start), trainer.strategy:
+        assert f"the lighthouse at {lighthouse.bind} can't be reached: nobody listens there" in told.sentences[0]
+        assert trainer.manager.current_step() == 1
+        assert trainer.train(4) == (2, 8.0)
+
+
+def test_training_goes_on_to_the_end_of_a_sync_and_waits_there(lighthouse: Lighthouse, told: Told) -> None:
+    at_the_end = threading.Event()
+    with (
+        replica(lighthouse, quorum_timeout_s=WAIT_S) as trainer,
+        trainer.strategy,
+        after(at_the_end, lighthouse.start),
+    ):
+        assert trainer.train(4) == (2, 8.0)
+        lighthouse.end()
+        assert trainer.train(3) == (2, 5.0)
+        at_the_end.set()
+        assert trainer.train(1) == (3, 6.0)  # what was sent two steps before
+    assert told.sentences == []
+
+
+def test_a_sync_that_waits_in_vain_fails_and_the_job_goes_on_from_its_global_weights(
+    lighthouse: Lighthouse, told: Told
+) -> None:
+    with replica(lighthouse, quorum_timeout_s=1.0) as trainer, trainer.strategy:
+        assert trainer.train(4) == (2, 8.0)
+        lighthouse.end()
+        told.sentences.clear()
+        for failed in (1, 2):
+            assert trainer.train(4) == (2, 8.0)
+            assert len(told.sentences) == failed
+        lighthouse.start()
+        while trainer.manager.current_step() == 2:  # at once, or after one wait more
+            trainer.train(4)
+        assert trainer.train(0) == (3, 6.0)

@@ -1,0 +1,142 @@
+"""What a strategy refuses before it begins, in one sentence each.
+
+Law of this file: looking at what the user gave; nothing is changed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from tft_algos.errors import SettingError
+from tft_algos.local_sgd.fragment import Fragment
+from tft_algos.manager import Manager
+from tft_algos.optim import Optimizer
+
+
+def trained_by(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """An optimizer's parameters, in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def check_manager(manager: object) -> None:
+    """Raises: SettingError: it is none."""
+    if not isinstance(manager, Manager):
+        raise SettingError(f"manager is a {type(manager).__name__}; give a Manager")
+
+
+def check_flags(**flags: object) -> None:
+    """Raises: SettingError: one is neither True nor False; text is always true."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise SettingError(f"{name} is {value!r}; give True or False")
+
+
+def check_device(backup_device: torch.device | str | int | None) -> torch.device | None:
+    """Raises: SettingError: there is no such device, or none that keeps numbers."""
+    if backup_device is None:
+        return None
+    try:
+        device = torch.device(backup_device)
+    except (RuntimeError, TypeError) as error:
+        raise SettingError(f"backup_device is {backup_device!r}; give a device of this process, as 'cpu'") from error
+    if device.type == "meta":
+        raise SettingError("backup_device is meta, where nothing is kept; give 'cpu', or leave it out")
+    return device
+
+
+def check_inner_optimizer(
+    optimizer: torch.optim.Optimizer, manager: Manager, fragments: Sequence[Mapping[str, torch.nn.Parameter]]
+) -> None:
+    """Raises: SettingError: its steps would be those of the same Manager, or it trains what is never synchronized."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise SettingError(f"the inner optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer")
+    if isinstance(optimizer, Optimizer) and optimizer.manager is manager:
+        raise SettingError(
+            "the inner optimizer is an Optimizer on the same Manager, so each of its steps would be voted on as a sync "
+            "is; give the optimizer that it wraps, or wrap it with another Manager"
+        )
+    known = {parameter for fragment in fragments for parameter in fragment.values()}
+    if strangers := _num_strangers(optimizer, known):
+        raise SettingError(
+            f"the inner optimizer trains {strangers} parameters that are in none of the synchronized modules, so "
+            "replicas would drift apart in them; give all modules that it trains"
+        )
+
+
+def _num_strangers(optimizer: torch.optim.Optimizer, known: set[torch.nn.Parameter]) -> int:
+    return sum(one not in known for one in trained_by(optimizer))
+
+
+def check_still_synchronized(
+    optimizer: torch.optim.Optimizer, modules: Sequence[torch.nn.Module], fragments: Sequence[Fragment]
+) -> None:
+    """At the start of a sync: as in the days when the fragments were made.
+
+    Raises: SettingError: since then a parameter was given to the inner optimizer, or unfrozen.
+    """
+    synchronized = {parameter for fragment in fragments for parameter in fragment.parameters}
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and parameter not in synchronized:
+                raise SettingError(
+                    f"{name} is trained, and was frozen or not there when this strategy was made, so it is not "
+                    "synchronized; unfreeze all that will be trained before, or go on with a new Manager and strategy"
+                )
+    known = {parameter for module in modules for parameter in module.parameters()}
+    if strangers := _num_strangers(optimizer, known):
+        raise SettingError(
+            f"the inner optimizer was given {strangers} parameters that are in none of the synchronized modules, so "
+            "replicas would drift apart in them; go on with a new Manager and strategy that know them"
+        )
+
+
+def check_outer_optimizers(
+    given: object, fragments: Sequence[Mapping[str, torch.nn.Parameter]], inner: torch.optim.Optimizer
+) -> list[torch.optim.Optimizer]:
+    """
+    Returns: the outer optimizers, one for all fragments or one for each.
+    Raises: SettingError: they are not one, or one a fragment; one is the inner optimizer; or one lacks a parameter that
+        it has to update.
+    """
+    if isinstance(given, torch.optim.Optimizer):
+        optimizers = [given]
+    elif isinstance(given, Iterable) and not isinstance(given, str):
+        optimizers = list(given)
+    else:
+        raise SettingError(
+            f"outer_optimizer is {given!r}; give a torch optimizer for all fragments, or a list with one for each"
+        )
+    if len(optimizers) not in (1, len(fragments)):
+        raise SettingError(
+            f"there are {len(optimizers)} outer optimizers and {len(fragments)} fragments; give one for all, or one "
+            "for each"
+        )
+    for index, fragment in enumerate(fragments):
+        optimizer = optimizers[index if len(optimizers) > 1 else 0]
+        if isinstance(optimizer, Optimizer) or not isinstance(optimizer, torch.optim.Optimizer):
+            raise SettingError(
+                f"an outer optimizer is a {type(optimizer).__module__}.{type(optimizer).__qualname__}; give a torch "
+                "optimizer, whose steps this strategy commits"
+            )
+        if optimizer in (inner, inner.optim if isinstance(inner, Optimizer) else None):
+            raise SettingError(
+                "an outer optimizer is the inner one, whose steps would be those of both; make another, as "
+                "torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)"
+            )
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise SettingError(
+                f"an outer optimizer is a {type(optimizer).__name__}, which computes the loss again in its step; give "
+                "one that steps by gradients alone"
+            )
+        known = set(trained_by(optimizer))
+        lacking = [name for name, one in fragment.items() if one.requires_grad and one not in known]
+        if lacking:
+            raise SettingError(
+                f"the outer optimizer of fragment {index} lacks {len(lacking)} of its parameters, such as "
+                f"{lacking[0]}, which would never learn; give it all that the fragment trains"
+            )
+    return optimizers

@@ -1,0 +1,288 @@
+"""DiLoCo and Streaming DiLoCo: replicas train on their own, and an outer optimizer learns from how far they got.
+
+The difference between the global weights and a replica's own is a gradient of a kind, the pseudogradient. Its mean over
+the replicas is what the outer optimizer steps with. Streaming means that a model is synchronized in fragments, one
+after the other, and that training goes on while a fragment is on its way.
+
+Law of this file: what DiLoCo sends and does with the mean; when, and who takes part, is `synchronizer`'s.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, final
+
+import torch
+
+from tft_algos.errors import SettingError, StateUnavailable, Unsupported
+from tft_algos.local_sgd.buckets import bucket_bytes
+from tft_algos.local_sgd.checks import (
+    check_device,
+    check_flags,
+    check_inner_optimizer,
+    check_manager,
+    check_outer_optimizers,
+    trained_by,
+)
+from tft_algos.local_sgd.fragment import Fragment, Rooms, parameters_of
+from tft_algos.local_sgd.island import island_of
+from tft_algos.local_sgd.schedule import Schedule
+from tft_algos.local_sgd.synchronizer import Rule, Synchronizer
+from tft_algos.manager import Manager
+
+STATE_KEY = "StreamingDiLoCoFragment_{}"
+
+
+@final
+class DiLoCo:
+    """A context manager in which a model is synchronized as in DiLoCo, in fragments if there are several.
+
+        outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        with DiLoCo(manager, [model], inner, outer, sync_every=100):
+            for batch in batches:
+                inner.zero_grad()
+                loss(model(batch)).backward()
+                inner.step()
+
+    Each fragment is synchronized once in `sync_every` steps of the inner optimizer, one in each period of
+    `sync_every / fragments` steps. Entering asks for a quorum, so that all begin with the same weights; a replica that
+    comes later begins with the global weights of the sync that runs then, and adopts its result with the others. A sync
+    that fails leaves its fragment with its last global weights on every replica. What the inner optimizer keeps stays
+    each replica's own.
+
+    An inner step is a step that the given optimizer makes: one that a GradScaler skips is none, and the next one counts
+    in its stead. The optimizer that trains has to be this object; another one in its place raises UsageError when a
+    sync would have been due. A learning rate may be scheduled, gradients clipped, and the model compiled.
+
+    Leaving the context, by an exception or Ctrl-C too, fails what is in flight: those fragments have their last global
+    weights at once. All other weights stay as this replica has trained them, and whatever you do with them, entering
+    again goes on from there; `state_dict()` has the global ones meanwhile.
+
+    With `fragment_sync_delay` the reductions of a fragment have so many inner steps of time; at more than a period,
+    several fragments are in flight. A change of the quorum, or one sync that fails, fails all
+    that are in flight; a replica that leaves loses those that have not ended.
+
+    `sync_every` and the delay may differ between replicas, as where one is half as fast, if each has as many syncs in
+    flight; so may `fragment_update_alpha`.
+
+    The state that a newcomer fetches, global weights and outer optimizers, is registered at the Manager here. What you
+    register there yourself is healed too; say `compared=False` for what rightly differs, as the inner optimizer does.
+
+    Args:
+        manager: whose steps the syncs are; `current_step()` counts those that were committed, and the opening.
+        model_fragments: modules, in the order in which they are synchronized, together everything that is trained. A
+            parameter that is in several belongs to the first.
+        inner_optimizer: that trains them; a torch optimizer, or a `tft_algos.Optimizer` on another Manager.
+        outer_optimizer: that steps with the pseudogradients; one for all fragments, or one for each.
+        sync_every: steps of the inner optimizer in which every fragment is synchronized once.
+        backup_device: where the global weights are; None: where the parameters are.
+        pin_memory: page-locked, if they are on the CPU and the parameters on an accelerator.
+        use_bucketization: reduce slices of `bucket_cap_mb` in place of single tensors; None: as
+            TFT_USE_BUCKETIZATION or TORCHFT_USE_BUCKETIZATION says, else not. All replicas alike, as the cap.
+        bucket_cap_mb: MiB; None: 1024.
+        should_quantize: refused; there is no quantized reduction here.
+        fragment_sync_delay: inner steps from a sync's start to its end; tau in the paper.
+        fragment_update_alpha: how much of the live parameters stays at a sync's end; 0: they become the global weights,
+            1: they stay as they are.
+        copy_pseudogradients_to_cpu: what is reduced lies on the CPU.
+    Raises: SettingError: one of these can't be. Unsupported: should_quantize.
+    Source: arXiv 2311.08105, arXiv 2501.18512.
+    """
+
+    def __init__(
+        self,
+        manager: Manager,
+        model_fragments: Sequence[torch.nn.Module],
+        inner_optimizer: torch.optim.Optimizer,
+        outer_optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        sync_every: int,
+        backup_device: torch.device | None = None,
+        pin_memory: bool = True,
+        use_bucketization: bool | None = None,
+        bucket_cap_mb: float | None = None,
+        should_quantize: bool = False,
+        fragment_sync_delay: int = 0,
+        fragment_update_alpha: float = 0.0,
+        *,
+        copy_pseudogradients_to_cpu: bool = False,
+    ) -> None:
+        check_manager(manager)
+        if should_quantize:
+            raise Unsupported(
+                "quantized reductions do not exist here, and nothing is sent unquantized in their place; leave "
+                "should_quantize out"
+            )
+        modules = list(model_fragments) if isinstance(model_fragments, Sequence | torch.nn.ModuleList) else None
+        if not modules or not all(isinstance(module, torch.nn.Module) for module in modules):
+            raise SettingError("model_fragments is no list of modules; give one or several: [model]")
+        schedule = Schedule(len(modules), sync_every, fragment_sync_delay)
+        alpha = fragment_update_alpha
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 <= alpha <= 1:
+            raise SettingError(f"fragment_update_alpha is {alpha!r}; give a number from 0 to 1")
+        parameters = parameters_of(modules)
+        check_inner_optimizer(inner_optimizer, manager, parameters)
+        outer = check_outer_optimizers(outer_optimizer, parameters, inner_optimizer)
+        check_flags(pin_memory=pin_memory, copy_pseudogradients_to_cpu=copy_pseudogradients_to_cpu)
+        if use_bucketization is not None:
+            check_flags(use_bucketization=use_bucketization)
+        device = check_device(backup_device)
+        cap_bytes = bucket_bytes(use_bucketization, bucket_cap_mb, os.environ)
+        island = island_of(manager)
+        # Only syncs in flight need memory of their own to be sent from; what is kept for the merge is used in no time.
+        shared = Rooms()
+        self._fragments = [
+            Fragment(
+                own,
+                what=f"fragment {index}",
+                backup_device=device,
+                pin_memory=pin_memory,
+                reduces_on_cpu=copy_pseudogradients_to_cpu,
+                cap_bytes=cap_bytes,
+                keeps_local=alpha > 0,
+                rooms=Rooms(kept=shared.kept) if schedule.num_overlapping else shared,
+                island=island,
+            )
+            for index, own in enumerate(parameters)
+        ]
+        manager.attach_strategy("DiLoCo")
+        self._states = {
+            STATE_KEY.format(index): _State(fragment, outer[index] if index < len(outer) else None)
+            for index, fragment in enumerate(self._fragments)
+        }
+        for key, state in self._states.items():
+            manager.register_state_dict_fn(key, state.load, state.take)
+        for module in modules:
+            manager.describe_parameters(module)
+        manager.add_to_fingerprint("algorithm", "DiLoCo")
+        manager.add_to_fingerprint("fragments", f"{len(modules)}, {schedule.num_overlapping} begin before one ends")
+        manager.add_to_fingerprint("outer optimizers", ", ".join(type(optimizer).__name__ for optimizer in outer))
+        manager.add_to_fingerprint(
+            "reductions", "one a tensor" if cap_bytes is None else f"in slices of {cap_bytes} bytes"
+        )
+        rule = _OuterStep(outer, float(alpha))
+        self._synchronizer = Synchronizer(manager, self._fragments, schedule, rule, inner_optimizer, modules)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a durable checkpoint: global weights and outer optimizers, by fragment, not copied."""
+        return {key: state.take() for key, state in self._states.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from the global weights of such a state.
+
+        Syncs in flight began from other weights: they fail.
+
+        Raises: StateUnavailable: it is that of another model, or of other fragments of it; nothing has changed then.
+        """
+        if not isinstance(state_dict, Mapping) or set(state_dict) != set(self._states):
+            found = sorted(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+            raise StateUnavailable(
+                f"the state has {found} and this strategy {sorted(self._states)}; split the same model in the same way"
+            )
+        for key, state in self._states.items():
+            state.check(state_dict[key])
+        for key, state in self._states.items():
+            state.load(state_dict[key])
+        self._synchronizer.state_loaded()
+
+    def __enter__(self) -> DiLoCo:
+        self._synchronizer.enter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._synchronizer.leave()
+
+
+@final
+class _State:
+    """What of a fragment a newcomer fetches.
+
+    Args:
+        fragment: its global weights.
+        outer: its outer optimizer; None where an earlier fragment's entry has the one for all.
+    """
+
+    def __init__(self, fragment: Fragment, outer: torch.optim.Optimizer | None) -> None:
+        self._fragment = fragment
+        self._outer = outer
+
+    def take(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"original_parameters": self._fragment.state_dict()}
+        if self._outer is not None:
+            state["outer_optimizer"] = self._outer.state_dict()
+        return state
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raises: StateUnavailable: it is that of another model, or of another outer optimizer."""
+        if not isinstance(state, Mapping) or "original_parameters" not in state:
+            raise StateUnavailable("this is no state of DiLoCo; give what DiLoCo.state_dict() has returned")
+        if ("outer_optimizer" in state) != (self._outer is not None):
+            raise StateUnavailable(
+                "the state has an outer optimizer for each fragment where here is one for all, or the other way "
+                "round; give as many on every replica"
+            )
+        self._fragment.check_state(state["original_parameters"])
+        if self._outer is not None:
+            _check_outer_state(self._outer, state["outer_optimizer"])
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Raises: StateUnavailable: as `check`; nothing has changed then."""
+        self.check(state)
+        self._fragment.load_state_dict(state["original_parameters"])
+        if self._outer is not None:
+            self._outer.load_state_dict(state["outer_optimizer"])
+
+
+def _check_outer_state(optimizer: torch.optim.Optimizer, state: object) -> None:
+    """Raises: StateUnavailable: it is none, or that of other parameters."""
+    found = None
+    if isinstance(state, Mapping) and {"state", "param_groups"} <= set(state):
+        found = [len(group["params"]) for group in state["param_groups"]]
+    here = [len(group["params"]) for group in optimizer.param_groups]
+    if found != here:
+        raise StateUnavailable(
+            f"the state of an outer optimizer is not that of a {type(optimizer).__name__} whose groups have {here} "
+            "parameters; use the same outer optimizer on every replica"
+        )
+
+
+@final
+class _OuterStep(Rule):
+    """The pseudogradient, and an outer optimizer's step with its mean.
+
+    Args:
+        optimizers: one for all fragments, or one for each.
+        alpha: how much of the live parameters stays.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], alpha: float) -> None:
+        self._optimizers = optimizers
+        self._alpha = alpha
+
+    def capture(self, index: int, fragment: Fragment) -> None:
+        fragment.capture_difference()
+
+    def apply(self, index: int, fragment: Fragment) -> None:
+        """The outer optimizer steps on the live parameters, from the global weights on, with the mean for a gradient;
+        the gradients of the user are put aside meanwhile, also those of other fragments, which it leaves alone."""
+        optimizer = self._optimizers[index if len(self._optimizers) > 1 else 0]
+        if self._alpha > 0:
+            fragment.keep_local()
+        fragment.restore()
+        owned = trained_by(optimizer)
+        aside = [parameter.grad for parameter in owned]
+        try:
+            for parameter in owned:
+                parameter.grad = None
+            for parameter, gradient in zip(fragment.parameters, fragment.gradients(), strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+        finally:
+            for parameter, own in zip(owned, aside, strict=True):
+                parameter.grad = own
+        fragment.save()
+        if self._alpha > 0:
+            fragment.merge(self._alpha)

@@ -1,0 +1,263 @@
+"""One fragment of a model: its live parameters, the weights that all replicas share, and what is sent of it.
+
+Between two syncs the live parameters of each replica go their own way. The global weights are those that the last sync
+of this fragment has left, the same on every replica; a sync sends what all agree to add to them, and a sync that fails
+goes back to them.
+
+Law of this file: one fragment's memory, and moving numbers between its parts; in place, in buffers that are kept.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+
+from tft_algos.dtensors import is_dtensor, made_of
+from tft_algos.errors import SettingError, StateUnavailable
+from tft_algos.local_sgd.buckets import FlatBuffers, Room
+from tft_algos.local_sgd.island import Island
+from tft_algos.manager.fingerprint import uncompiled
+
+
+def extract_local_tensor(t: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor, without gradient; of a DTensor, of the part that is on this rank."""
+    return local_part(t).clone()
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What of a tensor is on this rank; its own memory."""
+    part = tensor.detach()
+    return part.to_local() if is_dtensor(part) else part
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Rooms:
+    """Memory that fragments share which are not in flight together.
+
+    Args:
+        sent: of what is sent.
+        whole: of what rank 0 of an island reduces.
+        kept: of what `Fragment.keep_local` keeps.
+    """
+
+    sent: Room = field(default_factory=Room)
+    whole: Room = field(default_factory=Room)
+    kept: Room = field(default_factory=Room)
+
+
+@final
+class Fragment:
+    """Parameters that are synchronized together.
+
+    Args:
+        parameters: by name. Those that require a gradient are synchronized; frozen ones only go with the state that a
+            newcomer fetches.
+        what: the fragment's name, for messages.
+        backup_device: of the global weights; None: beside the parameters.
+        pin_memory: page-locked, if they are on the CPU and the parameters are not.
+        reduces_on_cpu: what is sent lies on the CPU.
+        cap_bytes: of one reduction; None: one reduction a tensor.
+        keeps_local: room for a copy of the live parameters, see `keep_local`.
+        rooms: of the buffers that only a sync in flight uses; None: the fragment's own.
+        island: whose rank 0 reduces for all its ranks; None: each rank reduces its own part.
+    Raises: SettingError: there is nothing to synchronize, or a parameter has no memory yet.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        *,
+        what: str,
+        backup_device: torch.device | None = None,
+        pin_memory: bool = True,
+        reduces_on_cpu: bool = False,
+        cap_bytes: int | None = None,
+        keeps_local: bool = False,
+        rooms: Rooms | None = None,
+        island: Island | None = None,
+    ) -> None:
+        for name, parameter in parameters.items():
+            if isinstance(parameter, torch.nn.parameter.UninitializedParameter) or parameter.is_meta:
+                raise SettingError(f"{name} of {what} has no memory yet; initialize the model first")
+        self._names = [name for name, parameter in parameters.items() if parameter.requires_grad]
+        self._frozen = {name: one for name, one in parameters.items() if not one.requires_grad}
+        self.parameters = [parameters[name] for name in self._names]
+        if not self.parameters:
+            raise SettingError(f"{what} has no parameters of its own that are trained; leave it out")
+        self._what = what
+        local = self.local()
+        on_cpu = torch.device("cpu") if reduces_on_cpu else None
+        self._global = FlatBuffers(local, device=backup_device, pin_memory=pin_memory)
+        self._island = island
+        self._whole: FlatBuffers | None = None  # what rank 0 of an island reduces
+        rooms = rooms or Rooms()
+        self._cap_bytes = cap_bytes
+        if island is not None:
+            self._sent = FlatBuffers(local, room=rooms.sent)
+            if island.is_first:
+                self._whole = FlatBuffers(self.parameters, device=on_cpu, pin_memory=pin_memory, room=rooms.whole)
+        else:
+            self._sent = FlatBuffers(local, device=on_cpu, pin_memory=pin_memory, room=rooms.sent)
+        self._kept = FlatBuffers(local, room=rooms.kept) if keeps_local else None
+        self.save()
+
+    @functools.cached_property
+    def slices(self) -> list[torch.Tensor]:
+        """What goes into one reduction each; none where another rank reduces for this one."""
+        if self._island is None:
+            return self._sent.slices(self._cap_bytes)
+        return self._whole.slices(self._cap_bytes) if self._whole is not None else []
+
+    def local(self) -> list[torch.Tensor]:
+        """The live parameters; of DTensors the part on this rank."""
+        return [local_part(parameter) for parameter in self.parameters]
+
+    @property
+    def sent(self) -> list[torch.Tensor]:
+        """What is reduced, or the result, in the order and the local shapes of the parameters."""
+        return self._sent.views
+
+    # --- what is sent ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def capture_difference(self) -> None:
+        """Send the pseudogradient: global weights less live parameters."""
+        local, sent = self.local(), self._sent.views
+        if any(one.device != to.device for one, to in zip(local, sent, strict=True)):
+            for own, whole, to in zip(local, self._global.views, sent, strict=True):
+                to.copy_(whole.to(own.device) - own)
+        elif all(to.is_cpu and whole.is_cpu for whole, to in zip(self._global.views, sent, strict=True)):
+            for own, whole, to in zip(local, self._global.views, sent, strict=True):
+                torch.sub(whole, own, out=to)  # one pass over the memory
+        else:
+            torch._foreach_copy_(sent, self._global.views, non_blocking=True)
+            torch._foreach_sub_(sent, local)
+        self._gather()
+
+    @torch.no_grad()
+    def capture_parameters(self) -> None:
+        """Send the live parameters."""
+        torch._foreach_copy_(self._sent.views, self.local())
+        self._gather()
+
+    def _gather(self) -> None:
+        """On an island: to rank 0."""
+        if self._island is not None:
+            self._island.gather(self._sharded_as_sent(), self._whole.views if self._whole is not None else None)
+
+    def take_result(self) -> None:
+        """What was reduced is in `sent`; on an island every rank calls it, to have its part of it there."""
+        if self._island is not None:
+            self._island.scatter(self._whole.views if self._whole is not None else None, self._sharded_as_sent())
+
+    def _sharded_as_sent(self) -> list[torch.Tensor]:
+        """`sent`, as DTensors where the parameters are some."""
+        return [_like(parameter, to) for parameter, to in zip(self.parameters, self._sent.views, strict=True)]
+
+    # --- between live and global -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def save(self) -> None:
+        """The live parameters become the global weights."""
+        torch._foreach_copy_(self._global.views, self.local())
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """The live parameters become the global weights again, to the last bit."""
+        torch._foreach_copy_(self.local(), self._global.views, non_blocking=True)
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """The live parameters become what was reduced."""
+        torch._foreach_copy_(self.local(), self._sent.views, non_blocking=True)
+
+    @torch.no_grad()
+    def keep_local(self) -> None:
+        """Keep a copy of the live parameters for `merge`."""
+        assert self._kept is not None, "a fragment without room for its live parameters"
+        torch._foreach_copy_(self._kept.views, self.local())
+
+    @torch.no_grad()
+    def merge(self, alpha: float) -> None:
+        """Move the live parameters towards what `keep_local` kept.
+
+        Args:
+            alpha: 0: they stay; 1: they are what was kept.
+        """
+        assert self._kept is not None, "a fragment without room for its live parameters"
+        torch._foreach_lerp_(self.local(), self._kept.views, alpha)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """What was reduced, as gradients of the parameters: DTensors for DTensors. The memory is that of `sent`, where
+        that is on the parameters' device."""
+        return [
+            _like(parameter, to.to(own.device, non_blocking=True))
+            for parameter, own, to in zip(self.parameters, self.local(), self._sent.views, strict=True)
+        ]
+
+    # --- the state that newcomers fetch ----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The global weights by name, frozen parameters included; not copied."""
+        views = zip(self._names, self.parameters, self._global.views, strict=True)
+        state = {name: _like(parameter, view) for name, parameter, view in views}
+        return state | {name: parameter.detach() for name, parameter in self._frozen.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take over global weights; the live parameters become the same.
+
+        Raises: StateUnavailable: they are of other parameters; nothing has changed then.
+        """
+        self.check_state(state)
+        into = self._loaded_into()
+        for name, tensor in state.items():
+            into[name].copy_(local_part(tensor))
+        self.restore()
+
+    def _loaded_into(self) -> dict[str, torch.Tensor]:
+        into = dict(zip(self._names, self._global.views, strict=True))
+        return into | {name: local_part(parameter) for name, parameter in self._frozen.items()}
+
+    def check_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Raises: StateUnavailable: it is of other parameters."""
+        into = self._loaded_into()
+        if not isinstance(state, Mapping) or set(state) != set(into):
+            known = sorted(state) if isinstance(state, Mapping) else type(state).__name__
+            raise StateUnavailable(
+                f"the state of {self._what} has the parameters {known} and this replica {sorted(into)}; split the "
+                "same model in the same way on every replica"
+            )
+        for name, tensor in state.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise StateUnavailable(
+                    f"{name} of {self._what} is a {type(tensor).__name__} in the state; give what state_dict() returned"
+                )
+            part = local_part(tensor)
+            if part.shape != into[name].shape:
+                raise StateUnavailable(
+                    f"{name} of {self._what} has the shape {tuple(part.shape)} in the state and "
+                    f"{tuple(into[name].shape)} here; use the same model on every replica"
+                )
+
+
+def _like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """A tensor of this rank's part, sharded as a parameter is."""
+    return made_of(part, parameter) if is_dtensor(parameter) else part
+
+
+def parameters_of(fragments: Sequence[torch.nn.Module]) -> list[dict[str, torch.nn.Parameter]]:
+    """The parameters of each fragment, by their names in a model that is not compiled; one that is in several belongs
+    to the first."""
+    seen: set[torch.nn.Parameter] = set()
+    found: list[dict[str, torch.nn.Parameter]] = []
+    for fragment in fragments:
+        own = {uncompiled(name): one for name, one in fragment.named_parameters() if one not in seen}
+        seen.update(own.values())
+        found.append(own)
+    return found

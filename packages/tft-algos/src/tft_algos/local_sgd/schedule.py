@@ -1,0 +1,137 @@
+"""When a sync begins and when it ends, counted in inner steps.
+
+A period is `sync_every / num_fragments` inner steps, and one sync begins in each. It ends `fragment_sync_delay` inner
+steps after it began, at the end of a period; the delay is what its reductions have to hide behind. A delay of more than
+a period means that the next sync begins before this one has ended: several are in flight.
+
+    4 inner steps, 2 fragments, no delay        _ S0E0 _ S1E1 _ S0E0 _ S1E1
+    4 inner steps, 2 fragments, a delay of 1    S0 E0 S1 E1 S0 E0 S1 E1
+    4 inner steps, 2 fragments, a delay of 3    S0 _ S1 E0 S0 E1 S1 E0
+
+Law of this file: whole numbers. What is sent and merged at those moments is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from typing import final
+
+from tft_algos.errors import SettingError
+
+
+class Due(enum.Enum):
+    """What an inner step brings."""
+
+    START = "start"  # a sync begins
+    END = "end"  # the oldest one in flight ends
+
+
+def fragment_of(step: int, num_in_flight: int, num_fragments: int) -> int:
+    """Which fragment a sync is about, the same on every member of its quorum.
+
+    Args:
+        step: of the plan, at least 1; the first commit is the opening, which is about no fragment.
+        num_in_flight: syncs that began before this one, and have neither ended nor failed.
+        num_fragments: at least 1.
+    """
+    return (step - 1 + num_in_flight) % num_fragments
+
+
+@final
+class Schedule:
+    """Counts the inner steps of one member, and the syncs that it has in flight.
+
+    Args:
+        num_fragments: at least 1.
+        sync_every: inner steps in which each fragment is synchronized once; a multiple of num_fragments.
+        fragment_sync_delay: inner steps from a sync's start to its end, less than sync_every.
+    Raises: SettingError: these can't be.
+    Source: Streaming DiLoCo, arXiv 2501.18512, algorithm 2; its tau is the delay.
+    """
+
+    def __init__(self, num_fragments: int, sync_every: int, fragment_sync_delay: int = 0) -> None:
+        for name, value, least in (("sync_every", sync_every, 1), ("fragment_sync_delay", fragment_sync_delay, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise SettingError(f"{name} is {value!r}; give a whole number of inner steps, at least {least}")
+        if sync_every < num_fragments:
+            raise SettingError(
+                f"sync_every is {sync_every} and there are {num_fragments} fragments, of which each begins its sync in "
+                "an inner step of its own; give at least as many inner steps as fragments"
+            )
+        if sync_every % num_fragments:
+            raise SettingError(
+                f"sync_every is {sync_every}, which {num_fragments} fragments don't divide; give a multiple of "
+                f"{num_fragments}"
+            )
+        if fragment_sync_delay >= sync_every:
+            raise SettingError(
+                f"fragment_sync_delay is {fragment_sync_delay} and sync_every {sync_every}; a fragment's sync has to "
+                "end before its next one begins, so give less inner steps than sync_every"
+            )
+        self._period = sync_every // num_fragments
+        self._delay = fragment_sync_delay
+        self._first = self._period - fragment_sync_delay % self._period
+        self._now = 0
+        self._ends: deque[int] = deque()  # of those in flight, oldest first
+
+    @property
+    def period(self) -> int:
+        """Inner steps from the start of one sync to that of the next."""
+        return self._period
+
+    @property
+    def num_overlapping(self) -> int:
+        """Syncs that begin between another one's start and its end. Members of one job are alike in it."""
+        return max(-(-self._delay // self._period) - 1, 0)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Syncs that have begun and not ended."""
+        return len(self._ends)
+
+    @property
+    def delay(self) -> int:
+        """Inner steps from a sync's start to its end."""
+        return self._delay
+
+    def inner_step(self) -> tuple[Due, ...]:
+        """An inner step was done.
+
+        Returns: what is due, in order. The caller tells what of it came about: `started`, `ended`, or `failed`.
+        """
+        self._now += 1
+        due: list[Due] = []
+        if self._ends and self._ends[0] <= self._now:
+            due.append(Due.END)
+        if self._now % self._period == self._first % self._period:
+            due.append(Due.START)
+            if not self._delay:
+                due.append(Due.END)
+        return tuple(due)
+
+    def started(self) -> None:
+        """A sync has begun."""
+        self._ends.append(self._now + self._delay)
+
+    def ended(self) -> None:
+        """The oldest one has ended well."""
+        self._ends.popleft()
+
+    def failed(self, *, latest_stands: bool = False) -> None:
+        """One has failed, and with it all that are in flight.
+
+        Args:
+            latest_stands: but for the one that began last.
+        """
+        kept = [self._ends[-1]] if latest_stands and self._ends else []
+        self._ends = deque(kept)
+
+    def joined(self) -> None:
+        """This member comes in at the start of a sync of the others: it goes on as if it had counted up to there."""
+        self._now = self._first
+        self.started()
+
+    def begin_period(self) -> None:
+        """Count anew from here; only where none is in flight."""
+        self._now = 0

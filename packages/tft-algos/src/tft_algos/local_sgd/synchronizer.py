@@ -1,0 +1,328 @@
+"""What LocalSGD and DiLoCo have in common: syncs that begin and end while the inner optimizer goes on.
+
+A sync is one step of the Manager. At its start what is sent is captured and a quorum asked for; training goes on. When
+the quorum is known the reductions begin, and members that heal get the global weights, which nobody changes in flight.
+At its end the group votes: the fragment takes what was reduced, or goes back to its last global weights.
+
+The first sync of a job is its opening: nothing is reduced, and all begin with the weights of one. A member that comes
+later asks at once, too; the plan tells it that it is in a sync of the others. It gives zeros, takes the global weights,
+trains from them while the reductions run, and adopts the result with all others.
+
+Law of this file: what happens at the moments that `schedule` names, and in which order. The numbers are `fragment`'s.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import final
+
+import torch
+from torch.optim import Optimizer as TorchOptimizer
+
+from tft_algos.errors import UsageError
+from tft_algos.local_sgd.checks import check_still_synchronized
+from tft_algos.local_sgd.following import Follower
+from tft_algos.local_sgd.fragment import Fragment
+from tft_algos.local_sgd.schedule import Due, Schedule, fragment_of
+from tft_algos.manager import Manager
+from tft_algos.manager.deferred import DeferredStep
+
+
+class Rule(abc.ABC):
+    """What a fragment sends, and what it makes of the mean."""
+
+    @abc.abstractmethod
+    def capture(self, index: int, fragment: Fragment) -> None:
+        """Fill `fragment.sent`; called at a sync's start."""
+
+    @abc.abstractmethod
+    def apply(self, index: int, fragment: Fragment) -> None:
+        """The sync is committed and `fragment.sent` holds the mean: make new weights of it, global and live."""
+
+
+@final
+class Sync:
+    """One in flight.
+
+    Attributes:
+        index: of its fragment.
+        age: inner steps since its start.
+        reduces: its reductions have begun.
+        has_begun: they have begun, if there is anything to begin, and state was exchanged.
+        is_restored: it has failed, and its fragment is at its last global weights again.
+        deferred: the Manager's part of it, where a later one has begun beside it.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.age = 0
+        self.reduces = False
+        self.has_begun = False
+        self.is_restored = False
+        self.deferred: DeferredStep | None = None
+
+
+@final
+class Synchronizer:
+    """Runs the syncs of one member, from the hook of its inner optimizer.
+
+    Args:
+        manager: whose steps they are.
+        fragments: in the order in which they are synchronized.
+        schedule: of their number.
+        rule: what is done with them.
+        optimizer: the inner one.
+        modules: whose parameters the fragments are.
+    """
+
+    def __init__(
+        self,
+        manager: Manager,
+        fragments: Sequence[Fragment],
+        schedule: Schedule,
+        rule: Rule,
+        optimizer: TorchOptimizer,
+        modules: Sequence[torch.nn.Module],
+    ) -> None:
+        self._manager = manager
+        self._fragments = fragments
+        self._schedule = schedule
+        self._rule = rule
+        self._optimizer = optimizer
+        self._modules = modules
+        self._flight: list[Sync] = []
+        self._was_broken_off = False
+        self._follower = Follower(optimizer, self.inner_step, patience=schedule.period)
+        # The ranks of a larger group learn of a quorum at different inner steps, and state is exchanged by all at once:
+        # so they go by their inner steps, which are the same on all of them.
+        self._begins_at_age = max(schedule.delay // 2, 1) if manager.config.world_size > 1 else None
+
+    # --- from outside ----------------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """Open the job, or come into it; then follow the inner optimizer.
+
+        Raises: UsageError: it follows it already.
+        """
+        if self._follower.follows:
+            raise UsageError(
+                "this strategy is entered already, and would count each step of the inner optimizer twice; enter it "
+                "once, and again only after it was left"
+            )
+        with self._may_be_broken_off():
+            self._end_leftovers()
+            self._schedule.begin_period()
+            self._open()
+        self._manager.inner_step_ended()
+        self._follower.begin()
+
+    def leave(self) -> None:
+        """Follow it no more. What is in flight fails here and now, so that the user may do with the weights what he
+        likes until it is entered again."""
+        self._follower.end()
+        if self._flight:
+            self._manager.give_up_deferred()
+            self._restore(self._flight)
+
+    def state_loaded(self) -> None:
+        """Other global weights were loaded by hand: what is in flight has been captured before them, and fails."""
+        if self._flight:
+            self._manager.give_up_deferred()
+            self._was_broken_off = True
+
+    def inner_step(self) -> None:
+        """The inner optimizer has stepped."""
+        with self._may_be_broken_off():
+            if self._was_broken_off:
+                self._end_leftovers()
+            self._count()
+        self._manager.inner_step_ended()
+
+    def _count(self) -> None:
+        for sync in self._flight:
+            sync.age += 1
+        for due in self._schedule.inner_step():
+            if self._manager.left:
+                return
+            match due:
+                case Due.START:
+                    self._start()
+                case Due.END if self._flight:
+                    self._end()
+        if self._flight and not self._flight[-1].has_begun and not self._manager.left:
+            if self._may_begin():
+                self._begin()
+            elif self._manager.quorum_is_known():
+                self._reduce_ahead()
+
+    def sync_now(self) -> None:
+        """Begin a sync and end it; only where none is in flight."""
+        if self._manager.left:
+            return
+        with self._may_be_broken_off():
+            if self._was_broken_off:
+                self._end_leftovers()
+            self._schedule.begin_period()
+            self._start()
+            if self._flight:
+                self._end()
+
+    @contextlib.contextmanager
+    def _may_be_broken_off(self) -> Iterator[None]:
+        """An error, or Ctrl-C, in the midst of a sync: whoever catches it may go on, from the last global weights of
+        what was in flight. Nothing of that commits, for what should have been reduced may not have been."""
+        try:
+            yield
+        except BaseException:
+            self._was_broken_off = True
+            self._manager.give_up_deferred()
+            self._restore(self._flight)
+            raise
+
+    # --- the parts of a sync ---------------------------------------------------------------------------------------
+
+    def _end_leftovers(self) -> None:
+        """Of what was in flight when the context was left the last time, or broken off, nothing writes into the
+        buffers any more."""
+        leftovers, self._flight = self._flight, []
+        self._was_broken_off = False
+        self._schedule.failed()
+        self._give_up(leftovers)
+
+    def _open(self) -> None:
+        """Until this member holds the global weights, or is about to get them from the sync of others that runs."""
+        manager = self._manager
+        while manager.current_step() == 0 and not manager.left:
+            manager.start_quorum(use_async_quorum=True)
+            plan = manager.plan
+            if plan is not None and plan.step > 0:
+                self._schedule.joined()
+                self._flight.append(Sync(0))
+                self._begin()
+                if self._schedule.delay == 0:
+                    self._end()
+                return
+            manager.exchange_state()
+            manager.should_commit()
+
+    def _start(self) -> None:
+        manager = self._manager
+        check_still_synchronized(self._optimizer, self._modules, self._fragments)
+        if self._flight and not self._flight[-1].has_begun:
+            self._begin()
+        if self._flight:
+            self._flight[-1].deferred = manager.defer()
+        sync = Sync(fragment_of(max(manager.current_step(), 1), len(self._flight), len(self._fragments)))
+        self._capture(sync)
+        manager.start_quorum(use_async_quorum=True)
+        self._flight.append(sync)
+        self._schedule.started()
+        if self._schedule.delay == 0 or manager.current_step() == 0:
+            self._begin()
+
+    def _may_begin(self) -> bool:
+        """Whether the reductions of the latest sync may begin now, without keeping training waiting."""
+        if self._begins_at_age is not None:
+            return self._flight[-1].age >= self._begins_at_age
+        return self._manager.quorum_is_known()
+
+    def _has_abandoned(self) -> bool:
+        """Whether those before the latest sync have failed with its quorum."""
+        return any(older.deferred is not None and older.deferred.is_abandoned for older in self._flight[:-1])
+
+    def _reduce_ahead(self) -> None:
+        """This rank may reduce before its group exchanges state, where the plan is what all of it expected."""
+        plan, sync = self._manager.plan, self._flight[-1]
+        if plan is None or plan.step == 0 or self._has_abandoned():
+            return
+        if fragment_of(plan.step, len(self._flight) - 1, len(self._fragments)) == sync.index:
+            self._reduce(sync)
+
+    def _reduce(self, sync: Sync) -> None:
+        if not sync.reduces:
+            sync.reduces = True
+            for part in self._fragments[sync.index].slices:
+                self._manager.reduce_in_sync(part)
+
+    def _begin(self) -> None:
+        """The plan of the latest sync, waited for: its reductions, and the state of those that heal."""
+        manager, sync = self._manager, self._flight[-1]
+        sync.has_begun = True
+        plan = manager.plan
+        if plan is None:
+            return  # its vote will be a no
+        if self._has_abandoned():
+            failed, self._flight = self._flight[:-1], [sync]
+            self._schedule.failed(latest_stands=True)
+            self._give_up(failed)
+        if plan.step == 0:
+            # Nobody is left who has begun, so this is the opening.
+            manager.exchange_state()
+            manager.should_commit()
+            self._flight.clear()
+            self._schedule.failed()
+            return
+        index = fragment_of(plan.step, len(self._flight) - 1, len(self._fragments))
+        if index != sync.index:
+            sync.index = index
+            self._capture(sync)
+        self._reduce(sync)
+        manager.exchange_state()
+
+    def _capture(self, sync: Sync) -> None:
+        self._rule.capture(sync.index, self._fragments[sync.index])
+
+    def _end(self) -> None:
+        manager = self._manager
+        if not self._flight[-1].has_begun:
+            oldest = self._flight[0]
+            self._begin()
+            if not self._flight or self._flight[0] is not oldest:
+                return  # it has failed
+        sync, step = self._flight[0], manager.current_step()
+        try:
+            committed = self._conclude(sync)
+        except BaseException as error:
+            failed, self._flight = self._flight, [each for each in self._flight if not self._is_over(each)]
+            self._schedule.failed()
+            self._restore(failed)
+            if manager.current_step() != step:
+                manager.report_torn(error)  # it was committed, and is not applied
+            raise
+        if not committed:
+            others, self._flight = self._flight[1:], []
+            self._schedule.failed()
+            self._restore([sync])
+            self._give_up(others)
+            return
+        self._flight.pop(0)
+        self._schedule.ended()
+        try:
+            with manager.applying():
+                self._fragments[sync.index].take_result()
+                self._rule.apply(sync.index, self._fragments[sync.index])
+        except BaseException as error:  # Ctrl-C too, after which a notebook goes on
+            manager.report_torn(error)
+            raise
+
+    def _conclude(self, sync: Sync) -> bool:
+        """Its vote, or that there is none any more; nothing writes into its buffers after it."""
+        return (sync.deferred or self._manager).should_commit()
+
+    def _is_over(self, sync: Sync) -> bool:
+        return sync.deferred.is_over if sync.deferred is not None else self._manager.verdict is not None
+
+    def _give_up(self, syncs: Sequence[Sync]) -> None:
+        """They have failed with another one."""
+        self._restore(syncs)
+        for sync in syncs:
+            self._conclude(sync)
+
+    def _restore(self, syncs: Sequence[Sync]) -> None:
+        """Back to the last global weights of what they are about."""
+        for sync in syncs:
+            if not sync.is_restored:
+                self._fragments[sync.index].restore()
+                sync.is_restored = True

@@ -1,0 +1,250 @@
+"""Replica groups of different sizes, of which group rank 0 alone meets the others.
+
+Where every rank meets the rank of its own number, all groups have the same number of ranks and cut their tensors alike.
+An island need not: its rank 0 reduces, gives and fetches for all of it, and what crosses between islands is whole, not
+cut. Inside, the ranks put their parts together before, and cut what came into their own parts after.
+
+Law of this file: what one rank of an island does where a rank of another group does something else. Whether it is to be
+done is the Manager's; how a whole tensor is cut is `shards`'.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Final, final
+
+import torch
+import torch.distributed as dist
+
+from tft_algos.dtensors import is_dtensor
+from tft_algos.errors import HealingFailed, SettingError, StateUnavailable
+from tft_algos.manager.config import ResolvedConfig
+from tft_algos.manager.healing import state_key
+from tft_algos.manager.parts import Coordinator, Group
+from tft_ckpt import CheckpointTransport, PGTransport
+from tft_coord.core.types import Plan
+from tft_pg import DummyWork
+
+NOTHING: Final = ""
+
+
+@final
+class Bystander:
+    """The process group of a rank that reduces nothing, because rank 0 of its island does: it is always well.
+
+    Args:
+        group: the user's, which is never configured; it is shut down with this one.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def configure(
+        self,
+        store_addr: str,
+        rank: int,
+        world_size: int,
+        *,
+        replica_id: str,
+        quorum_id: int | None,
+        group_rank: int,
+        group_world_size: int,
+        global_ranks: Sequence[int] | None,
+    ) -> None:
+        """Nothing: this rank is in no group."""
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: dist.ReduceOp | dist.ReduceOp.RedOpType) -> dist.Work:
+        """The tensors stay as they are."""
+        return DummyWork(tensors)
+
+    def errored(self) -> Exception | None:
+        return None
+
+    def abort(self) -> None:
+        """Nothing runs."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Nothing takes any time."""
+
+    def shutdown(self) -> None:
+        self._group.shutdown()
+
+
+def check_transport(config: ResolvedConfig) -> None:
+    """Raises: SettingError: the transport reaches only those that are in its process group, which not all ranks are."""
+    spreads = config.rank0_synchronization_only and config.world_size > 1
+    if spreads and isinstance(config.checkpoint_transport, PGTransport):
+        raise SettingError(
+            "checkpoint_transport is a PGTransport, which ends at group rank 0 with rank0_synchronization_only, and "
+            "the other ranks take the state from that one; give an HTTPTransport, or none"
+        )
+
+
+def global_ranks(replica_world_size: int, config: ResolvedConfig) -> list[int]:
+    """The ranks in the whole job, for messages, of those that this rank meets; of islands, their places."""
+    if config.rank0_synchronization_only:
+        return list(range(replica_world_size))
+    return [replica * config.world_size + config.rank for replica in range(replica_world_size)]
+
+
+def refuse_strategy(manager: object, name: str) -> None:
+    """Raises: SettingError: gradients of every rank are to be averaged by a Manager that reduces those of rank 0 alone.
+
+    Args:
+        manager: that the strategy was given; of one that is the user's own nothing is known.
+        name: of the strategy.
+    """
+    if getattr(getattr(manager, "config", None), "rank0_synchronization_only", False) is True:
+        raise SettingError(
+            f"{name} averages the gradients of every rank, and this Manager has rank0_synchronization_only, with which "
+            "only group rank 0 reduces; use LocalSGD or DiLoCo, or a Manager without it"
+        )
+
+
+# --- giving -----------------------------------------------------------------------------------------------------------
+
+
+def whole(state: Any, *, keep: bool = True) -> Any:
+    """A state with whole tensors in place of DTensors. A collective of each DTensor's mesh, in the state's order.
+
+    What several processes had together is on the CPU then, so that no accelerator has to hold all of it.
+
+    Args:
+        state: mappings, lists and tuples; it is not changed, and what has no DTensor is not copied.
+        keep: False: take part, and let go of each tensor at once.
+    """
+    if is_dtensor(state):
+        if state.device_mesh.size() == 1 and not any(placement.is_partial() for placement in state.placements):
+            return state.to_local()
+        full: torch.Tensor = state.full_tensor().detach()
+        return full.cpu() if keep else None
+    if isinstance(state, dict):
+        made = copy.copy(state)
+        for key, value in state.items():
+            made[key] = whole(value, keep=keep)
+        return made
+    if isinstance(state, list):
+        return [whole(value, keep=keep) for value in state]
+    if type(state) is tuple:
+        return tuple(whole(value, keep=keep) for value in state)
+    if isinstance(state, tuple) and hasattr(state, "_make"):
+        return state._make(whole(value, keep=keep) for value in state)
+    return state
+
+
+def island_digests(
+    state: Mapping[str, Any] | None,
+    name: str,
+    *,
+    digest: Callable[[Mapping[str, Any]], str],
+    is_torn: bool,
+    config: ResolvedConfig,
+    coordinator: Coordinator,
+) -> tuple[str]:
+    """What other islands compare: the digest of rank 0's whole state, however it is cut here; all ranks call it.
+
+    What is whole on every rank must be the same on every rank.
+
+    Args:
+        state: of this rank; None: it could not be taken.
+        name: of this look, another one each time.
+        digest: makes one; raises StateUnavailable.
+        is_torn: this rank's state is half written.
+        config, coordinator: of this rank.
+    Returns: the digest; "" where a rank has no state to show, or another one than rank 0.
+    Raises: DeadlinePassed: a rank did not come to it. StateUnavailable: this rank's state can't be compared.
+    """
+
+    def gather(what: str, value: str) -> tuple[str, ...]:
+        return coordinator.gather(f"{what} {name}", value, config.timeout) if config.world_size > 1 else (value,)
+
+    # Who has no state must not be waited for in a collective.
+    if not all(gather("ready for", "yes" if state is not None else NOTHING)) or state is None:
+        return (NOTHING,)
+    own = NOTHING
+    error: StateUnavailable | None = None
+    entire = whole(state, keep=not config.stands_by)
+    try:
+        own = digest(_without_dtensors(state))
+        if not config.stands_by:
+            own += f" {digest(entire)}"
+    except StateUnavailable as failure:
+        own, error = NOTHING, failure
+    told = [words.split() for words in gather("of", NOTHING if is_torn else own)]
+    if error is not None:
+        raise error
+    alike = all(told) and len({words[0] for words in told}) == 1
+    return (told[0][1] if alike else NOTHING,)
+
+
+def _without_dtensors(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return {key: _without_dtensors(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [_without_dtensors(value) for value in state]
+    return None if is_dtensor(state) else state
+
+
+# --- taking -----------------------------------------------------------------------------------------------------------
+
+
+def spread(
+    state: Mapping[str, Any],
+    plan: Plan,
+    *,
+    config: ResolvedConfig,
+    coordinator: Coordinator,
+    transport: CheckpointTransport[Any],
+    received_before: int,
+    cancelled: Callable[[], bool],
+) -> Mapping[str, Any]:
+    """Give the other ranks what rank 0 has fetched; all ranks call it.
+
+    Args:
+        state: of rank 0.
+        plan: that says to heal.
+        config, coordinator, transport: of this rank.
+        received_before: bytes that this process received in earlier healings.
+        cancelled: whether nobody wants it any more.
+    Returns: rank 0's state, on every rank.
+    Raises: HealingFailed: this rank could not give or take it.
+    """
+    metadata = NOTHING
+    failure: Exception | None = None
+    give_up_at = time.monotonic() + config.heal_timeout.total_seconds()
+    if config.rank == 0:
+        try:
+            transport.send_checkpoint([], plan.step, state, config.heal_timeout, key=state_key(plan))
+            metadata = transport.metadata()
+        except Exception as error:  # whatever the user's own transport raises
+            failure = error
+    try:
+        # Between two attempts to spread the same state lies a quorum of its own.
+        name = f"spread {plan.key} {plan.step}"
+        source = coordinator.gather(name, metadata, config.timeout)[0]
+        if config.rank == 0:
+            if failure is not None:
+                raise failure
+            return state
+        if source == NOTHING:
+            raise HealingFailed(f"rank 0 of replica {plan.replica_id} could not offer step {plan.step} to its island")
+        left = timedelta(seconds=max(give_up_at - time.monotonic(), 0.001))
+        received: Mapping[str, Any] = transport.recv_checkpoint(
+            plan.replica_rank,
+            source,
+            plan.step,
+            left,
+            key=state_key(plan),
+            progress=lambda received, _: coordinator.healed(received_before + received),
+            cancelled=cancelled,
+        )
+    except Exception as error:
+        raise HealingFailed(
+            f"step {plan.step} did not get from rank 0 of replica {plan.replica_id} to rank {config.rank} ({error}); "
+            "the next quorum tries again",
+            sources=tuple(one.replica_id for one in plan.sources),
+        ) from error
+    return received

@@ -1,0 +1,202 @@
+"""A server whose port goes on answering, whatever strangers call their methods."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from tft_coord.transport import server as module
+from tft_coord.transport import steady
+from tft_coord.transport.server import Server
+from tft_coord.wire.services import Context, Services, call_stub, stream_stub
+
+ECHO = "/torchft.ManagerService/Quorum"
+STREAM = "/torchft.TftManagerService/Session"
+WITHIN_S = 20.0
+NO_TEXT = b"/torchft.\xefManager/Quorum"
+UNIMPLEMENTED = b"grpc-status\x0212"
+
+
+async def echo(request: bytes, _context: Context) -> bytes:
+    return request
+
+
+async def echo_all(_requests: object, context: Context) -> None:
+    while isinstance(message := await context.read(), bytes):
+        await context.write(message)
+
+
+def opening(method: bytes) -> bytes:
+    """What a client of HTTP/2 says first, and the headers of one call."""
+
+    def text(words: bytes) -> bytes:
+        return bytes([len(words)]) + words
+
+    headers = b"\x83\x86\x04" + text(method) + b"\x01" + text(b"here") + b"\x0f\x10" + text(b"application/grpc")
+    headers += b"\x00" + text(b"te") + text(b"trailers")
+    settings = b"\0\0\0\x04\0\0\0\0\0"
+    return b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings + bytes([0, 0, len(headers), 1, 4, 0, 0, 0, 1]) + headers
+
+
+async def say(port: int, words: bytes) -> bytes:
+    """Returns: all that is answered until a call is, or the connection ends."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(words)
+        heard = b""
+        while b"grpc-status" not in heard and (part := await reader.read(1 << 16)):
+            heard += part
+        return heard
+    finally:
+        writer.close()
+
+
+async def until_answered(channel: grpc.aio.Channel) -> None:
+    assert await call_stub(channel, ECHO)(b"a word", wait_for_ready=True, timeout=WITHIN_S) == b"a word"
+
+
+async def status_of(channel: grpc.aio.Channel, method: str) -> grpc.StatusCode:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call_stub(channel, method)(b"", timeout=WITHIN_S)
+    return caught.value.code()
+
+
+def at(port: int) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)])
+
+
+def serving(token: str | None = None) -> Server:
+    return Server([("grpc.so_reuseport", 0)], Services(unary={ECHO: echo}, streams={STREAM: echo_all}, token=token))
+
+
+@asynccontextmanager
+async def listening(token: str | None = None) -> AsyncIterator[tuple[Server, int]]:
+    """A server that answers, and its port."""
+    server = serving(token)
+    port = server.bind("127.0.0.1:0")
+    await server.start()
+    try:
+        yield server, port
+    finally:
+        await server.stop(0)
+
+
+def test_a_name_that_is_no_text_is_one_call_that_is_unimplemented(caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody's connection is ended by it, nor the listening; versions of grpc without the fault behave alike."""
+
+    async def run() -> None:
+        async with listening() as (_, port), at(port) as channel:
+            stream = stream_stub(channel, STREAM)()
+            for count in range(3):
+                answer = await asyncio.wait_for(say(port, opening(NO_TEXT)), WITHIN_S)
+                assert not steady.is_offered() or UNIMPLEMENTED in answer
+                await until_answered(channel)
+                async with at(port) as newcomer:
+                    await until_answered(newcomer)
+                    assert await status_of(newcomer, "/torchft.ManagerService/Unknown") is grpc.StatusCode.UNIMPLEMENTED
+                await stream.write(b"%d" % count)
+                assert await stream.read() == b"%d" % count
+            await stream.done_writing()
+            assert await stream.read() is grpc.aio.EOF
+
+    with caplog.at_level(logging.ERROR, "tft_coord"):
+        asyncio.run(run())
+    assert not caplog.records
+
+
+def test_the_secret_is_asked_for() -> None:
+    async def run() -> None:
+        async with listening(token="a secret of the job") as (_, port), at(port) as channel:
+            assert await status_of(channel, ECHO) is grpc.StatusCode.UNAUTHENTICATED
+            assert await status_of(channel, STREAM) is grpc.StatusCode.UNAUTHENTICATED
+
+    asyncio.run(run())
+
+
+def test_open_calls_have_the_grace() -> None:
+    async def run() -> None:
+        async with listening() as (server, port), at(port) as channel:
+            stream = stream_stub(channel, STREAM)()
+            await stream.write(b"open")
+            assert await stream.read() == b"open"
+            stop = asyncio.ensure_future(server.stop(WITHIN_S))
+            await stream.write(b"still")
+            assert await stream.read() == b"still"
+            await stream.done_writing()
+            await asyncio.wait_for(stop, WITHIN_S)
+
+    asyncio.run(run())
+
+
+def test_an_address_that_cant_be_bound_is_refused() -> None:
+    async def run() -> None:
+        first, second = serving(), serving()
+        port = first.bind("127.0.0.1:0")
+        with pytest.raises(RuntimeError):
+            second.bind(f"127.0.0.1:{port}")
+        await first.start()
+        await first.stop(0)
+
+    asyncio.run(run())
+
+
+class Ends(logging.Handler):
+    """What is said of listenings that have ended, when it is said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: asyncio.Queue[str] = asyncio.Queue()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.put_nowait(record.getMessage())
+
+
+def test_where_no_steady_server_is_offered_another_one_takes_the_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And what has ended is stopped once more: grpc's own stop of it breaks off before its memory is given back.
+    Versions of grpc without the fault do not end.
+    """
+    made: list[grpc.aio.Server] = []
+    stopped: list[grpc.aio.Server] = []
+    make = grpc.aio.server
+
+    def spied(**settings: Any) -> grpc.aio.Server:
+        server = make(**settings)
+        stop = server.stop
+
+        async def stop_and_tell(grace: float | None) -> None:
+            await stop(grace)
+            stopped.append(server)
+
+        monkeypatch.setattr(server, "stop", stop_and_tell)
+        made.append(server)
+        return server
+
+    monkeypatch.setattr(module, "is_offered", lambda: False)
+    monkeypatch.setattr(grpc.aio, "server", spied)
+
+    async def run() -> None:
+        ends = Ends()
+        module.logger.addHandler(ends)
+        try:
+            async with listening() as (_, port):
+                for _ in range(3):
+                    await asyncio.wait_for(say(port, opening(NO_TEXT)), WITHIN_S)
+                    if steady.is_offered():
+                        assert "ended the listening" in await asyncio.wait_for(ends.said.get(), WITHIN_S)
+                    async with at(port) as channel:
+                        await until_answered(channel)
+        finally:
+            module.logger.removeHandler(ends)
+
+    asyncio.run(run())
+    assert len(made) == (4 if steady.is_offered() else 1)
+    assert set(made) == set(stopped)
