@@ -8,14 +8,16 @@ process has set; so those whose parent was killed are found too.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
 import signal
 import subprocess
 import threading
+import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -29,13 +31,17 @@ from integration_tests.torchft_peer import torchft_python as torchft_python  # t
 ROOT: Final = Path(__file__).resolve().parent.parent
 MARK: Final = "TFT_TEST_SESSION"
 SETTLE_S: Final = 5.0
+STACKS_S: Final = 0.5
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # torch's stores look up each address before they go on
 os.environ[MARK] = str(uuid.uuid4())
 
 Spawn: TypeAlias = Callable[..., ForkServerProcess]
 Launch: TypeAlias = Callable[..., "subprocess.Popen[str]"]
 Kill: TypeAlias = Callable[[int], None]
+
+SPAWNED: Final[list[ForkServerProcess]] = []  # by `spawning`, until they are killed
 
 
 def started_by_us() -> list[psutil.Process]:
@@ -99,16 +105,42 @@ def spawning(forkserver: ForkServerContext) -> Iterator[Spawn]:
     processes: list[ForkServerProcess] = []
 
     def start(target: Callable[..., object], *args: object) -> ForkServerProcess:
-        process = forkserver.Process(target=target, args=args)
+        process = forkserver.Process(target=_run, args=(target, *args))
         process.start()
         processes.append(process)
+        SPAWNED.append(process)
         return process
 
     yield start
     for process in processes:
+        SPAWNED.remove(process)
         process.kill()
         process.join(SETTLE_S)
         process.close()
+
+
+def _run(target: Callable[..., object], *args: object) -> None:
+    """What a spawned process does; where its threads stand can be asked for, and is told if it crashes."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    target(*args)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    call: pytest.CallInfo[None],
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that fails tells what became of the processes that it spawned; those that live write their stacks."""
+    report = yield
+    if call.when == "call" and report.failed and SPAWNED:
+        ends = "\n".join(f"{process.pid}: {process.exitcode}" for process in SPAWNED)
+        report.sections.append(("Exit codes of its processes", ends))
+        for process in SPAWNED:
+            if process.exitcode is None and process.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(STACKS_S)  # nothing tells when they have written; it is captured as of the teardown
+    return report
 
 
 @pytest.fixture

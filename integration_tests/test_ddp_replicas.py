@@ -6,7 +6,6 @@ down. The reference is torch's DistributedDataParallel over a process group of i
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,9 +21,6 @@ from tft_algos import DistributedDataParallel, Manager, PureDistributedDataParal
 from tft_algos.testing import MemoryTransport, ScriptedCoordinator, plan_of
 from tft_coord.core.types import Plan, QuorumKey
 from tft_pg import ProcessGroupGloo
-
-# The stores ask for the names of local addresses, which takes 5 s wherever nobody answers.
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 TIMEOUT = timedelta(seconds=30)
 

@@ -25,8 +25,6 @@ from tft_lighthouse import LighthouseServer
 from tft_pg import ProcessGroupGloo
 from tft_pg.testing import Bench
 
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-
 CPU: Final = torch.device("cpu")
 TIMEOUT: Final = timedelta(seconds=20)
 CHUNK_BYTES: Final = 64 << 10

@@ -30,7 +30,7 @@ class Peer:
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 [python, PROGRAM, name, lighthouse.address],
-                env={**os.environ, **OF_A_SHELL, "RES_OPTIONS": "timeout:1 attempts:1"},
+                env={**os.environ, **OF_A_SHELL},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
