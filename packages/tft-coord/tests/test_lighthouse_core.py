@@ -1081,6 +1081,26 @@ class TestWithoutMemory:
         notice = LossNotice(self.OLD.key, "b", 1, "replaced by d")
         assert told(table.give(events.QuorumReported(1, self.OLD))) == {1: [notice]}
 
+    @pytest.mark.parametrize("is_known", [False, True], ids=["learned of it later", "knew it before"])
+    @pytest.mark.parametrize("is_lost", [False, True], ids=["", "was lost before"])
+    def test_the_successor_of_an_older_session_ends_the_newer_one_too(self, is_known: bool, is_lost: bool) -> None:
+        """A twin of a lost member, with an older session, came to this lighthouse first, and was replaced."""
+        table = Table()
+        a, b, c = self.OLD.members
+        quorum = replace(self.OLD, members=(a, replace(b, session=2), c))
+        self.comes_back(table, "a", "c")
+        table.hello("b", session=1, held=None)
+        if is_lost:
+            table.close("b")
+            table.pass_ms(2_000, "a", "c")
+        if is_known:
+            assert told(table.give(events.QuorumReported(1, quorum))) == {}
+        told_then = table.hello("d", replaces="b")
+        if not is_known:
+            told_then = table.give(events.QuorumReported(1, quorum))
+        (notice,) = told(told_then)[1]
+        assert (notice.key, notice.replica_id, notice.session, notice.lives) == (quorum.key, "b", 2, False)
+
     def test_one_that_asked_before_and_can_not_go_on_breaks_it_too(self) -> None:
         """It has left its process group, and asked before this lighthouse knew that the others may wait there."""
         table = Table()

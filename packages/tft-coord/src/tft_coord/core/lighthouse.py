@@ -355,6 +355,7 @@ class Job:
         if hello.session > session_before and not had_left:
             # Its manager server was started anew before anybody missed it; what the old one was in is over anyway.
             out += self._break_quorum(hello.replica_id, session_before, f"session {hello.session} has taken its place")
+        out += self._dead_for_ever(hello.replaces)
         if hello.held is not None:
             self.last_id = max(self.last_id, hello.held.quorum_id)
             if all((hello.held, hello.num_answers) > known for known in self._known_answers()):
@@ -375,6 +376,8 @@ class Job:
                 lost = self.liveness.death(event.stream, event.reason, now_ms)
                 if lost is not None:
                     out += self._told_lost(lost)
+                elif (replica := self.liveness.sign(event.stream, now_ms)) is not None:
+                    out += self._dead_for_ever(replica.replica_id)
                 return out + self._form(now_ms, wall_ms)
         replica = self.liveness.sign(event.stream, now_ms)
         if replica is None:
@@ -543,7 +546,7 @@ class Job:
         self._more = 0
         out: list[effects.LighthouseEffect] = [
             effects.ReplicaLost(self.name, replica.replica_id, replica.session, lost.reason),
-            *self._break_quorum(replica.replica_id, replica.session, lost.reason),
+            *self._break_quorum(replica.replica_id, None if replica.dead else replica.session, lost.reason),
         ]
         message = f"replica {replica.replica_id}, session {replica.session}, was lost: {lost.reason}"
         if lost.stream is not None:
@@ -554,12 +557,13 @@ class Job:
         return out
 
     def _break_quorum(
-        self, replica_id: str, session: int, reason: str, *, lives: bool = False
+        self, replica_id: str, session: int | None, reason: str, *, lives: bool = False
     ) -> list[effects.LighthouseEffect]:
-        """A session has ended, or can't go on in the newest quorum: that can't run any more, and each other member is
-        told. One such member is enough to be told of; of those that are lost everyone is."""
+        """A session has ended (None: and no other of that replica id can ever be), or can't go on in the newest quorum:
+        that can't run any more, and each other member is told. One such member is enough to be told of; of those that
+        are lost everyone is."""
         member = self._members.get(replica_id)
-        if self.previous is None or member is None or session < member.session:
+        if self.previous is None or member is None or (session is not None and session < member.session):
             return []
         # Its manager server may have been started anew since it left; somebody may still heal from it.
         session = member.session
@@ -575,6 +579,13 @@ class Job:
             for other in others
             if other is not None and other.stream is not None
         ]
+
+    def _dead_for_ever(self, replica_id: str) -> list[effects.LighthouseEffect]:
+        """It was lost before, as a session that is not the quorum's, and can't come back as that one either now."""
+        known = self.liveness.replicas.get(replica_id)
+        if known is None or not known.dead or known.lost is None:
+            return []
+        return self._break_quorum(replica_id, None, known.lost)
 
     def _break_for_all(self, reason: str) -> list[effects.LighthouseEffect]:
         """Nobody can go on in the newest quorum, and nobody is lost: each member is told, the one that is named too."""
@@ -676,7 +687,7 @@ class Job:
             elif known.session > member.session:
                 why = f"session {known.session} has taken its place"
                 out += self._break_quorum(member.replica_id, member.session, why)
-            elif known.lost is not None and known.session == member.session:
+            elif known.lost is not None and (known.dead or known.session == member.session):
                 out += self._break_quorum(member.replica_id, member.session, known.lost)
         self.liveness.presume(quorum.members, self._presumed_from_ms)
         return out + self._ask_for_newest(now_ms) + self._sort_the_waiting(now_ms)
