@@ -78,12 +78,18 @@ def test_version() -> None:
     assert run("--version").stdout == f"tft-lighthouse {__version__}\n"
 
 
+LIMITED = (
+    "import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({}, {})); "
+    "os.execv(sys.argv[1], sys.argv[1:])"
+)
+
+
 def limited(soft: int, hard: int) -> subprocess.Popen[str]:
+    """The limits are set by the child: a `preexec_fn` would run this process's handlers of forks, threads or not."""
     return subprocess.Popen(
-        [*COMMAND, "--bind", "127.0.0.1:0"],
+        [sys.executable, "-c", LIMITED.format(soft, hard), *COMMAND, "--bind", "127.0.0.1:0"],
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)),
     )
 
 
@@ -92,9 +98,10 @@ def test_it_may_open_as_many_files_as_it_is_allowed_and_says_when_these_are_few(
     process = limited(256, hard)
     try:
         assert process.stderr is not None
-        said = []
+        said: list[str] = []
         while not said or "listening at" not in said[-1]:
             said.append(process.stderr.readline())
+            assert said[-1], f"it ended with code {process.wait(30)}: {''.join(said)}"
         assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
         process.terminate()
         said.append(process.stderr.read())
