@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import mmap
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 from tft_ckpt import Limits, StateKey, buffers
+from tft_ckpt import snapshot as snapshot_module
 from tft_ckpt.buffers import Buffer
 from tft_ckpt.snapshot import Snapshot
 
@@ -72,6 +75,49 @@ def test_memory_that_cannot_be_pinned_says_why(monkeypatch: pytest.MonkeyPatch) 
     del buffer
     gc.collect()
     assert len(library.pinned) == 1, "nothing was unpinned that was not"
+
+
+class Copies:
+    """Counts the threads that `_copy_here` starts, beside the caller's, and lets them do their work."""
+
+    def __init__(self) -> None:
+        self.threads: list[int] = []
+
+    def __call__(self, number: int, name: str) -> ThreadPoolExecutor:
+        self.threads.append(number)
+        return ThreadPoolExecutor(number, name)
+
+
+@pytest.mark.parametrize(
+    ("cores", "elements", "others"),
+    [(1, 1 << 25, []), (2, 1 << 25, [1]), (64, 1 << 25, [3]), (64, 1 << 16, [])],
+    ids=["one core", "two cores", "many cores", "a small state"],
+)
+def test_a_large_state_is_copied_by_several_threads(
+    cores: int, elements: int, others: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of tensors of any length, each in pieces or whole; and none of the threads outlives the call."""
+    copies = Copies()
+    monkeypatch.setattr(snapshot_module, "ThreadPoolExecutor", copies)
+    monkeypatch.setattr(snapshot_module, "_cores", lambda: cores)
+    lengths = [elements, 0, 1, (8 << 20) + 1, 8 << 20, 77]
+    state = [torch.arange(length, dtype=torch.int32) + at for at, length in enumerate(lengths)]
+    kept: list[Buffer] = []
+
+    def allocate(num_bytes: int) -> Buffer:
+        kept.append(Buffer(num_bytes))
+        return kept[-1]
+
+    if elements < 1 << 20:
+        state = [state[0], *state[1:3]]
+    snapshot = Snapshot.take(state, key=KEY, chunk_bytes=1 << 20, limits=Limits(), allocate=allocate)
+    assert copies.threads == others
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith(snapshot_module.COPY_THREAD_NAME)]
+    wanted = [tensor.clone() for tensor in state]
+    for tensor in state:
+        tensor.fill_(-1)
+    for got, tensor in zip(snapshot.layout.build(kept[0].view), wanted, strict=True):
+        assert torch.equal(got, tensor)
 
 
 @pytest.mark.gpu

@@ -1,8 +1,8 @@
 """A state as it was at one moment, in memory of its own.
 
-The trainer may change its tensors as soon as it has its thread back, so every storage is copied once, on the trainer's
-thread, into one buffer. That copy is all the trainer pays: checksums are computed afterwards by whoever serves the
-snapshot, a piece at a time.
+The trainer may change its tensors as soon as it has its thread back, so every storage is copied once, while that
+thread waits, into one buffer. That copy is all the trainer pays, and some threads share it: one core alone does not
+reach the memory's speed. Checksums are computed afterwards by whoever serves the snapshot, a piece at a time.
 
 Law of this file: a snapshot never changes after it was taken. Who may still look into its buffer is the shelf's affair.
 """
@@ -10,9 +10,12 @@ Law of this file: a snapshot never changes after it was taken. Who may still loo
 from __future__ import annotations
 
 import logging
+import os
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import final
+from typing import Final, TypeAlias, final
 
 import torch
 
@@ -23,7 +26,15 @@ from tft_ckpt.tree import Limits
 
 __all__ = ["Snapshot"]
 
+_Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # uint8 of equal length: to, from
+
 _log = logging.getLogger("tft_ckpt")
+
+COPY_THREAD_NAME: Final = "tft-ckpt-copy"
+# One core does not reach the memory's speed, and from four on there is little to gain.
+_COPY_THREADS_MAX: Final = 4
+_PIECE_BYTES: Final = 8 << 20
+_COPIED_ALONE_BYTES: Final = 8 * _PIECE_BYTES  # a smaller state is copied before a thread has started
 
 
 @final
@@ -132,17 +143,53 @@ def _copy(layout: Layout, spans: Sequence[StorageSpan], buffer: Buffer) -> None:
         stream.wait_stream(torch.cuda.current_stream(device))
     try:
         with torch.no_grad():
-            here = []
+            here: list[_Pair] = []
+            elsewhere: list[_Pair] = []
             for segment, span in zip(layout.segments, spans, strict=True):
-                place = buffer.tensor[segment.offset : segment.offset + segment.length]
+                pair = buffer.tensor[segment.offset : segment.offset + segment.length], span.bytes()
                 if span.device in streams:
                     with torch.cuda.stream(streams[span.device]):
-                        place.copy_(span.bytes(), non_blocking=True)
+                        pair[0].copy_(pair[1], non_blocking=True)
                 else:
-                    here.append((place, span))
-            for place, span in here:
-                place.copy_(span.bytes())
+                    (here if span.device.type == "cpu" else elsewhere).append(pair)
+            for place, there in elsewhere:
+                place.copy_(there)
+            _copy_here(here)
     finally:
         # The optimizer may write when this returns, and the buffer be used again, also after an error.
         for stream in streams.values():
             stream.synchronize()
+
+
+def _copy_here(pairs: Sequence[_Pair]) -> None:
+    """Copy what lies in this machine's memory; with more than one thread what takes long. Returns when all is done."""
+    others = min(_COPY_THREADS_MAX, _cores()) - 1
+    if others < 1 or sum(len(place) for place, _ in pairs) < _COPIED_ALONE_BYTES:
+        for place, there in pairs:
+            place.copy_(there)
+        return
+    pieces: deque[_Pair] = deque()
+    for place, there in pairs:
+        if len(place) <= _PIECE_BYTES:
+            pieces.append((place, there))
+        else:
+            pieces.extend(zip(place.split(_PIECE_BYTES), there.split(_PIECE_BYTES), strict=True))
+
+    def work() -> None:
+        while pieces:
+            try:
+                place, there = pieces.popleft()
+            except IndexError:  # another thread has just taken the last one
+                return
+            place.copy_(there)
+
+    with ThreadPoolExecutor(others, COPY_THREAD_NAME) as threads:
+        helping = [threads.submit(work) for _ in range(others)]
+        work()
+    for each in helping:
+        each.result()
+
+
+def _cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
