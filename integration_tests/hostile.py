@@ -30,6 +30,9 @@ HONEST_WITHIN_S: Final = 1.0
 TRIES: Final = 3
 # One refused message of the largest size that is read, as protobuf holds it, and what the allocator keeps of it.
 GROWTH_BYTES: Final = 64 << 20
+# Of a connection that is ended in the middle of its calls grpc (1.84) keeps some 150 bytes for ever, seen over 300,000
+# of them; 98 go with each cancelled call of a bare grpc.aio handler. As much again waits for the allocator to tidy up.
+KEPT_BY_GRPC_BYTES: Final = 400
 SILENT_S: Final = 0.1
 LINE_BYTES: Final = 1_000
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -54,9 +57,12 @@ class Watched:
         self._read = len(log.read_text())
         self._bytes = process.memory_info().rss
 
-    def check(self, honest: Callable[[], object], after: object) -> list[str]:
+    def check(self, honest: Callable[[], object], after: object, *, connections: int = 0) -> list[str]:
         """That the server lives, serves the honest at once, holds no memory, and logs whole sentences.
 
+        Args:
+            after: what was done to it, for messages.
+            connections: how many it has had, where they are so many that what grpc keeps of each counts.
         Returns: the lines that it has logged since the last check.
         """
         # More than once, because the machine may be late where the server is not.
@@ -67,7 +73,8 @@ class Watched:
         assert self._process.is_running(), f"after {after}: the server has ended"
         assert self._process.status() != psutil.STATUS_ZOMBIE, f"after {after}: the server has ended"
         grown = self._process.memory_info().rss - self._bytes
-        assert grown < GROWTH_BYTES, f"after {after}: the server has grown by {grown >> 20} MiB"
+        may_grow = GROWTH_BYTES + connections * KEPT_BY_GRPC_BYTES
+        assert grown < may_grow, f"after {after}: the server has grown by {grown >> 20} MiB"
         return self.check_log(after)
 
     def check_log(self, after: object) -> list[str]:

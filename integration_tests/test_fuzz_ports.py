@@ -30,6 +30,7 @@ FUZZ_S: Final = 2.5
 SOAK_S: Final = 300.0
 AT_ONCE: Final = 8  # connections that are open together
 GONE_WITHIN_S: Final = 20.0  # a connection that says nothing more is closed after heartbeat_timeout
+IDLE_WITHIN_S: Final = 90.0  # grpc ends threads that had nothing to do for 20 s, one after the other
 
 
 def conversations(port: str, number: int) -> list[list[bytes]]:
@@ -158,19 +159,20 @@ def fuzz(port: str, folder: Path, seed: int, seconds: float) -> int:
                 attack(port, number, rng, server)
                 number += 1
                 if number % 20 == 0:
-                    server.check(honest, f"{number * AT_ONCE} connections of seed {seed}")
+                    made = number * AT_ONCE
+                    server.check(honest, f"{made} connections of seed {seed}", connections=made)
         assert client.failed is None, f"seed {seed}: {client.failed!r}"
         assert client.served > 0
         # Many times what a busy machine costs it; a server that waits for a stranger takes as long as that likes.
         assert client.slowest_s < 5 * HONEST_WITHIN_S, f"seed {seed}: the honest client waited {client.slowest_s:.1f} s"
-        end = time.monotonic() + GONE_WITHIN_S
+        end = time.monotonic() + IDLE_WITHIN_S
         while process.num_fds() > descriptors + 2 or process.num_threads() > threads + 4:
             assert time.monotonic() < end, (
                 f"seed {seed}: {process.num_fds()} descriptors where there were {descriptors}, "
                 f"{process.num_threads()} threads where there were {threads}"
             )
             time.sleep(0.05)
-        server.check(honest, f"all connections of seed {seed}")
+        server.check(honest, f"all connections of seed {seed}", connections=number * AT_ONCE)
     return number * AT_ONCE
 
 

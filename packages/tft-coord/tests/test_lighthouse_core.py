@@ -728,6 +728,22 @@ class TestLostState:
         table.ask("b", 35, live=True)
         assert [ids for ids, _ in formed(table.pass_ms(400, "b"))] == [("b",)]
 
+    def test_nor_one_that_was_to_heal_and_has_a_state_of_that_step_where_the_source_is_torn(self) -> None:
+        """Both had loaded step 100 and did not know whether that is one state; the first raised in its optimizer."""
+        table = Table(heartbeat_timeout_ms=2_000)
+        table.pass_ms(400)
+        for name in ("a", "b"):
+            table.hello(name, ready=True)
+        table.ask("a", 100, lineage=None)
+        ((ids, _),) = formed(table.ask("b", 100, lineage=None))
+        assert ids == ("a", "b")
+        table.close("b")
+        assert formed(table.pass_ms(400, "a")) == []
+        assert formed(table.ask("a", 101, live=True, torn=True)) == []
+        waits = "the state of step 100, which b held; it was lost 100 ms ago and may come back"
+        assert table.core.waiting_for("job") == waits
+        assert [ids for ids, _ in formed(table.pass_ms(2_000, "a"))] == [("a",)]
+
     def test_at_step_0_there_is_nothing_to_wait_for(self) -> None:
         table = Table()
         table.first_quorum("a", "b", step=0)

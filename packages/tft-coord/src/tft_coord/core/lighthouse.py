@@ -942,7 +942,8 @@ class Job:
             return 0, {}  # every member was torn: there is no state to wait for
         if common.step == 0:
             return 0, {}
-        held = (self.previous.replica_ids[rank] for rank in common.up_to_date)
+        # Who was to heal because its state might be another one has that state still; it is better than none.
+        held = [member.replica_id for member in self.previous.members if member.step == common.step and not member.torn]
         return common.step, {replica_id: lost_ms[replica_id] for replica_id in held if replica_id in lost_ms}
 
     def _heals(self, replica: Replica, first_asked_ms: int, now_ms: int) -> bool:
