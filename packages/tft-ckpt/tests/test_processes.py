@@ -60,7 +60,8 @@ def test_a_source_killed_on_the_way_is_replaced_by_another() -> None:
         assert processes[1].exitcode == 0
     finally:
         for process in processes:
-            process.kill()
+            if process.is_alive():  # else its number may be another's by now: it is the forkserver's child
+                process.kill()
             process.join()
         for parent, child in pipes:
             parent.close()

@@ -595,7 +595,8 @@ class Ranks:
 
     def __exit__(self, *_: object) -> None:
         for process, ours in zip(self._processes, self._ours, strict=True):
-            process.kill()
+            if process.is_alive():  # else its number may be another's by now: it is the forkserver's child
+                process.kill()
             process.join(GUARD.total_seconds())
             ours.close()
 

@@ -453,7 +453,8 @@ def start_peer(bench: Bench) -> Iterator[Callable[[int], tuple[ProcessGroup, mul
 
     yield start
     for child, ours in children:
-        child.kill()
+        if child.is_alive():  # else its number may be another's by now: it is the forkserver's child
+            child.kill()
         child.join(20)
         ours.close()
 
@@ -676,7 +677,8 @@ def test_a_process_outlives_an_hours_operation_that_gloo_forgot_and_ends(bench: 
         assert survivor.exitcode == 0
     finally:
         for process, end in ((peer, to_peer), (survivor, ours)):
-            process.kill()
+            if process.is_alive():  # else its number may be another's by now: it is the forkserver's child
+                process.kill()
             process.join(20)
             end.close()
 

@@ -802,7 +802,8 @@ def play(scenario: _Scenario) -> list[str | None]:
         return found
     finally:
         for process in processes:
-            process.kill()
+            if process.is_alive():  # else its number may be another's by now: it is the forkserver's child
+                process.kill()
             process.join(GUARD_S)
         for ours, _ in reports:
             ours.close()

@@ -107,7 +107,8 @@ class _Child:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.process.kill()
+        if self.process.is_alive():  # else its number may be another's by now: it is the forkserver's child
+            self.process.kill()
         self.process.join(GUARD_S)
         self._ours.close()
 

@@ -200,7 +200,8 @@ class Supervisor:
     def _end_children(self) -> None:
         """Kill what still runs and wait for it. Nothing here can be interrupted: the signals are caught."""
         for child in self._children.values():
-            child.process.kill()
+            if child.process.is_alive():  # else its number may be another's by now: it is the forkserver's child
+                child.process.kill()
         for child in self._children.values():
             child.process.join(JOIN_S)
             if child.process.exitcode is not None:
