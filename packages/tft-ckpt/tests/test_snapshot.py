@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import mmap
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -118,6 +119,27 @@ def test_a_large_state_is_copied_by_several_threads(
         tensor.fill_(-1)
     for got, tensor in zip(snapshot.layout.build(kept[0].view), wanted, strict=True):
         assert torch.equal(got, tensor)
+
+
+@pytest.mark.parametrize("granted", [0, 1])
+def test_where_the_system_gives_fewer_threads_the_others_do_the_work(
+    granted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, started = threading.Thread.start, itertools.count()
+
+    def refuse(thread: threading.Thread) -> None:
+        if next(started) >= granted:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(snapshot_module, "_cores", lambda: 4)
+    state = [torch.arange(1 << 25, dtype=torch.int32)]
+    buffer = Buffer(1 << 27)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        snapshot = Snapshot.take(state, key=KEY, chunk_bytes=1 << 20, limits=Limits(), allocate=lambda _: buffer)
+    assert next(started) > granted
+    assert torch.equal(snapshot.layout.build(buffer.view)[0], state[0])
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final, TypeAlias, final
 
@@ -184,7 +185,10 @@ def _copy_here(pairs: Sequence[_Pair]) -> None:
             place.copy_(there)
 
     with ThreadPoolExecutor(others, COPY_THREAD_NAME) as threads:
-        helping = [threads.submit(work) for _ in range(others)]
+        helping = []
+        with suppress(RuntimeError):  # the system gives no thread more, or the interpreter ends: then with fewer
+            for _ in range(others):
+                helping.append(threads.submit(work))
         work()
     for each in helping:
         each.result()
