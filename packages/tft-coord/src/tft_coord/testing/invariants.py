@@ -292,7 +292,8 @@ class Attendance:
             if member.replica_id != replica_id:
                 continue
             assert self._newest is not None
-            lost = self._lost.get(replica_id, -1) >= member.session
+            # One that is dead can't come back as any session, older or newer than the one that was lost.
+            lost = self._lost.get(replica_id, -1) >= (0 if self.is_dead(replica_id) else member.session)
             newest = self._sessions.get(replica_id, self._gone.get(replica_id, member.session))
             followed = newest > member.session
             if lost or followed or (replica_id in self._replaced and replica_id not in self._sessions):
