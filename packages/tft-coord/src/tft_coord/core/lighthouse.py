@@ -546,7 +546,7 @@ class Job:
         self._more = 0
         out: list[effects.LighthouseEffect] = [
             effects.ReplicaLost(self.name, replica.replica_id, replica.session, lost.reason),
-            *self._break_quorum(replica.replica_id, None if replica.dead else replica.session, lost.reason),
+            *self._break_quorum(replica.replica_id, replica.session, lost.reason),
         ]
         message = f"replica {replica.replica_id}, session {replica.session}, was lost: {lost.reason}"
         if lost.stream is not None:
@@ -557,14 +557,15 @@ class Job:
         return out
 
     def _break_quorum(
-        self, replica_id: str, session: int | None, reason: str, *, lives: bool = False
+        self, replica_id: str, session: int, reason: str, *, lives: bool = False
     ) -> list[effects.LighthouseEffect]:
-        """A session has ended (None: and no other of that replica id can ever be), or can't go on in the newest quorum:
-        that can't run any more, and each other member is told. One such member is enough to be told of; of those that
-        are lost everyone is."""
-        member = self._members.get(replica_id)
-        if self.previous is None or member is None or (session is not None and session < member.session):
+        """A session has ended, or can't go on in the newest quorum: that can't run any more, and each other member is
+        told. One such member is enough to be told of; of those that are lost everyone is."""
+        member, replica = self._members.get(replica_id), self.liveness.replicas.get(replica_id)
+        if self.previous is None or member is None:
             return []
+        if session < member.session and not (replica is not None and replica.dead):
+            return []  # the newer one may live; of a replica that is dead none does
         # Its manager server may have been started anew since it left; somebody may still heal from it.
         session = member.session
         known = self._losses.get(replica_id)
@@ -585,7 +586,7 @@ class Job:
         known = self.liveness.replicas.get(replica_id)
         if known is None or not known.dead or known.lost is None:
             return []
-        return self._break_quorum(replica_id, None, known.lost)
+        return self._break_quorum(replica_id, known.session, known.lost)
 
     def _break_for_all(self, reason: str) -> list[effects.LighthouseEffect]:
         """Nobody can go on in the newest quorum, and nobody is lost: each member is told, the one that is named too."""
@@ -687,8 +688,8 @@ class Job:
             elif known.session > member.session:
                 why = f"session {known.session} has taken its place"
                 out += self._break_quorum(member.replica_id, member.session, why)
-            elif known.lost is not None and (known.dead or known.session == member.session):
-                out += self._break_quorum(member.replica_id, member.session, known.lost)
+            elif known.lost is not None:
+                out += self._break_quorum(member.replica_id, known.session, known.lost)
         self.liveness.presume(quorum.members, self._presumed_from_ms)
         return out + self._ask_for_newest(now_ms) + self._sort_the_waiting(now_ms)
 
