@@ -14,7 +14,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -73,29 +73,9 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inside, name)
 
-    def configure(
-        self,
-        store_addr: str,
-        rank: int,
-        world_size: int,
-        *,
-        replica_id: str,
-        quorum_id: int | None,
-        group_rank: int,
-        group_world_size: int,
-        global_ranks: Sequence[int] | None,
-    ) -> None:
+    def configure(self, store_addr: str, rank: int, world_size: int, **placement: Any) -> None:
         self._last.clear()
-        self._inside.configure(
-            store_addr,
-            rank,
-            world_size,
-            replica_id=replica_id,
-            quorum_id=quorum_id,
-            group_rank=group_rank,
-            group_world_size=group_world_size,
-            global_ranks=global_ranks,
-        )
+        self._inside.configure(store_addr, rank, world_size, **placement)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: dist.ReduceOp | dist.ReduceOp.RedOpType) -> dist.Work:
         size = sum(tensor.numel() for tensor in tensors)

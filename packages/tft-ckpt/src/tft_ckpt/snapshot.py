@@ -147,12 +147,12 @@ def _copy(layout: Layout, spans: Sequence[StorageSpan], buffer: Buffer) -> None:
             here: list[_Pair] = []
             elsewhere: list[_Pair] = []
             for segment, span in zip(layout.segments, spans, strict=True):
-                pair = buffer.tensor[segment.offset : segment.offset + segment.length], span.bytes()
+                place, there = buffer.tensor[segment.offset : segment.offset + segment.length], span.bytes()
                 if span.device in streams:
                     with torch.cuda.stream(streams[span.device]):
-                        pair[0].copy_(pair[1], non_blocking=True)
+                        place.copy_(there, non_blocking=True)
                 else:
-                    (here if span.device.type == "cpu" else elsewhere).append(pair)
+                    (here if span.device.type == "cpu" else elsewhere).append((place, there))
             for place, there in elsewhere:
                 place.copy_(there)
             _copy_here(here)
