@@ -22,6 +22,11 @@ from typing import Final
 INTERFACE: Final = "eth0"
 _SWITCH: Final = "switch"
 _CLONE_NEWNET: Final = 0x4000_0000
+# A cable takes and hands over so much at once, as a network card that does the segmentation itself. Cut into packets of
+# 1500 bytes, what passes a limited cable costs a timer, an interrupt and a wake-up each, on the very cores whose time
+# is measured: 4 to 6 % of it, as much as the synchronization itself costs there.
+_SEGMENT_BYTES: Final = 16_384
+_BURST_BYTES: Final = 2 * _SEGMENT_BYTES
 _NAMESPACES: Final = Path("/run/netns")
 
 
@@ -83,6 +88,8 @@ class Hosts:
             self._in(name, "addr", "add", f"{self.address(name)}/24", "dev", INTERFACE)
             self._in(name, "link", "set", INTERFACE, "up")
             self._in(name, "link", "set", "lo", "up")
+            for namespace, interface in self._ends(name):
+                ip("-n", namespace, "link", "set", interface, "gso_max_size", str(_SEGMENT_BYTES))
 
     def remove(self) -> None:
         """All of it; what is inside goes with it."""
@@ -102,7 +109,7 @@ def tc(*arguments: str) -> None:
 
 
 def _bucket(mbit_per_s: float) -> tuple[str, ...]:
-    return ("tbf", "rate", f"{round(mbit_per_s * 1_000)}kbit", "burst", "32kb", "latency", "50ms")
+    return ("tbf", "rate", f"{round(mbit_per_s * 1_000)}kbit", "burst", str(_BURST_BYTES), "latency", "50ms")
 
 
 def why_not(*, limited: bool = False) -> str | None:
