@@ -16,6 +16,8 @@ SOAK_RUNS ?= 5
 
 # One thread a process: the tests start many processes, and more threads than cores only make them wait for each other.
 export OMP_NUM_THREADS := 1
+# Where the environment forbids bytecode files, each of the many processes compiles all the source again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench soak wheels proto docs clean

@@ -8,8 +8,10 @@ python -m benchmarks.run --short     few turns, for a quick look; the bars are j
 from __future__ import annotations
 
 import argparse
+import compileall
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn, final
 
 from benchmarks import (
@@ -50,6 +52,18 @@ ROWS: dict[str, Callable[[bool], Row]] = {
 LAYOUT = "{:<5} {:<30} {:>16} {:>16} {:>22} {:>6}  {:<4} {}"
 
 
+def compile_sources() -> None:
+    """Leave bytecode beside our sources, as pip does beside what it installs, the peer included: a process would else
+    begin by compiling all that it imports, wherever the environment keeps Python from writing bytecode.
+
+    Raises: RuntimeError: a file can't be compiled, or its bytecode not be written.
+    """
+    root = Path(__file__).resolve().parent.parent
+    for tree in ("packages", "benchmarks", "examples", "integration_tests"):
+        if not compileall.compile_dir(root / tree, quiet=1):
+            raise RuntimeError(f"{root / tree} can't be compiled; the lines above say why")
+
+
 @final
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -70,6 +84,7 @@ def main() -> int:
     unknown = [name for name in arguments.rows if name.lower() not in ROWS]
     if unknown:
         parser.error(f"there is no row {', '.join(unknown)}; choose of {', '.join(ROWS)}")
+    compile_sources()
     print(LAYOUT.format("row", "what", "ours", "torchft", "other", "ratio", "met", "bar"))
     missed = 0
     for name in [name.lower() for name in arguments.rows] or list(ROWS):
