@@ -22,9 +22,14 @@ WIDTHS = (6, 7, 5, 9, 3)
 NUMBERS = itertools.count(1)  # of quorums, so that no two share a prefix in the store
 
 
-def make_model(seed: int = 0) -> torch.nn.Sequential:
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(*(torch.nn.Linear(*pair) for pair in itertools.pairwise(WIDTHS)))
+def make_model(dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Linear(*pair, dtype=dtype) for pair in itertools.pairwise(WIDTHS)))
+
+
+def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = model(batch.to(next(model.parameters()).dtype)).abs().square().mean()
+    return result
 
 
 def split(num_fragments: int) -> Any:
@@ -63,13 +68,14 @@ class Replicas:
         num_replicas: int,
         inner_steps: int,
         shared: dict[int, list[Any]] | None = None,
+        dtype: torch.dtype = torch.float32,
         **settings: Any,
     ) -> list[list[list[torch.Tensor]]]:
         """By inner step, then by replica: its parameters; `shared` gets the global ones, by replica and inner step."""
         self._shared = {} if shared is None else shared
         data = batches(num_replicas, inner_steps)
         quorum_id = next(NUMBERS)
-        models = [make_model() for _ in range(num_replicas)]  # here, for the seed is that of all threads
+        models = [make_model(dtype) for _ in range(num_replicas)]  # here, for the seed is that of all threads
         with ThreadPoolExecutor(num_replicas) as threads:
             replicas = [
                 threads.submit(self._train, model, recipe, rank, num_replicas, quorum_id, data[:, rank], settings)
@@ -118,7 +124,7 @@ class Replicas:
             with strategy:
                 for batch in data:
                     inner.zero_grad()
-                    model(batch).square().mean().backward()
+                    loss_of(model, batch).backward()
                     inner.step()
                     found.append([one.detach().clone() for one in model.parameters()])
                     self._shared.setdefault(rank, []).append(global_weights(strategy))
@@ -131,12 +137,12 @@ def replicas() -> Iterator[Replicas]:
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("tft-quorum")]
 
 
-def expected(recipe: Recipe, num_replicas: int, inner_steps: int) -> Trajectory:
+def expected(recipe: Recipe, num_replicas: int, inner_steps: int, dtype: torch.dtype = torch.float32) -> Trajectory:
     data = batches(num_replicas, inner_steps)
     return reference(
-        [make_model() for _ in range(num_replicas)],
+        [make_model(dtype) for _ in range(num_replicas)],
         recipe,
-        lambda model, replica, step: model(data[step, replica]).square().mean(),
+        lambda model, replica, step: loss_of(model, data[step, replica]),
         inner_steps,
     )
 
@@ -191,6 +197,29 @@ def test_diloco_of_two_is_the_reference_to_the_last_bit(
     # 26 numbers a bucket: the largest tensors have 45 and 42, and none of the sizes divides it.
     found = replicas.train(recipe, 2, 24, use_bucketization=buckets, bucket_cap_mb=26 * 4 / 2**20)
     check_to_the_last_bit(found, expected(recipe, 2, 24))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    ("num_fragments", "delay", "alpha", "buckets"), [(1, 3, 0.4, False), (2, 7, 0.4, True), (4, 2, 1.0, True)]
+)
+def test_weights_of_another_dtype_are_the_reference_to_the_last_bit(
+    replicas: Replicas, dtype: torch.dtype, num_fragments: int, delay: int, alpha: float, buckets: bool
+) -> None:
+    """What is reduced and what is merged are rounded as the formulas are."""
+    recipe = Recipe(
+        algorithm="diloco",
+        fragments=split(num_fragments),
+        inner=lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
+        outer=nesterov,
+        one_outer=False,
+        sync_every=8,
+        delay=delay,
+        alpha=alpha,
+    )
+    settings = {"use_bucketization": buckets, "bucket_cap_mb": 26 * 4 / 2**20}
+    found = replicas.train(recipe, 2, 24, dtype=dtype, **settings)
+    check_to_the_last_bit(found, expected(recipe, 2, 24, dtype))
 
 
 @pytest.mark.parametrize("sync_every", [1, 3])
