@@ -15,7 +15,7 @@ from integration_tests import syncs
 from integration_tests.conftest import Spawn
 from integration_tests.language_model import Cluster, Event, ReplicaGroup, training_together
 from integration_tests.syncs import Syncs
-from integration_tests.test_faults_at_every_phase import Blow, strike
+from integration_tests.test_faults_at_every_phase import Blow, strike, survivable
 from tft_algos.testing import Action, Place
 
 REPLICAS: Final = 3
@@ -54,13 +54,18 @@ SPREAD: Final = {
     ),
     "without delay": (Blow(Action.KILL, Place.QUORUM), Blow(Action.FAIL, Place.HEALING)),
 }
+# The last rank of a group is struck, and where it votes the first.
+IN_GROUPS_OF_TWO: Final = (
+    Blow(Action.KILL, Place.REDUCTION),
+    Blow(Action.KILL, Place.VOTE),
+)
 
 
 def check_newcomers(cluster: Cluster) -> None:
     """The first sync that a newcomer committed was committed by another too, with the same result."""
     for group in cluster.groups:
         others = [event for each in cluster.groups if each is not group for event in commits_of(each)]
-        for _, newcomer in group.all_trainers[1:]:
+        for _, newcomer in group.all_trainers[len(group.trainers) :]:
             first = next(event for event in newcomer.events if event.kind == "commit")
             equal = {event.digest for event in others if (event.step, event.lineage) == (first.step, first.lineage)}
             assert equal == {first.digest}, f"{group.name}, process {newcomer.process.pid}: {first}; {cluster.story()}"
@@ -71,8 +76,8 @@ def commits_of(group: ReplicaGroup) -> list[Event]:
     return [event for _, trainer in group.all_trainers for event in trainer.events if event.kind == "commit"]
 
 
-def strike_all(spawn: Spawn, kind: str, blows: tuple[Blow, ...]) -> None:
-    with training_together(spawn, groups=REPLICAS, trainer=syncs.train, details=KINDS[kind]) as cluster:
+def strike_all(spawn: Spawn, kind: str, blows: tuple[Blow, ...], *, groups: int = REPLICAS, ranks: int = 1) -> None:
+    with training_together(spawn, groups=groups, ranks=ranks, trainer=syncs.train, details=KINDS[kind]) as cluster:
         for turn, blow in enumerate(blows):
             strike(cluster, turn, blow)
         cluster.finish()
@@ -96,8 +101,21 @@ def test_a_spread_of_faults(spawn: Spawn, kind: str) -> None:
     strike_all(spawn, kind, SPREAD[kind])
 
 
+@pytest.mark.timeout(150)
+def test_ranks_die_where_groups_of_two_have_two_syncs_in_flight(spawn: Spawn) -> None:
+    """A group is started again and heals whole; the other one goes on, both ranks alike."""
+    strike_all(spawn, "two in flight", IN_GROUPS_OF_TWO, groups=2, ranks=2)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1_200)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_fault_in_every_phase(spawn: Spawn, kind: str) -> None:
     strike_all(spawn, kind, BLOWS)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1_200)
+def test_every_fault_in_groups_of_two_with_two_syncs_in_flight(spawn: Spawn) -> None:
+    blows = tuple(blow for blow in BLOWS if survivable(blow, groups=2))
+    strike_all(spawn, "two in flight", blows, groups=2, ranks=2)
