@@ -807,6 +807,8 @@ def test_a_shared_parameter_belongs_to_the_first_fragment(rigs: Any) -> None:
         ({"use_bucketization": "False"}, "use_bucketization is 'False'; give True or False"),
         ({"pin_memory": None}, "pin_memory is None; give True or False"),
         ({"backup_device": "cupboard"}, "backup_device is 'cupboard'; give a device of this process"),
+        ({"backup_device": "vulkan"}, "backup_device is 'vulkan'; give a device of this process"),
+        ({"backup_device": "hpu"}, "backup_device is 'hpu'; give a device of this process"),
         ({"backup_device": "meta"}, "backup_device is meta, where nothing is kept"),
     ],
 )
@@ -1067,6 +1069,17 @@ def test_what_is_unfrozen_or_added_later_is_not_left_out_silently(rigs: Any, alg
             assert rig.manager.current_step() == 2
 
 
+def test_a_model_that_is_converted_later_is_refused_before_anything_is_sent(rigs: Any, algorithm: str) -> None:
+    for convert in (torch.nn.Module.bfloat16, lambda model: setattr(model[0].weight, "data", torch.ones(2, 1))):
+        rig = rigs(plan_of(7, size=2), *[SAME] * 3)
+        with Trainer(rig, algorithm=algorithm) as trainer:
+            convert(trainer.model)
+            trainer.train()
+            with pytest.raises(SettingError, match=r"0\.weight of .* was torch.float32 of shape \(1, 1\) when this"):
+                trainer.train()
+            assert (rig.manager.current_step(), rig.group.calls) == (1, [])
+
+
 def test_a_state_that_is_loaded_by_hand_fails_what_is_in_flight(rigs: Any) -> None:
     rig = rigs(plan_of(7, size=2), *[SAME] * 5)
     with Trainer(rig, **IN_FLIGHT) as trainer:
@@ -1089,6 +1102,16 @@ def test_a_state_that_does_not_fit_changes_nothing(rigs: Any) -> None:
         for weight in part["original_parameters"].values():
             weight.fill_(1.0)
     first, second = good
+    groups = good[second]["outer_optimizer"]["param_groups"]
+    no_states: list[dict[str, Any]] = [
+        {"state": {}, "param_groups": []},
+        {"state": {}, "param_groups": 3},
+        {"state": {}, "param_groups": [3]},
+        {"state": {}, "param_groups": [{}]},
+        {"state": {}, "param_groups": [{"params": 0}]},
+        {"state": 3, "param_groups": groups},
+        {"state": {0: 3}, "param_groups": groups},
+    ]
     for bad in (
         None,
         {},
@@ -1097,7 +1120,7 @@ def test_a_state_that_does_not_fit_changes_nothing(rigs: Any) -> None:
         good | {second: {"original_parameters": good[second]["original_parameters"]}},
         good | {second: good[second] | {"original_parameters": {"weight": 1.0}}},
         good | {second: good[second] | {"outer_optimizer": {}}},
-        good | {second: good[second] | {"outer_optimizer": {"state": {}, "param_groups": []}}},
+        *(good | {second: good[second] | {"outer_optimizer": outer}} for outer in no_states),
         {first: good[first]},
     ):
         with pytest.raises(StateUnavailable):

@@ -40,7 +40,8 @@ def check_device(backup_device: torch.device | str | int | None) -> torch.device
         return None
     try:
         device = torch.device(backup_device)
-    except (RuntimeError, TypeError) as error:
+        torch.empty(0, device=device)  # a name alone says nothing of what there is
+    except Exception as error:  # torch has another one for each reason
         raise SettingError(f"backup_device is {backup_device!r}; give a device of this process, as 'cpu'") from error
     if device.type == "meta":
         raise SettingError("backup_device is meta, where nothing is kept; give 'cpu', or leave it out")
@@ -75,8 +76,10 @@ def check_still_synchronized(
 ) -> None:
     """At the start of a sync: as in the days when the fragments were made.
 
-    Raises: SettingError: since then a parameter was given to the inner optimizer, or unfrozen.
+    Raises: SettingError: since then a parameter was given to the inner optimizer, unfrozen, or made another.
     """
+    for fragment in fragments:
+        fragment.check_parameters()
     synchronized = {parameter for fragment in fragments for parameter in fragment.parameters}
     for module in modules:
         for name, parameter in module.named_parameters():

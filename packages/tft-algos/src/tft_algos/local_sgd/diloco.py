@@ -238,15 +238,21 @@ class _State:
 
 def _check_outer_state(optimizer: torch.optim.Optimizer, state: object) -> None:
     """Raises: StateUnavailable: it is none, or that of other parameters."""
+    state = state if isinstance(state, Mapping) else {}
+    groups, kept = state.get("param_groups"), state.get("state")
     found = None
-    if isinstance(state, Mapping) and {"state", "param_groups"} <= set(state):
-        found = [len(group["params"]) for group in state["param_groups"]]
+    if isinstance(groups, Sequence) and isinstance(kept, Mapping) and all(map(_is_mapping, (*groups, *kept.values()))):
+        found = [len(group["params"]) if isinstance(group.get("params"), Sequence) else None for group in groups]
     here = [len(group["params"]) for group in optimizer.param_groups]
     if found != here:
         raise StateUnavailable(
             f"the state of an outer optimizer is not that of a {type(optimizer).__name__} whose groups have {here} "
             "parameters; use the same outer optimizer on every replica"
         )
+
+
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, Mapping)
 
 
 @final

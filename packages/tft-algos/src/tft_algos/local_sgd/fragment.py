@@ -117,6 +117,16 @@ class Fragment:
         """The live parameters; of DTensors the part on this rank."""
         return [local_part(parameter) for parameter in self.parameters]
 
+    def check_parameters(self) -> None:
+        """Raises: SettingError: a parameter has another dtype or shape than this fragment has memory for."""
+        for name, own, whole in zip(self._names, self.local(), self._global.views, strict=True):
+            if (own.dtype, own.shape) != (whole.dtype, whole.shape):
+                now, then = (f"{one.dtype} of shape {tuple(one.shape)}" for one in (own, whole))
+                raise SettingError(
+                    f"{name} of {self._what} is {now}, and was {then} when this strategy was made; convert the model "
+                    "before"
+                )
+
     @property
     def sent(self) -> list[torch.Tensor]:
         """What is reduced, or the result, in the order and the local shapes of the parameters."""
