@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from integration_tests.conftest import Spawn
 from integration_tests.language_model import (
@@ -43,6 +44,7 @@ from integration_tests.language_model import (
     training_together,
 )
 from tft_algos import DiLoCo, LocalSGD
+from tft_algos.dtensors import cut_like
 from tft_algos.manager.island import whole
 from tft_algos.testing import Action, Fault, Place, digest
 from tft_algos.testing.trajectory import Recipe, reference
@@ -61,6 +63,9 @@ class Way:
         on_cpu, buckets: of DiLoCo.
         is_followed: nothing is random, and each inner step's weights are told.
         islands: that must be there before anything is trained.
+        tensor_parallel: ranks among which layers are divided, beside the shards; such a model follows made gradients,
+            because the sums of its forward pass are rounded otherwise.
+        through_rank_zero: else each rank synchronizes its own part.
     """
 
     sharded: bool
@@ -72,6 +77,8 @@ class Way:
     is_followed: bool = False
     islands: int = 1
     sync_every: int = 4
+    tensor_parallel: int = 1
+    through_rank_zero: bool = True
 
     @property
     def inner_steps(self) -> int:
@@ -103,6 +110,25 @@ def batch(replica: int, step: int) -> torch.Tensor:
     return torch.randn(4, WIDTHS[0], generator=torch.Generator().manual_seed(1_000 * replica + step))
 
 
+def loss_of(model: nn.Module, way: Way, replica: int, step: int) -> torch.Tensor:
+    """Of a whole model."""
+    if way.tensor_parallel == 1:
+        loss: torch.Tensor = model(batch(replica, step)).square().mean()
+        return loss
+    pairs = zip(model.parameters(), made_gradients(model, replica, step), strict=True)
+    return torch.stack([(parameter * gradient).sum() for parameter, gradient in pairs]).sum()
+
+
+def made_gradients(model: nn.Module, replica: int, step: int) -> list[torch.Tensor]:
+    """Each cut as its parameter is."""
+    generator = torch.Generator().manual_seed(1_000 * replica + step)
+    gradients: list[torch.Tensor] = []
+    for parameter in model.parameters():
+        whole = torch.randn(parameter.shape, generator=generator)
+        gradients.append(cut_like(whole, parameter.data) if isinstance(parameter.data, DTensor) else whole)
+    return gradients
+
+
 def full(parameters: Any) -> list[torch.Tensor]:
     return [
         parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach().clone()
@@ -127,7 +153,7 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
         timeout=5 * TIMEOUT,
         timeouts=replace(TIMEOUTS, quorum_timeout_ms=quorum_timeout_ms, heal_timeout_ms=15_000),
         min_replica_size=way.islands,
-        rank0_synchronization_only=True,
+        rank0_synchronization_only=way.through_rank_zero,
     )
     with manager:
         seeds = [0 if way.is_followed else os.getpid()]
@@ -137,10 +163,13 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
         forward: nn.Module = model
         if ranks > 1 and way.sharded:
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-            mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
+            shape = (ranks // way.tensor_parallel, way.tensor_parallel)
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("shard", "tp"))
+            if way.tensor_parallel > 1:
+                parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
             for layer in model:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(model, mesh=mesh)
+                fully_shard(layer, mesh=mesh["shard"])
+            fully_shard(model, mesh=mesh["shard"])
         elif ranks > 1:
             forward = nn.parallel.DistributedDataParallel(model)
         recipe = way.recipe()
@@ -173,8 +202,16 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
                         case int(number):
                             last = number
                 inner.zero_grad()
-                given = batch(ord(spec.name) - ord("a"), step) if way.is_followed else torch.randn(4, WIDTHS[0])
-                forward(given).square().mean().backward()
+                replica = ord(spec.name) - ord("a")
+                if not way.is_followed:
+                    forward(torch.randn(4, WIDTHS[0])).square().mean().backward()
+                elif way.tensor_parallel == 1:
+                    loss_of(forward, way, replica, step).backward()
+                else:
+                    for parameter, gradient in zip(
+                        model.parameters(), made_gradients(model, replica, step), strict=True
+                    ):
+                        parameter.grad = gradient
                 inner.step()
                 step += 1
                 if way.is_followed:
@@ -192,29 +229,40 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
 # --- nothing fails ----------------------------------------------------------------------------------------------------
 
 
+MESH: Final = Way(sharded=True, fragments=2, delay=7, alpha=0.4, is_followed=True, islands=2, sync_every=12)
+
+
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
-    "way",
+    ("sizes", "way"),
     [
-        Way(sharded=True, fragments=2, delay=7, is_followed=True, islands=2, buckets=True, sync_every=12),
-        Way(sharded=False, fragments=1, alpha=0.5, is_followed=True, islands=2, on_cpu=True),
-        Way(sharded=True, fragments=0, is_followed=True, islands=2),
+        ((1, 2), Way(sharded=True, fragments=2, delay=7, is_followed=True, islands=2, buckets=True, sync_every=12)),
+        ((1, 2), Way(sharded=False, fragments=1, alpha=0.5, is_followed=True, islands=2, on_cpu=True)),
+        ((1, 2), Way(sharded=True, fragments=0, is_followed=True, islands=2)),
+        ((1, 4), replace(MESH, tensor_parallel=2)),
+        ((4, 4), replace(MESH, tensor_parallel=2, through_rank_zero=False)),
     ],
-    ids=["two in flight, sharded, buckets", "data parallel, on the CPU", "local SGD, sharded"],
+    ids=[
+        "two in flight, sharded, buckets",
+        "data parallel, on the CPU",
+        "local SGD, sharded",
+        "on a mesh of two by two",
+        "groups on meshes of two by two, each rank for itself",
+    ],
 )
-def test_islands_of_one_and_two_follow_the_reference_to_the_last_bit(spawn: Spawn, way: Way) -> None:
+def test_islands_follow_the_reference_to_the_last_bit(spawn: Spawn, sizes: tuple[int, int], way: Way) -> None:
     """The ranks of an island are given one batch, so that it is one replica, whose mean over two ranks is exact."""
     torch.manual_seed(0)
     wanted = reference(
         [make_model(), make_model()],
         way.recipe(),
-        lambda model, replica, step: model(batch(replica, step)).square().mean(),
+        lambda model, replica, step: loss_of(model, way, replica, step),
         way.inner_steps,
     )
     with LighthouseServer("127.0.0.1:0", min_replicas=2, join_timeout_ms=JOIN_TIMEOUT_MS) as lighthouse:
         islands = [
             ReplicaGroup(spawn, Spec(str(lighthouse.address), name, TINY, details=way), size, train)
-            for name, size in zip("ab", (1, 2), strict=True)
+            for name, size in zip("ab", sizes, strict=True)
         ]
         for island in islands:
             island.start()
@@ -269,8 +317,9 @@ def has_struck(trainer: Trainer, fault: Fault) -> bool:
     [
         ((1, 2), Way(sharded=True, fragments=2, delay=1)),
         ((2, 3), Way(sharded=False, fragments=1, alpha=0.5, on_cpu=True, buckets=True)),
+        pytest.param((1, 4), Way(sharded=True, fragments=2, delay=1, tensor_parallel=2), marks=pytest.mark.soak),
     ],
-    ids=["1 + 2, streaming, sharded", "2 + 3, data parallel, on the CPU, buckets"],
+    ids=["1 + 2, streaming, sharded", "2 + 3, data parallel, on the CPU, buckets", "1 + 4, on a mesh of two by two"],
 )
 def test_islands_of_different_sizes_are_killed_and_heal_equal(spawn: Spawn, sizes: tuple[int, int], way: Way) -> None:
     with training_together(spawn, groups=2, ranks=sizes, trainer=train, details=way) as cluster:
