@@ -25,7 +25,7 @@ from tft_coord.core.liveness import Liveness, OpenRequest, Replica
 from tft_coord.core.progress import GroupProgress, HangWatch, Phase, Progress
 from tft_coord.core.quorum import Situation
 from tft_coord.core.session import SessionCore
-from tft_coord.core.types import LossNotice, Member, Plan, Quorum, QuorumKey, RankRequest, Refusal, Verdict
+from tft_coord.core.types import MAX_INT64, LossNotice, Member, Plan, Quorum, QuorumKey, RankRequest, Refusal, Verdict
 from tft_coord.testing import InvariantBroken, SimulationFailed, play, simulate, trainer
 from tft_coord.testing.explore import LighthouseWorld
 from tft_coord.testing.invariants import Held, Reduced, Round
@@ -390,6 +390,12 @@ def believes_how_long_a_late_beat_says(self: GroupProgress, *_: object) -> bool:
     return False
 
 
+def believes_how_long_late_beats_of_a_young_hang_say(
+    self: GroupProgress, word: Any, progress: Progress, now_ms: int
+) -> bool:
+    return right_was_there(self, replace(word, told_ms=MAX_INT64), progress, now_ms)
+
+
 def never_sees_all_stuck(self: HangWatch, members: object) -> int | None:
     return None
 
@@ -415,6 +421,7 @@ right_hello = Liveness.hello
 right_sign = Liveness.sign
 right_reject = Liveness._reject
 right_situation = Job._situation
+right_was_there = GroupProgress._was_there
 
 MUTANTS = [
     # Section 3, a broken quorum: losses that are not told, or told of the wrong quorum.
@@ -468,6 +475,7 @@ MUTANTS = [
     Mutant(Progress, "is_hung", never_sees_a_hang, "H2 transcript", "scenario_11_hangs"),
     Mutant(GroupProgress, "_now_of", takes_all_silence_for_work, "H1", 190),
     Mutant(GroupProgress, "_was_there", believes_how_long_a_late_beat_says, "H2", 760_941),
+    Mutant(GroupProgress, "_was_there", believes_how_long_late_beats_of_a_young_hang_say, "H2", 1_060_704),
     Mutant(SessionCore, "told_lost", comes_back_while_it_hangs, "H2", "scenario_11_hangs"),
     Mutant(SessionCore, "went_on", never_comes_back_from_a_hang, "I6", 0),
     Mutant(Job, "_last_holder", spares_nobody, "transcript", "last_holder"),

@@ -191,8 +191,29 @@ class TestSilence:
         progress.said(0, word(OWN, 4_900), 12_000)
         assert progress.now(12_500) == word(OWN, 5_400)
 
+    def test_nor_do_those_that_a_stopped_manager_server_reads_together(self) -> None:
+        """When it was stopped it had heard of a hang that was young. It wakes up, tells of a hang, and reads beats each
+        of which seems to tell of what began since; but each tells of a beat more than the one before."""
+        progress = group_of(word(OWN, 300), at_ms=10_000)
+        assert progress.is_hung(13_700)
+        for told_ms in (1_300, 2_300, 3_300):
+            progress.said(0, word(OWN, told_ms), 13_700)
+            assert progress.now(13_700) == word(OWN, 4_000)
+
+    def test_nor_the_first_of_them_after_a_plan(self) -> None:
+        progress = group_of(word(WAITING), at_ms=9_000)
+        progress.planned(0, 7, 10_000, excused=False, heals=False)
+        progress.said(0, word(OWN, 1_000), 13_000)
+        assert progress.now(13_000) == word(OWN, 3_000)
+
     @pytest.mark.parametrize(
-        ("said", "at_ms"), [(word(OWN, 2_500), 12_000), (word(OWN, 5_000, step=8), 12_000), (word(REDUCING, 2_500), 0)]
+        ("said", "at_ms"),
+        [
+            (word(OWN, 2_500), 12_000),
+            (word(OWN, 3_899), 13_000),
+            (word(OWN, 5_000, step=8), 12_000),
+            (word(REDUCING, 2_500), 0),
+        ],
     )
     def test_what_began_after_the_last_beat_is_believed(self, said: Progress, at_ms: int) -> None:
         progress = group_of(word(OWN, 2_900), at_ms=10_000)

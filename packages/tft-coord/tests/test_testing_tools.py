@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tft_coord.core.fingerprint import FingerprintPart
+from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.types import Hello, Member, Purpose, Quorum, QuorumKey, Verdict
 from tft_coord.testing import (
     EventBudgetExceeded,
@@ -22,9 +25,11 @@ from tft_coord.testing import (
     Stream,
     VirtualClock,
 )
+from tft_coord.testing.hang_truth import HangTruth, Told
 from tft_coord.testing.invariants import Attendance, Contribution, Held, Reduced, Round
 from tft_coord.testing.stretches import Stretches
 from tft_coord.testing.trainer import Group
+from tft_coord.timeouts import Timeouts
 
 
 class TestClock:
@@ -362,6 +367,65 @@ def test_marks_count_and_tell_what_is_missing() -> None:
     assert (marks["a"], marks["b"], marks["c"]) == (2, 1, 0)
     assert marks.missing(["c", "a", "d"]) == ["c", "d"]
     assert str(marks) == "       2  a\n       1  b"
+
+
+class TestHangTruth:
+    """The watch over hangs, beside a trainer that hangs since 0 ms; its beats come on stream 1."""
+
+    LIMIT_MS = 3_000
+
+    @staticmethod
+    def lost_at(at_ms: int, *late_ms: int) -> tuple[VirtualClock, HangTruth, Any]:
+        """It is lost by its hang, when beats have been heard that were so late; gives its manager server."""
+        clock, timeouts = VirtualClock(), Timeouts(slowest_step_ms=TestHangTruth.LIMIT_MS)
+        stub: Any = SimpleNamespace
+        trainer = stub(name="a:1/0", hangs=True, plan=None, phase_since_ms=0, stopped_since_ms=0, busy=Stretches())
+        trainer.busy.now(True, 0)
+        manager = stub(name="a:1/manager", address="a:1", running_since_ms=0)
+        manager.replica = stub(replica_id="a:1", trainers=[trainer], manager=manager, alive=True)
+        network = stub(calm_since_ms=lambda *_: 0)
+        truth = HangTruth(stub(clock=clock, timeouts=timeouts, lives=[manager.replica], network=network))
+        clock.run_until(at_ms)
+        for each in late_ms:
+            told = Told(Progress(7, Phase.OWN, at_ms - each), sent_ms=at_ms - each, since_ms=0)
+            truth.heard(trainer, 1, told)
+        truth.lost("a:1", 1)
+        return clock, truth, manager
+
+    @pytest.mark.parametrize(
+        ("late_ms", "known_at_ms"),
+        [
+            ((), 3_000),
+            ((5,), 3_005),
+            ((5, 1_400, 900, 400), 3_005),  # what was heard in time is known, whatever is heard later
+            ((1_400, 900, 400), 3_400),  # a trainer that went on would say the same
+        ],
+    )
+    def test_no_newer_session_is_opened_once_a_hang_can_be_known(
+        self, late_ms: tuple[int, ...], known_at_ms: int
+    ) -> None:
+        clock, truth, manager = self.lost_at(2_900, *late_ms)
+        clock.run_until(known_at_ms - 1)
+        truth.opens(manager, Hello("job", "a:1", 2, "a:1"))
+        clock.run_until(known_at_ms)
+        truth.opens(manager, Hello("job", "a:1", 1, "a:1"))
+        with pytest.raises(InvariantBroken, match="H2: a:1/0 hangs still, and a newer session of it is opened"):
+            truth.opens(manager, Hello("job", "a:1", 2, "a:1"))
+
+    def test_a_beat_about_what_was_before_tells_nothing_of_a_hang(self) -> None:
+        clock, truth, manager = self.lost_at(2_900, 5)
+        before = Told(Progress(7, Phase.WAITING, 30), sent_ms=-20, since_ms=-50)
+        truth.heard(manager.replica.trainers[0], 1, before)
+        clock.run_until(5_000)
+        truth.opens(manager, Hello("job", "a:1", 2, "a:1"))
+
+    def test_another_process_and_another_life_may_open_a_session(self) -> None:
+        clock, truth, manager = self.lost_at(2_900, 5)
+        clock.run_until(5_000)
+        other: Any = SimpleNamespace(address="a:2", replica=SimpleNamespace(alive=True))
+        truth.opens(other, Hello("job", "a:1", 2, "a:2"))
+        truth.welcomed(Hello("job", "a:1", 1, "a:1"))  # by a lighthouse that has forgotten the loss
+        truth.opens(manager, Hello("job", "a:1", 2, "a:1"))
 
 
 KEY = QuorumKey(7, 1)

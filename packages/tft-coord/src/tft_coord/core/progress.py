@@ -72,6 +72,7 @@ class _Word:
 
     progress: Progress
     at_ms: int
+    told_ms: int = 0  # its since_ms as the beat itself said it, however long that was on its way
     healed: bool = False  # it was given a plan that heals it
     seen: bool = False  # it did something, or was given something, just then; else its beat said it
 
@@ -93,15 +94,16 @@ class GroupProgress:
     def said(self, rank: int, progress: Progress, now_ms: int) -> None:
         """A rank's beat tells where it is."""
         before = self._words.get(rank)
+        told_ms = progress.since_ms
         if before is None:
-            self._words[rank] = _Word(progress, now_ms)
+            self._words[rank] = _Word(progress, now_ms, told_ms)
             return
         if self._is_overtaken(before, progress, now_ms):
             return
         if self._was_there(before, progress, now_ms):
             known_ms = min(before.progress.since_ms + now_ms - before.at_ms, MAX_INT64)
             progress = replace(progress, since_ms=max(progress.since_ms, known_ms))
-        self._words[rank] = _Word(progress, now_ms, before.healed)
+        self._words[rank] = _Word(progress, now_ms, told_ms, before.healed)
 
     def _is_overtaken(self, word: _Word, progress: Progress, now_ms: int) -> bool:
         """Whether a beat was sent before what has been seen of its rank since. Believed, one who hears its verdict and
@@ -113,11 +115,14 @@ class GroupProgress:
         return has_ended or now_ms - progress.since_ms < word.at_ms
 
     def _was_there(self, word: _Word, progress: Progress, now_ms: int) -> bool:
-        """Whether a beat is about what the last one was about, and began no later than that one said. One that is long
-        on its way seems to tell of what began later, and a trainer that hangs would seem to have gone on. But what
-        began after the last beat was sent did not begin two beats before that one came."""
-        same = (progress.step, progress.phase) == (word.progress.step, word.progress.phase)
-        return same and now_ms - progress.since_ms <= word.at_ms - 2 * self._beat_interval_ms
+        """Whether a beat is about what the last one was about. One that is long on its way seems to tell of what began
+        later, and a trainer that hangs would seem to have gone on. But who came to the same phase again has said so
+        within a beat, and tells of less; who tells of a beat more than before has been there all the while. So has who
+        tells of what began two beats before the last beat came, whatever was lost between them with a stream."""
+        if (progress.step, progress.phase) != (word.progress.step, word.progress.phase):
+            return False
+        tells_more = progress.since_ms >= word.told_ms + self._beat_interval_ms
+        return tells_more or now_ms - progress.since_ms <= word.at_ms - 2 * self._beat_interval_ms
 
     def asked(self, rank: int, step: int, now_ms: int) -> None:
         """A rank asks for a quorum, and waits for it. Whether its step is excused, the plan tells.
@@ -149,7 +154,7 @@ class GroupProgress:
         word = self._words.get(rank)
         if word is not None:
             word.progress = Progress(step, phase, 0, excused, word.progress.slowest_step_ms)
-            word.at_ms, word.seen = now_ms, True
+            word.at_ms, word.told_ms, word.seen = now_ms, 0, True
 
     def now(self, now_ms: int) -> Progress | None:
         """The group's word: of the rank that is longest in its own work, if any is; None: no rank says anything.

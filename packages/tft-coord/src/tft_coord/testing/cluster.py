@@ -22,7 +22,7 @@ from tft_coord.core import effects, events
 from tft_coord.core.types import LeaveRequest, LossNotice, Member, NewcomerAsks, Quorum, QuorumKey, Released
 from tft_coord.testing.clock import VirtualClock
 from tft_coord.testing.foreign_process import ForeignLighthouseProcess
-from tft_coord.testing.hang_truth import HangTruth
+from tft_coord.testing.hang_truth import HangTruth, Told
 from tft_coord.testing.invariants import InvariantBroken, Invariants
 from tft_coord.testing.lighthouse_process import JOB, OTHER_JOB, LighthouseProcess, kind_of_loss
 from tft_coord.testing.loss_watch import LossWatch
@@ -444,7 +444,7 @@ class Cluster:
     def _beat(self, trainer: Trainer, stream: Stream) -> None:
         """A rank says once a beat where in its step it is, for as long as its stream stands."""
         if stream.open:
-            stream.send(trainer, trainer.progress())
+            stream.send(trainer, Told(trainer.progress(), self.clock.now_ms, trainer.phase_since_ms))
             trainer.after(self.timeouts.beat_interval_ms, lambda: self._beat(trainer, stream))
 
     def end_process(self, process: Process, *, vanish: bool = False) -> None:

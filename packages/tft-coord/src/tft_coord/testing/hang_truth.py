@@ -8,6 +8,7 @@ Law of this file: looking on, as in `invariants.py`; it needs the cluster to kno
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tft_coord.core.progress import Progress
@@ -22,6 +23,16 @@ if TYPE_CHECKING:
     from tft_coord.testing.manager_process import ManagerProcess
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a trainer's beat tells its manager server, and what that can't know: when it was sent, and since when what
+    it tells is so."""
+
+    progress: Progress
+    sent_ms: int
+    since_ms: int
+
+
 class HangTruth:
     """Whether those hang that are lost by it, H1, and those are lost that hang, H2 (protocol.md section 6).
 
@@ -34,9 +45,9 @@ class HangTruth:
         self._losses_ms: list[int] = []
         # As they were when lost: the session, and who hung.
         self._hung: dict[str, tuple[int, list[tuple[ManagerProcess, Trainer, Plan | None]]]] = {}
-        # Of each rank: since when it is where it is, and how long that was when its manager server heard of it in time.
-        self._heard_ms: dict[str, tuple[int, int]] = {}
-        self._seems_to_go_on: set[str] = set()
+        # Of each rank: what its newest beat is about (on which stream, and since when it is so), and for how long the
+        # fastest beat about it was on its way.
+        self._late_ms: dict[str, tuple[tuple[int, int], int]] = {}
 
     @property
     def _limit_ms(self) -> int:
@@ -103,19 +114,19 @@ class HangTruth:
             if idle and all(idle):  # of two processes of one replica id the other one is no member
                 raise InvariantBroken("H1", f"quorum {key} is broken by a wait of all, and {idle[0]} waits not")
 
-    def heard(self, trainer: Trainer, progress: Progress) -> None:
+    def heard(self, trainer: Trainer, stream: int, told: Told) -> None:
         """Its manager server hears a beat of a trainer's. One that was long on its way is not told from that of a
-        trainer that went on, unless the hang was older than that when it was heard of before."""
-        beat_ms, name = self._cluster.timeouts.beat_interval_ms, trainer.name
-        since_ms = trainer.phase_since_ms
-        for_ms = self._cluster.clock.now_ms - since_ms
-        late_ms = for_ms - progress.since_ms
-        known_since_ms, known_ms = self._heard_ms.get(name, (since_ms, 0))
-        if late_ms <= beat_ms:
-            self._heard_ms[name] = since_ms, for_ms
-            self._seems_to_go_on.discard(name)
-        elif late_ms + 3 * beat_ms > (known_ms if known_since_ms == since_ms else 0):
-            self._seems_to_go_on.add(name)
+        trainer that went on, unless others have told of the same before; each tells of a beat more than the last."""
+        about, late_ms = (stream, told.since_ms), self._cluster.clock.now_ms - told.sent_ms
+        known, known_late_ms = self._late_ms.get(trainer.name, (about, late_ms))
+        if known == about and told.since_ms == trainer.phase_since_ms:
+            late_ms = min(late_ms, known_late_ms)
+        self._late_ms[trainer.name] = about, late_ms
+
+    def _known_ms(self, trainer: Trainer) -> int:
+        """For how long it is where it is, as far as its manager server can know."""
+        _, late_ms = self._late_ms.get(trainer.name, (None, 0))
+        return self._cluster.clock.now_ms - trainer.phase_since_ms - late_ms
 
     def begins(self, replica: Replica, trainer: Trainer) -> None:
         """A trainer begins to hang, or is stopped, inside a step that is not excused."""
@@ -141,21 +152,22 @@ class HangTruth:
 
         cluster.clock.after(self._limit_ms + self._told_within_ms + silent_ms, look)
 
+    def opens(self, manager: ManagerProcess, hello: Hello) -> None:
+        """A manager server says hello: not as a newer session than the one that was lost, while its trainer hangs."""
+        before, hung = self._hung.get(hello.replica_id, (hello.session, []))
+        for its, trainer, plan in hung if hello.session > before else ():
+            hangs = trainer.hangs and trainer.plan is plan and self._known_ms(trainer) >= self._limit_ms
+            if its is manager and hangs and manager.replica.alive:
+                raise InvariantBroken("H2", f"{trainer.name} hangs still, and a newer session of it is opened")
+
     def welcomed(self, hello: Hello) -> None:
-        """A lighthouse takes a session: not a newer one of the manager server whose trainer hangs.
+        """A lighthouse takes a session: that loss is over.
 
         Another process with its replica id, which lives, takes the place of the one that hangs.
         """
-        before, hung = self._hung.get(hello.replica_id, (hello.session, []))
-        same = [each for each in hung if each[0].address == hello.address]
-        if same:
+        _, hung = self._hung.get(hello.replica_id, (0, []))
+        if any(manager.address == hello.address for manager, _, _ in hung):
             del self._hung[hello.replica_id]
-        for manager, trainer, plan in same if hello.session > before else ():
-            replica = manager.replica
-            if trainer.name in self._seems_to_go_on:
-                continue
-            if replica.manager is manager and trainer.hangs and trainer.plan is plan and replica.alive:
-                raise InvariantBroken("H2", f"{trainer.name} hangs still, and a newer session of it is welcomed")
 
     def sticks(self, key: QuorumKey) -> None:
         """From now on no reduction of that quorum ends."""

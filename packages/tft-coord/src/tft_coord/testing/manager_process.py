@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from tft_coord.core import effects, events
 from tft_coord.core.foreign import BEAT_INTERVAL_MS, CallQuorum, CancelCall, ForeignCore, ForeignEffect, TellGroup
 from tft_coord.core.group import GroupCore
-from tft_coord.core.progress import Progress
 from tft_coord.core.session import (
     Dial,
     GiveUp,
@@ -37,6 +36,7 @@ from tft_coord.testing.trainer import Refused
 
 if TYPE_CHECKING:
     from tft_coord.testing.cluster import Cluster, Replica
+    from tft_coord.testing.hang_truth import Told
 
 FATAL = frozenset(
     {
@@ -122,9 +122,9 @@ class ManagerProcess(Process):
                 del self._ranks[rank]
             self.handle(events.RankDisconnected(rank=rank, stream=stream.number))
 
-        def progressed(progress: Progress) -> None:
-            self._cluster.hangs.heard(self.replica.trainers[rank], progress)
-            self.handle(events.RankProgressed(rank, progress))
+        def progressed(told: Told) -> None:
+            self._cluster.hangs.heard(self.replica.trainers[rank], stream.number, told)
+            self.handle(events.RankProgressed(rank, told.progress))
 
         self._ranks[rank] = stream
         stream.listen(self, progressed, closed)
@@ -236,6 +236,7 @@ class ManagerProcess(Process):
                 case Say():
                     self._cluster.marks.hit("a lighthouse of another cluster was found")
                 case SendHello():
+                    self._cluster.hangs.opens(self, order.hello)
                     self._send(partial(events.HelloReceived, hello=order.hello))
                 case SendRequest():
                     asked = partial(events.QuorumRequested, request=order.request, member=order.member)
