@@ -38,7 +38,7 @@ from tft_coord.core import events
 from tft_coord.core.types import Hello, Member, Plan, Purpose, Quorum, QuorumKey, RankRequest
 from tft_coord.errors import CoordinationError, ProtocolError, Unreachable
 from tft_coord.transport.frames import framed
-from tft_coord.wire import codec, services
+from tft_coord.wire import codec, rank_codec, services
 from tft_coord.wire import coordination_pb2 as pb
 from tft_coord.wire.limits import MAX_HEALED_BYTES
 from tft_lighthouse import LighthouseServer
@@ -356,27 +356,27 @@ def lighthouse_under_attack(folder: Path) -> Iterator[tuple[Watched, Callable[[]
 # --- the manager server's port --------------------------------------------------------------------------------------
 
 
-ASK = codec.Ask(1, RankRequest(step=2**63 - 1, lineage=3, live=True, checkpoint_metadata="there"))
-VOTE = codec.Vote(1, 2**63 - 1, True, HELD, Purpose.COMMIT)
+ASK = rank_codec.Ask(1, RankRequest(step=2**63 - 1, lineage=3, live=True, checkpoint_metadata="there"))
+VOTE = rank_codec.Vote(1, 2**63 - 1, True, HELD, Purpose.COMMIT)
 
 
 def rank_session(number: int) -> list[bytes]:
-    told: list[codec.FromRank] = [
-        codec.RankHello(1, number),
-        codec.RankCall(1, 2**31 - 1, ASK),
-        codec.RankCall(2**64 - 1, 50, VOTE),
-        codec.RankBeat(MAX_HEALED_BYTES),
-        codec.RankWithdraw(1),
-        codec.RankGoodbye(),
+    told: list[rank_codec.FromRank] = [
+        rank_codec.RankHello(1, number),
+        rank_codec.RankCall(1, 2**31 - 1, ASK),
+        rank_codec.RankCall(2**64 - 1, 50, VOTE),
+        rank_codec.RankBeat(MAX_HEALED_BYTES),
+        rank_codec.RankWithdraw(1),
+        rank_codec.RankGoodbye(),
     ]
-    return [codec.encode_from_rank(message) for message in told]
+    return [rank_codec.encode_from_rank(message) for message in told]
 
 
 def manager_server_fuzzer(channel: grpc.Channel, rng: random.Random) -> Fuzzer:
     unary = {
-        services.MANAGER_QUORUM: [codec.encode_rank_request(ASK)],
-        services.MANAGER_SHOULD_COMMIT: [codec.encode_vote(VOTE)],
-        services.MANAGER_CHECKPOINT_METADATA: [codec.encode_metadata_request(1)],
+        services.MANAGER_QUORUM: [rank_codec.encode_rank_request(ASK)],
+        services.MANAGER_SHOULD_COMMIT: [rank_codec.encode_vote(VOTE)],
+        services.MANAGER_CHECKPOINT_METADATA: [rank_codec.encode_metadata_request(1)],
         services.MANAGER_KILL: [b"", b"please"],
     }
     return Fuzzer(channel, rng, unary, services.MANAGER_SESSION, rank_session)
@@ -524,10 +524,10 @@ def test_the_offender_is_told_why(port: str, tmp_path: Path) -> None:
         ],
         "manager server": [
             (services.MANAGER_QUORUM, b"\xff\xff", "INVALID_ARGUMENT: 2 bytes are not a ManagerQuorumRequest"),
-            (services.MANAGER_SHOULD_COMMIT, codec.encode_vote(VOTE) + b"\x18\xff", "INVALID_ARGUMENT"),
+            (services.MANAGER_SHOULD_COMMIT, rank_codec.encode_vote(VOTE) + b"\x18\xff", "INVALID_ARGUMENT"),
             (
                 services.MANAGER_CHECKPOINT_METADATA,
-                codec.encode_metadata_request(9),
+                rank_codec.encode_metadata_request(9),
                 "INVALID_ARGUMENT: rank not found: rank 9",
             ),
             (services.MANAGER_KILL, b"\xff", "INVALID_ARGUMENT: 1 bytes are not a KillRequest message"),
@@ -540,8 +540,11 @@ def test_the_offender_is_told_why(port: str, tmp_path: Path) -> None:
         ],
         "manager server": [
             (b"\xff", "1 bytes are not a ToManagerServer message"),
-            (codec.encode_from_rank(codec.RankHello(9, 1)), "has world size 2 and no rank 9; give every process"),
-            (codec.encode_from_rank(codec.RankBeat(1)), "a rank's stream must begin with a hello"),
+            (
+                rank_codec.encode_from_rank(rank_codec.RankHello(9, 1)),
+                "has world size 2 and no rank 9; give every process",
+            ),
+            (rank_codec.encode_from_rank(rank_codec.RankBeat(1)), "a rank's stream must begin with a hello"),
         ],
     }
     with PORTS[port](tmp_path) as (server, honest), grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
@@ -558,7 +561,12 @@ def test_the_offender_is_told_why(port: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [b"\xff\xff\xff\xff", framed(b"\xff\xff"), framed(codec.encode_from_rank(codec.RankHello(0, 1))), framed(b"")],
+    [
+        b"\xff\xff\xff\xff",
+        framed(b"\xff\xff"),
+        framed(rank_codec.encode_from_rank(rank_codec.RankHello(0, 1))),
+        framed(b""),
+    ],
     ids=["a length of 4 GB", "no message", "a message of the stream", "nothing"],
 )
 def test_nonsense_on_the_local_socket_ends_it_and_nothing_else(words: bytes, capfd: pytest.CaptureFixture[str]) -> None:

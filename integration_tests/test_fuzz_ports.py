@@ -25,7 +25,7 @@ from integration_tests.hostile import HONEST_WITHIN_S, Watched, damaged, seconds
 from integration_tests.test_bad_input import ASK, EVIL, PORTS, VOTE, lighthouse_session, rank_session
 from tft_coord.errors import CoordinationError
 from tft_coord.transport import steady
-from tft_coord.wire import codec, services
+from tft_coord.wire import codec, rank_codec, services
 
 FUZZ_S: Final = 2.5
 SOAK_S: Final = 300.0
@@ -48,9 +48,9 @@ def conversations(port: str, number: int) -> list[list[bytes]]:
             (services.LIGHTHOUSE_QUORUM, codec.encode_lighthouse_request(EVIL)),
         ],
         "manager server": [
-            (services.MANAGER_QUORUM, codec.encode_rank_request(ASK)),
-            (services.MANAGER_SHOULD_COMMIT, codec.encode_vote(VOTE)),
-            (services.MANAGER_CHECKPOINT_METADATA, codec.encode_metadata_request(1)),
+            (services.MANAGER_QUORUM, rank_codec.encode_rank_request(ASK)),
+            (services.MANAGER_SHOULD_COMMIT, rank_codec.encode_vote(VOTE)),
+            (services.MANAGER_CHECKPOINT_METADATA, rank_codec.encode_metadata_request(1)),
         ],
     }
     method, messages = sessions[port]

@@ -27,7 +27,7 @@ from tft_coord.core.session import SendRequest, SessionCore
 from tft_coord.core.types import Hello, Member, Quorum, QuorumKey, RankRequest, Refusal
 from tft_coord.errors import ProtocolError
 from tft_coord.timeouts import Timeouts
-from tft_coord.wire import codec
+from tft_coord.wire import codec, rank_codec
 
 TIMES = Timeouts()
 KEY = QuorumKey(7, 70)
@@ -92,7 +92,9 @@ class TestFingerprint:
     )
     def test_a_peers_is_looked_at_before_it_is_used(self, fingerprint: Fingerprint, words: str) -> None:
         with pytest.raises(ProtocolError, match=words):
-            codec.decode_rank_request(codec.encode_rank_request(codec.Ask(0, RankRequest(0, fingerprint=fingerprint))))
+            rank_codec.decode_rank_request(
+                rank_codec.encode_rank_request(rank_codec.Ask(0, RankRequest(0, fingerprint=fingerprint)))
+            )
 
 
 class TestOfAGroup:

@@ -40,9 +40,8 @@ from tft_coord import (
     errors,
 )
 from tft_coord.client import rank_session
-from tft_coord.core.effects import RefuseSession, Welcome
 from tft_coord.core.types import KillOrder, Verdict
-from tft_coord.wire import codec, services
+from tft_coord.wire import rank_codec, services
 
 NOBODY = "127.0.0.1:9"  # the discard port: no lighthouse answers there
 SOON = timedelta(milliseconds=300)
@@ -264,7 +263,7 @@ def test_a_listener_that_raises_does_not_end_its_ranks_stream(caplog: pytest.Log
     ):
         with grpc.insecure_channel(server.address().removeprefix("http://")) as channel:
             # Rank 1 comes, and goes without a goodbye.
-            hello = codec.encode_from_rank(codec.RankHello(1, 1))
+            hello = rank_codec.encode_from_rank(rank_codec.RankHello(1, 1))
             assert len(list(services.stream_stub(channel, services.MANAGER_SESSION)(iter([hello])))) == 1
         assert told.wait(10)
         with pytest.raises(GroupLost, match="lost a rank"):
@@ -307,14 +306,14 @@ def test_two_processes_with_one_rank_are_refused_by_name(server: ManagerServer) 
 
 def test_a_second_hello_on_one_stream_ends_it() -> None:
     with serve() as server, grpc.insecure_channel(server.address().removeprefix("http://")) as channel:
-        hello = codec.encode_from_rank(codec.RankHello(0, 1))
+        hello = rank_codec.encode_from_rank(rank_codec.RankHello(0, 1))
         answers = [
-            codec.decode_to_rank(each)
+            rank_codec.decode_to_rank(each)
             for each in services.stream_stub(channel, services.MANAGER_SESSION)(iter([hello, hello]))
         ]
-        assert answers[0] == Welcome(0, 1, 0, "")
+        assert answers[0] == rank_codec.RankWelcome(1)
         refusal = answers[1]
-        assert isinstance(refusal, RefuseSession)
+        assert isinstance(refusal, rank_codec.RankRefused)
         assert "a rank's stream has one hello" in refusal.message
 
 
@@ -353,7 +352,7 @@ def test_a_server_with_a_secret_answers_nobody_without_it() -> None:
 def test_a_call_without_a_deadline_and_nonsense_are_refused_with_a_sentence() -> None:
     with serve() as server:
         channel = grpc.insecure_channel(server.address().removeprefix("http://"))
-        vote = codec.encode_vote(codec.Vote(0, 1, True, None, Purpose.COMMIT))
+        vote = rank_codec.encode_vote(rank_codec.Vote(0, 1, True, None, Purpose.COMMIT))
         with pytest.raises(grpc.RpcError) as caught:
             services.unary_stub(channel, services.MANAGER_SHOULD_COMMIT)(vote)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -57,7 +57,7 @@ from tft_coord.core.types import (
 )
 from tft_coord.errors import ProtocolError
 from tft_coord.views import DescribedJob, LighthouseDescription
-from tft_coord.wire import codec
+from tft_coord.wire import codec, rank_codec
 from tft_coord.wire import coordination_pb2 as pb
 from tft_coord.wire.limits import MAX_COUNT, MAX_HEALED_BYTES, MAX_MEMBERS, MAX_SENTENCE_BYTES, MAX_WORLD_SIZE
 
@@ -136,9 +136,9 @@ requests = st.builds(
     reconfigure_handle=texts,
     attempt=steps,
 )
-asks = st.builds(codec.Ask, st.integers(0, 1000), requests)
+asks = st.builds(rank_codec.Ask, st.integers(0, 1000), requests)
 votes = st.builds(
-    codec.Vote,
+    rank_codec.Vote,
     st.integers(0, 1000),
     steps,
     st.booleans(),
@@ -146,7 +146,7 @@ votes = st.builds(
     st.sampled_from(Purpose),
     st.booleans(),
 )
-leaves = st.builds(codec.Leave, st.integers(0, 1000), lines, counts)
+leaves = st.builds(rank_codec.Leave, st.integers(0, 1000), lines, counts)
 verdicts = st.builds(Verdict, st.booleans(), st.booleans())
 
 
@@ -203,19 +203,21 @@ told_by_lighthouse = st.one_of(
     st.just(Release(0)),
 )
 told_by_rank = st.one_of(
-    st.builds(codec.RankHello, st.integers(0, 1000), numbers),
-    st.builds(codec.RankBeat, st.integers(0, MAX_HEALED_BYTES), st.none() | progresses),
-    st.just(codec.RankGoodbye()),
-    st.builds(codec.RankCall, numbers, counts, asks | votes | leaves),
-    st.builds(codec.RankWithdraw, numbers),
+    st.builds(rank_codec.RankHello, st.integers(0, 1000), numbers),
+    st.builds(rank_codec.RankBeat, st.integers(0, MAX_HEALED_BYTES), st.none() | progresses),
+    st.just(rank_codec.RankGoodbye()),
+    st.builds(rank_codec.RankCall, numbers, counts, asks | votes | leaves),
+    st.builds(rank_codec.RankWithdraw, numbers),
 )
 told_to_rank = st.one_of(
-    st.builds(Welcome, st.just(0), numbers, st.just(0), st.just("")),
-    st.builds(RefuseSession, st.just(0), refusals, lines),
+    st.builds(rank_codec.RankWelcome, numbers),
+    st.builds(rank_codec.RankRefused, refusals, lines),
     notices,
     st.builds(NewcomerAsks, names),
-    st.builds(codec.RanksLost, lines, st.booleans()),
-    st.builds(codec.RankAnswer, numbers, st.one_of(plans(), keys, verdicts, st.builds(codec.Failure, names, lines))),
+    st.builds(rank_codec.RanksLost, lines, st.booleans()),
+    st.builds(
+        rank_codec.RankAnswer, numbers, st.one_of(plans(), keys, verdicts, st.builds(rank_codec.Failure, names, lines))
+    ),
     st.builds(LeaveRequest, lines, counts),
     st.just(Released()),
     st.builds(KillOrder, lines),
@@ -254,27 +256,27 @@ def test_what_the_lighthouse_says_comes_back(effect: Any) -> None:
 
 @given(told_by_rank)
 def test_what_a_rank_says_comes_back(message: Any) -> None:
-    assert codec.decode_from_rank(codec.encode_from_rank(message)) == message
+    assert rank_codec.decode_from_rank(rank_codec.encode_from_rank(message)) == message
 
 
 @given(told_to_rank)
 def test_what_a_rank_is_told_comes_back(message: Any) -> None:
-    assert codec.decode_to_rank(codec.encode_to_rank(message)) == message
+    assert rank_codec.decode_to_rank(rank_codec.encode_to_rank(message)) == message
 
 
 @given(verdicts, lines, st.builds(DrainRequested, st.just(3), names, names, lines, counts))
 def test_what_is_said_of_leaving_and_killing_comes_back(verdict: Verdict, why: str, drain: DrainRequested) -> None:
-    assert codec.decode_verdict(codec.encode_verdict(verdict)) == verdict
-    assert codec.decode_kill(codec.encode_kill(why)) == why
+    assert rank_codec.decode_verdict(rank_codec.encode_verdict(verdict)) == verdict
+    assert rank_codec.decode_kill(rank_codec.encode_kill(why)) == why
     assert codec.decode_drain(3, codec.encode_drain(drain)) == drain
 
 
 @given(asks, votes, plans(), keys)
-def test_unary_calls_come_back(ask: codec.Ask, vote: codec.Vote, plan: Plan, key: QuorumKey) -> None:
-    assert codec.decode_rank_request(codec.encode_rank_request(ask)) == ask
-    assert codec.decode_vote(codec.encode_vote(vote)) == vote
-    assert codec.decode_plan(codec.encode_plan(plan)) == plan
-    assert codec.decode_plan(codec.encode_unchanged(key)) == key
+def test_unary_calls_come_back(ask: rank_codec.Ask, vote: rank_codec.Vote, plan: Plan, key: QuorumKey) -> None:
+    assert rank_codec.decode_rank_request(rank_codec.encode_rank_request(ask)) == ask
+    assert rank_codec.decode_vote(rank_codec.encode_vote(vote)) == vote
+    assert rank_codec.decode_plan(rank_codec.encode_plan(plan)) == plan
+    assert rank_codec.decode_plan(rank_codec.encode_unchanged(key)) == key
 
 
 @given(quorums, st.sampled_from([0, 1, 127, 128, 2**32, MAX_UINT64]))
@@ -302,13 +304,13 @@ def test_torchfts_wire_carries_torchfts_fields_only(member: Member, metadata: st
     answer = codec.decode_lighthouse_response(codec.encode_lighthouse_response(quorum))
     assert answer == Quorum(QuorumKey(3, 0), (theirs,), created_ms=1234)
     assert codec.decode_heartbeat(codec.encode_heartbeat(member.replica_id)) == member.replica_id
-    assert codec.decode_metadata(codec.encode_metadata(metadata)) == metadata
+    assert rank_codec.decode_metadata(rank_codec.encode_metadata(metadata)) == metadata
 
 
 def test_a_rank_that_says_none_of_our_fields_gets_torchfts_settings() -> None:
     message = pb.ManagerQuorumRequest(group_rank=1, step=5, checkpoint_metadata="here", init_sync=True)
-    ask = codec.decode_rank_request(message.SerializeToString())
-    assert ask == codec.Ask(1, RankRequest(step=5, checkpoint_metadata="here", init_sync=True))
+    ask = rank_codec.decode_rank_request(message.SerializeToString())
+    assert ask == rank_codec.Ask(1, RankRequest(step=5, checkpoint_metadata="here", init_sync=True))
 
 
 def test_a_member_without_lineage_is_not_one_with_lineage_zero() -> None:
@@ -339,19 +341,19 @@ def test_what_a_lighthouse_says_of_itself() -> None:
 DECODERS: list[Callable[[bytes], object]] = [
     lambda data: codec.decode_to_lighthouse(1, data),
     codec.decode_from_lighthouse,
-    codec.decode_from_rank,
-    codec.decode_to_rank,
-    codec.decode_rank_request,
-    codec.decode_vote,
-    codec.decode_plan,
+    rank_codec.decode_from_rank,
+    rank_codec.decode_to_rank,
+    rank_codec.decode_rank_request,
+    rank_codec.decode_vote,
+    rank_codec.decode_plan,
     codec.decode_lighthouse_request,
     codec.decode_lighthouse_response,
     codec.decode_description,
     codec.decode_heartbeat,
-    codec.decode_metadata,
-    codec.decode_metadata_request,
-    codec.decode_verdict,
-    codec.decode_kill,
+    rank_codec.decode_metadata,
+    rank_codec.decode_metadata_request,
+    rank_codec.decode_verdict,
+    rank_codec.decode_kill,
     lambda data: codec.decode_drain(1, data),
 ]
 
@@ -423,7 +425,7 @@ def test_what_is_out_of_bounds_is_refused_by_name(data: bytes, says: str) -> Non
 def test_healed_bytes_whose_sum_over_a_group_would_not_fit_are_refused_by_name() -> None:
     assert MAX_WORLD_SIZE * MAX_HEALED_BYTES <= MAX_INT64
     with pytest.raises(ProtocolError, match=rf"healed_bytes is .*; it must be 0\.\.{MAX_HEALED_BYTES}"):
-        codec.decode_from_rank(codec.encode_from_rank(codec.RankBeat(MAX_HEALED_BYTES + 1)))
+        rank_codec.decode_from_rank(rank_codec.encode_from_rank(rank_codec.RankBeat(MAX_HEALED_BYTES + 1)))
     with pytest.raises(ProtocolError, match=rf"healed_bytes is .*; it must be 0\.\.{MAX_INT64}"):
         codec.decode_to_lighthouse(7, codec.encode_to_lighthouse(BeatReceived(7, MAX_INT64 + 1)))
 
@@ -439,7 +441,7 @@ def test_healed_bytes_whose_sum_over_a_group_would_not_fit_are_refused_by_name()
 )
 def test_a_beat_that_tells_nonsense_of_a_step_is_refused(said: pb.Progress, sentence: str) -> None:
     with pytest.raises(ProtocolError, match=sentence):
-        codec.decode_from_rank(pb.ToManagerServer(beat=pb.RankBeat(progress=said)).SerializeToString())
+        rank_codec.decode_from_rank(pb.ToManagerServer(beat=pb.RankBeat(progress=said)).SerializeToString())
     with pytest.raises(ProtocolError, match=sentence):
         codec.decode_to_lighthouse(7, pb.ToLighthouse(beat=pb.Beat(progress=said)).SerializeToString())
 
@@ -486,8 +488,8 @@ def test_so_is_the_reason_of_a_loss() -> None:
     notice = LossNotice(QuorumKey(1, 2), "a", 3, "x" * 10_000)
     for decoded in (
         codec.decode_from_lighthouse(codec.encode_from_lighthouse(NotifyLoss(0, notice))),
-        codec.decode_to_rank(codec.encode_to_rank(notice)),
-        codec.decode_to_rank(codec.encode_to_rank(codec.RanksLost("x" * 10_000))),
+        rank_codec.decode_to_rank(rank_codec.encode_to_rank(notice)),
+        rank_codec.decode_to_rank(rank_codec.encode_to_rank(rank_codec.RanksLost("x" * 10_000))),
     ):
         assert MAX_SENTENCE_BYTES // 2 < len(str(decoded)) < MAX_SENTENCE_BYTES + 200
 
@@ -505,22 +507,22 @@ def test_a_notice_out_of_bounds_is_refused_by_name(notice: pb.LossNotice, says: 
     with pytest.raises(ProtocolError, match=says):
         codec.decode_from_lighthouse(pb.FromLighthouse(loss_notice=notice).SerializeToString())
     with pytest.raises(ProtocolError, match=says):
-        codec.decode_to_rank(pb.FromManagerServer(loss_notice=notice).SerializeToString())
+        rank_codec.decode_to_rank(pb.FromManagerServer(loss_notice=notice).SerializeToString())
 
 
 def test_a_group_lost_out_of_bounds_is_refused_by_name() -> None:
     lost = pb.FromManagerServer(group_lost=pb.GroupLost(message="x" * 10_000)).SerializeToString()
     with pytest.raises(ProtocolError, match="message is longer"):
-        codec.decode_to_rank(lost)
+        rank_codec.decode_to_rank(lost)
 
 
 def test_a_plan_that_contradicts_itself_is_refused() -> None:
     plan = pb.ManagerQuorumResponse(quorum_id=1, replica_world_size=2, replica_ids=["a", "b"], participants=[2])
     with pytest.raises(ProtocolError, match="participants is replica rank 2 in a quorum of 2"):
-        codec.decode_plan(plan.SerializeToString())
+        rank_codec.decode_plan(plan.SerializeToString())
     plan.replica_ids.pop()
     with pytest.raises(ProtocolError, match="names 1 replicas of 2"):
-        codec.decode_plan(plan.SerializeToString())
+        rank_codec.decode_plan(plan.SerializeToString())
 
 
 def test_an_unchanged_answer_is_small_whatever_the_quorum() -> None:

@@ -9,7 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tft_coord.client import LighthouseClient, ManagerClient, Unchanged
+    from tft_coord.client.lighthouse import LighthouseClient
+    from tft_coord.client.manager import ManagerClient, Unchanged
     from tft_coord.core.types import LossNotice, Member, NewcomerAsks, Plan, Purpose, QuorumKey, RankRequest
     from tft_coord.errors import (
         Closed,
@@ -57,7 +58,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "tft_coord.client": ("LighthouseClient", "ManagerClient", "Unchanged"),
+    "tft_coord.client.lighthouse": ("LighthouseClient",),
+    "tft_coord.client.manager": ("ManagerClient", "Unchanged"),
     "tft_coord.core.types": ("LossNotice", "Member", "NewcomerAsks", "Plan", "Purpose", "QuorumKey", "RankRequest"),
     "tft_coord.errors": (
         "Closed",

@@ -18,7 +18,7 @@ from tft_coord.core.types import Plan, QuorumKey, Verdict
 from tft_coord.errors import Closed, DeadlinePassed, ProtocolError, Unreachable
 from tft_coord.transport.frames import FrameReader, framed
 from tft_coord.transport.settings import error_of_code
-from tft_coord.wire import codec
+from tft_coord.wire import rank_codec
 
 # At the deadline the manager server answers with a verdict, or with a sentence that says who was waited for. A busy
 # machine delivers it a moment late, and a rank without a verdict can't go on.
@@ -43,7 +43,7 @@ class LocalLink:
         self._closed = False
 
     def call(
-        self, asked: codec.Ask | codec.Vote | codec.Leave, timeout_s: float, what: str
+        self, asked: rank_codec.Ask | rank_codec.Vote | rank_codec.Leave, timeout_s: float, what: str
     ) -> Plan | QuorumKey | Verdict:
         """Ask and wait for the answer. A second thread waits until the first has its own.
 
@@ -57,17 +57,17 @@ class LocalLink:
             number = next(self._numbers)
             deadline = time.monotonic() + timeout_s + LATE_ANSWER_S
             try:
-                self._connection.sendall(_call(codec.RankCall(number, int(timeout_s * 1000), asked)))
+                self._connection.sendall(_call(rank_codec.RankCall(number, int(timeout_s * 1000), asked)))
                 answer = self._answer_to(number, deadline)
             except TimeoutError:
                 with suppress(OSError):
-                    self._connection.sendall(_call(codec.RankWithdraw(number)))
+                    self._connection.sendall(_call(rank_codec.RankWithdraw(number)))
                 raise DeadlinePassed(f"{what}: no answer from the manager server in {timeout_s:g} s") from None
             except OSError as error:
                 if self._closed:
                     raise Closed(f"{what}: this manager client was closed; make a new one") from error
                 raise Unreachable(f"{what}: the manager server has ended ({error})") from error
-        if isinstance(answer, codec.Failure):
+        if isinstance(answer, rank_codec.Failure):
             raise error_of_code(answer.code, answer.message, what)
         return answer
 
@@ -81,11 +81,11 @@ class LocalLink:
         with self._lock:
             self._connection.close()
 
-    def _answer_to(self, number: int, deadline: float) -> Plan | QuorumKey | Verdict | codec.Failure:
+    def _answer_to(self, number: int, deadline: float) -> Plan | QuorumKey | Verdict | rank_codec.Failure:
         while True:
             while self._arrived:
-                message = codec.decode_to_rank(self._arrived.pop(0))
-                if isinstance(message, codec.RankAnswer) and message.call == number:
+                message = rank_codec.decode_to_rank(self._arrived.pop(0))
+                if isinstance(message, rank_codec.RankAnswer) and message.call == number:
                     return message.answer
             self._connection.settimeout(max(deadline - time.monotonic(), 0.001))
             data = self._connection.recv(_RECEIVE_BYTES)
@@ -97,5 +97,5 @@ class LocalLink:
                 raise ConnectionResetError(str(error)) from error
 
 
-def _call(message: codec.FromRank) -> bytes:
-    return framed(codec.encode_from_rank(message))
+def _call(message: rank_codec.FromRank) -> bytes:
+    return framed(rank_codec.encode_from_rank(message))

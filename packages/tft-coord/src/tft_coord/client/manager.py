@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from tft_coord.client.caller import Caller, seconds
 from tft_coord.client.local_link import LocalLink
@@ -20,9 +20,11 @@ from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest, Verdict
 from tft_coord.errors import Closed, CoordinationError, ProtocolError
 from tft_coord.news import News
 from tft_coord.timeouts import Timeouts
-from tft_coord.views import QuorumResult, result_view
-from tft_coord.wire import codec, services
+from tft_coord.wire import rank_codec, services
 from tft_coord.wire.limits import MAX_HEALED_BYTES
+
+if TYPE_CHECKING:
+    from tft_coord.views import QuorumResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +108,13 @@ class ManagerClient:
             Unreachable: the manager server is gone.
         """
         what = f"rank {group_rank}'s quorum for step {request.step}"
-        ask, timeout_s = codec.Ask(group_rank, request), seconds(timeout)
+        ask, timeout_s = rank_codec.Ask(group_rank, request), seconds(timeout)
         answer: Plan | QuorumKey | Verdict
         if (way := self._way_of(group_rank)) is not None:
             answer = way.call(ask, timeout_s, what)
         else:
-            encoded = codec.encode_rank_request(ask)
-            answer = codec.decode_plan(self._caller.call(self._quorum_stub, encoded, timeout_s, what, again=True))
+            encoded = rank_codec.encode_rank_request(ask)
+            answer = rank_codec.decode_plan(self._caller.call(self._quorum_stub, encoded, timeout_s, what, again=True))
         match answer:
             case Plan():
                 return answer
@@ -164,13 +166,15 @@ class ManagerClient:
         Raises: as `should_commit`.
         """
         what = f"rank {group_rank}'s vote on step {step}" + (f" of quorum {key}" if key is not None else "")
-        vote, timeout_s = codec.Vote(group_rank, step, yes, key, purpose, leaving), seconds(timeout)
+        vote, timeout_s = rank_codec.Vote(group_rank, step, yes, key, purpose, leaving), seconds(timeout)
         way = self._way_of(group_rank)
         # Without a key a vote that is said twice could open the next round, so it travels as a call of its own.
         if way is None or key is None:
-            encoded = codec.encode_vote(vote)
+            encoded = rank_codec.encode_vote(vote)
             again = key is not None
-            return codec.decode_verdict(self._caller.call(self._commit_stub, encoded, timeout_s, what, again=again))
+            return rank_codec.decode_verdict(
+                self._caller.call(self._commit_stub, encoded, timeout_s, what, again=again)
+            )
         verdict = way.call(vote, timeout_s, what)
         if not isinstance(verdict, Verdict):
             raise ProtocolError(f"{what}: the manager server answered with a plan; it is broken")
@@ -190,7 +194,7 @@ class ManagerClient:
         way = self._session  # not the link, which carries one call at a time: a question may be waiting on it
         if way is None or way.group_rank != group_rank:
             raise CoordinationError(f"rank {group_rank} has no session with this manager server; open one first")
-        way.call(codec.Leave(group_rank, reason, serve_ms), seconds(timeout), f"rank {group_rank}'s leaving")
+        way.call(rank_codec.Leave(group_rank, reason, serve_ms), seconds(timeout), f"rank {group_rank}'s leaving")
 
     def kill(self, msg: str, timeout: timedelta = timedelta(seconds=5)) -> None:
         """Have the processes of the manager server's group end at once, each with exit code 1.
@@ -200,7 +204,7 @@ class ManagerClient:
             timeout: within which the manager server must have told them.
         Raises: DeadlinePassed, Unreachable, Refused: nobody was told.
         """
-        self._caller.call(self._kill_stub, codec.encode_kill(msg), seconds(timeout), "the kill", again=False)
+        self._caller.call(self._kill_stub, rank_codec.encode_kill(msg), seconds(timeout), "the kill", again=False)
 
     def _way_of(self, group_rank: int) -> LocalLink | RankSession | None:
         """What carries that rank's calls: nothing but unary calls where it has no session here."""
@@ -215,8 +219,8 @@ class ManagerClient:
         Raises: ProtocolError: "rank not found": it has asked for no quorum yet. DeadlinePassed, Unreachable.
         """
         what = f"the checkpoint metadata of rank {rank}"
-        request = codec.encode_metadata_request(rank)
-        return codec.decode_metadata(
+        request = rank_codec.encode_metadata_request(rank)
+        return rank_codec.decode_metadata(
             self._caller.call(self._metadata_stub, request, seconds(timeout), what, again=True)
         )
 
@@ -288,6 +292,8 @@ class ManagerClient:
         reconfigure_handle: str = "",
     ) -> QuorumResult:
         """torchft's call. As there, replicas at the same step are taken to hold the same state."""
+        from tft_coord.views import result_view  # nobody else needs it, and a trainer's start waits for each import
+
         request = RankRequest(
             step=step,
             lineage=0,

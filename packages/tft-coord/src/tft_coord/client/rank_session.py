@@ -21,7 +21,6 @@ from typing import final
 
 import grpc.aio
 
-from tft_coord.core.effects import RefuseSession, Welcome
 from tft_coord.core.progress import Progress
 from tft_coord.core.types import KillOrder, LeaveRequest, LossNotice, NewcomerAsks, Plan, QuorumKey, Released, Verdict
 from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, GroupLost, Unreachable
@@ -32,7 +31,7 @@ from tft_coord.transport.dial import cancelled, dial
 from tft_coord.transport.loop import LoopShare
 from tft_coord.transport.outbox import Outbox
 from tft_coord.transport.settings import error_of, error_of_code
-from tft_coord.wire import codec, services
+from tft_coord.wire import rank_codec, services
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +90,7 @@ class RankSession:
             raise
 
     def call(
-        self, asked: codec.Ask | codec.Vote | codec.Leave, timeout_s: float, what: str
+        self, asked: rank_codec.Ask | rank_codec.Vote | rank_codec.Leave, timeout_s: float, what: str
     ) -> Plan | QuorumKey | Verdict:
         """Ask and wait for the answer; may be called by several threads at once.
 
@@ -113,7 +112,7 @@ class RankSession:
                 loop.call_soon_threadsafe(self._withdraw, number)
             raise
         match waiting.answer:
-            case codec.Failure(code, message):
+            case rank_codec.Failure(code, message):
                 raise error_of_code(code, message, what)
             case CoordinationError() as error:
                 raise type(error)(f"{what}: {error}") from error
@@ -149,11 +148,11 @@ class RankSession:
     def _say(self, number: int, waiting: _Waiting) -> None:
         remaining_ms = max(0, int((waiting.deadline - time.monotonic()) * 1000))
         assert self._outbox is not None
-        self._outbox.put(codec.encode_from_rank(codec.RankCall(number, remaining_ms, waiting.asked)))
+        self._outbox.put(rank_codec.encode_from_rank(rank_codec.RankCall(number, remaining_ms, waiting.asked)))
 
     def _withdraw(self, number: int) -> None:
         if self._waiting.pop(number, None) is not None and self._outbox is not None:
-            self._outbox.put(codec.encode_from_rank(codec.RankWithdraw(number)))
+            self._outbox.put(rank_codec.encode_from_rank(rank_codec.RankWithdraw(number)))
 
     def _release_all(self, error: CoordinationError) -> None:
         waiting, self._waiting = self._waiting, {}
@@ -176,7 +175,7 @@ class RankSession:
         self._over = Closed("this manager client was closed; make a new one")
         self._release_all(self._over)
         if self._outbox is not None:
-            self._outbox.put(codec.encode_from_rank(codec.RankGoodbye()))
+            self._outbox.put(rank_codec.encode_from_rank(rank_codec.RankGoodbye()))
             self._outbox.close()
             # The manager server ends its side when ours is closed: then it has heard the goodbye.
             await asyncio.wait([self._task], timeout=GOODBYE_WITHIN_S)
@@ -232,27 +231,27 @@ class RankSession:
         """The life of one stream. Returns when it was ended by goodbye; a break raises."""
         call = services.stream_stub(channel, services.MANAGER_SESSION)(metadata=self._metadata)
         outbox = self._outbox = Outbox(call.cancel)
-        outbox.put(codec.encode_from_rank(codec.RankHello(self.group_rank, self._session)))
+        outbox.put(rank_codec.encode_from_rank(rank_codec.RankHello(self.group_rank, self._session)))
         for number, waiting in self._waiting.items():
             self._say(number, waiting)
         helpers = [asyncio.create_task(self._write(call, outbox)), asyncio.create_task(self._beat(outbox))]
         try:
             while isinstance(message := await call.read(), bytes):
-                match codec.decode_to_rank(message):
-                    case codec.RankAnswer(number, answer):
+                match rank_codec.decode_to_rank(message):
+                    case rank_codec.RankAnswer(number, answer):
                         caller = self._waiting.pop(number, None)
                         if caller is not None:
                             caller.release(answer)
                     case LossNotice() | NewcomerAsks() | LeaveRequest() | Released() | KillOrder() as news:
                         self._tell(news)
-                    case codec.RanksLost(sentence, left):
+                    case rank_codec.RanksLost(sentence, left):
                         self._group_lost = GroupLost(sentence)
                         if not left:  # after a goodbye this rank may be about its own end; it learns of it if it asks
                             self._tell(self._group_lost)
-                    case Welcome():
+                    case rank_codec.RankWelcome():
                         if not known.done():
                             known.set_result(None)
-                    case RefuseSession(_, refusal, sentence):
+                    case rank_codec.RankRefused(refusal, sentence):
                         raise error_of_code(refusal.value, sentence, self._what)
             if not outbox.closed:
                 raise Unreachable("the manager server ended the stream")
@@ -285,7 +284,7 @@ class RankSession:
         progress = self._where()
         if progress is not None or self.healed_bytes > told:
             told = self.healed_bytes
-            outbox.put(codec.encode_from_rank(codec.RankBeat(told, progress)))
+            outbox.put(rank_codec.encode_from_rank(rank_codec.RankBeat(told, progress)))
         return told
 
     def _where(self) -> Progress | None:
@@ -301,13 +300,13 @@ class RankSession:
 class _Waiting:
     """A call whose caller sleeps on a lock until the loop releases it."""
 
-    def __init__(self, asked: codec.Ask | codec.Vote | codec.Leave, deadline: float) -> None:
+    def __init__(self, asked: rank_codec.Ask | rank_codec.Vote | rank_codec.Leave, deadline: float) -> None:
         self.asked = asked
         self.deadline = deadline
-        self.answer: Plan | QuorumKey | Verdict | codec.Failure | CoordinationError
+        self.answer: Plan | QuorumKey | Verdict | rank_codec.Failure | CoordinationError
         self.answered = threading.Lock()
         self.answered.acquire()
 
-    def release(self, answer: Plan | QuorumKey | Verdict | codec.Failure | CoordinationError) -> None:
+    def release(self, answer: Plan | QuorumKey | Verdict | rank_codec.Failure | CoordinationError) -> None:
         self.answer = answer
         self.answered.release()

@@ -202,7 +202,7 @@ class _Child:
             }
             pipe.write(json.dumps(boot).encode() + b"\n")
             # Who starts a server is its client next, and what that needs takes as long to import as the child to start.
-            importlib.import_module("tft_coord.client")
+            importlib.import_module("tft_coord.client.manager")
             self.address = self._read_report(report_fd, start_within_s)
         except BaseException:
             self._process.kill()

@@ -26,7 +26,7 @@ from tft_coord.transport.frames import FrameReader, framed
 from tft_coord.transport.outbox import Outbox
 from tft_coord.transport.server import Server
 from tft_coord.transport.settings import fail, server_options
-from tft_coord.wire import codec, services
+from tft_coord.wire import rank_codec, services
 from tft_coord.wire.services import Context
 
 logger = logging.getLogger(__name__)
@@ -38,8 +38,8 @@ UNARY_EARLIER_MS = 250
 LAST_ANSWERS_S = 0.1
 
 
-Asked: TypeAlias = codec.Ask | codec.Vote | codec.Leave
-Answer: TypeAlias = Plan | QuorumKey | Verdict | codec.Failure
+Asked: TypeAlias = rank_codec.Ask | rank_codec.Vote | rank_codec.Leave
+Answer: TypeAlias = Plan | QuorumKey | Verdict | rank_codec.Failure
 
 
 @final
@@ -161,13 +161,13 @@ class ManagerServerShell:
                     self._link.withdraw(request)
                 case effects.FailRank(call, _, code, message):
                     why = f" ({self._link.trouble})" if code == "deadline" and self._link.trouble else ""
-                    self._answer(call, codec.Failure(code, message + why))
+                    self._answer(call, rank_codec.Failure(code, message + why))
                 case effects.NotifyRank(rank, notice):
                     self._tell(rank, notice)
                 case effects.TellNewcomer(rank, replica_id):
                     self._tell(rank, NewcomerAsks(replica_id))
                 case effects.TellGroupLost(rank, message, left):
-                    self._tell(rank, codec.RanksLost(message, left))
+                    self._tell(rank, rank_codec.RanksLost(message, left))
                 case effects.TellRank(rank, news):
                     self._tell(rank, news)
                 case effects.LeaveJob(reason, serve_ms):
@@ -179,7 +179,7 @@ class ManagerServerShell:
                     logger.info("replica %s ends: %s", self._config.replica_id, reason)
                     self._link.report_death(reason)
 
-    def _tell(self, rank: int, message: codec.ToRank) -> None:
+    def _tell(self, rank: int, message: rank_codec.ToRank) -> None:
         for stream in self._ranks:
             if stream.rank == rank:
                 stream.say(message)
@@ -189,7 +189,7 @@ class ManagerServerShell:
             if stream.stream == refusal.stream:
                 logger.warning("the stream of a process is ended: %s", refusal.message)
                 stream.rank = -1
-                stream.say(refusal)
+                stream.say(rank_codec.RankRefused(refusal.refusal, refusal.message))
                 stream.outbox.close()
 
     def _answer(self, call: int, answer: Answer) -> None:
@@ -221,43 +221,43 @@ class ManagerServerShell:
 
     async def _answer_quorum(self, request: bytes, context: Context) -> bytes:
         try:
-            ask = codec.decode_rank_request(request)
+            ask = rank_codec.decode_rank_request(request)
         except ProtocolError as error:
             await fail(context, Refusal.MALFORMED.value, str(error))
         match await self._ask_and_wait(context, ask):
             case Plan() as plan:
-                return codec.encode_plan(plan)
+                return rank_codec.encode_plan(plan)
             case QuorumKey() as key:
-                return codec.encode_unchanged(key)
+                return rank_codec.encode_unchanged(key)
             case answer:
                 return await self._fail(context, answer)
 
     async def _answer_vote(self, request: bytes, context: Context) -> bytes:
         try:
-            vote = codec.decode_vote(request)
+            vote = rank_codec.decode_vote(request)
         except ProtocolError as error:
             await fail(context, Refusal.MALFORMED.value, str(error))
         match await self._ask_and_wait(context, vote):
             case Verdict() as verdict:
-                return codec.encode_verdict(verdict)
+                return rank_codec.encode_verdict(verdict)
             case answer:
                 return await self._fail(context, answer)
 
     async def _answer_metadata(self, request: bytes, context: Context) -> bytes:
         try:
-            rank = codec.decode_metadata_request(request)
+            rank = rank_codec.decode_metadata_request(request)
         except ProtocolError as error:
             await fail(context, Refusal.MALFORMED.value, str(error))
         metadata = self._core.checkpoint_metadata(rank)
         if metadata is None:
             sentence = f"rank not found: rank {rank} of replica {self._config.replica_id} has asked for no quorum yet"
             await fail(context, Refusal.MALFORMED.value, sentence)
-        return codec.encode_metadata(metadata)
+        return rank_codec.encode_metadata(metadata)
 
     async def _answer_kill(self, request: bytes, context: Context) -> bytes:
         """Each rank ends itself when it hears of it; the answer does not wait for that."""
         try:
-            message = codec.decode_kill(request)
+            message = rank_codec.decode_kill(request)
         except ProtocolError as error:
             await fail(context, Refusal.MALFORMED.value, str(error))
         order = f"{message or 'no reason was given'} (asked by {context.peer()})"
@@ -293,7 +293,7 @@ class ManagerServerShell:
             raise
 
     async def _fail(self, context: Context, answer: Answer) -> NoReturn:
-        assert isinstance(answer, codec.Failure), f"{answer} answers another question"
+        assert isinstance(answer, rank_codec.Failure), f"{answer} answers another question"
         await fail(context, answer.code, answer.message)
 
     # --- calls of either kind ----------------------------------------------------------------------------------------
@@ -304,15 +304,15 @@ class ManagerServerShell:
         self._waiting[call] = reply
         deadline_ms = self._now_ms() + remaining_ms - min(ANSWER_EARLIER_MS, remaining_ms // 10)
         match asked:
-            case codec.Ask():
+            case rank_codec.Ask():
                 self._handle(events.RankAsked(rank, call, asked.request, deadline_ms))
-            case codec.Vote():
+            case rank_codec.Vote():
                 self._handle(
                     events.RankVoted(
                         rank, call, asked.key, asked.step, asked.purpose, asked.yes, deadline_ms, asked.leaving
                     )
                 )
-            case codec.Leave():
+            case rank_codec.Leave():
                 self._handle(events.RankLeft(rank, call, asked.reason, asked.serve_ms))
         return call
 
@@ -348,22 +348,22 @@ class ManagerServerShell:
         """Hear the stream until the rank closes its side, breaks, or talks nonsense."""
         try:
             while isinstance(message := cast("object", await context.read()), bytes):
-                self._heard(rank, codec.decode_from_rank(message))
+                self._heard(rank, rank_codec.decode_from_rank(message))
                 if rank.outbox.closed:
                     break  # it was refused
         except ProtocolError as error:
             whose = f"rank {rank.rank}" if rank.rank >= 0 else "a rank that has not said which"
             logger.warning("the stream of %s from %s is ended: %s", whose, context.peer(), error)
-            rank.say(effects.RefuseSession(0, Refusal.MALFORMED, str(error)))
+            rank.say(rank_codec.RankRefused(Refusal.MALFORMED, str(error)))
         finally:
             rank.outbox.close()
 
-    def _heard(self, rank: _RankStream, message: codec.FromRank) -> None:
+    def _heard(self, rank: _RankStream, message: rank_codec.FromRank) -> None:
         """Raises: ProtocolError: it makes no sense here; the stream ends."""
         match message:
-            case codec.RankHello() if rank.rank >= 0:
+            case rank_codec.RankHello() if rank.rank >= 0:
                 raise ProtocolError("a rank's stream has one hello; open another stream")
-            case codec.RankHello(group_rank, session):
+            case rank_codec.RankHello(group_rank, session):
                 if group_rank >= self._config.world_size:
                     raise ProtocolError(
                         f"replica {self._config.replica_id} has world size {self._config.world_size} and no rank "
@@ -371,19 +371,19 @@ class ManagerServerShell:
                     )
                 rank.rank = group_rank
                 self._handle(events.RankConnected(group_rank, rank.stream, session))
-                rank.say(effects.Welcome(0, session, 0, ""))  # not after a refusal, which closes the outbox
+                rank.say(rank_codec.RankWelcome(session))  # not after a refusal, which closes the outbox
             case _ if rank.rank < 0:
                 raise ProtocolError("a rank's stream must begin with a hello")
-            case codec.RankCall(number, timeout_ms, asked):
+            case rank_codec.RankCall(number, timeout_ms, asked):
                 self._called(rank, number, timeout_ms, asked)
-            case codec.RankWithdraw(number):
+            case rank_codec.RankWithdraw(number):
                 self._withdraw(rank.rank, rank.calls.pop(number, 0))
-            case codec.RankBeat(healed_bytes, progress):
+            case rank_codec.RankBeat(healed_bytes, progress):
                 if progress is not None:
                     self._handle(events.RankProgressed(rank.rank, progress))
                 self._healed_bytes[rank.rank] = max(healed_bytes, self._healed_bytes.get(rank.rank, 0))
                 self._link.healed(sum(self._healed_bytes.values()))
-            case codec.RankGoodbye():
+            case rank_codec.RankGoodbye():
                 rank.left = True
 
     def _called(self, rank: _RankStream | _LocalRank, number: int, timeout_ms: int, asked: Asked) -> None:
@@ -393,7 +393,7 @@ class ManagerServerShell:
 
         def reply(answer: Answer) -> None:
             rank.calls.pop(number, None)
-            rank.say(codec.RankAnswer(number, answer))
+            rank.say(rank_codec.RankAnswer(number, answer))
 
         call = self._ask(asked, timeout_ms, reply)
         if call in self._waiting:
@@ -404,12 +404,12 @@ class ManagerServerShell:
     def local_began(self, local: _LocalRank) -> None:
         self._local_ranks.add(local)
 
-    def local_heard(self, local: _LocalRank, message: codec.FromRank) -> None:
+    def local_heard(self, local: _LocalRank, message: rank_codec.FromRank) -> None:
         """Raises: ProtocolError: it makes no sense here; the socket is closed."""
         match message:
-            case codec.RankCall(number, timeout_ms, asked):
+            case rank_codec.RankCall(number, timeout_ms, asked):
                 self._called(local, number, timeout_ms, asked)
-            case codec.RankWithdraw(number):
+            case rank_codec.RankWithdraw(number):
                 self._withdraw(local.rank, local.calls.pop(number, 0))
             case _:
                 raise ProtocolError(f"a {type(message).__name__} belongs on the stream and not on this socket")
@@ -439,7 +439,7 @@ class _LocalRank(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             for message in self._frames.feed(data):
-                self._shell.local_heard(self, codec.decode_from_rank(message))
+                self._shell.local_heard(self, rank_codec.decode_from_rank(message))
         except ProtocolError as error:
             logger.warning("the socket of rank %d is closed: %s", self.rank, error)
             self.end()
@@ -448,9 +448,9 @@ class _LocalRank(asyncio.Protocol):
         self._transport = None
         self._shell.local_ended(self)
 
-    def say(self, message: codec.ToRank) -> None:
+    def say(self, message: rank_codec.ToRank) -> None:
         if self._transport is not None:
-            self._transport.write(framed(codec.encode_to_rank(message)))
+            self._transport.write(framed(rank_codec.encode_to_rank(message)))
 
     def end(self) -> None:
         """Close when what was said is written."""
@@ -469,5 +469,5 @@ class _RankStream:
         self.rank = -1
         self.left = False
 
-    def say(self, message: codec.ToRank) -> None:
-        self.outbox.put(codec.encode_to_rank(message))
+    def say(self, message: rank_codec.ToRank) -> None:
+        self.outbox.put(rank_codec.encode_to_rank(message))

@@ -1,6 +1,6 @@
 """How long or large a part of a message may be at most.
 
-Law of this file: numbers, which both the codec and the checks of settings go by; it imports no codec.
+Law of this file: numbers, which both the codecs and the checks of settings go by; it imports no codec.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Names of the calls, and handlers and stubs for them over grpc's generic interface.
 
-Everything is bytes at this border: the codec makes values of them inside the handlers, where a damaged message can be
+Everything is bytes at this border: a codec makes values of them inside the handlers, where a damaged message can be
 refused with a sentence, and one encoded answer can be given to many.
 
 Law of this file: what grpc has to be told about our services; nothing that decides.

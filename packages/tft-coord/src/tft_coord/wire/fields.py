@@ -1,0 +1,178 @@
+"""Numbers, names and other parts of messages, each looked at before it is used.
+
+Law of this file: one part of a message at a time; which message it stands in is the codecs' matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from tft_coord.core.fingerprint import Fingerprint, FingerprintPart
+from tft_coord.core.fingerprint import check as check_fingerprint
+from tft_coord.core.progress import Phase, Progress
+from tft_coord.core.types import MAX_INT64, LossNotice, QuorumKey, Refusal
+from tft_coord.errors import ProtocolError
+from tft_coord.wire import coordination_pb2 as pb
+from tft_coord.wire.limits import (
+    MAX_ADDRESS_BYTES,
+    MAX_COUNT,
+    MAX_HANDLES_BYTES,
+    MAX_MEMBERS,
+    MAX_METADATA_BYTES,
+    MAX_NAME_BYTES,
+    MAX_SENTENCE_BYTES,
+)
+
+_M = TypeVar("_M", bound=Message)
+_T = TypeVar("_T")
+
+
+def refused_from_wire(message: pb.Refused) -> tuple[Refusal, str]:
+    sentence = checked_sentence("message", message.message)
+    try:
+        return Refusal(message.code), sentence
+    except ValueError:
+        raise ProtocolError(
+            f"the lighthouse refuses for a reason that this version does not know ({message.code[:64]!r}): {sentence}"
+        ) from None
+
+
+def notice_to_wire(notice: LossNotice) -> pb.LossNotice:
+    return pb.LossNotice(
+        key=key_to_wire(notice.key),
+        replica_id=notice.replica_id,
+        session=notice.session,
+        reason=clip(notice.reason),
+        lives=notice.lives,
+    )
+
+
+def notice_from_wire(message: pb.LossNotice) -> LossNotice:
+    return LossNotice(
+        key=key_from_wire(message.key),
+        replica_id=checked_name("replica_id", message.replica_id),
+        session=message.session,
+        reason=checked_sentence("reason", message.reason),
+        lives=message.lives,
+    )
+
+
+def fingerprint_to_wire(fingerprint: Fingerprint) -> list[pb.FingerprintPart]:
+    return [pb.FingerprintPart(name=name, value=value) for name, value in fingerprint]
+
+
+def fingerprint_from_wire(parts: Collection[pb.FingerprintPart]) -> Fingerprint:
+    if not parts:
+        return ()
+    return check_fingerprint(tuple(FingerprintPart(part.name, part.value) for part in parts))
+
+
+def progress_to_wire(progress: Progress | None) -> pb.Progress | None:
+    if progress is None:
+        return None
+    return pb.Progress(
+        step=progress.step,
+        phase=progress.phase.name,
+        since_ms=progress.since_ms,
+        excused=progress.excused,
+        slowest_step_ms=progress.slowest_step_ms,
+    )
+
+
+def progress_from_wire(beat: pb.Beat | pb.RankBeat) -> Progress | None:
+    if not beat.HasField("progress"):
+        return None
+    said = beat.progress
+    try:
+        phase = Phase(said.phase)
+    except ValueError:
+        raise ProtocolError(f"a beat tells of phase {said.phase}, which this version does not know") from None
+    return Progress(
+        step=checked_count("step", said.step, MAX_INT64),
+        phase=phase,
+        since_ms=checked_count("since_ms", said.since_ms, MAX_INT64),
+        excused=said.excused,
+        slowest_step_ms=checked_count("slowest_step_ms", said.slowest_step_ms, MAX_INT64),
+    )
+
+
+def key_to_wire(key: QuorumKey | None) -> pb.QuorumKey | None:
+    return None if key is None else pb.QuorumKey(quorum_id=key.quorum_id, nonce=key.nonce)
+
+
+def key_from_wire(message: pb.QuorumKey) -> QuorumKey:
+    return QuorumKey(message.quorum_id, message.nonce)
+
+
+def parse(kind: type[_M], data: bytes) -> _M:
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise ProtocolError(f"{len(data)} bytes are not a {kind.DESCRIPTOR.name} message: {error}") from None
+
+
+def checked_text(field: str, text: str, most_bytes: int) -> str:
+    # A character has at least one byte and at most four, so most texts need not be encoded to be measured.
+    if len(text) > most_bytes or (4 * len(text) > most_bytes and len(text.encode()) > most_bytes):
+        raise ProtocolError(f"{field} is longer than {most_bytes} bytes; shorten it")
+    return text
+
+
+def checked_name(field: str, text: str) -> str:
+    if not text:
+        raise ProtocolError(f"{field} is empty; give it a name")
+    return checked_printable(field, text, MAX_NAME_BYTES)
+
+
+def checked_address(field: str, text: str) -> str:
+    return checked_printable(field, text, MAX_ADDRESS_BYTES)
+
+
+def checked_printable(field: str, text: str, most_bytes: int) -> str:
+    # Names and addresses stand in everybody's logs, where a line break would forge a line.
+    if not checked_text(field, text, most_bytes).isprintable():
+        raise ProtocolError(f"{field} is {text[:80]!r}; give printable characters only, without line breaks")
+    return text
+
+
+def checked_sentence(field: str, text: str) -> str:
+    """A peer's sentence, for our logs: on one line, whatever it has in it."""
+    if not text.isprintable():
+        text = "".join(character if character.isprintable() else " " for character in text)
+    return checked_text(field, text, MAX_SENTENCE_BYTES)
+
+
+def checked_handles(handles: Collection[str]) -> tuple[str, ...]:
+    # Of one member: the quorum carries them to every other, so that together they are bounded more tightly than each.
+    if len(handles) + sum(map(len, handles)) > MAX_HANDLES_BYTES:
+        raise ProtocolError(f"the reconfigure_handles are longer than {MAX_HANDLES_BYTES} bytes together; shorten them")
+    return tuple(checked_text("reconfigure_handle", handle, MAX_METADATA_BYTES) for handle in handles)
+
+
+def checked_count(field: str, number: int, most: int = MAX_COUNT) -> int:
+    if not 0 <= number <= most:
+        raise ProtocolError(f"{field} is {number}; it must be 0..{most}")
+    return number
+
+
+def checked_rank(field: str, number: int, size: int) -> int:
+    if not 0 <= number < size:
+        raise ProtocolError(f"{field} is replica rank {number} in a quorum of {size}; the peer is broken")
+    return number
+
+
+def checked_ranks(field: str, numbers: Collection[int], size: int) -> tuple[int, ...]:
+    return tuple(checked_rank(field, number, size) for number in few(field, numbers))
+
+
+def few(field: str, items: Collection[_T]) -> Collection[_T]:
+    if len(items) > MAX_MEMBERS:
+        raise ProtocolError(f"{field} has {len(items)} entries; at most {MAX_MEMBERS} are allowed")
+    return items
+
+
+def clip(sentence: str) -> str:
+    return sentence.encode("utf-8", "replace")[:MAX_SENTENCE_BYTES].decode("utf-8", "ignore")
