@@ -418,7 +418,7 @@ def read_file(file: str, kinds: dict[str, Any]) -> dict[str, Any]:
     """Values by the names that the flags have."""
     try:
         read: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli").loads
-        tables = read(Path(file).read_text(encoding="utf-8"))
+        tables = read(Path(file).read_text(encoding="utf-8-sig"))  # some editors write a mark before all text
     except ModuleNotFoundError as error:
         raise SettingError("--config needs Python 3.11, or the package tomli; install it, or give flags") from error
     except (OSError, ValueError) as error:  # TOML that is none, and text that is none, are ValueErrors

@@ -335,6 +335,12 @@ def test_nccl_is_refused_where_there_is_no_device_for_it() -> None:
         FaultTolerance(process_group="nccl")
 
 
+def test_a_file_with_a_mark_before_its_text_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "lm.toml"
+    file.write_text("[training]\nsteps = 7", encoding="utf-8-sig")
+    assert read_settings([f"--config={file}"], {})[0].steps == 7
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [

@@ -80,7 +80,8 @@ class LocalSGD:
         return {"original_parameters": self._fragment.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from the weights of such a state.
+        """Go on from the weights of such a state. Every replica loads the same: what is loaded on one alone stays
+        different there, until `check_state_every` tells.
 
         Raises: StateUnavailable: it is that of another model; nothing has changed then.
         """
