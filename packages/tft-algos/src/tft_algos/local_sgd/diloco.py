@@ -171,7 +171,7 @@ class DiLoCo:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from the global weights of such a state.
 
-        Every replica loads the same: what is loaded on one alone stays different there, until `check_state_every` tells.
+        Every replica loads the same: what is loaded on one alone stays different there until `check_state_every` tells.
         Syncs in flight began from other weights: they fail.
 
         Raises: StateUnavailable: it is that of another model, or of other fragments of it; nothing has changed then.
