@@ -17,6 +17,7 @@ from tft_coord import (
     Plan,
     QuorumKey,
     RankRequest,
+    SettingError,
     Unchanged,
     Unreachable,
 )
@@ -65,6 +66,18 @@ def test_a_deadline_says_who_was_waited_for_and_the_link_goes_on(client: Manager
     for _ in range(2):
         with pytest.raises(DeadlinePassed, match="the lighthouse has not answered"):
             client.quorum(0, request(), SOON)
+
+
+@pytest.mark.parametrize("min_replicas", [1], indirect=True)
+def test_a_time_out_that_can_t_be_sent_is_refused_and_the_link_goes_on(client: ManagerClient) -> None:
+    for timeout in (timedelta(days=25), timedelta.max):
+        with pytest.raises(SettingError, match="give at most 24 days"):
+            client.quorum(0, request(), timeout)
+    plan = client.quorum(0, request(), timedelta(days=24))
+    assert isinstance(plan, Plan)
+    with pytest.raises(SettingError, match="give at most 24 days"):
+        client.should_commit(0, 0, True, timedelta(days=25), key=plan.key)
+    assert client.should_commit(0, 0, True, timedelta(days=24), key=plan.key)
 
 
 @pytest.mark.parametrize("min_replicas", [2], indirect=True)

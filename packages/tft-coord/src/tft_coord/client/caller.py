@@ -17,18 +17,22 @@ from tft_coord.security import call_metadata
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.address import target
 from tft_coord.transport.settings import channel_options, error_of
+from tft_coord.wire.limits import MAX_COUNT
 from tft_coord.wire.services import UnaryStub, unary_stub
 
 # Nobody serves it: an answer of any kind shows that a gRPC server is there.
 _PROBE = "/torchft.TftProbe/Probe"
+LONGEST = timedelta(milliseconds=MAX_COUNT)  # of which a server takes a whole number; it hangs up on another
 
 
 def seconds(timeout: timedelta, name: str = "timeout") -> float:
-    """Raises: TypeError: it is no timedelta. SettingError: it is not longer than nothing."""
+    """Raises: TypeError: it is no timedelta. SettingError: it is not longer than nothing, or too long to be sent."""
     if not isinstance(timeout, timedelta):
         raise TypeError(f"{name} must be a datetime.timedelta, not {type(timeout).__name__}")
     if timeout <= timedelta(0):
         raise SettingError(f"{name} is {timeout}; give a time longer than nothing")
+    if timeout > LONGEST:
+        raise SettingError(f"{name} is {timeout}; give at most {LONGEST.days} days")
     return timeout.total_seconds()
 
 
