@@ -9,6 +9,7 @@ import pytest
 from tft_algos.errors import SettingError, UnknownSetting
 from tft_algos.manager.config import ManagerConfig, ResolvedConfig, WorldSizeMode, config_of, from_environment
 from tft_algos.testing import MemoryTransport
+from tft_ckpt import HTTPTransport
 from tft_coord.timeouts import Timeouts
 
 LIGHTHOUSE = {"TFT_LIGHTHOUSE": "localhost:1"}
@@ -108,6 +109,9 @@ def test_single_settings_lie_over_a_config() -> None:
         ({"slowest_step": timedelta(seconds=-1)}, "slowest_step is .*; give a timedelta"),
         ({"slowest_step": 600}, "slowest_step is 600; give a timedelta"),
         ({"use_async_quorum": 1}, "use_async_quorum is 1; give True or False"),
+        ({"timeouts": 3}, "timeouts is a int; give a tft_coord.Timeouts"),
+        ({"checkpoint_transport": 3}, "checkpoint_transport is a int; give an object that has send_checkpoint and"),
+        ({"checkpoint_transport": HTTPTransport}, "checkpoint_transport is the class HTTPTransport; give an object"),
         ({"world_size_mode": "DYNAMIC"}, "give a WorldSizeMode"),
         ({"rank": 2, "world_size": 2}, "a rank is below the world size"),
         ({"rank": -1}, "rank is -1"),

@@ -762,6 +762,22 @@ def test_what_is_no_process_group_is_refused_by_name(pg: Any, says: str) -> None
         Manager(pg, lighthouse_addr="nowhere:1")
 
 
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        ({"config": 3}, "config is a int; give a ManagerConfig"),
+        ({"coordinator": 3}, "coordinator is a int; give an object that has quorum and vote"),
+        (
+            {"clock": ManualClock},
+            "clock is the class ManualClock; give an object that has monotonic and wait and after",
+        ),
+    ],
+)
+def test_what_is_no_part_of_a_manager_is_refused_by_name(part: dict[str, Any], says: str) -> None:
+    with pytest.raises(SettingError, match=says):
+        Manager(FakeGroup(), lighthouse_addr="nowhere:1", **part)
+
+
 @pytest.mark.parametrize("key", [3, "", None, ("model",)])
 def test_state_has_a_name(rigs: Any, key: Any) -> None:
     with pytest.raises(SettingError, match="give a name, the same on every replica"):
@@ -846,4 +862,31 @@ def test_a_time_out_that_is_no_timedelta_is_refused_in_one_sentence(rigs: Any, t
         rig.manager.wrap_future(torch.futures.Future(), None, timeout=timeout)
     with pytest.raises(SettingError, match=r"timeout is .*; give a timedelta above zero"):
         rig.manager.should_commit(timeout=timeout)
+    assert rig.manager.should_commit()
+
+
+@pytest.mark.parametrize("timeout", [timedelta.max, timedelta(days=7, seconds=1)])
+def test_a_time_out_above_a_week_is_refused_and_the_manager_stays_usable(rigs: Any, timeout: timedelta) -> None:
+    rig = rigs(plan_of())
+    sentence = r"timeout is .*; give a timedelta of at most a week"
+    with pytest.raises(SettingError, match=sentence):
+        rig.manager.start_quorum(timeout=timeout)
+    assert not rig.coordinator.requests
+    rig.manager.start_quorum(timeout=timedelta(days=7))
+    for call in (
+        lambda: rig.manager.wrap_future(torch.futures.Future(), None, timeout=timeout),
+        lambda: rig.manager.allreduce(torch.ones(1), timeout=timeout),
+        lambda: rig.manager.should_commit(timeout=timeout),
+    ):
+        with pytest.raises(SettingError, match=sentence):
+            call()
+    assert rig.manager.should_commit(timeout=timedelta(days=7))
+
+
+@pytest.mark.parametrize("reduce_op", ["avg", None, 0])
+def test_a_reduction_by_what_is_no_operation_is_refused_alone_too(rigs: Any, reduce_op: Any) -> None:
+    rig = rigs(plan_of())
+    rig.manager.start_quorum()
+    with pytest.raises(UsageError, match=r"reduce_op is .*; give one of torch's"):
+        rig.manager.allreduce(torch.ones(1), reduce_op=reduce_op)
     assert rig.manager.should_commit()

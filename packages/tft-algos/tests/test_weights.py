@@ -168,6 +168,7 @@ def test_weights_whose_sum_is_not_finite_fail_the_step(rigs: Any) -> None:
         (-1, "weight is -1; give a finite number that is not below zero"),
         (float("nan"), "weight is nan; give a finite number"),
         (float("inf"), "weight is inf; give a finite number"),
+        pytest.param(10**400, "weight is inf; give a finite number", id="above all floats"),
         ("3", "weight is a str; give a number"),
         (True, "weight is a bool; give a number"),
         (1j, "weight is a complex; give a number"),

@@ -150,6 +150,9 @@ class ManagerConfig:
                 raise SettingError(f"{name} is a {type(value).__name__}; give a string")
             if isinstance(value, str) and not value.isprintable():
                 raise SettingError(f"{name} has unprintable characters; give printable ones, without line breaks")
+        if self.timeouts is not None and not isinstance(self.timeouts, Timeouts):
+            raise SettingError(f"timeouts is a {type(self.timeouts).__name__}; give a tft_coord.Timeouts")
+        check_part("checkpoint_transport", self.checkpoint_transport, "send_checkpoint", "shutdown")
         self._check_fingerprint()
         if self.job is not None and (not self.job or "/" in self.job):
             raise SettingError(f"job is {self.job!r}; give a name without a slash")
@@ -239,6 +242,14 @@ class ResolvedConfig:
         return timedelta(milliseconds=self.timeouts.heal_timeout_ms)
 
 
+def check_part(name: str, part: object, *methods: str) -> None:
+    """Raises: SettingError: it can't be that part of a Manager; None can."""
+    if part is None or (not isinstance(part, type) and all(callable(getattr(part, one, None)) for one in methods)):
+        return
+    what = f"the class {part.__name__}" if isinstance(part, type) else f"a {type(part).__name__}"
+    raise SettingError(f"{name} is {what}; give an object that has {' and '.join(methods)}, or leave it out")
+
+
 def config_of(config: ManagerConfig | None, settings: Mapping[str, object]) -> ManagerConfig:
     """A config, with single settings laid over it.
 
@@ -252,6 +263,8 @@ def config_of(config: ManagerConfig | None, settings: Mapping[str, object]) -> M
             raise UnknownSetting(
                 f"Manager has no setting {name!r}; the nearest is {nearest!r}", name=name, nearest=nearest
             )
+    if config is not None and not isinstance(config, ManagerConfig):
+        raise SettingError(f"config is a {type(config).__name__}; give a ManagerConfig")
     return replace(config if config is not None else ManagerConfig(), **settings)  # type: ignore[arg-type]
 
 

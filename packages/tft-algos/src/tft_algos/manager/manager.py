@@ -44,7 +44,14 @@ from tft_algos.errors import (
 from tft_algos.manager.attempt import Attempt, StepName
 from tft_algos.manager.breaking import Breaker
 from tft_algos.manager.clock import SystemClock
-from tft_algos.manager.config import ManagerConfig, ResolvedConfig, WorldSizeMode, config_of, from_environment
+from tft_algos.manager.config import (
+    ManagerConfig,
+    ResolvedConfig,
+    WorldSizeMode,
+    check_part,
+    config_of,
+    from_environment,
+)
 from tft_algos.manager.coordinator import GroupCoordinator
 from tft_algos.manager.core import Arrival, CoreSettings, Healing, Phase, StepCore, Vote
 from tft_algos.manager.deferred import DeferredStep
@@ -86,7 +93,7 @@ TakeState = Callable[[], Any]
 logger = logging.getLogger("tft_algos.manager")
 
 LEAVE_TAKEN_WITHIN = timedelta(seconds=5)
-LONGEST_DEADLINE = timedelta(days=7)
+LONGEST_TIMEOUT = timedelta(days=7)  # as of the settings
 LAST_WORDS_S = 1.0
 
 
@@ -134,6 +141,9 @@ class Manager:
             raise SettingError(f"pg is {what}; give a process group that can be configured: ProcessGroupGloo()")
         if (load_state_dict is None) != (state_dict is None):
             raise SettingError("load_state_dict and state_dict belong together; give both or neither")
+        if not callable(coordinator):
+            check_part("coordinator", coordinator, "quorum", "vote")
+        check_part("clock", clock, "monotonic", "wait", "after")
         self._config: ResolvedConfig = from_environment(config_of(config, settings), os.environ, own_host=own_host)
         check_transport(self._config)
         pg = Bystander(pg) if self._config.stands_by else pg
@@ -314,10 +324,9 @@ class Manager:
             timeout: for the quorum; None: quorum_timeout.
             use_async_quorum: of this step, the same on every replica; None: the config's. A strategy whose members heal
                 while they already give zeros says True, whatever the config says.
-        Raises: Closed. LeftJob: this replica has left. SettingError: timeout is no timedelta; in these cases nothing
-            has begun. Synchronous: what the quorum
-            raised; the Manager stays usable. Asynchronous: nothing else, it is recorded, and should_commit raises it if
-            this process can't go on.
+        Raises: Closed. LeftJob: this replica has left. SettingError: timeout is no timedelta above zero and of at most
+            a week; in these cases nothing has begun. Synchronous: what the quorum raised; the Manager stays usable.
+            Asynchronous: nothing else, it is recorded, and should_commit raises it if this process can't go on.
         """
         self._check_open()
         if self._leaving.left:
@@ -543,8 +552,9 @@ class Manager:
                 ended. None: the process group's own.
         Returns: a Work whose wait() is True if the tensor holds the result and False if not. Its future, done at the
             same time, is of `[tensor]` and holds no error.
-        Raises: Unsupported: should_quantize. ValueError: AVG of whole numbers. UsageError: no quorum was started.
-            SettingError: the weight is no finite number, is below zero, or belongs to another operation than AVG.
+        Raises: Unsupported: should_quantize. ValueError: AVG of whole numbers. UsageError: no quorum was started, or
+            the tensor or the operation is none. SettingError: the weight is no finite number, is below zero, or belongs
+            to another operation than AVG; or timeout is no timedelta above zero and of at most a week.
         """
         if should_quantize:
             raise Unsupported(
@@ -553,6 +563,8 @@ class Manager:
             )
         if not isinstance(tensor, torch.Tensor):
             raise UsageError(f"allreduce was given a {type(tensor).__name__}; give one tensor")
+        if not isinstance(reduce_op, dist.ReduceOp | dist.ReduceOp.RedOpType):
+            raise UsageError(f"reduce_op is {reduce_op!r}; give one of torch's, such as torch.distributed.ReduceOp.AVG")
         average = reduce_op == dist.ReduceOp.AVG
         if average and not (tensor.is_floating_point() or tensor.is_complex()):
             raise ValueError(
@@ -616,7 +628,7 @@ class Manager:
             fut: any future.
             default: the result in place of an error.
             timeout: None: the Manager's.
-        Raises: SettingError: timeout is no timedelta. UsageError: fut is no future.
+        Raises: SettingError: timeout is no timedelta above zero and of at most a week. UsageError: fut is no future.
         """
         if not isinstance(fut, torch.futures.Future):
             raise UsageError(f"wrap_future was given a {type(fut).__name__}; give a torch.futures.Future")
@@ -752,7 +764,7 @@ class Manager:
             tft_coord.errors.DeadlinePassed: no verdict came; neither step nor go on.
             TooManyFailures: more steps in a row failed than max_retries allows.
             StateUnavailable: a member wants this process's state, which can't be taken.
-            SettingError: timeout is no timedelta. Nothing has happened then.
+            SettingError: timeout is no timedelta above zero and of at most a week. Nothing has happened then.
             UsageError: no quorum was started since the last verdict, or a part of the Manager was not set up.
         """
         self._check_open()
@@ -1555,13 +1567,12 @@ class Manager:
             return otherwise
         if not isinstance(said, timedelta) or said <= timedelta():
             raise SettingError(f"{name} is {said!r}; give a timedelta above zero")
+        if said > LONGEST_TIMEOUT:
+            raise SettingError(f"{name} is {said!r}; give a timedelta of at most a week")
         return said
 
     def _deadline(self, said: timedelta | None) -> timedelta:
-        limit = self._limit(said, self._config.heal_timeout, "deadline")
-        if limit > LONGEST_DEADLINE:
-            raise SettingError(f"deadline is {said!r}; give a timedelta of at most a week")
-        return limit
+        return self._limit(said, self._config.heal_timeout, "deadline")
 
     def _check_open(self) -> None:
         if self._closing.is_set():

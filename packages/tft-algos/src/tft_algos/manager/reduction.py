@@ -73,7 +73,10 @@ def check_weight(weight: object) -> float:
         raise SettingError(
             f"weight is a {type(weight).__name__}; give a number, such as the samples or tokens in this replica's batch"
         )
-    value = float(weight)
+    try:
+        value = float(weight)
+    except OverflowError:  # a whole number above all of them
+        value = math.inf
     if not 0.0 <= value < math.inf:
         raise SettingError(f"weight is {value:g}; give a finite number that is not below zero")
     return value
