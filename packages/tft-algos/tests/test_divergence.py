@@ -27,6 +27,7 @@ from tft_algos.manager.divergence import (
 from tft_algos.manager.group_store import GroupStore
 from tft_algos.manager.healing import state_key
 from tft_algos.testing import MemoryTransport, plan_of
+from tft_algos.testing import digest as digest_of_states
 from tft_coord.core.lineage import checked_lineage, fold_lineage, initial_lineage
 from tft_coord.core.types import Plan, QuorumKey
 from tft_coord.errors import DeadlinePassed
@@ -111,6 +112,27 @@ def test_plain_data_of_other_values_or_types_has_another_digest(one: Any, other:
 def test_what_can_t_be_compared_is_named(leaf: Any) -> None:
     with pytest.raises(StateUnavailable, match=r"model\.layers\.1 is a .* can't be compared"):
         digest({"model": {"layers": [0, leaf]}})
+
+
+def test_a_single_element_with_a_stride_is_compared_as_every_other() -> None:
+    column = torch.tensor([[1.5, 2.0]])[:, 0]
+    assert column.stride() == (2,)
+    imaginary = torch.tensor([1 - 2j]).conj().imag  # a negated view of every second number
+    for view, plain in ((column, torch.tensor([1.5])), (imaginary, torch.tensor([2.0]))):
+        assert digest({"a": view}) == digest({"a": plain})
+        assert digest_of_states({"a": view}) == digest_of_states({"a": plain})
+        assert differences({"a": view}, {"a": plain}) == []
+
+
+def test_what_holds_itself_is_named() -> None:
+    state: dict[str, Any] = {}
+    state["self"] = state
+    with pytest.raises(StateUnavailable, match=r"self\.self.*holds itself, which can't be compared"):
+        digest(state)
+
+
+def test_text_that_no_encoding_knows_is_compared() -> None:
+    assert digest({"\ud800": "\ud801"}) not in (digest({"\ud802": "\ud801"}), digest({"\ud800": "\ud802"}))
 
 
 def test_an_empty_state_and_a_scalar_tensor_have_digests() -> None:

@@ -26,6 +26,7 @@ from tft_algos.errors import StateUnavailable
 CHUNK_WORDS: Final = 1 << 18  # of which one product is in memory at a time
 MOST_DIFFERENCES: Final = 16
 MOST_CHARACTERS: Final = 80
+MOST_DEEP: Final = 200  # as tft_ckpt's
 
 _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _SPREAD: Final = -7_046_029_254_386_353_131  # 2**64 / golden ratio, as a signed word
@@ -51,13 +52,13 @@ class StateDigester:
         total = hashlib.blake2b(digest_size=16)
         sums: list[torch.Tensor] = []
         for path, leaf in leaves(state):
-            total.update(f"{path}\0".encode())
+            total.update(f"{path}\0".encode(errors="surrogatepass"))
             if isinstance(leaf, torch.Tensor):
                 part = local_part(leaf, path)
                 total.update(f"{part.dtype} {tuple(part.shape)}\0".encode())
                 sums.extend(self._sums(part))
             else:
-                total.update(f"{_plain(leaf, path)}\0".encode())
+                total.update(f"{_plain(leaf, path)}\0".encode(errors="surrogatepass"))
         for device in dict.fromkeys(one.device for one in sums):  # one wait for each device
             words = torch.stack([one for one in sums if one.device == device]).cpu()
             total.update(words.numpy().tobytes())
@@ -121,11 +122,18 @@ def describe(found: Sequence[tuple[str, str]]) -> str:
     return f"{told}; and {more} more" if more > 0 else told
 
 
-def leaves(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(state: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Every tensor, piece of plain data and empty container of a state, with its path: `optimizer.param_groups.0.lr`.
 
     Mappings are walked in the order of their keys' text, so that the order of insertion does not matter.
+
+    Raises: StateUnavailable: it is nested too deep, such as what holds itself.
     """
+    if depth > MOST_DEEP:
+        raise StateUnavailable(
+            f"{path[:MOST_CHARACTERS]}... is nested deeper than {MOST_DEEP} levels, or holds itself, which can't be "
+            "compared; make it flat"
+        )
     if isinstance(state, Mapping):
         pairs = sorted(((str(key), value) for key, value in state.items()), key=lambda pair: pair[0])
     elif isinstance(state, list | tuple):
@@ -136,7 +144,7 @@ def leaves(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if not pairs:
         yield path, None
     for key, value in pairs:
-        yield from leaves(value, f"{path}.{key}" if path else key)
+        yield from leaves(value, f"{path}.{key}" if path else key, depth + 1)
 
 
 def local_part(leaf: torch.Tensor, path: str) -> torch.Tensor:
@@ -154,7 +162,9 @@ def local_part(leaf: torch.Tensor, path: str) -> torch.Tensor:
 
 def as_octets(part: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor, in one row."""
-    return part.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    # A single element is contiguous whatever its stride is; laid out anew, it is 1, as a view of other sizes needs it.
+    row = part.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return row.as_strided(row.shape, (1,)).view(torch.uint8)
 
 
 def _plain(leaf: Any, path: str) -> str:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from tft_algos.manager.divergence import as_octets
+
 
 def digest(*states: Any) -> str:
     """A digest of tensors and plain data, nested at will: `digest(model.state_dict(), optimizer.state_dict())`.
@@ -28,7 +30,7 @@ def digest(*states: Any) -> str:
 def _feed(total: hashlib.blake2b, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         total.update(f"tensor {value.dtype} {tuple(value.shape)}".encode())
-        total.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        total.update(as_octets(value.detach().cpu()).numpy().tobytes())
     elif isinstance(value, Mapping):
         total.update(f"mapping {len(value)}".encode())
         for key in sorted(value, key=repr):
