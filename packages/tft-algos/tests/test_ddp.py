@@ -15,7 +15,15 @@ import torch.utils.checkpoint
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 
-from tft_algos import DistributedDataParallel, Optimizer, PureDistributedDataParallel, Unsupported, UsageError, backward
+from tft_algos import (
+    DistributedDataParallel,
+    Optimizer,
+    PureDistributedDataParallel,
+    SettingError,
+    Unsupported,
+    UsageError,
+    backward,
+)
 from tft_algos.testing import plan_of
 from tft_coord.core.types import LossNotice, QuorumKey
 from tft_coord.errors import GroupLost
@@ -580,6 +588,39 @@ def test_what_can_not_work_is_refused_with_a_sentence(kwargs: dict[str, Any], se
 def test_sparse_gradients_are_refused(wrapper: Any) -> None:
     with pytest.raises(Unsupported, match="make the Embedding with sparse=False"):
         wrapper(Sums(), torch.nn.Sequential(torch.nn.Embedding(4, 4, sparse=True)))
+
+
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, PureDistributedDataParallel])
+def test_what_is_no_model_of_a_manager_is_refused(wrapper: Any) -> None:
+    for manager, module, given in (
+        (torch.nn.Linear(1, 1), Sums(), "a Linear and a Sums"),
+        (Sums(), 3, "a Sums and a int"),
+        (None, torch.nn.Linear(1, 1), "a NoneType and a Linear"),
+    ):
+        with pytest.raises(SettingError, match=f"{wrapper.__name__} was given {given}; give a Manager, and the module"):
+            wrapper(manager, module)
+    with torch.device("meta"):
+        without_values = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    with pytest.raises(
+        SettingError, match=r"parameter 0\.weight is on the meta device .* materialize the module before"
+    ):
+        wrapper(Sums(), without_values)
+
+
+def test_a_static_graph_is_learned_outside_no_sync() -> None:
+    manager, model, _ = made(static_graph=True)
+    with model.no_sync(), pytest.raises(UsageError, match=r"do the first step of this process without no_sync\(\)"):
+        model(torch.ones(1, 300))
+    with model.no_sync(), torch.no_grad():
+        model(torch.ones(1, 300))
+    model(torch.ones(1, 300)).sum().backward()
+    manager.attempt += 1
+    before = len(manager.sizes)
+    with model.no_sync():
+        model(torch.ones(1, 300)).sum().backward()
+    assert len(manager.sizes) == before
+    model(torch.ones(1, 300)).sum().backward()
+    assert len(manager.sizes) == 2 * before
 
 
 def test_torchs_reducer_in_python_is_refused() -> None:

@@ -229,10 +229,21 @@ SPOILERS: dict[str, Callable[[Path], object]] = {
     "no json": lambda path: write_manifest(path, b"{"),
     "a list": lambda path: write_manifest(path, b"[]"),
     "no files": lambda path: write_manifest(path, b'{"format": 1, "step": 3, "manager": {}}'),
+    "nested": lambda path: write_manifest(path, b"[" * 100_000),
+    "another manager": lambda path: write_manifest(
+        path,
+        json.dumps(
+            {**json.loads((path / durable.MANIFEST).read_bytes().partition(b"\n")[2]), "manager": {"step": 9}}
+        ).encode(),
+    ),
+    "no manager": lambda path: write_manifest(
+        path,
+        json.dumps({**json.loads((path / durable.MANIFEST).read_bytes().partition(b"\n")[2]), "manager": {}}).encode(),
+    ),
     "later format": lambda path: write_manifest(path, b'{"format": 2}'),
     "a directory": lambda path: (
         (path / "data").mkdir(),
-        write_manifest(path, b'{"format": 1, "step": 3, "manager": {}, "files": {"data": [1, ""]}}'),
+        write_manifest(path, b'{"format": 1, "step": 3, "manager": {"step": 3}, "files": {"data": [1, ""]}}'),
         [file.unlink() for file in path.iterdir() if file.is_file() and file.name != durable.MANIFEST],
     ),
     "a pipe": lambda path: ((path / durable.MANIFEST).unlink(), os.mkfifo(path / durable.MANIFEST)),
@@ -443,6 +454,22 @@ def test_a_place_that_is_no_directory_is_named(tmp_path: Path) -> None:
 def test_settings_that_can_t_work_are_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(SettingError, match=next(iter(settings))):
         Job(tmp_path, **settings)
+
+
+@pytest.mark.parametrize(
+    ("argument", "sentence"),
+    [
+        ({"model": 3}, "model is a int; give a torch.nn.Module"),
+        ({"optimizers": [3]}, "optimizers holds a int"),
+        ({"others": {"epoch": 3}}, "others has a int under 'epoch', whose state can't be saved"),
+        ({"others": [3]}, "others is a list"),
+    ],
+)
+def test_what_could_never_be_saved_is_refused_before_the_training(
+    tmp_path: Path, argument: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(SettingError, match=sentence):
+        DurableCheckpoint(StepSource(), tmp_path, **{"model": torch.nn.Linear(1, 1), **argument})  # type: ignore[arg-type]
 
 
 def test_a_group_of_several_needs_its_process_group(tmp_path: Path) -> None:

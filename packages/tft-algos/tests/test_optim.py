@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from tft_algos import DistributedDataParallel, Optimizer, Unsupported, UsageError
+from tft_algos import DistributedDataParallel, Optimizer, SettingError, Unsupported, UsageError
 from tft_algos.testing import plan_of
 from tft_coord.core.types import QuorumKey
 
@@ -300,6 +300,20 @@ def test_an_interrupt_between_the_verdict_and_the_step_leaves_a_torn_replica(ver
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     assert isinstance(manager.torn, KeyboardInterrupt) == torn
+
+
+@pytest.mark.parametrize(
+    ("swap", "optim", "given"),
+    [
+        (False, torch.optim.SGD, "a Decides and SGD"),
+        (False, None, "a Decides and NoneType"),
+        (True, torch.optim.SGD([torch.zeros(1)]), "a SGD and Decides"),
+    ],
+)
+def test_what_is_no_optimizer_of_a_manager_is_refused_when_it_is_wrapped(swap: bool, optim: Any, given: str) -> None:
+    arguments: list[Any] = [optim, Decides()] if swap else [Decides(), optim]
+    with pytest.raises(SettingError, match=f"Optimizer was given {given}; give a Manager, and after it"):
+        Optimizer(*arguments)
 
 
 def test_it_says_what_it_wraps_and_is_neither_copied_nor_pickled() -> None:

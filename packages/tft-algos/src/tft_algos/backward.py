@@ -18,7 +18,7 @@ from typing import Protocol, final
 import torch
 import torch.distributed as dist
 
-from tft_algos.errors import Unsupported, UsageError
+from tft_algos.errors import SettingError, Unsupported, UsageError
 from tft_algos.manager import Manager
 from tft_coord.errors import GroupLost
 from tft_pg import DummyWork
@@ -54,8 +54,27 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def refuse_sparse(module: torch.nn.Module) -> None:
-    """Raises: Unsupported: a part of the module makes sparse gradients."""
+def check_model(manager: object, module: object, strategy: str) -> None:
+    """Look at what a strategy was given.
+
+    Args:
+        manager: any that has an allreduce; whoever composes a strategy has one of their own.
+        module: the model.
+        strategy: its name, for messages.
+    Raises: SettingError: the one is no Manager, the other no module, or has parameters on the meta device. Unsupported:
+        a part of the module makes sparse gradients.
+    """
+    if not callable(getattr(manager, "allreduce", None)) or not isinstance(module, torch.nn.Module):
+        raise SettingError(
+            f"{strategy} was given a {type(manager).__name__} and a {type(module).__name__}; give a Manager, and the "
+            "module after it"
+        )
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta:
+            raise SettingError(
+                f"parameter {name} is on the meta device and has no gradients to reduce; materialize the module before "
+                f"it is given to {strategy}, because that makes new parameters"
+            )
     embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     if any(isinstance(part, embeddings) and part.sparse for part in module.modules()):
         raise Unsupported("sparse gradients are not reduced across replicas; make the Embedding with sparse=False")

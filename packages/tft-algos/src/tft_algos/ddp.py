@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from tft_algos.backward import at_end_of_backward, reductions_of, refuse_sparse, tell_parameters
-from tft_algos.errors import SettingError, Unsupported
+from tft_algos.backward import at_end_of_backward, check_model, reductions_of, tell_parameters
+from tft_algos.errors import SettingError, Unsupported, UsageError
 from tft_algos.manager import Manager
 from tft_algos.manager.island import refuse_strategy
 from tft_pg import Collective, DummyWork, ProcessGroup, ProcessGroupDummy
@@ -64,6 +64,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
       backward pass; one that has a gradient on some gets the mean over all, zeros counting for the others. A member
       that heals, or is a spare, counts as using nothing. Every replica's loss uses at least one parameter.
     - static_graph: torch learns in the first step which parameters are never used; it has to be so on every replica.
+      It learns that from a pass outside `no_sync()`, so a process accumulates from its second step on.
     - With torch.compile compile the wrapper, or the module before it is wrapped.
 
     Args:
@@ -76,8 +77,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     Raises: Unsupported: mixed_precision, delay_all_reduce_named_params, skip_all_reduce_unused_params, device_mesh, an
         Embedding with sparse gradients, or torch's reducer in Python: none of them can hold here.
         SettingError: this release of torch can't hold one layout of buckets, or the manager has
-        rank0_synchronization_only. RuntimeError: no parameter requires a
-        gradient.
+        rank0_synchronization_only or is none, or a parameter is on the meta device. RuntimeError: no parameter requires
+            a gradient. UsageError, from `forward`: a first pass with static_graph under `no_sync()`.
     """
 
     def __init__(
@@ -90,8 +91,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         for name, instead in _REFUSED.items():
             if kwargs.get(name) not in (None, False):
                 raise Unsupported(f"{name} does not exist here: {instead}")
+        check_model(manager, module, "DistributedDataParallel")
         refuse_strategy(manager, "DistributedDataParallel")
-        refuse_sparse(module)
         kwargs.setdefault("gradient_as_bucket_view", True)
         static = bool(kwargs.get("static_graph"))
         if static and not kwargs["gradient_as_bucket_view"]:
@@ -102,6 +103,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         # so in its own first step alone, which is not that of the others, so that stays inside the replica group.
         maps = _UsedMaps(manager, group, process_group) if kwargs.get("find_unused_parameters") and not static else None
         self._keeps_layout = maps is not None
+        self._knows_graph = not static
         self._manager = manager
         self._begun_attempt = self._begun_step = 0
         super().__init__(module, process_group=maps or group, **kwargs)
@@ -115,6 +117,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         def reduce(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             """Its future is done at once, because the end of the pass waits before torch reads the bucket."""
             buffer = bucket.buffer()
+            self._knows_graph = True
             row.start(manager, buffer, group=process_group)
             done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             done.set_result(buffer)
@@ -147,6 +150,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # it asks what differs in every step
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if not self._knows_graph and not self.require_backward_grad_sync and torch.is_grad_enabled():
+            raise UsageError(
+                "with static_graph torch learns the graph from the first backward pass, and this one is under "
+                "no_sync(); do the first step of this process without no_sync(), or leave static_graph out"
+            )
         attempt = self._manager.attempt
         if attempt != self._begun_attempt:
             step = self._manager.current_step()

@@ -123,12 +123,26 @@ class DurableCheckpoint:
         for name, value in (("every", every), ("keep", keep)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise SettingError(f"{name} is {value!r}; give a whole number, at least 1")
+        if not isinstance(model, torch.nn.Module):
+            raise SettingError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+        listed = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+        for each in listed:
+            if not isinstance(each, torch.optim.Optimizer):
+                raise SettingError(f"optimizers holds a {type(each).__name__}; give torch.optim.Optimizers")
+        others = {} if others is None else others
+        if not isinstance(others, Mapping):
+            raise SettingError(f"others is a {type(others).__name__}; give a mapping of names to what is saved")
+        for key, other in others.items():
+            if not isinstance(other, Stateful):
+                raise SettingError(
+                    f"others has a {type(other).__name__} under {key!r}, whose state can't be saved; give what has "
+                    "state_dict and load_state_dict"
+                )
         self._manager = manager
         self._directory = Path(directory)
         self._model = model
-        listed = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
         self._optimizers = [each.optim if isinstance(each, Optimizer) else each for each in listed]
-        self._others = dict(others or {})
+        self._others = dict(others)
         self._every = every
         self._keep = keep
         self._rank, self._world_size = manager.config.rank, manager.config.world_size
@@ -608,8 +622,10 @@ def _read_manifest(path: Path) -> _Manifest:
         if said["step"] != _place_of(path)[0]:
             raise _Unfit(f"it is one of step {said['step']}")
         files = {name: (int(size), str(digest)) for name, (size, digest) in said["files"].items()}
+        if said["manager"]["step"] != said["step"]:
+            raise _Unfit(f"it has the state of a Manager at step {said['manager']['step']}")
         return _Manifest(int(said["step"]), dict(said["manager"]), files)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise _Unfit(f"its manifest is none of ours: {error!r}") from error
 
 

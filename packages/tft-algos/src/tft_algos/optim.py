@@ -20,7 +20,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from tft_algos.backward import reductions_of
-from tft_algos.errors import Unsupported, UsageError
+from tft_algos.errors import SettingError, Unsupported, UsageError
 from tft_algos.manager import Manager
 
 _FRAMES_BETWEEN = 4  # of a scheduler's and a profiler's wrapping, between torch's function and ours
@@ -59,11 +59,19 @@ class Optimizer(torch.optim.Optimizer):
         optim: does the step. Its hooks run when it steps, so not for a step that was voted down. It may be a container
             of optimizers whose own `zero_grad` and `step` call this wrapper's, if they call its parts' when the wrapper
             calls them in turn.
-    Raises: Unsupported: `optim` can't step without a closure, as LBFGS.
+    Raises: SettingError: the one is no Manager, or the other no optimizer. Unsupported: `optim` can't step without a
+        closure, as LBFGS.
     """
 
     def __init__(self, manager: Manager, optim: torch.optim.Optimizer) -> None:
         # The base's own __init__ would make a second set of groups and states; all of that is the wrapped one's.
+        is_manager = callable(getattr(manager, "should_commit", None))  # or one of the user's own
+        if not is_manager or not isinstance(optim, torch.optim.Optimizer):
+            given = optim.__name__ if isinstance(optim, type) else type(optim).__name__
+            raise SettingError(
+                f"Optimizer was given a {type(manager).__name__} and {given}; give a Manager, and after it the "
+                "torch.optim.Optimizer that is to step"
+            )
         closure = inspect.signature(optim.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise Unsupported(

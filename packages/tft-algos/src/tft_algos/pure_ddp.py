@@ -15,7 +15,7 @@ from typing import Any, NoReturn, final
 
 import torch
 
-from tft_algos.backward import at_end_of_backward, reductions_of, refuse_sparse, tell_parameters
+from tft_algos.backward import at_end_of_backward, check_model, reductions_of, tell_parameters
 from tft_algos.errors import UsageError
 from tft_algos.manager import Manager
 from tft_algos.manager.island import refuse_strategy
@@ -34,15 +34,15 @@ class PureDistributedDataParallel(torch.nn.Module):
         manager: averages over its participants.
         module: to be trained. Every replica gives the same parameters in the same order. Replica groups of one process
             only: inside a group nothing is reduced.
-    Raises: Unsupported: an Embedding with sparse gradients. SettingError: the manager has rank0_synchronization_only.
-        UsageError, from `backward`: a parameter got gradients
-        twice in one pass, as with re-entrant activation checkpointing; or the step was voted on already.
+    Raises: Unsupported: an Embedding with sparse gradients. SettingError: the manager has rank0_synchronization_only or
+        is none, or a parameter is on the meta device. UsageError, from `backward`: a parameter got gradients twice in
+        one pass, as with re-entrant activation checkpointing; or the step was voted on already.
     """
 
     def __init__(self, manager: Manager, module: torch.nn.Module) -> None:
         super().__init__()
+        check_model(manager, module, "PureDistributedDataParallel")
         refuse_strategy(manager, "PureDistributedDataParallel")
-        refuse_sparse(module)
         tell_parameters(manager, module)
         self.module = module
         self._pass = _Pass(manager, [parameter for parameter in module.parameters() if parameter.requires_grad][::-1])
