@@ -607,6 +607,31 @@ def test_what_is_no_model_of_a_manager_is_refused(wrapper: Any) -> None:
         wrapper(Sums(), without_values)
 
 
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, PureDistributedDataParallel])
+def test_a_parameter_that_was_unfrozen_later_is_named_before_the_states_part(wrapper: Any) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    module[0].requires_grad_(False)
+    model = wrapper(Sums(), module)
+    model(torch.ones(1, 2)).sum().backward()
+    module[0].requires_grad_(True)
+    with pytest.raises(UsageError, match=r"parameter 0\.weight was unfrozen after .* does not reduce its gradient"):
+        model(torch.ones(1, 2))
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+    module[0].requires_grad_(False)
+    model(torch.ones(1, 2)).sum().backward()
+
+
+def test_what_torch_is_told_to_ignore_may_be_unfrozen() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    module[0].requires_grad_(False)
+    names = ["0.weight", "0.bias"]
+    torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+    model = DistributedDataParallel(Sums(), module)  # type: ignore[arg-type]
+    module[0].requires_grad_(True)
+    model(torch.ones(1, 2)).sum().backward()
+
+
 def test_a_static_graph_is_learned_outside_no_sync() -> None:
     manager, model, _ = made(static_graph=True)
     with model.no_sync(), pytest.raises(UsageError, match=r"do the first step of this process without no_sync\(\)"):

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import pickle
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,21 @@ def test_fault_13_it_is_an_optimizer_whose_parts_are_the_wrapped_ones() -> None:
     assert optimizer.optim.param_groups[0]["lr"] == 0.25
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
     assert len(optimizer.optim.param_groups) == 2
+
+
+def test_its_state_can_be_set_anew_as_that_of_every_optimizer() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = wrap(Decides(), torch.optim.SGD([parameter], lr=0.5, momentum=0.9))  # type: ignore[arg-type]
+    parameter.grad = torch.ones(2)
+    optimizer.zero_grad(set_to_none=False)
+    assert optimizer.step()
+    assert optimizer.state
+    optimizer.state = defaultdict(dict)
+    optimizer.defaults = {"lr": 0.25}
+    optimizer.param_groups = [{**group, "lr": 0.25} for group in optimizer.param_groups]
+    assert not optimizer.optim.state
+    assert optimizer.optim.defaults == {"lr": 0.25}
+    assert optimizer.optim.param_groups[0]["lr"] == 0.25
 
 
 def test_fault_13_hooks_of_every_kind_run_when_the_wrapped_optimizer_steps() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol, final
 
 import torch
@@ -78,6 +78,37 @@ def check_model(manager: object, module: object, strategy: str) -> None:
     embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     if any(isinstance(part, embeddings) and part.sparse for part in module.modules()):
         raise Unsupported("sparse gradients are not reduced across replicas; make the Embedding with sparse=False")
+
+
+@final
+class Frozen:
+    """The parameters of a model that are not reduced, because they required no gradient when it was wrapped.
+
+    Args:
+        module: that is wrapped now.
+        strategy: which wraps it, for a message.
+        ignored: names that the user wants to be left alone.
+    """
+
+    def __init__(self, module: torch.nn.Module, strategy: str, ignored: Collection[str] = ()) -> None:
+        self._strategy = strategy
+        self._parameters = [
+            (name, parameter)
+            for name, parameter in module.named_parameters()
+            if not parameter.requires_grad and name not in ignored
+        ]
+
+    def check(self) -> None:
+        """Raises: UsageError: one of them requires a gradient now, so the replicas' states would part unnoticed."""
+        if not torch.is_grad_enabled():
+            return
+        for name, parameter in self._parameters:
+            if parameter.requires_grad:
+                raise UsageError(
+                    f"parameter {name} was unfrozen after {self._strategy} was made, which does not reduce its "
+                    "gradient; have all that will be trained require gradients when the module is wrapped, and freeze "
+                    "the rest afterwards (find_unused_parameters=True lets torch's buckets do without it)"
+                )
 
 
 @final

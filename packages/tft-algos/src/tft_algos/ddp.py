@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from tft_algos.backward import at_end_of_backward, check_model, reductions_of, tell_parameters
+from tft_algos.backward import Frozen, at_end_of_backward, check_model, reductions_of, tell_parameters
 from tft_algos.errors import SettingError, Unsupported, UsageError
 from tft_algos.manager import Manager
 from tft_algos.manager.island import refuse_strategy
@@ -78,7 +78,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         Embedding with sparse gradients, or torch's reducer in Python: none of them can hold here.
         SettingError: this release of torch can't hold one layout of buckets, or the manager has
         rank0_synchronization_only or is none, or a parameter is on the meta device. RuntimeError: no parameter requires
-            a gradient. UsageError, from `forward`: a first pass with static_graph under `no_sync()`.
+            a gradient. UsageError, from `forward`: a first pass with static_graph under `no_sync()`; or a
+            parameter was unfrozen after the module was wrapped.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         if maps is not None:
             maps.parameters = self._build_params_for_reducer()[0]
         self._lay_out_buckets()
+        self._frozen = Frozen(module, "DistributedDataParallel", self.parameters_to_ignore)
         tell_parameters(manager, module)
         row.add(self)
 
@@ -155,6 +157,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                 "with static_graph torch learns the graph from the first backward pass, and this one is under "
                 "no_sync(); do the first step of this process without no_sync(), or leave static_graph out"
             )
+        self._frozen.check()
         attempt = self._manager.attempt
         if attempt != self._begun_attempt:
             step = self._manager.current_step()

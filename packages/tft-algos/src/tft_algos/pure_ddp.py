@@ -15,7 +15,7 @@ from typing import Any, NoReturn, final
 
 import torch
 
-from tft_algos.backward import at_end_of_backward, check_model, reductions_of, tell_parameters
+from tft_algos.backward import Frozen, at_end_of_backward, check_model, reductions_of, tell_parameters
 from tft_algos.errors import UsageError
 from tft_algos.manager import Manager
 from tft_algos.manager.island import refuse_strategy
@@ -35,8 +35,9 @@ class PureDistributedDataParallel(torch.nn.Module):
         module: to be trained. Every replica gives the same parameters in the same order. Replica groups of one process
             only: inside a group nothing is reduced.
     Raises: Unsupported: an Embedding with sparse gradients. SettingError: the manager has rank0_synchronization_only or
-        is none, or a parameter is on the meta device. UsageError, from `backward`: a parameter got gradients twice in
-        one pass, as with re-entrant activation checkpointing; or the step was voted on already.
+        is none, or a parameter is on the meta device. UsageError, from `forward`: a parameter was unfrozen after the
+        module was wrapped; from `backward`: a parameter got gradients twice in one pass, as with re-entrant activation
+        checkpointing; or the step was voted on already.
     """
 
     def __init__(self, manager: Manager, module: torch.nn.Module) -> None:
@@ -44,10 +45,13 @@ class PureDistributedDataParallel(torch.nn.Module):
         check_model(manager, module, "PureDistributedDataParallel")
         refuse_strategy(manager, "PureDistributedDataParallel")
         tell_parameters(manager, module)
+        self._frozen = Frozen(module, "PureDistributedDataParallel")
         self.module = module
         self._pass = _Pass(manager, [parameter for parameter in module.parameters() if parameter.requires_grad][::-1])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():  # it asks what differs in every step
+            self._frozen.check()
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
