@@ -475,6 +475,22 @@ class TestLighthouse:
         job.beat("b", word(OWN, 9_000))
         assert lost(job.pass_ms(100)) == ["b"]
 
+    @pytest.mark.parametrize("told", ["before it left", "since it left", "before a newer stream said that it had left"])
+    def test_who_hangs_and_has_left_gives_the_others_no_time(self, told: str) -> None:
+        job = Job()
+        leaves = events.LeaveReceived(job.stream("a"), "drained", 10_000)
+        if told != "since it left":
+            job.beat("a", word(OWN, 9_000))
+        if told == "before a newer stream said that it had left":
+            hello = Hello("job", "a", 2, "a:1", ready=True, left=True)
+            job.give(events.HelloReceived(job.stream("a"), hello))
+        else:
+            job.give(leaves)
+        if told == "since it left":
+            job.beat("a", word(OWN, 9_000))
+        job.beat("b", word(OWN, LIMIT_MS))
+        assert lost(job.pass_ms(100)) == ["b"]
+
     def test_all_wait_in_one_reduction(self) -> None:
         job = Job()
         for name in "abc":

@@ -392,7 +392,7 @@ class Job:
         match event:
             case events.BeatReceived():
                 self._progress(replica, event.healed_bytes, now_ms)
-                self.hangs.heard(replica.replica_id, event.progress, now_ms)
+                self.hangs.heard(replica.replica_id, event.progress if replica.left is None else None, now_ms)
             case events.QuorumReported():
                 out += self._reported(event, now_ms)
                 out += self._form(now_ms, wall_ms)
@@ -429,6 +429,8 @@ class Job:
         self._more = 0
         replica.serves = True
         self._serving.add(replica.replica_id)
+        # Nobody waits for it in a step. Taken for one that is lost by its hang, it would give others that hang time.
+        self.hangs.heard(replica.replica_id, None, now_ms)
         out = self._release_those_who_left(now_ms)
         if told:
             return out

@@ -568,12 +568,13 @@ class LighthouseWorld:
             return
         if isinstance(order, effects.AnswerQuorum):
             self._invariants.answered(replica.name, order.quorum)
+        if isinstance(order, effects.Welcome):
+            self._look_anew_who_hangs()  # it has come, whether it hears of that or not
         if replica.deaf:
             return
         match order:
             case effects.Welcome():
                 replica.welcomed, replica.held_back = True, False
-                self._look_anew_who_hangs()
                 if replica.left:
                     self._say_that_it_has_left(replica)
                 if replica.request is not None:
