@@ -78,8 +78,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         Embedding with sparse gradients, or torch's reducer in Python: none of them can hold here.
         SettingError: this release of torch can't hold one layout of buckets, or the manager has
         rank0_synchronization_only or is none, or a parameter is on the meta device. RuntimeError: no parameter requires
-            a gradient. UsageError, from `forward`: a first pass with static_graph under `no_sync()`; or a
-            parameter was unfrozen after the module was wrapped.
+        a gradient. UsageError, from `forward`: a first pass with static_graph under `no_sync()`; or a parameter was
+        unfrozen after the module was wrapped.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from typing import Any, Final
 from tft_coord.errors import SettingError
 
 _DERIVED: Final[Any] = None  # not said: it follows from the others
-_LONGEST_MS: Final = 7 * 24 * 3_600_000
+LONGEST_MS: Final = 7 * 24 * 3_600_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +71,8 @@ class Timeouts:
         # Stragglers are waited for, and then whoever has gone silent in the meantime is found out.
         waits_ms = self.join_timeout_ms + 2 * self.heartbeat_timeout_ms
         return {
-            "quorum_timeout_ms": min(max(60_000, self.timeout_ms, waits_ms), _LONGEST_MS),
-            "heal_timeout_ms": min(max(600_000, 10 * self.timeout_ms), _LONGEST_MS),
+            "quorum_timeout_ms": min(max(60_000, self.timeout_ms, waits_ms), LONGEST_MS),
+            "heal_timeout_ms": min(max(600_000, 10 * self.timeout_ms), LONGEST_MS),
             "beat_interval_ms": max(1, min(1_000, self.heartbeat_timeout_ms // 2, self.slowest_step_ms or 1_000)),
             "reconnect_grace_ms": min(300, self.heartbeat_timeout_ms),
             "quorum_tick_ms": min(100, self.heartbeat_timeout_ms),
@@ -83,8 +83,8 @@ class Timeouts:
         if isinstance(value, bool) or not isinstance(value, int):
             raise SettingError(f"{name} is {value!r}; give whole milliseconds")
         least = {"join_timeout_ms": 0, "heartbeat_timeout_ms": 2, "slowest_step_ms": 0}.get(name, 1)
-        if not least <= value <= _LONGEST_MS:
-            raise SettingError(f"{name} is {value}; give {least} to {_LONGEST_MS} milliseconds (a week)")
+        if not least <= value <= LONGEST_MS:
+            raise SettingError(f"{name} is {value}; give {least} to {LONGEST_MS} milliseconds (a week)")
 
     def _check(self, small: str, factor: int, large: str) -> None:
         if getattr(self, small) * factor > getattr(self, large):
@@ -122,11 +122,11 @@ class Timeouts:
         Args:
             heartbeat_timeout_ms, join_timeout_ms: as it says; out of range counts as the nearest number in it.
         """
-        heartbeat_timeout_ms = min(max(heartbeat_timeout_ms, 2), _LONGEST_MS)
+        heartbeat_timeout_ms = min(max(heartbeat_timeout_ms, 2), LONGEST_MS)
         return replace(
             self,
             heartbeat_timeout_ms=heartbeat_timeout_ms,
-            join_timeout_ms=min(max(join_timeout_ms, 0), _LONGEST_MS),
+            join_timeout_ms=min(max(join_timeout_ms, 0), LONGEST_MS),
             beat_interval_ms=max(1, min(self.beat_interval_ms, heartbeat_timeout_ms // 2)),
             reconnect_grace_ms=min(self.reconnect_grace_ms, heartbeat_timeout_ms),
             quorum_tick_ms=min(self.quorum_tick_ms, heartbeat_timeout_ms),

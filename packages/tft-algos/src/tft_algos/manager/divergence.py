@@ -22,11 +22,11 @@ import torch
 
 from tft_algos.dtensors import is_dtensor
 from tft_algos.errors import StateUnavailable
+from tft_ckpt.target import DEPTH_MAX
 
 CHUNK_WORDS: Final = 1 << 18  # of which one product is in memory at a time
 MOST_DIFFERENCES: Final = 16
 MOST_CHARACTERS: Final = 80
-MOST_DEEP: Final = 200  # as tft_ckpt's
 
 _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _SPREAD: Final = -7_046_029_254_386_353_131  # 2**64 / golden ratio, as a signed word
@@ -129,9 +129,9 @@ def leaves(state: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, An
 
     Raises: StateUnavailable: it is nested too deep, such as what holds itself.
     """
-    if depth > MOST_DEEP:
+    if depth > DEPTH_MAX:
         raise StateUnavailable(
-            f"{path[:MOST_CHARACTERS]}... is nested deeper than {MOST_DEEP} levels, or holds itself, which can't be "
+            f"{path[:MOST_CHARACTERS]}... is nested deeper than {DEPTH_MAX} levels, or holds itself, which can't be "
             "compared; make it flat"
         )
     if isinstance(state, Mapping):

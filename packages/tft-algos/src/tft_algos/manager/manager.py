@@ -85,6 +85,7 @@ from tft_coord.core.types import (
 )
 from tft_coord.errors import CoordinationError, DeadlinePassed, GroupLost, Refused
 from tft_coord.news import News
+from tft_coord.timeouts import LONGEST_MS
 
 T = TypeVar("T")
 LoadState = Callable[[Any], object]
@@ -93,7 +94,7 @@ TakeState = Callable[[], Any]
 logger = logging.getLogger("tft_algos.manager")
 
 LEAVE_TAKEN_WITHIN = timedelta(seconds=5)
-LONGEST_TIMEOUT = timedelta(days=7)  # as of the settings
+LONGEST_TIMEOUT = timedelta(milliseconds=LONGEST_MS)
 LAST_WORDS_S = 1.0
 
 

@@ -121,7 +121,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class RankWelcome:
-    """The rank is known; its session is heard out."""
+    """The rank is known, by this session of its process."""
 
     session: int
 
