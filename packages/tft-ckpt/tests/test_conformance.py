@@ -37,7 +37,7 @@ def over_gloo(count: int, wraps: Mapping[int, Any]) -> list[PGTransport[Any]]:
     ]
 
 
-over_a_process_group = Together(over_gloo)
+over_a_process_group = Together(over_gloo, may_miss_a_death=True)
 
 
 @pytest.mark.parametrize(
