@@ -151,3 +151,16 @@ def test_who_has_healed_gets_ready_to_serve_in_its_next_step(rigs: Any, monkeypa
     assert member.step()
     assert member.step()
     assert len(prepared) == 1
+
+
+def test_who_began_with_the_job_gets_ready_to_serve_in_its_second_step(
+    rigs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[object] = []
+    monkeypatch.setattr(MemoryTransport, "prepare_to_send", lambda transport: prepared.append(transport))
+    member = rigs(plan_of(7, size=2), *[QuorumKey(7, 7)] * 2)
+    assert member.step()
+    assert prepared == []
+    assert member.step()
+    assert member.step()
+    assert len(prepared) == 1

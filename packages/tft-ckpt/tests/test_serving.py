@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -277,3 +279,45 @@ def test_a_write_past_the_transport_tells_a_reader_that_left_from_one_that_is_sl
         theirs.close()
         with pytest.raises(ConnectionResetError, match=os.strerror(errno.EPIPE)):
             _send_now(transport, b"x")
+
+
+# ---- the web server, which takes a tenth of a second to import ----
+
+_WITHOUT_USE = """
+import sys, threading, time
+import torch
+from datetime import timedelta
+from tft_ckpt import HTTPTransport
+bound = timedelta(seconds=20)
+with HTTPTransport(bind="127.0.0.1", token="x") as source, HTTPTransport(bind="127.0.0.1", token="x") as receiver:
+    pass
+assert not [thread for thread in threading.enumerate() if thread.name == "tft-ckpt-http"]
+assert "aiohttp" not in sys.modules, "a transport that was never used imported it"
+"""
+_HINTED = """
+source = HTTPTransport(bind="127.0.0.1", token="x")
+source.prepare_to_send()
+until = time.monotonic() + 20
+while "tft_ckpt.http.app" not in sys.modules and time.monotonic() < until:
+    time.sleep(0.01)
+source.shutdown()
+assert "tft_ckpt.http.app" in sys.modules, "the hint did nothing"
+"""
+
+
+def test_a_transport_imports_its_web_server_when_somebody_has_use_for_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_USE + _HINTED], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_reader_that_comes_before_any_use_is_answered() -> None:
+    listener = listen("127.0.0.1", 0)
+    server = StateServer(listener, token=None, chunk_bytes=4096, limits=Limits(), silence_s=BOUND_S)
+    try:
+        with reader(int(listener.getsockname()[1])) as sock:
+            assert sock.recv(1 << 16).startswith(b"HTTP/1.1 503 ")
+    finally:
+        server.close(wait=True)
+    assert listener.fileno() == -1

@@ -363,7 +363,7 @@ class Manager:
         self._quorum = self._executor.submit(self._negotiate, request, limit)
         if takes_early:
             self._early.take(self._core.boundary_state())
-        if self._healed_in == self.attempt - 1:
+        if self.attempt == 2 or self._healed_in == self.attempt - 1:
             self._transport.prepare_to_send()  # now that nobody waits for this replica's first step any more
         if not self._core.is_asynchronous:
             self.wait_quorum()

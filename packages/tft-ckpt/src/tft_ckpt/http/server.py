@@ -4,6 +4,9 @@ One thread of its own serves every reader from the snapshot's buffer, a piece at
 and nothing else; the trainer's thread only puts snapshots up. A reader that comes before the state does is kept waiting
 here, because in the asynchronous mode it asks before the source has taken its snapshot.
 
+The port is open from the start, but the web server behind it takes a tenth of a second of a core to import. A trainer
+that starts, or heals, has no such time to give; so the thread imports it when somebody has use for it, or is said to.
+
 Law of this file: the trainer's side, and the thread. What its loop does is the app's.
 """
 
@@ -86,11 +89,14 @@ class StateServer:
         self._silence_s = silence_s
         self._lock = threading.Lock()  # guards the shelf and the relays
         self._shelf = Shelf(keep_buffers=keep_buffers)
-        self._relays: set[Relay] = set()
+        self._relays: dict[Relay, None] = {}  # in order: of one key, readers are given the last
         self._closed = False
         self._failure: BaseException | None = None
         self._loop = asyncio.new_event_loop()
-        self._app: App  # the loop's thread alone touches it
+        self._needed = asyncio.Event()
+        # The loop's thread alone touches these two.
+        self._app: App | None = None
+        self._untold: list[Callable[[App], object]] = []
         self._preparing: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self._thread.start()
@@ -109,7 +115,7 @@ class StateServer:
             self._check_open()
             overdue = self._shelf.begin(key)
         if overdue:
-            self._tell(lambda: self._app.send_off(overdue))
+            self._tell(lambda app: app.send_off(overdue))
         try:
             snapshot = Snapshot.take(
                 state, key=key, chunk_bytes=self._chunk_bytes, limits=self._limits, allocate=self._allocate
@@ -118,12 +124,12 @@ class StateServer:
         except BaseException as error:
             with self._lock:
                 self._shelf.fail(str(error) or type(error).__name__)
-            self._tell(lambda: self._app.wake())
+            self._tell(lambda app: app.wake())
             raise
         with self._lock:
             self._check_open()
             self._shelf.publish(snapshot)
-        self._tell(lambda: self._app.published(snapshot, expected))
+        self._tell(lambda app: app.published(snapshot, expected))
 
     def stage(self, state: object, *, check: Callable[[], None]) -> Snapshot:
         """Take a snapshot on the calling thread that has no key yet; `put_up` or `put_by` must follow.
@@ -160,8 +166,8 @@ class StateServer:
             overdue = self._shelf.begin(key)
             self._shelf.publish(named)
         if overdue:
-            self._tell(lambda: self._app.send_off(overdue))
-        self._tell(lambda: self._app.published(named, expected))
+            self._tell(lambda app: app.send_off(overdue))
+        self._tell(lambda app: app.published(named, expected))
 
     def put_by(self, buffer: Buffer) -> None:
         """Take back the buffer of a staged snapshot that nobody wants."""
@@ -174,8 +180,8 @@ class StateServer:
             self._check_open()
             overdue = self._shelf.begin(key)
             self._shelf.fail(sentence)
-        self._tell(lambda: self._app.send_off(overdue))
-        self._tell(lambda: self._app.wake())
+        self._tell(lambda app: app.send_off(overdue))
+        self._tell(lambda app: app.wake())
 
     def relay(self, manifest: Manifest, manifest_bytes: bytes, target: Target) -> Relay:
         """Let others read a state that this process is receiving, as far as it is here.
@@ -192,19 +198,24 @@ class StateServer:
             manifest,
             manifest_bytes,
             target,
-            on_have=lambda: self._tell(lambda: self._app.relay_has()),
+            on_have=lambda: self._tell(lambda app: app.relay_has(), is_use=False),
             on_end=self._relay_ended,
         )
         with self._lock:
             self._check_open()
-            self._relays.add(relay)
-        self._tell(lambda: self._app.relay_began(relay))
+            self._relays[relay] = None
+        # Readers of it knock at the port: who receives need not import a web server.
+        self._tell(lambda app: app.relay_began(relay), is_use=False)
         return relay
 
     def _relay_ended(self, relay: Relay) -> None:
         with self._lock:
-            self._relays.discard(relay)
-        self._tell(lambda: self._app.relay_ended(relay))
+            self._relays.pop(relay, None)
+        self._tell(lambda app: app.relay_ended(relay), is_use=False)
+
+    def get_ready(self) -> None:
+        """Have the web server imported, in the background, before somebody waits for it."""
+        self._tell(lambda app: None)
 
     def prepare(self, num_bytes: int) -> None:
         """Have memory ready for a state of so many bytes, in the background: the first touch of fresh pages is dear.
@@ -238,7 +249,7 @@ class StateServer:
             first, self._closed = not self._closed, True
             preparing = self._preparing
         if first:
-            self._tell(lambda: self._app.stop())
+            self._tell(lambda app: app.stop())
         if wait:
             self._thread.join()
             if preparing is not None:
@@ -254,31 +265,31 @@ class StateServer:
         with self._lock:
             return self._shelf.allocate(num_bytes)
 
-    def _tell(self, callback: Callable[[], object]) -> None:
-        """Have the loop call it, once there is an app."""
+    def _tell(self, callback: Callable[[App], object], *, is_use: bool = True) -> None:
+        """Have the loop call it with the app; without is_use only if there is an app by then."""
         try:
-            self._loop.call_soon_threadsafe(callback)
+            self._loop.call_soon_threadsafe(self._told, callback, is_use)
         except RuntimeError:
             # The loop is closed: nobody is left who could be told.
             if not self._closed and self._failure is None:
                 raise
 
-    def _run(self) -> None:
-        """On the loop's thread."""
-        try:
-            from tft_ckpt.http.app import App
+    # ---- on the loop's thread ----
 
-            self._app = App(
-                self._loop,
-                self._listener,
-                shelf=self._shelf,
-                lock=self._lock,
-                token=self._token,
-                silence_s=self._silence_s,
-                send_bytes_per_s=self._send_bytes_per_s,
-                tls=self._tls,
-            )
-            self._loop.run_until_complete(self._app.serve())
+    def _told(self, callback: Callable[[App], object], is_use: bool) -> None:
+        if self._app is not None:
+            callback(self._app)
+        elif is_use:
+            self._untold.append(callback)
+            self._needed.set()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._until_needed())
+            if self._closed:
+                self._listener.close()
+            else:
+                self._serve()
         except BaseException as error:
             self._listener.close()
             self._failure = error
@@ -286,6 +297,36 @@ class StateServer:
         finally:
             self._loop.close()
             with self._lock:
-                relays, self._relays = self._relays, set()
+                self._shelf.clear()
+                relays, self._relays = self._relays, {}
             for relay in relays:
                 relay.abandon()
+
+    async def _until_needed(self) -> None:
+        """Wait for a reader, something to tell, or `close`."""
+        self._loop.add_reader(self._listener.fileno(), self._needed.set)
+        await self._needed.wait()
+        self._loop.remove_reader(self._listener.fileno())
+
+    def _serve(self) -> None:
+        from tft_ckpt.http.app import App
+
+        app = App(
+            self._loop,
+            self._listener,
+            shelf=self._shelf,
+            lock=self._lock,
+            token=self._token,
+            silence_s=self._silence_s,
+            send_bytes_per_s=self._send_bytes_per_s,
+            tls=self._tls,
+        )
+        with self._lock:
+            relays = list(self._relays)
+        for relay in relays:
+            self._loop.call_soon(app.relay_began, relay)
+        for callback in self._untold:
+            self._loop.call_soon(callback, app)
+        self._untold.clear()
+        self._app = app
+        self._loop.run_until_complete(app.serve())

@@ -286,7 +286,9 @@ class HTTPTransport(CheckpointTransport[T]):
                 _log.warning("%s", sentence)
 
     def prepare_to_send(self, num_bytes: int = 0) -> None:
-        """Have memory ready, in the background, for a state that large; see `CheckpointTransport.prepare_to_send`."""
+        """Have memory for a state that large, and the web server, ready in the background; see
+        `CheckpointTransport.prepare_to_send`."""
+        self._server.get_ready()
         if num_bytes == 0 and self._last_receive is not None:
             num_bytes = self._last_receive.state_bytes
         if num_bytes > 0:
