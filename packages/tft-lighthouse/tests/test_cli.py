@@ -78,6 +78,34 @@ def test_version() -> None:
     assert run("--version").stdout == f"tft-lighthouse {__version__}\n"
 
 
+INTERRUPTED = """
+import signal, sys
+from tft_lighthouse import cli
+
+def begins_to_wait(frame, event, _):
+    caller = frame.f_back and frame.f_back.f_back
+    if event == "call" and frame.f_code.co_name == "wait" and caller and caller.f_code is cli.main.__code__:
+        signal.raise_signal(signal.SIGTERM)
+
+sys.setprofile(begins_to_wait)
+sys.exit(cli.main(["--bind", "127.0.0.1:0"]))
+"""
+
+
+def test_a_signal_in_the_moment_in_which_it_begins_to_wait_ends_it() -> None:
+    process = subprocess.Popen([sys.executable, "-c", INTERRUPTED], stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        assert "listening at" in process.stderr.readline()
+        process.terminate()
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
 LIMITED = (
     "import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({}, {})); "
     "os.execv(sys.argv[1], sys.argv[1:])"

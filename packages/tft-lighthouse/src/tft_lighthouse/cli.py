@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import queue
 import resource
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 from typing import Final, NoReturn, final
 
@@ -33,9 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns: 0 after a signal, 2 when a setting is wrong or the port is in use.
     """
     settings = _parser().parse_args(arguments)
-    end = threading.Event()
+    # Not an Event: its lock may be held by what the signal interrupts, and would be waited for, for ever.
+    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: end.set())
+        signal.signal(number, lambda number, _: signals.put(number))
 
     # grpc's own words about a port in use or a client that went away would stand beside ours.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             max(descriptors - OTHER_DESCRIPTORS, 0),
         )
     with server:
-        end.wait()
+        signals.get()
     return 0
 
 
