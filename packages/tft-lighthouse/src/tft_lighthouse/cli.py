@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import queue
 import resource
 import signal
 import sys
@@ -19,6 +18,7 @@ from typing import Final, NoReturn, final
 from tft_lighthouse import __version__, defaults
 
 USAGE_ERROR = 2
+ENDED_BY: Final = (signal.SIGINT, signal.SIGTERM)
 # Each replica group holds a connection, and so does each of torchft's.
 FEW_DESCRIPTORS: Final = 4096
 MOST_DESCRIPTORS: Final = 1 << 20  # where the limit says "any number"
@@ -33,11 +33,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns: 0 after a signal, 2 when a setting is wrong or the port is in use.
     """
     settings = _parser().parse_args(arguments)
-    # Not an Event: its lock may be held by what the signal interrupts, and would be waited for, for ever.
-    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: signals.put(number))
+    # Blocked, in every thread that starts from here on too, until `sigwait` takes one. A handler would run when the
+    # interpreter next looks for signals: not at all, if this thread has looked just now and is about to wait.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDED_BY)
+    try:
+        return _serve(settings)
+    finally:
+        while signal.sigpending() & set(ENDED_BY):  # it ends already
+            signal.sigwait(ENDED_BY)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
+
+def _serve(settings: argparse.Namespace) -> int:
     # grpc's own words about a port in use or a client that went away would stand beside ours.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from tft_coord.errors import SettingError
@@ -67,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             max(descriptors - OTHER_DESCRIPTORS, 0),
         )
     with server:
-        signals.get()
+        signal.sigwait(ENDED_BY)
     return 0
 
 
