@@ -126,7 +126,7 @@ def limited(soft: int, hard: int) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize(("hard", "says"), [(4096, ""), (1000, "may open 1000 files, enough for about 936 replicas")])
+@pytest.mark.parametrize(("hard", "says"), [(4096, ""), (1000, "may open 1000 files, enough for about 468 replicas")])
 def test_it_may_open_as_many_files_as_it_is_allowed_and_says_when_these_are_few(hard: int, says: str) -> None:
     process = limited(256, hard)
     try:

@@ -22,7 +22,8 @@ ENDED_BY: Final = (signal.SIGINT, signal.SIGTERM)
 # Each replica group holds a connection, and so does each of torchft's.
 FEW_DESCRIPTORS: Final = 4096
 MOST_DESCRIPTORS: Final = 1 << 20  # where the limit says "any number"
-OTHER_DESCRIPTORS: Final = 64  # logs, the listening socket, what grpc waits with
+DESCRIPTORS_OF_ONE: Final = 2  # a replica's stream, and its socket
+OTHER_DESCRIPTORS: Final = 64  # logs, the listening sockets, what grpc waits with
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,7 +72,7 @@ def _serve(settings: argparse.Namespace) -> int:
             "this process may open %d files, enough for about %d replicas at once, and who comes then is not answered; "
             "raise the hard limit (ulimit -Hn, LimitNOFILE=) for more",
             descriptors,
-            max(descriptors - OTHER_DESCRIPTORS, 0),
+            max(descriptors - OTHER_DESCRIPTORS, 0) // DESCRIPTORS_OF_ONE,
         )
     with server:
         signal.sigwait(ENDED_BY)

@@ -14,7 +14,7 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Final, Generic, TypeVar, cast, final
 
@@ -27,9 +27,12 @@ from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.torchft_rule import TorchftCore
 from tft_coord.core.types import LossNotice, Member, Quorum, Refusal
 from tft_coord.errors import ProtocolError, SettingError
+from tft_coord.transport import direct
+from tft_coord.transport.address import host_of
+from tft_coord.transport.direct import DirectPort, DirectSocket
 from tft_coord.transport.outbox import Outbox
 from tft_coord.transport.server import Server
-from tft_coord.transport.settings import fail, server_options
+from tft_coord.transport.settings import MAX_REQUEST_BYTES, fail, server_options
 from tft_coord.views import DescribedJob, LighthouseDescription
 from tft_coord.wire import codec, services
 from tft_coord.wire.services import Context
@@ -85,6 +88,7 @@ class LighthouseShell:
         self._timer: asyncio.TimerHandle | None = None
         self._graces: set[asyncio.TimerHandle] = set()
         self._last_look_s = 0.0
+        self._direct = DirectPort(most_bytes=MAX_REQUEST_BYTES, greeting_s=config.timeouts.heartbeat_timeout_ms / 1000)
         self._server = Server(
             server_options(config.timeouts, hears_beats=True),
             services.Services(
@@ -108,6 +112,13 @@ class LighthouseShell:
                 f"the lighthouse can't listen at {bind}: the port is in use or the address is not of this machine; "
                 "end the other process, or give another --bind"
             ) from error
+        host = host_of(bind)
+        try:
+            await self._direct.open("" if host in ("::", "0.0.0.0") else host)
+        except OSError as error:
+            logger.warning(
+                "no socket beside the port can be had (%s); streams carry everything, at some more cost", error
+            )
         await self._server.start()
         self._tick()
         return port
@@ -122,6 +133,7 @@ class LighthouseShell:
             outbox.close()
         for call in list(self._calls):
             self._answer(call, None)
+        await self._direct.close()
         await self._server.stop(LAST_ANSWERS_S)
 
     # --- the cores' decisions ---------------------------------------------------------------------------------------
@@ -221,30 +233,66 @@ class LighthouseShell:
             serves.cancel()
 
         outbox = self._streams[stream] = Outbox(overflows)
-        reader = self._loop.create_task(self._read(stream, outbox, context))
+        sockets: list[DirectSocket] = []
+
+        def taken_up(socket: DirectSocket) -> None:
+            socket.overflows = overflows
+            sockets.append(socket)
+            outbox.divert(direct.LAST, socket.say)
+            socket.ended.add_done_callback(lambda _: outbox.close())
+
+        ticket, offer = self._direct.offer(taken_up)
+        reader: asyncio.Task[None] | None = None
         try:
+            if self._direct.is_asked_for(context.invocation_metadata() or ()):
+                await context.send_initial_metadata(offer)
+            reader = self._loop.create_task(self._read(stream, outbox, context, sockets))
             await outbox.write_all(context.write)
         finally:
-            reader.cancel()
+            if reader is not None:
+                reader.cancel()
+            self._direct.withdraw(ticket)
+            for socket in sockets:
+                socket.close()
             del self._streams[stream]
             self._was_asked.discard(stream)
             self._handle(events.StreamClosed(stream))
             self._look_after_grace()
 
-    async def _read(self, stream: int, outbox: Outbox, context: Context) -> None:
+    async def _read(self, stream: int, outbox: Outbox, context: Context, sockets: Sequence[DirectSocket]) -> None:
         """Hear the stream until its manager server closes its side, breaks, or talks nonsense."""
-        try:
-            said: Member | None = None
-            while isinstance(message := cast("object", await context.read()), bytes):
-                event = codec.decode_to_lighthouse(stream, message, said, was_asked=stream in self._was_asked)
-                if isinstance(event, events.QuorumRequested):
-                    said = event.member
-                elif isinstance(event, events.QuorumReported):
-                    self._was_asked.discard(stream)
-                self._handle(event)
-        except ProtocolError as error:
+        said: Member | None = None
+
+        def heard(message: bytes) -> None:
+            nonlocal said
+            event = codec.decode_to_lighthouse(stream, message, said, was_asked=stream in self._was_asked)
+            if isinstance(event, events.QuorumRequested):
+                said = event.member
+            elif isinstance(event, events.QuorumReported):
+                self._was_asked.discard(stream)
+            self._handle(event)
+
+        def refuse(error: ProtocolError) -> None:
             message = f"from {context.peer()}: {error}"
             self._perform([effects.RefuseSession(stream, Refusal.MALFORMED, message)])
+
+        def heard_directly(message: bytes) -> None:
+            if outbox.closed:
+                return
+            try:
+                heard(message)
+            except ProtocolError as error:
+                refuse(error)
+
+        try:
+            while isinstance(message := cast("object", await context.read()), bytes):
+                if message == direct.LAST and sockets:
+                    sockets[0].hear(heard_directly)
+                    await sockets[0].ended
+                    break
+                heard(message)
+        except ProtocolError as error:
+            refuse(error)
         finally:
             outbox.close()
 

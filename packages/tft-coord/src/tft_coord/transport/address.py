@@ -37,6 +37,11 @@ def targets(addresses: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(target(address) for address in addresses.split(",")))
 
 
+def host_of(address: str) -> str:
+    """The host of an address as `target` gives it, without an IPv6 address's brackets."""
+    return address.rpartition(":")[0].strip("[]")
+
+
 def join_host_port(host: str, port: int) -> str:
     """`host:port`, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
