@@ -109,13 +109,25 @@ class Cluster:
         self._seen = {other: len(other.events) for other in self.job.trainers}
         for asked in _in_order(fault):
             trainer.connection.send(asked)
-        if fault.place is Place.SERVING:
-            # Somebody must heal: a survivor whose state is said to be half written.
-            self.survivors[1][0].connection.send(
-                Fault(action=Action.FAIL, place=Place.OPTIMIZER, replica=SURVIVORS[1], rank=0)
-            )
         self._next = self._next or self._start(VICTIM, waits=True)
-        self.job.until(lambda: _was_struck(self._since(trainer), fault), f"{fault.describe()}")
+        asked = 0
+
+        def struck() -> bool:
+            nonlocal asked
+            if fault.place is Place.SERVING and self._has_healed(asked):
+                # Somebody must heal: a survivor whose state is said to be half written. And again, if the victim came
+                # too late for that quorum, which waits for JOIN_TIMEOUT_MS only, and so had nobody to serve.
+                self.survivors[1][0].connection.send(
+                    Fault(action=Action.FAIL, place=Place.OPTIMIZER, replica=SURVIVORS[1], rank=0)
+                )
+                asked += 1
+            return _was_struck(self._since(trainer), fault)
+
+        self.job.until(struck, f"{fault.describe()}")
+
+    def _has_healed(self, times: int) -> bool:
+        """Whether the survivor that heals for the sake of others has done so as often as that."""
+        return sum(event.kind == "healed" for event in self._since(self.survivors[1][0])) == times
 
     def _since(self, trainer: Trainer) -> list[Any]:
         return trainer.events[self._seen[trainer] :]
