@@ -25,7 +25,7 @@ from tft_coord.errors import ProtocolError, Unreachable
 from tft_coord.transport.frames import FrameReader, framed
 from tft_coord.transport.outbox import MOST_WAITING_BYTES
 
-__all__ = ["LAST", "DirectPort", "DirectSocket", "Offer", "connect"]
+__all__ = ["ASK", "LAST", "DirectPort", "DirectSocket", "Metadata", "Offer", "connect"]
 
 LAST: Final = b""
 """On a stream: what follows comes on the socket."""
