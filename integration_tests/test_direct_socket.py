@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from socket import create_connection
 from typing import Any, Final, TypeAlias
 
 import grpc
+import psutil
 import pytest
 
 from integration_tests.hostile import damaged
@@ -39,12 +42,15 @@ def lighthouse() -> Iterator[LighthouseServer]:
         yield server
 
 
+def manager_server(lighthouse: LighthouseServer, name: str) -> ManagerServer:
+    """In this process."""
+    return ManagerServer(name, lighthouse.address, "127.0.0.1", "127.0.0.1:0", "", 1, timeouts=PATIENT, in_process=True)
+
+
 @pytest.fixture
 def group(lighthouse: LighthouseServer) -> Iterator[Rank]:
     """A rank, and its manager server in this process."""
-    server = ManagerServer(
-        "group", lighthouse.address, "127.0.0.1", "127.0.0.1:0", "", 1, timeouts=PATIENT, in_process=True
-    )
+    server = manager_server(lighthouse, "group")
     rank = Rank(server.address(), 0, PATIENT)
     try:
         yield rank
@@ -217,3 +223,37 @@ def test_whatever_comes_to_the_port_hurts_nobody(sockets: Heard, lighthouse: Lig
         assert group.vote()
     assert not any(end.ended.done() for end, _ in honest), "the honest group's socket was broken"
     assert group.losses.empty()
+
+
+def test_an_ended_stream_leaves_no_connection_to_the_garbage_collector(
+    lighthouse: LighthouseServer, sockets: Heard
+) -> None:
+    """Which trainers switch off."""
+    port = int(str(lighthouse.address).rsplit(":", 1)[1])
+    gc.disable()
+    try:
+        for number in range(3):
+            server = ManagerServer(
+                f"group {number}",
+                lighthouse.address,
+                "127.0.0.1",
+                "127.0.0.1:0",
+                "",
+                1,
+                timeouts=PATIENT,
+                in_process=True,
+            )
+            rank = Rank(server.address(), 0, PATIENT)
+            trains_until(rank, lambda: len(sockets) == 2)
+            rank.client.close()
+            server.shutdown()
+            sockets.clear()
+            del server, rank
+        deadline = time.monotonic() + LATE.total_seconds()
+        while left := [
+            each for each in psutil.Process().net_connections("tcp") if each.raddr and each.raddr.port == port
+        ]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.01)
+    finally:
+        gc.enable()

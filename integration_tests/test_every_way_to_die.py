@@ -110,24 +110,24 @@ class Cluster:
         for asked in _in_order(fault):
             trainer.connection.send(asked)
         self._next = self._next or self._start(VICTIM, waits=True)
-        asked = 0
+        heals = 0
 
         def struck() -> bool:
-            nonlocal asked
-            if fault.place is Place.SERVING and self._has_healed(asked):
+            nonlocal heals
+            if fault.place is Place.SERVING and self._has_healed(heals):
                 # Somebody must heal: a survivor whose state is said to be half written. And again, if the victim came
                 # too late for that quorum, which waits for JOIN_TIMEOUT_MS only, and so had nobody to serve.
                 self.survivors[1][0].connection.send(
                     Fault(action=Action.FAIL, place=Place.OPTIMIZER, replica=SURVIVORS[1], rank=0)
                 )
-                asked += 1
+                heals += 1
             return _was_struck(self._since(trainer), fault)
 
         self.job.until(struck, f"{fault.describe()}")
 
     def _has_healed(self, times: int) -> bool:
         """Whether the survivor that heals for the sake of others has done so as often as that."""
-        return sum(event.kind == "healed" for event in self._since(self.survivors[1][0])) == times
+        return len([event for event in self._since(self.survivors[1][0]) if event.kind == "healed"]) == times
 
     def _since(self, trainer: Trainer) -> list[Any]:
         return trainer.events[self._seen[trainer] :]

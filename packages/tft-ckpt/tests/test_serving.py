@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import socket
@@ -12,7 +13,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
@@ -321,3 +322,42 @@ def test_a_reader_that_comes_before_any_use_is_answered() -> None:
     finally:
         server.close(wait=True)
     assert listener.fileno() == -1
+
+
+class SlowApp:
+    """In the web server's place: it takes a while to be there, and notes what it is told."""
+
+    told: ClassVar[list[StateKey]] = []
+    begun: ClassVar[threading.Event] = threading.Event()
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, listener: socket.socket, **_: Any) -> None:
+        self._listener = listener
+        self._ended = asyncio.Event()
+        SlowApp.begun.set()
+        time.sleep(0.1)
+
+    async def serve(self) -> None:
+        await self._ended.wait()
+        self._listener.close()
+
+    def published(self, snapshot: Snapshot, expected: bool) -> None:
+        SlowApp.told.append(snapshot.key)
+
+    def send_off(self, sources: object) -> None:
+        """Nobody reads."""
+
+    def stop(self) -> None:
+        self._ended.set()
+
+
+def test_what_is_told_while_the_web_server_is_imported_is_told_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tft_ckpt.http.app.App", SlowApp)
+    SlowApp.told.clear()
+    server = StateServer(listen("127.0.0.1", 0), token=None, chunk_bytes=4096, limits=Limits(), silence_s=BOUND_S)
+    keys = [StateKey(1, 2, step, 4) for step in range(3)]
+    server.offer([], key=keys[0], expected=True, check=lambda: None)
+    assert SlowApp.begun.wait(BOUND_S)
+    for key in keys[1:]:
+        server.offer([], key=key, expected=True, check=lambda: None)
+    server.close(wait=True)
+    assert SlowApp.told == keys

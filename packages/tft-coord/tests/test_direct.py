@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import errno
+import gc
 import socket
+import struct
+import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -19,6 +24,7 @@ from tft_coord.transport.outbox import MOST_WAITING_BYTES, Outbox
 HOST = "127.0.0.1"
 LATE_S = 20.0
 MOST_BYTES = 4 << 20
+SO_ATTACH_FILTER = 26
 
 
 def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -32,9 +38,9 @@ def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 @asynccontextmanager
-async def served(greeting_s: float = LATE_S) -> AsyncIterator[DirectPort]:
-    port = DirectPort(most_bytes=MOST_BYTES, greeting_s=greeting_s)
-    await port.open(HOST)
+async def served(silence_s: float = LATE_S) -> AsyncIterator[DirectPort]:
+    port = DirectPort(most_bytes=MOST_BYTES, silence_s=silence_s)
+    port.open(HOST)
     try:
         yield port
     finally:
@@ -49,7 +55,7 @@ def offered(port: DirectPort, taken_up: Callable[[DirectSocket], None]) -> tuple
 
 
 async def taken(offer: Offer, **more: Any) -> DirectSocket:
-    settings = {"most_bytes": MOST_BYTES, "overflows": lambda: None, "within_s": LATE_S, **more}
+    settings = {"most_bytes": MOST_BYTES, "silence_s": LATE_S, "overflows": lambda: None, "within_s": LATE_S, **more}
     return await connect(HOST, offer, **settings)
 
 
@@ -153,7 +159,7 @@ def test_who_greets_otherwise_is_sent_off(words: bytes) -> None:
 
 def test_who_does_not_greet_is_sent_off_after_a_while() -> None:
     async def test() -> None:
-        async with served(greeting_s=0.05) as port:
+        async with served(silence_s=0.05) as port:
             _, offer = offered(port, lambda end: None)
             reader, writer = await asyncio.open_connection(HOST, offer.port)
             writer.write(framed(b"TFT direct 1\n" + bytes(16))[:9])
@@ -193,6 +199,101 @@ def test_who_takes_nothing_costs_bounded_memory() -> None:
     in_loop(test)
 
 
+def test_who_reads_nothing_can_not_hold_an_ended_socket_open() -> None:
+    async def test() -> None:
+        async with pair() as (_, server):
+            server.say(bytes(2 * MOST_BYTES))
+            server.close()
+            await server.ended
+
+    in_loop(test)
+
+
+def test_a_connection_whose_packets_are_lost_ends() -> None:
+    """Neither end is told; what was said is not acknowledged."""
+
+    async def test() -> None:
+        ends: list[DirectSocket] = []
+        async with served() as port:
+            client = await taken(offered(port, ends.append)[1], silence_s=0.3)
+            for end in (client, ends[0]):
+                end.hear(lambda message: None)
+                drop_all_that_arrives(end)
+            client.say(b"a beat")
+            await client.ended
+            await end_both(client, ends[0])
+
+    in_loop(test)
+
+
+def drop_all_that_arrives(end: DirectSocket) -> None:
+    """By a filter of the kernel's: one instruction, which keeps nothing of a packet."""
+    assert end._transport is not None
+    program = (ctypes.c_ubyte * 8)(6)
+    filters = struct.pack("HP", 1, ctypes.addressof(program))
+    end._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, filters)
+
+
+def test_an_ended_socket_holds_nothing_for_a_garbage_collector() -> None:
+    async def test() -> None:
+        async with pair() as (client, _):
+            client.hear(Holder(client).take)
+            held = weakref.ref(client._take.__self__)  # type: ignore[union-attr]
+            client.abort()
+            await client.ended
+            assert held() is None
+
+    gc.disable()
+    try:
+        in_loop(test)
+    finally:
+        gc.enable()
+
+
+class Holder:
+    def __init__(self, end: DirectSocket) -> None:
+        self.end = end
+
+    def take(self, message: bytes) -> None:
+        """Nothing comes."""
+
+
+def test_those_that_say_nothing_are_few() -> None:
+    async def test() -> None:
+        async with served() as port:
+            _, offer = offered(port, lambda end: None)
+            silent = [await asyncio.open_connection(HOST, offer.port) for _ in range(direct.MOST_SILENT + 2)]
+            for reader, _ in silent[:2]:
+                with suppress(ConnectionError):
+                    assert await reader.read(1) == b""
+            for _, writer in silent:
+                writer.close()
+
+    in_loop(test)
+
+
+def test_without_a_descriptor_it_waits_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    accept, fails = socket.socket.accept, iter(range(3))
+
+    def accepted(listener: socket.socket) -> Any:
+        if next(fails, None) is not None:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listener)
+
+    async def test() -> None:
+        monkeypatch.setattr(direct, "ACCEPT_AGAIN_S", 0.01)
+        monkeypatch.setattr(socket.socket, "accept", accepted)
+        async with pair():
+            pass
+
+    in_loop(test)
+    assert [record.getMessage() for record in caplog.records] == [
+        "no socket can be taken: [Errno 24] Too many open files; raise the limit of open files"
+    ]
+
+
 def test_the_end_comes_after_all_that_was_said() -> None:
     async def test() -> None:
         async with pair() as (client, server):
@@ -213,6 +314,15 @@ def test_nobody_who_listens_is_told_so() -> None:
             port = int(free.getsockname()[1])
         with pytest.raises(Unreachable, match="can't be reached"):
             await taken(Offer(port, bytes(16)))
+        with pytest.raises(Unreachable, match="can't be reached"):
+            await connect(
+                "a..b",
+                Offer(port, bytes(16)),
+                most_bytes=MOST_BYTES,
+                silence_s=LATE_S,
+                overflows=lambda: None,
+                within_s=LATE_S,
+            )
 
     in_loop(test)
 
@@ -263,13 +373,15 @@ def test_an_offer_that_can_not_be_is_none(metadata: direct.Metadata) -> None:
 def test_a_port_of_all_interfaces_is_reached_by_both_families_and_freed() -> None:
     async def test() -> None:
         ends: list[DirectSocket] = []
-        port = DirectPort(most_bytes=MOST_BYTES, greeting_s=LATE_S)
-        await port.open("")
+        port = DirectPort(most_bytes=MOST_BYTES, silence_s=LATE_S)
+        port.open("")
         _, offer = offered(port, ends.append)
         await end_both(await taken(offer), ends.pop())
         if socket.has_dualstack_ipv6():
             _, offer = offered(port, ends.append)
-            six = await connect("::1", offer, most_bytes=MOST_BYTES, overflows=lambda: None, within_s=LATE_S)
+            six = await connect(
+                "::1", offer, most_bytes=MOST_BYTES, silence_s=LATE_S, overflows=lambda: None, within_s=LATE_S
+            )
             await end_both(six, ends.pop())
         _, waiting = await asyncio.open_connection(HOST, offer.port)
         await port.close()
@@ -288,8 +400,8 @@ def test_a_host_of_several_addresses_takes_the_first_that_can_be_bound(monkeypat
     async def test() -> None:
         with monkeypatch.context() as patch:
             patch.setattr(socket, "getaddrinfo", found)
-            port = DirectPort(most_bytes=MOST_BYTES, greeting_s=LATE_S)
-            await port.open("two addresses")
+            port = DirectPort(most_bytes=MOST_BYTES, silence_s=LATE_S)
+            port.open("two addresses")
         ends: list[DirectSocket] = []
         await end_both(await taken(offered(port, ends.append)[1]), ends[0])
         await port.close()
@@ -299,9 +411,9 @@ def test_a_host_of_several_addresses_takes_the_first_that_can_be_bound(monkeypat
 
 def test_a_port_that_can_not_be_opened_offers_nothing() -> None:
     async def test() -> None:
-        port = DirectPort(most_bytes=MOST_BYTES, greeting_s=LATE_S)
+        port = DirectPort(most_bytes=MOST_BYTES, silence_s=LATE_S)
         with pytest.raises(OSError, match="assign"):
-            await port.open("192.0.2.1")
+            port.open("192.0.2.1")
         assert not port.is_asked_for(direct.ASK)
         await port.close()
 

@@ -42,6 +42,7 @@ from tft_coord.core.lineage import fold_lineage, initial_lineage
 from tft_coord.transport.loop import LoopShare
 from tft_coord.wire import codec, services
 from tft_lighthouse import LighthouseServer
+from tft_lighthouse.shell import _interface_of
 
 SOON = timedelta(milliseconds=300)
 LATE = timedelta(seconds=20)
@@ -658,3 +659,11 @@ def test_time_outs_that_do_not_go_together_are_said_once(caplog: pytest.LogCaptu
     (doubt,) = [record.message for record in caplog.records if "join_timeout_ms (90000)" in record.message]
     assert "quorum_timeout_ms (64000)" in doubt
     assert "is lost" not in caplog.text  # it beats as often as this lighthouse wants
+
+
+@pytest.mark.parametrize(
+    ("bind", "interface"),
+    [("[::]:1", ""), ("[::0]:1", ""), ("[0::0]:1", ""), ("0.0.0.0:1", ""), ("[::1]:1", "::1"), ("a-host:1", "a-host")],
+)
+def test_all_interfaces_are_known_however_they_are_written(bind: str, interface: str) -> None:
+    assert _interface_of(bind) == interface

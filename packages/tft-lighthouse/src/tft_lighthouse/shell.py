@@ -9,12 +9,14 @@ Law of this file: one `match`, one line a decision; no rule of the protocol live
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import itertools
 import logging
 import secrets
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final, Generic, TypeVar, cast, final
 
@@ -88,7 +90,7 @@ class LighthouseShell:
         self._timer: asyncio.TimerHandle | None = None
         self._graces: set[asyncio.TimerHandle] = set()
         self._last_look_s = 0.0
-        self._direct = DirectPort(most_bytes=MAX_REQUEST_BYTES, greeting_s=config.timeouts.heartbeat_timeout_ms / 1000)
+        self._direct = DirectPort(most_bytes=MAX_REQUEST_BYTES, silence_s=config.timeouts.heartbeat_timeout_ms / 1000)
         self._server = Server(
             server_options(config.timeouts, hears_beats=True),
             services.Services(
@@ -112,9 +114,8 @@ class LighthouseShell:
                 f"the lighthouse can't listen at {bind}: the port is in use or the address is not of this machine; "
                 "end the other process, or give another --bind"
             ) from error
-        host = host_of(bind)
         try:
-            await self._direct.open("" if host in ("::", "0.0.0.0") else host)
+            self._direct.open(_interface_of(bind))
         except OSError as error:
             logger.warning(
                 "no socket beside the port can be had (%s); streams carry everything, at some more cost", error
@@ -133,8 +134,8 @@ class LighthouseShell:
             outbox.close()
         for call in list(self._calls):
             self._answer(call, None)
-        await self._direct.close()
         await self._server.stop(LAST_ANSWERS_S)
+        await self._direct.close()
 
     # --- the cores' decisions ---------------------------------------------------------------------------------------
 
@@ -363,6 +364,14 @@ class LighthouseShell:
         if answer is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the lighthouse was shut down")
         return await fail(context, answer.refusal.value, answer.message)
+
+
+def _interface_of(bind: str) -> str:
+    """The host that is listened on, or "" for all interfaces, however they are written."""
+    host = host_of(bind)
+    with suppress(ValueError):
+        return "" if ipaddress.ip_address(host).is_unspecified else host
+    return host
 
 
 @final

@@ -321,12 +321,15 @@ class StateServer:
             send_bytes_per_s=self._send_bytes_per_s,
             tls=self._tls,
         )
+        self._loop.call_soon(self._begin, app)  # after all that is on its way to be told
+        self._loop.run_until_complete(app.serve())
+
+    def _begin(self, app: App) -> None:
         with self._lock:
             relays = list(self._relays)
         for relay in relays:
-            self._loop.call_soon(app.relay_began, relay)
+            app.relay_began(relay)
         for callback in self._untold:
-            self._loop.call_soon(callback, app)
+            callback(app)
         self._untold.clear()
         self._app = app
-        self._loop.run_until_complete(app.serve())

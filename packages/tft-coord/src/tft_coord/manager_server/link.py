@@ -67,6 +67,7 @@ logger = logging.getLogger(__name__)
 
 SAY_AWAY_AFTER_MS = 2_000  # a restart of the lighthouse is shorter than this, a wrong address is not
 SOCKET_WITHIN_S = 1.0
+SOCKET_AGAIN_S = 600.0  # a stream that begins later than this asks for one again
 LAST_WORDS_S = 0.2  # how long the end of a trainer may be held up by telling the lighthouse of it
 
 
@@ -131,7 +132,7 @@ class LighthouseLink:
         self._redial: asyncio.TimerHandle | None = None
         self._next_beat: asyncio.TimerHandle | None = None
         self._open_request: int | None = None
-        self._without_socket: set[str] = set()  # lighthouses whose sockets can't be reached
+        self._without_socket: dict[str, float] = {}  # lighthouses whose sockets can't be reached, and until when
         self._ended = False
         self._reported_death = False
         self._away_since_ms: int | None = None
@@ -360,7 +361,7 @@ class LighthouseLink:
 
     async def _shorten(self, call: grpc.aio.StreamStreamCall[bytes, bytes], way: _Way) -> None:
         """Have the stream's messages go over a socket, if the lighthouse offers one that can be reached."""
-        if self._target in self._without_socket:
+        if self._loop.time() < self._without_socket.get(self._target, 0.0):
             return
         try:
             offered = await call.initial_metadata() or ()
@@ -371,13 +372,14 @@ class LighthouseLink:
                 host_of(self._target),
                 offer,
                 most_bytes=MAX_MESSAGE_BYTES,
+                silence_s=self._timeouts.heartbeat_timeout_ms / 1000,
                 overflows=call.cancel,
                 within_s=SOCKET_WITHIN_S,
             )
         except grpc.aio.AioRpcError:
             return  # the reader learns of the same end, and tells why
         except Unreachable as error:
-            self._without_socket.add(self._target)
+            self._without_socket[self._target] = self._loop.time() + SOCKET_AGAIN_S
             logger.info("replica %s: %s; the stream carries everything, at some more cost", self._replica_id, error)
             way.give_up()
             return

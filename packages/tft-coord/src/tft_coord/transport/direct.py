@@ -15,6 +15,7 @@ Law of this file: sockets, greetings and tickets; no message is understood.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import socket
 from collections.abc import Callable, Iterable
@@ -25,14 +26,22 @@ from tft_coord.errors import ProtocolError, Unreachable
 from tft_coord.transport.frames import FrameReader, framed
 from tft_coord.transport.outbox import MOST_WAITING_BYTES
 
-__all__ = ["ASK", "LAST", "DirectPort", "DirectSocket", "Metadata", "Offer", "connect"]
+__all__ = ["ASK", "IS_THERE", "LAST", "DirectPort", "DirectSocket", "Metadata", "Offer", "connect"]
 
+logger = logging.getLogger(__name__)
+
+IS_THERE: Final = hasattr(socket, "TCP_USER_TIMEOUT")
+"""Whether this system can tell that a connection has died: else no socket is asked for, and none offered."""
+
+LAST_WORDS_S: Final = 0.2
 LAST: Final = b""
 """On a stream: what follows comes on the socket."""
 
 _ASK: Final = "tft-direct"
 _PORT: Final = "tft-direct-port"
 _TICKET: Final = "tft-direct-ticket"
+MOST_SILENT: Final = 256  # sockets that have not greeted; above it the oldest is sent off
+ACCEPT_AGAIN_S: Final = 1.0  # after the process has had no descriptor left
 _GREETING: Final = b"TFT direct 1\n"
 _TICKET_BYTES: Final = 16
 _MOST_GREETING_BYTES: Final = len(_GREETING) + _TICKET_BYTES
@@ -46,17 +55,21 @@ class DirectSocket(asyncio.Protocol):
 
     Args:
         most_bytes: of a message that is taken.
+        silence_s: when what was said has not arrived at the other host for so long, the socket ends. The stream's own
+            pings say nothing of it: the two connections may go different ways.
         overflows: called once, when the other side takes nothing and too much waits for it; may be set later.
     Fields:
         greeting: the other side's first message.
         ended: done when the socket has ended; what came before its end has been taken.
     """
 
-    def __init__(self, *, most_bytes: int, overflows: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, *, most_bytes: int, silence_s: float, overflows: Callable[[], object] = lambda: None) -> None:
         loop = asyncio.get_running_loop()
         self.greeting: asyncio.Future[bytes] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
+        self._loop = loop
         self._most_bytes = most_bytes
+        self._silence_s = silence_s
         self.overflows = overflows
         self._frames = FrameReader(_MOST_GREETING_BYTES)
         self._kept: list[bytes] = []
@@ -83,9 +96,10 @@ class DirectSocket(asyncio.Protocol):
         self._transport.write(framed(message))
 
     def close(self) -> None:
-        """End, when what was said is written."""
+        """End when what was said is written, and soon in any case: who reads nothing may not hold it open."""
         if self._transport is not None:
             self._transport.close()
+            self._loop.call_later(LAST_WORDS_S, self.abort)
 
     def abort(self) -> None:
         """End at once."""
@@ -96,6 +110,8 @@ class DirectSocket(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        connection: socket.socket = transport.get_extra_info("socket")
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(self._silence_s * 1000)))
 
     def data_received(self, data: bytes) -> None:
         self._frames.add(data)
@@ -116,6 +132,8 @@ class DirectSocket(asyncio.Protocol):
             self.greeting.cancel()
         if not self.ended.done():
             self.ended.set_result(None)
+        # What they hold holds this socket: a ring, which would keep the stream's connection until a full collection.
+        self._take, self.overflows = None, lambda: None
 
     def _greeted(self, message: bytes) -> None:
         assert self._transport is not None
@@ -126,7 +144,7 @@ class DirectSocket(asyncio.Protocol):
 
 # --- the side that asks -------------------------------------------------------------------------------------------
 
-ASK: Final = ((_ASK, "1"),)
+ASK: Final = ((_ASK, "1"),) if IS_THERE else ()
 """Metadata of a stream that asks for a socket."""
 
 
@@ -150,16 +168,19 @@ class Offer:
 
 
 async def connect(
-    host: str, offer: Offer, *, most_bytes: int, overflows: Callable[[], object], within_s: float
+    host: str, offer: Offer, *, most_bytes: int, silence_s: float, overflows: Callable[[], object], within_s: float
 ) -> DirectSocket:
-    """Take up an offer of the server at that host. Raises: Unreachable: it can't be; nothing is left open."""
+    """Take up an offer of the server at that host, within so long. The rest as `DirectSocket`'s.
+
+    Raises: Unreachable: it can't be; nothing is left open.
+    """
     loop = asyncio.get_running_loop()
     end: DirectSocket | None = None
 
     async def greeted() -> DirectSocket:
         nonlocal end
         _, end = await loop.create_connection(
-            lambda: DirectSocket(most_bytes=most_bytes, overflows=overflows), host, offer.port
+            lambda: DirectSocket(most_bytes=most_bytes, silence_s=silence_s, overflows=overflows), host, offer.port
         )
         end.say(_GREETING + offer.ticket)
         if await end.greeting != _GREETING:
@@ -178,7 +199,7 @@ async def connect(
         waiting.cancel()
         if end is not None:
             end.abort()
-        if isinstance(error, OSError):
+        if isinstance(error, (OSError, UnicodeError)):  # the second is how asyncio says that a name can't be one
             raise Unreachable(f"{host}:{offer.port} can't be reached: {error}") from error
         raise
 
@@ -191,37 +212,45 @@ class DirectPort:
     """Where a server's streams get their sockets. To be used on one loop only.
 
     Args:
-        most_bytes: of a message that is taken.
-        greeting_s: who has not greeted after so long is sent off.
+        most_bytes, silence_s: as `DirectSocket`'s. Who has not greeted after silence_s is sent off.
     """
 
-    def __init__(self, *, most_bytes: int, greeting_s: float) -> None:
+    def __init__(self, *, most_bytes: int, silence_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
         self._most_bytes = most_bytes
-        self._greeting_s = greeting_s
+        self._silence_s = silence_s
         self._tickets: dict[bytes, Callable[[DirectSocket], None]] = {}
-        self._unknown: set[DirectSocket] = set()
-        self._server: asyncio.Server | None = None
+        self._open: dict[DirectSocket, None] = {}  # those that have not greeted, in order
+        self._taken: set[DirectSocket] = set()
+        self._accepting: set[asyncio.Task[None]] = set()
+        self._listener: socket.socket | None = None
         self._port = 0
+        self._said_full = False
 
-    async def open(self, host: str) -> None:
+    def open(self, host: str) -> None:
         """Listen at a free port of that host's, "" for all interfaces. Raises: OSError; then nothing is offered."""
-        loop = asyncio.get_running_loop()
-        listener = _listener(host)
-        self._port = int(listener.getsockname()[1])
-        self._server = await loop.create_server(self._accepted, sock=listener, backlog=1024)
+        if not IS_THERE:
+            raise OSError("this system can't tell that a connection has died")
+        self._listener = _listener(host)
+        self._listener.setblocking(False)
+        self._port = int(self._listener.getsockname()[1])
+        self._loop.add_reader(self._listener, self._accept)
 
     async def close(self) -> None:
-        """The port is free, and those that have not greeted are sent off; sockets that were taken up stay."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-        for each in list(self._unknown):
+        """The port is free, and every socket ended."""
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+        for task in list(self._accepting):
+            task.cancel()
+        for each in [*self._open, *self._taken]:
             each.abort()
         await asyncio.sleep(0)
 
     def is_asked_for(self, metadata: Metadata) -> bool:
         """Whether the metadata of a stream asks for a socket, and there are any."""
-        return self._server is not None and any(name == _ASK for name, _ in metadata)
+        return self._listener is not None and any(name == _ASK for name, _ in metadata)
 
     def offer(self, taken_up: Callable[[DirectSocket], None]) -> tuple[bytes, tuple[tuple[str, str], ...]]:
         """A ticket, and the metadata that tells of it.
@@ -237,14 +266,44 @@ class DirectPort:
         """The ticket is good no more."""
         self._tickets.pop(ticket, None)
 
-    def _accepted(self) -> DirectSocket:
-        end = DirectSocket(most_bytes=self._most_bytes)
-        self._unknown.add(end)
-        patience = asyncio.get_running_loop().call_later(self._greeting_s, end.abort)
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return  # who came has left
+        except OSError as error:
+            # It would be said again, and again, for as long as somebody waits at the port.
+            if not self._said_full:
+                self._said_full = True
+                logger.warning("no socket can be taken: %s; raise the limit of open files", error)
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(ACCEPT_AGAIN_S, self._accept_again)
+            return
+        connection.setblocking(False)
+        task = self._loop.create_task(self._begin(connection))
+        self._accepting.add(task)
+        task.add_done_callback(self._accepting.discard)
+
+    def _accept_again(self) -> None:
+        if self._listener is not None:
+            self._loop.add_reader(self._listener, self._accept)
+
+    async def _begin(self, connection: socket.socket) -> None:
+        end = DirectSocket(most_bytes=self._most_bytes, silence_s=self._silence_s)
+        try:
+            await self._loop.connect_accepted_socket(lambda: end, connection)
+        except OSError:
+            connection.close()
+            return
+        self._open[end] = None
+        if len(self._open) > MOST_SILENT:
+            next(iter(self._open)).abort()
+        patience = self._loop.call_later(self._silence_s, end.abort)
 
         def greeted(greeting: asyncio.Future[bytes]) -> None:
             patience.cancel()
-            self._unknown.discard(end)
+            self._open.pop(end, None)
             if greeting.cancelled():
                 return
             said = greeting.result()
@@ -252,11 +311,12 @@ class DirectPort:
             if taken_up is None:
                 end.abort()
                 return
+            self._taken.add(end)
+            end.ended.add_done_callback(lambda _: self._taken.discard(end))
             end.say(_GREETING)
             taken_up(end)
 
         end.greeting.add_done_callback(greeted)
-        return end
 
 
 def _listener(host: str) -> socket.socket:
