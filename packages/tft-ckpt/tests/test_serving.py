@@ -290,32 +290,40 @@ import torch
 from datetime import timedelta
 from tft_ckpt import HTTPTransport
 bound = timedelta(seconds=20)
-with HTTPTransport(bind="127.0.0.1", token="x") as source, HTTPTransport(bind="127.0.0.1", token="x") as receiver:
+settings = dict(bind="127.0.0.1", token="x")
+with HTTPTransport(**settings, import_later=True), HTTPTransport(**settings, import_later=True):
     pass
 assert not [thread for thread in threading.enumerate() if thread.name == "tft-ckpt-http"]
 assert "aiohttp" not in sys.modules, "a transport that was never used imported it"
 """
-_HINTED = """
-source = HTTPTransport(bind="127.0.0.1", token="x")
-source.prepare_to_send()
+_LATER = """
+source = {source}
 until = time.monotonic() + 20
 while "tft_ckpt.http.app" not in sys.modules and time.monotonic() < until:
     time.sleep(0.01)
 source.shutdown()
-assert "tft_ckpt.http.app" in sys.modules, "the hint did nothing"
+assert "tft_ckpt.http.app" in sys.modules, "it never came"
 """
 
 
-def test_a_transport_imports_its_web_server_when_somebody_has_use_for_it() -> None:
+@pytest.mark.parametrize(
+    "later",
+    [
+        _LATER.format(source="HTTPTransport(**settings, import_later=True); source.prepare_to_send()"),
+        _LATER.format(source="HTTPTransport(**settings)"),
+    ],
+    ids=["at a hint", "at once"],
+)
+def test_a_transport_imports_its_web_server_when_somebody_has_use_for_it(later: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _WITHOUT_USE + _HINTED], capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", _WITHOUT_USE + later], capture_output=True, text=True, timeout=50, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_reader_that_comes_before_any_use_is_answered() -> None:
     listener = listen("127.0.0.1", 0)
-    server = StateServer(listener, token=None, chunk_bytes=4096, limits=Limits(), silence_s=BOUND_S)
+    server = StateServer(listener, token=None, chunk_bytes=4096, limits=Limits(), silence_s=BOUND_S, import_later=True)
     try:
         with reader(int(listener.getsockname()[1])) as sock:
             assert sock.recv(1 << 16).startswith(b"HTTP/1.1 503 ")

@@ -201,6 +201,7 @@ class Manager:
             advertise_addr=self._config.hostname,
             token=self._config.token,
             tls=self._config.tls,
+            import_later=True,
         )
         self._early = EarlyState(
             take=self._take_whole, transport=self._transport, timeout=self._config.heal_timeout, log=self._log

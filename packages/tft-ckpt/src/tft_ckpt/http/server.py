@@ -5,7 +5,8 @@ and nothing else; the trainer's thread only puts snapshots up. A reader that com
 here, because in the asynchronous mode it asks before the source has taken its snapshot.
 
 The port is open from the start, but the web server behind it takes a tenth of a second of a core to import. A trainer
-that starts, or heals, has no such time to give; so the thread imports it when somebody has use for it, or is said to.
+that starts, or heals, may have no such time to give; then the thread imports it when somebody has use for it, or is
+said to.
 
 Law of this file: the trainer's side, and the thread. What its loop does is the app's.
 """
@@ -60,6 +61,7 @@ class StateServer:
             the system when the next state is offered and nobody reads it any more, or when nobody has come for it for
             silence_s.
         tls: how connections are secured, or None for plain HTTP.
+        import_later: import the web server when somebody has use for it, or at `get_ready`, and not at once.
     Raises: WrongSetting: send_bytes_per_s is no rate. The listener is closed then.
     """
 
@@ -74,6 +76,7 @@ class StateServer:
         send_bytes_per_s: float | None = None,
         keep_buffers: bool = True,
         tls: ssl.SSLContext | None = None,
+        import_later: bool = False,
     ) -> None:
         try:
             check_rate("send_bytes_per_s", send_bytes_per_s)
@@ -94,6 +97,8 @@ class StateServer:
         self._failure: BaseException | None = None
         self._loop = asyncio.new_event_loop()
         self._needed = asyncio.Event()
+        if not import_later:
+            self._needed.set()
         # The loop's thread alone touches these two.
         self._app: App | None = None
         self._untold: list[Callable[[App], object]] = []

@@ -93,6 +93,9 @@ class HTTPTransport(CheckpointTransport[T]):
         keep_buffers: keep the memory of a state that nobody needs any more for the next one, which then costs the
             trainer least; else give it back to the system.
         tls: secures every connection; all transports of a job have it or none.
+        import_later: import the web server when a reader comes, a state is offered or `prepare_to_send` hints at it,
+            not at once: it takes a tenth of a second of a core, for which a trainer that starts has other use. The
+            first reader waits so long if nobody hints in time.
     Raises: WrongSetting.
     """
 
@@ -113,6 +116,7 @@ class HTTPTransport(CheckpointTransport[T]):
         receive_bytes_per_s: float | None = None,
         keep_buffers: bool = True,
         tls: TLS | None = None,
+        import_later: bool = False,
     ) -> None:
         self._settings = _Settings(
             timeout_s=positive_seconds(timeout),
@@ -147,6 +151,7 @@ class HTTPTransport(CheckpointTransport[T]):
             send_bytes_per_s=send_bytes_per_s,
             keep_buffers=keep_buffers,
             tls=server_tls,
+            import_later=import_later,
         )
         if token is None and not (tls is not None and tls.check_client):
             _log.warning("no token is set: whoever reaches %s can read this process's state", self._url)
