@@ -6,7 +6,6 @@ import asyncio
 import gc
 import logging
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -135,12 +134,11 @@ def dials(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_the_lighthouse_may_speak_on_the_socket_before_the_manager_server_knows_that_it_has_it(
     sockets: Heard, dials: list[str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    connect, heard_late = direct.connect, threading.Event()
+    connect, heard_late = direct.connect, asyncio.Event()
 
     async def slowly(*given: Any, **more: Any) -> DirectSocket:
         end = await connect(*given, **more)
-        while not heard_late.is_set():
-            await asyncio.sleep(0.01)
+        await heard_late.wait()
         return end
 
     last_came = link._Way.last_came

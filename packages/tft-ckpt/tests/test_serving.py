@@ -337,12 +337,13 @@ class SlowApp:
 
     told: ClassVar[list[StateKey]] = []
     begun: ClassVar[threading.Event] = threading.Event()
+    goes_on: ClassVar[threading.Event] = threading.Event()
 
     def __init__(self, loop: asyncio.AbstractEventLoop, listener: socket.socket, **_: Any) -> None:
         self._listener = listener
         self._ended = asyncio.Event()
         SlowApp.begun.set()
-        time.sleep(0.1)
+        assert SlowApp.goes_on.wait(BOUND_S)
 
     async def serve(self) -> None:
         await self._ended.wait()
@@ -367,5 +368,6 @@ def test_what_is_told_while_the_web_server_is_imported_is_told_in_order(monkeypa
     assert SlowApp.begun.wait(BOUND_S)
     for key in keys[1:]:
         server.offer([], key=key, expected=True, check=lambda: None)
+    SlowApp.goes_on.set()
     server.close(wait=True)
     assert SlowApp.told == keys

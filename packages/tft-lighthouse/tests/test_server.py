@@ -39,10 +39,10 @@ from tft_coord import (
 )
 from tft_coord.core import effects, events, types
 from tft_coord.core.lineage import fold_lineage, initial_lineage
+from tft_coord.transport.address import interface_of
 from tft_coord.transport.loop import LoopShare
 from tft_coord.wire import codec, services
 from tft_lighthouse import LighthouseServer
-from tft_lighthouse.shell import _interface_of
 
 SOON = timedelta(milliseconds=300)
 LATE = timedelta(seconds=20)
@@ -666,4 +666,4 @@ def test_time_outs_that_do_not_go_together_are_said_once(caplog: pytest.LogCaptu
     [("[::]:1", ""), ("[::0]:1", ""), ("[0::0]:1", ""), ("0.0.0.0:1", ""), ("[::1]:1", "::1"), ("a-host:1", "a-host")],
 )
 def test_all_interfaces_are_known_however_they_are_written(bind: str, interface: str) -> None:
-    assert _interface_of(bind) == interface
+    assert interface_of(bind) == interface

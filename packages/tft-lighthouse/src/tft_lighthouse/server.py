@@ -14,7 +14,7 @@ from tft_coord.core.lighthouse import LighthouseConfig
 from tft_coord.errors import Closed, SettingError
 from tft_coord.security import check_token
 from tft_coord.timeouts import Timeouts
-from tft_coord.transport.address import join_host_port
+from tft_coord.transport.address import interface_of, join_host_port
 from tft_coord.transport.loop import LoopShare
 from tft_coord.wire.limits import MAX_MEMBERS, MAX_NAME_BYTES
 from tft_lighthouse import defaults
@@ -125,7 +125,7 @@ def _host_of(bind: str) -> str:
         raise SettingError(f"bind is {bind!r}; give host:port, such as [::]:29510")
     if not host.isprintable() or " " in host or (":" in host and not (host.startswith("[") and host.endswith("]"))):
         raise SettingError(f"bind is {bind!r}; give host:port, an IPv6 address in brackets, such as [::1]:29510")
-    return "" if host in ("[::]", "0.0.0.0") else host
+    return host if interface_of(bind) else ""
 
 
 def _this_machine() -> str:

@@ -9,14 +9,12 @@ Law of this file: one `match`, one line a decision; no rule of the protocol live
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import itertools
 import logging
 import secrets
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Final, Generic, TypeVar, cast, final
 
@@ -30,7 +28,7 @@ from tft_coord.core.torchft_rule import TorchftCore
 from tft_coord.core.types import LossNotice, Member, Quorum, Refusal
 from tft_coord.errors import ProtocolError, SettingError
 from tft_coord.transport import direct
-from tft_coord.transport.address import host_of
+from tft_coord.transport.address import interface_of
 from tft_coord.transport.direct import DirectPort, DirectSocket
 from tft_coord.transport.outbox import Outbox
 from tft_coord.transport.server import Server
@@ -115,7 +113,7 @@ class LighthouseShell:
                 "end the other process, or give another --bind"
             ) from error
         try:
-            self._direct.open(_interface_of(bind))
+            self._direct.open(interface_of(bind))
         except OSError as error:
             logger.warning(
                 "no socket beside the port can be had (%s); streams carry everything, at some more cost", error
@@ -242,10 +240,11 @@ class LighthouseShell:
             outbox.divert(direct.LAST, socket.say)
             socket.ended.add_done_callback(lambda _: outbox.close())
 
-        ticket, offer = self._direct.offer(taken_up)
+        ticket = b""
         reader: asyncio.Task[None] | None = None
         try:
             if self._direct.is_asked_for(context.invocation_metadata() or ()):
+                ticket, offer = self._direct.offer(taken_up)
                 await context.send_initial_metadata(offer)
             reader = self._loop.create_task(self._read(stream, outbox, context, sockets))
             await outbox.write_all(context.write)
@@ -364,14 +363,6 @@ class LighthouseShell:
         if answer is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the lighthouse was shut down")
         return await fail(context, answer.refusal.value, answer.message)
-
-
-def _interface_of(bind: str) -> str:
-    """The host that is listened on, or "" for all interfaces, however they are written."""
-    host = host_of(bind)
-    with suppress(ValueError):
-        return "" if ipaddress.ip_address(host).is_unspecified else host
-    return host
 
 
 @final

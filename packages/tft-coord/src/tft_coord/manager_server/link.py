@@ -278,7 +278,10 @@ class LighthouseLink:
                 self._perform(self._core.stream_broke(self._now_ms()))
 
     async def _converse(self, channel: grpc.aio.Channel) -> None:
-        call = services.stream_stub(channel, services.LIGHTHOUSE_SESSION)(metadata=(*self._metadata, *direct.ASK))
+        asks = self._loop.time() >= self._without_socket.get(self._target, 0.0)
+        call = services.stream_stub(channel, services.LIGHTHOUSE_SESSION)(
+            metadata=(*self._metadata, *(direct.ASK if asks else ()))
+        )
         outbox = Outbox(call.cancel)
         self._call, self._outbox, self._said = call, outbox, None
         way = _Way(call, outbox, self._received_directly)
@@ -361,8 +364,6 @@ class LighthouseLink:
 
     async def _shorten(self, call: grpc.aio.StreamStreamCall[bytes, bytes], way: _Way) -> None:
         """Have the stream's messages go over a socket, if the lighthouse offers one that can be reached."""
-        if self._loop.time() < self._without_socket.get(self._target, 0.0):
-            return
         try:
             offered = await call.initial_metadata() or ()
             offer = direct.Offer.read(cast("direct.Metadata", offered))  # grpc's stubs take it for a mapping
@@ -381,9 +382,11 @@ class LighthouseLink:
         except Unreachable as error:
             self._without_socket[self._target] = self._loop.time() + SOCKET_AGAIN_S
             logger.info("replica %s: %s; the stream carries everything, at some more cost", self._replica_id, error)
-            way.give_up()
-            return
-        way.take(socket)
+        else:
+            way.take(socket)
+        finally:
+            if way.socket is None:
+                way.give_up()
 
     def _received_directly(self, message: bytes) -> bool:
         """Returns: whether it made sense."""

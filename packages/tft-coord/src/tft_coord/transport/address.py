@@ -5,7 +5,9 @@ Law of this file: text alone; it imports no grpc, so that settings are checked b
 
 from __future__ import annotations
 
+import ipaddress
 import re
+from contextlib import suppress
 
 from tft_coord.errors import SettingError
 from tft_coord.wire.limits import MAX_ADDRESS_BYTES
@@ -40,6 +42,14 @@ def targets(addresses: str) -> tuple[str, ...]:
 def host_of(address: str) -> str:
     """The host of an address as `target` gives it, without an IPv6 address's brackets."""
     return address.rpartition(":")[0].strip("[]")
+
+
+def interface_of(bind: str) -> str:
+    """The host that `host:port` listens at, or "" for all interfaces, however they are written."""
+    host = host_of(bind)
+    with suppress(ValueError):
+        return "" if ipaddress.ip_address(host).is_unspecified else host
+    return host
 
 
 def join_host_port(host: str, port: int) -> str:

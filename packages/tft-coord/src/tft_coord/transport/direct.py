@@ -242,8 +242,8 @@ class DirectPort:
             self._loop.remove_reader(self._listener)
             self._listener.close()
             self._listener = None
-        for task in list(self._accepting):
-            task.cancel()
+        if self._accepting:
+            await asyncio.wait(self._accepting)  # it waits for nobody; cancelled, it might not close what it was given
         for each in [*self._open, *self._taken]:
             each.abort()
         await asyncio.sleep(0)

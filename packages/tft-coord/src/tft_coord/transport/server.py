@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias, final
 
 import grpc.aio
 
-from tft_coord.transport.address import join_host_port
+from tft_coord.transport.address import host_of, join_host_port
 from tft_coord.transport.settings import Options
 from tft_coord.transport.steady import SteadyServer, is_offered
 from tft_coord.wire.services import Services
@@ -51,7 +51,7 @@ class Server:
     def bind(self, address: str) -> int:
         """Take the port. Returns: its number. Raises: RuntimeError: the address can't be bound."""
         port = self._server.add_insecure_port(address)
-        self._bind = join_host_port(address.rsplit(":", 1)[0].strip("[]"), port)
+        self._bind = join_host_port(host_of(address), port)
         return port
 
     async def start(self) -> None:
