@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,9 @@ from tft_coord.core.lighthouse import Job
 from tft_coord.core.progress import HangWatch
 from tft_coord.core.types import Verdict
 from tft_coord.testing.__main__ import main
-from tft_coord.testing.explore import KINDS, STARTS, ExplorationFailed, GroupWorld, LighthouseWorld, copied, explore
+from tft_coord.testing.explore import ExplorationFailed, explore
+from tft_coord.testing.snapshots import copied
+from tft_coord.testing.worlds import KINDS, STARTS, GroupWorld, LighthouseWorld
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -34,9 +39,11 @@ def test_a_group_in_every_order_of_three_events() -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize(("names", "num_events"), [("a", 6), ("ab", 5), ("abc", 4)])
-def test_up_to_three_replicas_in_every_order_of_several_events(names: str, num_events: int, start: str) -> None:
-    explore(lambda: LighthouseWorld(names, start=start), num_events)
+@pytest.mark.parametrize(("num_replicas", "num_events"), [(1, 6), (2, 6), (3, 5)])
+def test_up_to_three_replicas_in_every_order_of_several_events(num_replicas: int, num_events: int, start: str) -> None:
+    """Three in every order of six take hours: scripts/explore_compiled.py."""
+    run = _search("--explore", num_events, "--replicas", num_replicas, "--start", start)
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.soak
@@ -51,6 +58,48 @@ def test_three_replicas_in_every_order_of_six_events_of_a_few_kinds(kinds: str, 
 @pytest.mark.timeout(0)
 def test_a_group_in_every_order_of_six_events() -> None:
     explore(GroupWorld, 6)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_compiled_it_sees_the_same() -> None:
+    script = Path(__file__).parents[3] / "scripts" / "explore_compiled.py"
+    run = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "2 replicas, trained: 3053 states after every order of 3 events" in run.stdout
+
+
+def _search(*arguments: object, broken: str = "") -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, which may be forked; `broken`: what is done to the cores before."""
+    code = f"import sys\nfrom tft_coord.testing.__main__ import main\n{broken}\nsys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_several_processes_see_what_one_sees() -> None:
+    call = ("--explore", 4, "--replicas", 2, "--start", "joining", "--kinds", "ask,die,break,hello,grace")
+    one, two = (_search(*call, "--processes", processes) for processes in (1, 2))
+    assert one.stdout.count("\n") == 4, one.stderr
+    assert two.stdout == one.stdout
+
+
+ALL_MAY_NOT_HANG = """
+from tft_coord.testing.worlds import LighthouseWorld
+
+def happen(self, choice, happen=LighthouseWorld.happen):
+    happen(self, choice)
+    assert not all(each.hangs for each in self._replicas.values()), "all hang"
+
+LighthouseWorld.happen = happen
+"""
+
+
+def test_what_breaks_in_one_of_several_processes_is_shown() -> None:
+    call = ("--explore", 3, "--replicas", 3, "--start", "trained", "--kinds", "hello,ask,break,die,leave,hang,silence")
+    run = _search(*call, "--processes", 2, broken=ALL_MAY_NOT_HANG)
+    assert run.returncode == 1
+    assert run.stdout.count("\n") == 2, "no order of two breaks it"
+    assert "3 replicas, trained: hang a → hang b → hang c: all hang" in run.stderr
 
 
 def test_the_shortest_sequence_that_breaks_something_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from tft_coord.core.session import (
     SessionEffect,
 )
 from tft_coord.core.types import Member, QuorumKey, Refusal
-from tft_coord.testing.explore import TIMEOUTS, GroupWorld, LighthouseWorld
+from tft_coord.testing.worlds import TIMEOUTS, GroupWorld, LighthouseWorld
 
 DEEP = settings(max_examples=30, stateful_step_count=20, deadline=None, derandomize=True, database=None)
 

@@ -27,12 +27,12 @@ from tft_coord.core.quorum import Situation
 from tft_coord.core.session import SessionCore
 from tft_coord.core.types import MAX_INT64, LossNotice, Member, Plan, Quorum, QuorumKey, RankRequest, Refusal, Verdict
 from tft_coord.testing import InvariantBroken, SimulationFailed, play, simulate, trainer
-from tft_coord.testing.explore import LighthouseWorld
 from tft_coord.testing.invariants import Held, Reduced, Round
 from tft_coord.testing.scenario import ScenarioError
 from tft_coord.testing.simulator import SimulationConfig
 from tft_coord.testing.syncs import Sync, Syncs
 from tft_coord.testing.trainer import Life, Snapshot, Trainer
+from tft_coord.testing.worlds import LighthouseWorld
 
 ON_FOREIGN = SimulationConfig(foreign=True)
 WITH_STANDBY = SimulationConfig(standby=True)

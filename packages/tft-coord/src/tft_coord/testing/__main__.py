@@ -2,9 +2,9 @@
 
 All cores take part, or as many as `--processes` says. `--seed 17 --story` runs one seed and tells it as a transcript,
 `--seed 17 --trace` prints every event of it. `--explore 4 --replicas 3` leaves nothing to chance: it tries every order
-of four events on the lighthouse's core alone, with three replicas, and on that of a group, on one core. Of those kinds
-alone that `--kinds ask,die,leave,hang,wake,grace` names there is time for six. Exits 1 at the first seed or order that
-fails, with its transcript and with what happened last, and 2, with one sentence, if the call was wrong.
+of four events on the lighthouse's core alone, with three replicas, and on that of a group. Six take hours; of those
+kinds alone that `--kinds ask,die,leave,hang,wake,grace` names they take minutes. Exits 1 at the first seed or order
+that fails, with its transcript and with what happened last, and 2, with one sentence, if the call was wrong.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn, final
 
-from tft_coord.testing.explore import KINDS, STARTS, ExplorationFailed, Explored, GroupWorld, LighthouseWorld, explore
+from tft_coord.testing.explore import ExplorationFailed, Explored, explore
 from tft_coord.testing.many import run_many, story
 from tft_coord.testing.simulator import SimulationFailed, simulate
+from tft_coord.testing.worlds import KINDS, STARTS, GroupWorld, LighthouseWorld
 
 
 @final
@@ -33,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = _Parser(prog="python -m tft_coord.testing", description="Run the cluster simulator.", allow_abbrev=False)
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="how many seeds to run")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="the first one")
-    parser.add_argument("--processes", type=int, default=0, metavar="N", help="that run them; 0: one for each core")
+    parser.add_argument("--processes", type=int, default=0, metavar="N", help="that do it; 0: one for each core")
     parser.add_argument("--trace", action="store_true", help="print every event and effect; of one seed")
     parser.add_argument("--story", action="store_true", help="tell what happens, as the transcripts do; of one seed")
     parser.add_argument("--explore", type=int, default=0, metavar="N", help="instead, every order of N events")
@@ -53,14 +54,15 @@ def main(arguments: list[str] | None = None) -> int:
     kinds = [kind for kind in options.kinds.split(",") if kind]
     if not set(kinds) <= set(KINDS) or (kinds and options.start == "group"):
         parser.error(f"--kinds is {options.kinds}; of the lighthouse's events there are {', '.join(KINDS)}")
+    processes = options.processes or os.cpu_count() or 1
     if options.explore:
-        return _explore(options.explore, "abc"[: options.replicas], options.start, kinds)
+        return _explore(options.explore, "abc"[: options.replicas], options.start, kinds, processes)
     try:
         if options.seeds == 1:
             _run_one(options.seed, trace=options.trace, tell=options.story)
         else:
             seeds = range(options.seed, options.seed + options.seeds)
-            marks = run_many(seeds, processes=options.processes or os.cpu_count() or 1)
+            marks = run_many(seeds, processes=processes)
             print(f"{options.seeds} seeds from {options.seed}: all invariants hold; they came by\n{marks}")
     except SimulationFailed as failed:
         print(f"the transcript of seed {failed.seed}:", *story(failed.seed), "", failed, sep="\n", file=sys.stderr)
@@ -68,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _explore(num_events: int, names: str, only: str | None, kinds: Sequence[str]) -> int:
+def _explore(num_events: int, names: str, only: str | None, kinds: Sequence[str], processes: int) -> int:
     """Every order of so many events; says how far it is after each length, for the longest takes longest."""
     everywhere = STARTS if kinds else (*STARTS, "group")
     for start in everywhere if only is None else (only,):
@@ -80,7 +82,7 @@ def _explore(num_events: int, names: str, only: str | None, kinds: Sequence[str]
             print(f"{what}: {found}", flush=True)
 
         try:
-            explore(world, num_events, kinds=kinds, on_length=tell)
+            explore(world, num_events, kinds=kinds, on_length=tell, processes=processes)
         except ExplorationFailed as failed:
             print(f"{what}: {failed}", file=sys.stderr)
             return 1

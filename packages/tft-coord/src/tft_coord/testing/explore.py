@@ -1,61 +1,30 @@
 """Every order of a few events, on a core alone: what chance may not come by in a lifetime.
 
-A small world stands around a core: replicas that only say hello, ask and hear, or the ranks of one group. From a start
-it is taken through every sequence of so many events, breadth first; two sequences that end in the same state are one
-from there on. After every event all invariants are looked at, and from every state the world must find its way back
-when the faults stop. A sequence that breaks something is shown event by event; no shorter one does.
+From its start a world is taken through every sequence of so many events, breadth first; two sequences that end in the
+same state are one from there on. After every event all invariants are looked at, and from every state the world must
+find its way back when the faults stop. A sequence that breaks something is shown event by event; no shorter one does.
 
     python -m tft_coord.testing --explore 4 --replicas 3
     python -m tft_coord.testing --explore 6 --replicas 3 --kinds ask,die,leave,hang,wake,grace
 
-Law of this file: worlds and the search; nothing is left to chance, and nothing but events changes a world.
+Law of this file: the search only; the processes that it starts have ended when it returns.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache
-from operator import attrgetter, itemgetter
-from types import FunctionType, MethodType
-from typing import Any, Protocol, TypeVar, cast
+import gc
+import multiprocessing
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, Protocol
 
-from tft_coord.core import effects, events
-from tft_coord.core.assignment import assign
-from tft_coord.core.group import GroupCore
-from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
-from tft_coord.core.lineage import fold_lineage, initial_lineage
-from tft_coord.core.progress import Phase, Progress
-from tft_coord.core.types import (
-    Hello,
-    LossNotice,
-    Member,
-    Purpose,
-    Quorum,
-    QuorumKey,
-    RankRequest,
-    Refusal,
-)
-from tft_coord.testing.invariants import Attendance, Attendances, InvariantBroken, Invariants
-from tft_coord.timeouts import Timeouts
+from tft_coord.testing.snapshots import copied
 
-JOB = "job"
-TIMEOUTS = Timeouts(
-    heartbeat_timeout_ms=900,
-    join_timeout_ms=1_200,
-    reconnect_grace_ms=300,
-    quorum_tick_ms=300,
-    beat_interval_ms=300,
-)
-BUSY_FOR_LONG = Progress(0, Phase.OWN, TIMEOUTS.slowest_step_ms, slowest_step_ms=TIMEOUTS.slowest_step_ms)
-WALL_MS = 1_000_000
-STARTS = ("fresh", "trained", "joining", "restarted")
-# What happens to a replica, and what to all.
-KINDS = (
-    *("hello", "ask", "withdraw", "break", "die", "silence", "deafen", "echo", "leave", "hang", "wake"),
-    *("grace", "join", "restart"),
-)
+HAND = 50  # paths that are tried together, in one process
+Path = tuple[str, ...]
 
 
 class World(Protocol):
@@ -96,17 +65,34 @@ class ExplorationFailed(AssertionError):
         self.cause = cause
 
 
-AnyWorld = TypeVar("AnyWorld", bound=World)
-AnyValue = TypeVar("AnyValue")
-PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+class _Found(NamedTuple):
+    """What trying some paths gave: of each state that was not known its hash, and from which path by which event.
+
+    `failed`: the sequence that broke something, if one did.
+    """
+
+    num_events: int
+    reached: list[tuple[int, int, str]]
+    failed: Path | None = None
+
+
+@dataclass(slots=True)
+class _Search:
+    """Where a search stands: `frontier` are the paths to go on from, `seen` the hashes of all states so far."""
+
+    start: World
+    kinds: frozenset[str]
+    seen: set[int]
+    frontier: list[Path] = field(default_factory=lambda: [()])
 
 
 def explore(
-    make: Callable[[], AnyWorld],
+    make: Callable[[], World],
     num_events: int,
     *,
     kinds: Collection[str] = (),
     on_length: Callable[[int, Explored], None] = lambda _length, _explored: None,
+    processes: int = 1,
 ) -> Explored:
     """Take a world through every sequence of at most so many events.
 
@@ -115,701 +101,96 @@ def explore(
         num_events: length of the longest sequence.
         kinds: of events, by their first word, that there are to be; none: all.
         on_length: told when all sequences of a length have been tried, what there was to see so far.
+        processes: that try them, at least 1; more are forks of this one, which may have no other thread then.
     Returns: how much there was to see.
-    Raises: ExplorationFailed: with the first sequence that breaks something; none is shorter.
+    Raises: ExplorationFailed: with a sequence that breaks something; none is shorter.
     """
     start = make()
-    seen = {_hash(start)}
-    _try_calm(copied(start), ())
-    frontier: list[tuple[str, ...]] = [()]
+    search = _Search(start, frozenset(kinds), {hash(start.state())})
+    _replay(start, ())
     tried = 0
     for length in range(1, num_events + 1):
-        reached: list[tuple[str, ...]] = []
-        for path in frontier:
-            world = copied(start)
-            for choice in path:
-                world.happen(choice)
-            for choice in world.choices():
-                if kinds and choice.split()[0] not in kinds:
-                    continue
-                tried += 1
-                longer = (*path, choice)
-                after = _happen(copied(world), longer)
-                state = _hash(after)
-                if state not in seen:
-                    seen.add(state)
-                    _try_calm(after, longer)
-                    reached.append(longer)
-        frontier = reached
-        on_length(length, Explored(len(seen), tried))
-    return Explored(len(seen), tried)
+        reached: list[Path] = []
+        hands = [range(first, first + HAND) for first in range(0, len(search.frontier), HAND)]
+        with _dealt(search, hands, processes) as all_found:
+            for hand, found in zip(hands, all_found, strict=True):
+                if found.failed is not None:
+                    _replay(start, found.failed)
+                    raise RuntimeError(f"{' → '.join(found.failed)} failed, and does not again; report this")
+                tried += found.num_events
+                for state, path, choice in found.reached:
+                    if state not in search.seen:  # another process may have come by it too
+                        search.seen.add(state)
+                        if length < num_events:
+                            reached.append((*search.frontier[hand[path]], choice))
+        search.frontier = reached
+        on_length(length, Explored(len(search.seen), tried))
+    return Explored(len(search.seen), tried)
 
 
-def _happen(world: AnyWorld, path: Sequence[str]) -> AnyWorld:
-    """The last event of the path, in a world that has seen the others."""
+def _replay(start: World, path: Path) -> None:
+    """Raises: ExplorationFailed: something breaks on this path, or when the faults stop at its end."""
+    world = copied(start)
+    so_far: list[str] = []
     try:
-        world.happen(path[-1])
-    except Exception as error:  # whatever it is, the path must be told
-        raise ExplorationFailed(path, error) from error
-    return world
-
-
-def _try_calm(world: World, path: Sequence[str]) -> None:
-    """This world is of no use afterwards."""
-    try:
+        for choice in path:
+            so_far.append(choice)
+            world.happen(choice)
+        so_far.append("calm")
         world.calm_down()
-    except Exception as error:
-        raise ExplorationFailed([*path, "calm"], error) from error
+    except Exception as error:  # whatever it is, the path must be told
+        raise ExplorationFailed(so_far, error) from error
 
 
-def _hash(world: World) -> int:
-    return hash(world.state())
+@contextmanager
+def _dealt(search: _Search, hands: Sequence[range], processes: int) -> Iterator[Iterable[_Found]]:
+    """Try the paths of the frontier, hand by hand and in order, in this process or in forks of it."""
+    if processes == 1 or len(hands) < 2 * processes:
+        yield (_try(search, hand, set()) for hand in hands)
+        return
+    # A fork has all that was found so far, and sends only what it finds.
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(processes, mp_context=fork, initializer=_begin, initargs=(search,)) as pool:
+        try:
+            yield pool.map(_try_in_fork, hands)
+        finally:
+            pool.shutdown(cancel_futures=True)  # after a failure nobody waits for what nobody will look at
 
 
-def frozen(value: Any) -> object:
-    """A value as nested tuples: dictionaries and sets in an order of their own, objects by their fields."""
-    kind: Any = type(value)
-    if kind in PLAIN:
-        return value
-    if kind is tuple or kind is list:
-        return tuple([each if type(each) in PLAIN else frozen(each) for each in value])
-    if kind is dict:
-        items = [(repr(key), each if type(each) in PLAIN else frozen(each)) for key, each in value.items()]
-        return tuple(sorted(items, key=itemgetter(0)))
-    if kind is set or kind is frozenset:
-        return tuple(sorted(map(repr, value)))
-    if kind in (MethodType, FunctionType):
-        return None
-    if _never_changes(kind):
-        return hash(value)
-    return (kind.__name__, *[each if type(each) in PLAIN else frozen(each) for each in _values(kind, value)])
+_try_in_fork_of: Callable[[range], _Found]
 
 
-def copied(value: AnyValue) -> AnyValue:
-    """A world of its own: what never changes is shared, all else is copied, each object once.
-
-    Raises: TypeError: there is something that can't be copied, as a function that remembers its surroundings.
-    """
-    return cast("AnyValue", _copied(value, {}))
+def _begin(search: _Search) -> None:
+    global _try_in_fork_of
+    gc.freeze()  # what came with the fork is not garbage, and looking at it would copy it
+    _try_in_fork_of = partial(_try, search, found_here=set())
 
 
-def _copied(value: Any, known: dict[int, Any]) -> Any:
-    kind: Any = type(value)
-    if kind in PLAIN or kind is frozenset or _never_changes(kind):
-        return value
-    if id(value) in known:
-        return known[id(value)]
-    if kind is dict:
-        copy = known[id(value)] = {}
-        for key, each in value.items():
-            copy[key] = each if type(each) in PLAIN else _copied(each, known)
-        return copy
-    if kind is tuple or kind is list or kind is set:
-        return known.setdefault(
-            id(value), kind([each if type(each) in PLAIN else _copied(each, known) for each in value])
-        )
-    if kind is MethodType:
-        return MethodType(value.__func__, _copied(value.__self__, known))
-    if kind is FunctionType and value.__closure__ is None:
-        return value
-    if kind is FunctionType or kind.__module__ == "builtins":
-        raise TypeError(f"{value!r} can't be copied into another world")
-    copy = known[id(value)] = object.__new__(kind)
-    for name, each in zip(_attributes(kind, value), _values(kind, value), strict=True):
-        setattr(copy, name, each if type(each) in PLAIN else _copied(each, known))
-    return copy
+def _try_in_fork(hand: range) -> _Found:
+    return _try_in_fork_of(hand)
 
 
-@cache
-def _never_changes(kind: type) -> bool:
-    """Frozen dataclasses hold nothing but what never changes, here."""
-    frozen_dataclass = is_dataclass(kind) and getattr(kind, "__dataclass_params__").frozen  # noqa: B009
-    return frozen_dataclass or issubclass(kind, enum.Enum)
-
-
-@cache
-def _field_names(kind: type) -> tuple[str, ...]:
-    return tuple(each.name for each in fields(kind)) if is_dataclass(kind) else ()
-
-
-def _attributes(kind: type, value: object) -> Sequence[str]:
-    return _field_names(kind) or sorted(vars(value))
-
-
-@cache
-def _all_fields(kind: type) -> Callable[[object], tuple[Any, ...]] | None:
-    """Gets the values of all of them at once; None: there are none, or one, which would come alone."""
-    names = _field_names(kind)
-    return attrgetter(*names) if len(names) > 1 else None
-
-
-def _values(kind: type, value: object) -> Sequence[Any]:
-    """Of its attributes, in their order. Most of a search is spent here."""
-    get = _all_fields(kind)
-    return get(value) if get is not None else [getattr(value, name) for name in _attributes(kind, value)]
-
-
-# --- the lighthouse ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Replica:
-    """One replica group as the lighthouse sees it: what it says, and what it has heard."""
-
-    name: str
-    number: int
-    stream: int | None = None
-    num_streams: int = 0
-    session: int = WALL_MS
-    welcomed: bool = False
-    ready: bool = False
-    deaf: bool = False  # what is sent to it goes down with its stream
-    dead: bool = False  # its end was reported
-    left: bool = False
-    hangs: bool = False
-    hung_ms: int = 0  # since when nothing says that it should not be lost by that
-    told_busy: bool = False  # its newest beat said that it hangs
-    held_back: bool = False  # it was lost by that, and opens no newer session
-    refused: bool = False
-    request: int | None = None
-    num_requests: int = 0
-    step: int = 0
-    lineage: int | None = field(default_factory=lambda: initial_lineage(JOB))
-    live: bool = False
-    quorum: Quorum | None = None
-    held: QuorumKey | None = None
-    notices: set[tuple[QuorumKey, str]] = field(default_factory=set)
-
-
-class LighthouseWorld:
-    """A lighthouse, and up to three replicas that live as badly as they like.
-
-    Args:
-        names: of the replicas, in order.
-        start: `fresh`: nobody has come. `trained`: all have committed a step together. `joining`: all but the last
-            have, and that one asks. `restarted`: all have, and the lighthouse is new and has heard of nobody.
-        min_replicas: of the lighthouse.
-    """
-
-    def __init__(self, names: str = "abc", *, start: str = "fresh", min_replicas: int = 1) -> None:
-        self._config = LighthouseConfig(min_replicas=min_replicas, timeouts=TIMEOUTS)
-        self._now_ms = 0
-        self._num_lighthouses = 0
-        self._num_quorums = 0
-        self._replicas = {name: _Replica(name, number) for number, name in enumerate(names, 1)}
-        self._invariants = Invariants()
-        self._broken: set[tuple[QuorumKey, str]] = set()
-        self._lost_by_hang_ms = -TIMEOUTS.heartbeat_timeout_ms
-        self._new_lighthouse()
-        self._pass(2)
-        trained = {"fresh": "", "trained": names, "joining": names[:-1], "restarted": names}[start]
-        for name in trained:
-            self._replicas[name].ready = True  # or the first to ask would have trained before the others came
-            self._say_hello(self._replicas[name])
-        for _ in range(2):
-            for name in trained:
-                self._ask(self._replicas[name])
-        if start == "joining":
-            self._say_hello(self._replicas[names[-1]])
-            self._ask(self._replicas[names[-1]])
-        if start == "restarted":
-            self._restart()
-
-    # --- what can happen --------------------------------------------------------------------------------------------
-
-    def choices(self) -> Sequence[str]:
-        found = []
-        for replica in self._replicas.values():
-            if replica.refused:
+def _try(search: _Search, hand: range, found_here: set[int]) -> _Found:
+    """Every event after each of these paths of the frontier."""
+    tried = 0
+    reached: list[tuple[int, int, str]] = []
+    for number, path in enumerate(search.frontier[hand.start : hand.stop]):
+        before = copied(search.start)
+        for choice in path:
+            before.happen(choice)
+        for choice in before.choices():
+            if search.kinds and choice.split()[0] not in search.kinds:
                 continue
-            found.append(f"hello {replica.name}")  # of the dead too: a message that comes late
-            if replica.stream is None:
-                continue
-            found += [f"break {replica.name}", f"die {replica.name}"]
-            if not replica.dead:
-                found += [f"silence {replica.name}"]
-                found += [f"deafen {replica.name}"] if not replica.deaf else []
-            if replica.hangs:
-                found.append(f"wake {replica.name}")
-            elif not replica.dead and not replica.left:
-                found += [f"ask {replica.name}" if replica.request is None else f"withdraw {replica.name}"]
-                found.append(f"leave {replica.name}")
-                # Who waits for a quorum does not hang, and who has never trained is in no step.
-                found += [f"hang {replica.name}"] if replica.request is None and replica.quorum is not None else []
-            if replica.num_streams > 1 and not replica.held_back:  # the newest may not have taken the older's place
-                found.append(f"echo {replica.name}")
-        return [*found, "grace", "join", "restart"]
-
-    def happen(self, choice: str) -> None:
-        what, _, name = choice.partition(" ")
-        replica = self._replicas.get(name)
-        match what:
-            case "grace":
-                self._pass(2)
-            case "join":
-                self._pass(TIMEOUTS.join_timeout_ms // TIMEOUTS.quorum_tick_ms)
-            case "restart":
-                self._restart()
-            case _:
-                assert replica is not None, f"nobody of that name: {choice}"
-                self._of_replica(what, replica)
-        self._look()
-
-    def _of_replica(self, what: str, replica: _Replica) -> None:
-        match what:
-            case "hello":
-                self._say_hello(replica)
-            case "ask":
-                self._ask(replica)
-            case "withdraw":
-                assert replica.request is not None
-                request, replica.request = replica.request, None
-                self._give(events.RequestWithdrawn(self._stream(replica), request))
-            case "break":
-                self._close(replica)
-            case "die":
-                replica.dead = True
-                self._give(events.DeathReported(self._stream(replica), "rank 0 ended"))
-            case "deafen":
-                replica.deaf = True
-            case "leave":
-                replica.left, replica.request = True, None
-                if replica.welcomed:
-                    self._say_that_it_has_left(replica)
-            case "hang":  # for as long as no step may take; all else stands still meanwhile
-                replica.hangs, replica.hung_ms = True, self._now_ms
-                self._pass(2)
-            case "wake":
-                self._wake(replica)
-            case "silence":
-                self._pass(TIMEOUTS.heartbeat_timeout_ms // TIMEOUTS.quorum_tick_ms, silent=replica.name)
-                self._look_anew_who_hangs()
-            case "echo":  # what the stream before the newest one said last arrives now
-                older = 100 * replica.number + replica.num_streams - 1
-                member = self._member(replica)
-                self._give(events.QuorumRequested(older, replica.num_requests + 1, member, replica.held))
-                self._give(events.DeathReported(older, "an echo"))
-                self._give(events.StreamClosed(older))
-            case _:
-                raise AssertionError(f"no such event: {what}")
-
-    def state(self) -> object:
-        return hash((frozen(self._core), frozen(self._replicas), self._now_ms, frozen(self._broken)))
-
-    def calm_down(self) -> None:
-        """All that live come back and ask again and again: soon they are in one quorum, and at one state."""
-        living = [each for each in self._replicas.values() if not (each.dead or each.refused or each.left)]
-        names = tuple(replica.name for replica in living)
-        if len(names) < self._config.min_replicas:
-            return
-        for replica in self._replicas.values():  # what is left of the dead ends, and what hears nothing is noticed
-            if (replica.dead or replica.deaf or replica.left) and replica.stream is not None:
-                self._close(replica)
-            if replica.hangs:
-                self._wake(replica)
-        num_ticks = (2 * TIMEOUTS.heartbeat_timeout_ms + TIMEOUTS.join_timeout_ms) // TIMEOUTS.quorum_tick_ms + 2
-        for _ in range(num_ticks):
-            for replica in living:
-                if replica.stream is None:
-                    self._say_hello(replica)
-                if replica.request is None and not replica.refused:
-                    self._ask(replica)
-            self._pass(1)
-            self._look()
-            newest = self._core.quorum(JOB)
-            one_state = len({(replica.step, replica.lineage) for replica in living}) == 1
-            together = newest is not None and newest.replica_ids == names
-            if together and one_state and {replica.held for replica in living} == {newest.key if newest else None}:
-                return
-        newest = self._core.quorum(JOB)
-        shown = newest.replica_ids if newest is not None else "none"
-        raise InvariantBroken("I6", f"{names} live, and the quorum is {shown}: {self._core.waiting_for(JOB)}")
-
-    # --- what happens -----------------------------------------------------------------------------------------------
-
-    def _new_lighthouse(self) -> None:
-        self._num_lighthouses += 1
-        self._core = LighthouseCore(
-            self._config,
-            started_ms=WALL_MS + self._now_ms,
-            cluster_id=f"cluster-{self._num_lighthouses}",
-            nonces=self._nonce,
-            now_ms=self._now_ms,
-        )
-        self._born_ms = self._now_ms
-        self._attendances = Attendances(self._new_attendance)
-        self._broken.clear()
-
-    def _new_attendance(self) -> Attendance:
-        return Attendance(
-            self._config.min_replicas,
-            on_broken=self._note_broken,
-            come_back_ms=TIMEOUTS.heartbeat_timeout_ms,
-        )
-
-    def _note_broken(self, key: QuorumKey, who: str) -> None:
-        self._broken.add((key, who))
-
-    def _nonce(self) -> int:
-        self._num_quorums += 1
-        return self._num_quorums
-
-    def _restart(self) -> None:
-        self._now_ms += TIMEOUTS.quorum_tick_ms
-        self._new_lighthouse()
-        for replica in self._replicas.values():
-            replica.stream, replica.welcomed, replica.deaf = None, False, False
-
-    def _pass(self, num_ticks: int, *, silent: str = "") -> None:
-        for _ in range(num_ticks):
-            self._now_ms += TIMEOUTS.quorum_tick_ms
-            self._perform(self._core.tick(self._now_ms, WALL_MS + self._now_ms))
-            for replica in self._replicas.values():
-                if replica.stream is not None and replica.welcomed and replica.name != silent:
-                    progress = BUSY_FOR_LONG if replica.hangs else None
-                    replica.told_busy = replica.hangs
-                    self._give(events.BeatReceived(replica.stream, progress=progress))
-            waits = self._core.waiting_for(JOB)
-            starts = self._now_ms - self._born_ms < TIMEOUTS.reconnect_grace_ms
-            if not starts and not waits.startswith("the members of quorum"):
-                self._attendances.of(JOB).nobody_else_is_waited_for(waits, self._now_ms)
-
-    def _stream(self, replica: _Replica) -> int:
-        assert replica.stream is not None
-        return replica.stream
-
-    def _say_hello(self, replica: _Replica) -> None:
-        """On a new stream; the lighthouse may not have noticed that the older one is gone."""
-        replica.num_streams += 1
-        replica.stream = 100 * replica.number + replica.num_streams
-        replica.deaf = False
-        self._hello(replica)
-
-    def _hello(self, replica: _Replica) -> None:
-        replica.welcomed = False
-        address, held, left = f"{replica.name}:1", replica.held, replica.left
-        hello = Hello(JOB, replica.name, replica.session, address, ready=replica.ready, held=held, left=left)
-        self._give(events.HelloReceived(self._stream(replica), hello))
-
-    def _close(self, replica: _Replica) -> None:
-        stream, replica.stream = self._stream(replica), None
-        replica.welcomed, replica.deaf = False, False
-        self._give(events.StreamClosed(stream))
-
-    def _say_that_it_has_left(self, replica: _Replica) -> None:
-        self._give(events.LeaveReceived(self._stream(replica), "it was told to", serve_ms=10_000))
-
-    def _wake(self, replica: _Replica) -> None:
-        """It goes on; if it was lost meanwhile it opens a newer session."""
-        replica.hangs, replica.hung_ms = False, 0
-        if replica.held_back:
-            self._open_newer(replica)
-
-    def _open_newer(self, replica: _Replica) -> None:
-        replica.session += 1
-        replica.held_back = False
-        if replica.stream is not None:
-            self._hello(replica)
-
-    def _member(self, replica: _Replica) -> Member:
-        return Member(
-            replica.name,
-            address=f"{replica.name}:1",
-            step=replica.step,
-            lineage=replica.lineage,
-            live=replica.live,
-            needs_configure=any(key == replica.held for key, _ in replica.notices),
-            init_sync=False,
-        )
-
-    def _ask(self, replica: _Replica) -> None:
-        replica.ready = True
-        replica.num_requests += 1
-        replica.request = replica.num_requests
-        if replica.welcomed:
-            self._say_request(replica)
-
-    def _say_request(self, replica: _Replica) -> None:
-        assert replica.request is not None
-        member = self._member(replica)
-        replica.told_busy = False
-        self._give(events.QuorumRequested(self._stream(replica), replica.request, member, replica.held))
-
-    def _give(self, event: events.LighthouseEvent) -> None:
-        self._attendances.heard(event)
-        self._perform(self._core.handle(event, self._now_ms, WALL_MS + self._now_ms))
-
-    def _perform(self, orders: list[effects.LighthouseEffect]) -> None:
-        """Everything is told at once, in order; what is said in answer comes after all of it."""
-        for order in orders:
-            self._attendances.decided(order, self._now_ms)
-        for order in orders:
-            match order:
-                case effects.QuorumFormed():
-                    self._invariants.formed(order.quorum)
-                    self._look_anew_who_hangs()
-                case effects.ReplicaLost():
-                    self._lost(order)
-                case effects.ReplicaLeft():
-                    pass
-                case _:
-                    self._hear(order)
-
-    def _lost(self, order: effects.ReplicaLost) -> None:
-        if not order.reason.startswith("its trainer hangs"):
-            return
-        self._lost_by_hang_ms = self._now_ms
-        if not self._replicas[order.replica_id].told_busy:
-            raise InvariantBroken("H1", f"{order.replica_id} is lost by a hang, and does not")
-
-    def _hear(self, order: Any) -> None:
-        replica = next((each for each in self._replicas.values() if each.stream == order.stream), None)
-        if replica is None:
-            return
-        if isinstance(order, effects.AnswerQuorum):
-            self._invariants.answered(replica.name, order.quorum)
-        if isinstance(order, effects.Welcome):
-            self._look_anew_who_hangs()  # it has come, whether it hears of that or not
-        if replica.deaf:
-            return
-        match order:
-            case effects.Welcome():
-                replica.welcomed, replica.held_back = True, False
-                if replica.left:
-                    self._say_that_it_has_left(replica)
-                if replica.request is not None:
-                    self._say_request(replica)
-            case effects.TellLost():
-                if order.session == replica.session and not replica.hangs:
-                    self._open_newer(replica)
-                elif order.session == replica.session:
-                    replica.welcomed, replica.held_back = False, True
-            case effects.RefuseSession():
-                replica.refused = order.refusal is Refusal.DEAD
-                if not replica.dead and not replica.refused:
-                    raise InvariantBroken("I9", f"{replica.name} lives and is refused: {order.message}")
-                self._close(replica)
-            case effects.RefuseRequest():
-                if order.request == replica.request:
-                    replica.request = None
-            case effects.AskForQuorum():
-                held = replica.quorum if replica.quorum is not None and replica.quorum.key == order.key else None
-                self._give(events.QuorumReported(order.stream, held))
-            case effects.NotifyLoss():
-                replica.notices.add((order.notice.key, order.notice.replica_id))
-            case effects.AnswerQuorum():
-                if order.request == replica.request:
-                    self._commit(replica, order.quorum)
-            case effects.AnswerUnchanged():
-                if order.request == replica.request:
-                    if replica.quorum is None or replica.quorum.key != order.key:
-                        raise InvariantBroken("I2", f"{replica.name} is told that {order.key} stands, and lacks it")
-                    self._commit(replica, Quorum(order.key, tuple(self._as_own(replica, replica.quorum))))
-
-    def _as_own(self, replica: _Replica, quorum: Quorum) -> list[Member]:
-        """Unchanged: every member is where the asker is."""
-        own = self._member(replica)
-        return [
-            Member(
-                each.replica_id,
-                session=each.session,
-                address=each.address,
-                step=own.step,
-                lineage=own.lineage,
-                live=True,
-                init_sync=False,
-            )
-            for each in quorum.members
-        ]
-
-    def _commit(self, replica: _Replica, quorum: Quorum) -> None:
-        """It heals if it must, reduces, and commits, all at once."""
-        self._invariants.received(replica.name, quorum.key)
-        common = assign(quorum)
-        replica.request, replica.quorum, replica.held = None, quorum, quorum.key
-        replica.step, replica.live = common.step + 1, True
-        replica.lineage = fold_lineage(common.lineage, quorum.key, replica.step)
-        replica.notices = {(key, who) for key, who in replica.notices if key >= quorum.key}
-
-    def _look(self) -> None:
-        """Whoever holds a quorum that is broken, and can be told, has been told; and who hangs is lost."""
-        for replica in self._replicas.values():
-            self._look_if_hung(replica)
-        for key, who in self._broken:
-            for replica in self._replicas.values():
-                reached = replica.welcomed and not replica.deaf and not replica.dead and replica.name != who
-                if reached and replica.held == key and not any(key == broken for broken, _ in replica.notices):
-                    raise InvariantBroken("P3", f"{replica.name} holds {key}, which {who} has left, and was not told")
-
-    def _look_anew_who_hangs(self) -> None:
-        """Somebody has come, or there is another quorum: who was spared as the last that holds the state is no more."""
-        for replica in self._replicas.values():
-            replica.hung_ms = self._now_ms if replica.hangs else 0
-
-    def _look_if_hung(self, replica: _Replica) -> None:
-        """One at a time is lost, and not the last that holds the state."""
-        if not replica.hangs or not replica.welcomed or replica.deaf or replica.dead:
-            return
-        attendance = self._attendances.of(JOB)
-        if not attendance.lives(replica.name) or attendance.is_last_holder(replica.name):
-            return
-        since_ms = max(replica.hung_ms, self._lost_by_hang_ms + TIMEOUTS.heartbeat_timeout_ms)
-        if self._now_ms - since_ms >= 2 * TIMEOUTS.quorum_tick_ms:  # a beat has told it, and a tick has come since
-            raise InvariantBroken("H2", f"{replica.name} hangs since {since_ms} ms, within reach, and is not lost")
-
-
-# --- the group --------------------------------------------------------------------------------------------------------
-
-
-class GroupWorld:
-    """A manager server and the two ranks of its group; the lighthouse answers when it is told to."""
-
-    def __init__(self) -> None:
-        self._timeouts = TIMEOUTS
-        self._core = GroupCore(
-            replica_id="a", address="a:1", store_address="a:2", world_size=2, timeouts=self._timeouts
-        )
-        self._now_ms = 0
-        self._calls = 0
-        self._open: dict[int, tuple[int, str, QuorumKey | None]] = {}  # call -> (rank, what it asks, in which quorum)
-        self._streams: dict[int, int] = {0: 1, 1: 2}
-        self._num_streams = 2
-        self._request: int | None = None
-        self._id = 0
-        self._key: QuorumKey | None = None
-        self._votes: dict[QuorumKey | None, dict[int, bool]] = {}
-        self._verdicts: dict[QuorumKey | None, bool] = {}
-        self._planned: set[int] = set()  # ranks that have a plan and have not asked for the next
-        self._dead: set[int] = set()
-        for rank in (0, 1):
-            self._give(events.RankConnected(rank, self._streams[rank], session=1))
-
-    def choices(self) -> Sequence[str]:
-        found = []
-        for rank in (0, 1):
-            if rank in self._dead:
-                continue
-            found += [f"ask {rank}", f"die {rank}"]
-            found += [f"yes {rank}", f"no {rank}"] if rank in self._planned else []
-            found.append(f"break {rank}" if rank in self._streams else f"connect {rank}")
-            if any(whose == rank for whose, *_ in self._open.values()):
-                found.append(f"withdraw {rank}")
-        if self._request is not None:
-            found += ["quorum", "unchanged", "refuse"]
-        return [*found, "notice", "grace", "deadline"]
-
-    def happen(self, choice: str) -> None:
-        what, _, rank = choice.partition(" ")
-        if rank:
-            self._of_rank(what, int(rank))
-            return
-        match what:
-            case "quorum":
-                self._id += 1
-                member = Member("a", address="a:1", step=3, lineage=1, world_size=2, init_sync=False)
-                self._key = QuorumKey(self._id, 1)
-                self._give(events.QuorumArrived(self._taken(), Quorum(self._key, (member,))))
-            case "unchanged":
-                self._give(events.UnchangedArrived(self._taken(), QuorumKey(self._id, 1)))
-            case "refuse":
-                self._give(events.RequestRefused(self._taken(), "lost", "it was lost"))
-            case "notice":
-                self._give(events.LossNoticed(LossNotice(QuorumKey(self._id + 1, 1), "b", 1, "gone")))
-            case "grace" | "deadline":
-                self._now_ms += self._timeouts.reconnect_grace_ms if what == "grace" else 5_000
-                self._perform(self._core.tick(self._now_ms))
-            case _:
-                raise AssertionError(f"no such event: {choice}")
-
-    def _taken(self) -> int:
-        assert self._request is not None
-        request, self._request = self._request, None
-        return request
-
-    def _of_rank(self, what: str, rank: int) -> None:
-        match what:
-            case "ask":
-                self._planned.discard(rank)
-                call = self._call(rank, "quorum")
-                request = RankRequest(step=3, lineage=1, held=self._key)
-                self._give(events.RankAsked(rank, call, request, self._now_ms + 5_000))
-            case "yes" | "no":
-                known = self._votes.setdefault(self._key, {})
-                known.setdefault(rank, what == "yes")
-                call = self._call(rank, "vote")
-                deadline_ms = self._now_ms + 5_000
-                vote = events.RankVoted(rank, call, self._key, 3, Purpose.COMMIT, what == "yes", deadline_ms)
-                self._give(vote)
-            case "die":
-                self._dead.add(rank)
-                self._streams.pop(rank, None)
-                self._give(events.RankDied(rank, "killed"))
-            case "break":
-                self._give(events.RankDisconnected(rank, self._streams.pop(rank)))
-            case "connect":
-                self._num_streams += 1
-                self._streams[rank] = self._num_streams
-                self._give(events.RankConnected(rank, self._num_streams, session=1))
-            case "withdraw":
-                for call in [call for call, (whose, *_) in self._open.items() if whose == rank]:
-                    del self._open[call]
-                    self._give(events.RankWithdrew(rank, call))
-
-    def _call(self, rank: int, what: str) -> int:
-        self._calls += 1
-        if what == "vote":  # whoever says its vote again has given the older call up
-            self._open = {call: each for call, each in self._open.items() if each[:2] != (rank, what)}
-        self._open[self._calls] = rank, what, self._key
-        return self._calls
-
-    def state(self) -> object:
-        own = (self._now_ms, self._id, self._request, self._planned, self._dead, self._streams, self._open)
-        return hash((frozen(self._core), frozen(own), frozen(self._votes), frozen(self._verdicts)))
-
-    def calm_down(self) -> None:
-        """Every deadline passes: nobody is left without an answer."""
-        self._now_ms += 5_000 + self._timeouts.reconnect_grace_ms
-        self._perform(self._core.tick(self._now_ms))
-        waiting = [what for _, what, _ in self._open.values()]
-        if waiting:
-            raise InvariantBroken("I5", f"calls are never answered: {waiting}")
-        due_ms = self._core.next_deadline_ms()
-        if due_ms is not None:
-            raise InvariantBroken("I5", f"nobody waits, and there is a deadline at {due_ms}, now {self._now_ms}")
-
-    def _give(self, event: events.GroupEvent) -> None:
-        self._perform(self._core.handle(event, self._now_ms))
-
-    def _perform(self, orders: list[effects.GroupEffect]) -> None:
-        for order in orders:
-            match order:
-                case effects.AskLighthouse():
-                    asking = {rank for rank, what, _ in self._open.values() if what == "quorum"}
-                    if asking != {0, 1} or self._core.lost is not None:
-                        raise InvariantBroken("I2", f"the group asks, and of its ranks {asking} do")
-                    self._request = order.request
-                case effects.WithdrawFromLighthouse():
-                    self._request = None
-                case effects.AnswerPlan() | effects.AnswerRankUnchanged():
-                    self._answered(order.call, order.rank)
-                    self._planned.add(order.rank)
-                case effects.FailRank():
-                    self._answered(order.call, order.rank)
-                case effects.AnswerVote():
-                    self._decided(self._answered(order.call, order.rank), order.verdict.yes)
-                case _:
-                    pass
-
-    def _answered(self, call: int, rank: int) -> QuorumKey | None:
-        """Each call has one answer, and its own rank's; one that gave up is told nothing. Returns: its quorum."""
-        whose, _, key = self._open.pop(call, (None, "", None))
-        if whose != rank:
-            raise InvariantBroken("I5", f"call {call} of {whose} is answered to rank {rank}")
-        return key
-
-    def _decided(self, key: QuorumKey | None, verdict: bool) -> None:
-        votes = self._votes.get(key, {})
-        if verdict and not (len(votes) == 2 and all(votes.values())):
-            raise InvariantBroken("I5", f"a yes of votes {votes} in {key}")
-        if self._verdicts.setdefault(key, verdict) != verdict:
-            raise InvariantBroken("I5", f"both verdicts in {key}")
+            tried += 1
+            world = copied(before)
+            try:
+                world.happen(choice)
+                state = hash(world.state())
+                if state in search.seen or state in found_here:
+                    continue
+                found_here.add(state)
+                world.calm_down()
+            except Exception:  # the path tells it better: it is taken once more
+                return _Found(tried, reached, (*path, choice))
+            reached.append((state, number, choice))
+    return _Found(tried, reached)

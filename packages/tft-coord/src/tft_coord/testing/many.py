@@ -3,7 +3,7 @@
 A seed is independent of every other, so they are dealt out in small hands to processes of their own; the first that
 fails ends the run. It is then run once more, and told as a transcript.
 
-Law of this file: the one place of this folder that starts processes; they have ended when a function returns.
+Law of this file: seeds alone; the processes that it starts have ended when a function returns.
 """
 
 from __future__ import annotations
