@@ -129,7 +129,8 @@ class DirectSocket(asyncio.Protocol):
     def connection_lost(self, _reason: Exception | None) -> None:
         self._transport = None
         if not self.greeting.done():
-            self.greeting.cancel()
+            self.greeting.set_exception(ConnectionResetError("the other side hung up"))
+            self.greeting.exception()  # nobody need have waited for it
         if not self.ended.done():
             self.ended.set_result(None)
         # What they hold holds this socket: a ring, which would keep the stream's connection until a full collection.
@@ -175,33 +176,27 @@ async def connect(
     Raises: Unreachable: it can't be; nothing is left open.
     """
     loop = asyncio.get_running_loop()
-    end: DirectSocket | None = None
+    end = DirectSocket(most_bytes=most_bytes, silence_s=silence_s, overflows=overflows)
 
-    async def greeted() -> DirectSocket:
-        nonlocal end
-        _, end = await loop.create_connection(
-            lambda: DirectSocket(most_bytes=most_bytes, silence_s=silence_s, overflows=overflows), host, offer.port
-        )
+    async def greet() -> None:
+        await loop.create_connection(lambda: end, host, offer.port)
         end.say(_GREETING + offer.ticket)
         if await end.greeting != _GREETING:
             raise Unreachable(f"who listens at {host}:{offer.port} is somebody else")
-        return end
 
-    waiting = loop.create_task(greeted())
+    waiting = loop.create_task(greet())
     try:
-        await asyncio.wait([waiting], timeout=within_s)
+        await asyncio.wait([waiting], timeout=within_s)  # not wait_for, which may swallow that this is cancelled
         if not waiting.done():
             raise Unreachable(f"nobody answered at {host}:{offer.port} within {within_s:g} s")
-        if waiting.cancelled():
-            raise Unreachable(f"{host}:{offer.port} hung up")
-        return waiting.result()
+        waiting.result()
     except BaseException as error:
         waiting.cancel()
-        if end is not None:
-            end.abort()
+        end.abort()
         if isinstance(error, (OSError, UnicodeError)):  # the second is how asyncio says that a name can't be one
             raise Unreachable(f"{host}:{offer.port} can't be reached: {error}") from error
         raise
+    return end
 
 
 # --- the side that offers -----------------------------------------------------------------------------------------
@@ -304,7 +299,7 @@ class DirectPort:
         def greeted(greeting: asyncio.Future[bytes]) -> None:
             patience.cancel()
             self._open.pop(end, None)
-            if greeting.cancelled():
+            if greeting.exception() is not None:
                 return
             said = greeting.result()
             taken_up = self._tickets.pop(said[len(_GREETING) :], None) if said.startswith(_GREETING) else None
