@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from integration_tests.conftest import Spawn
 from integration_tests.sharded import (
@@ -191,7 +192,8 @@ def exchange(place: Place, connection: Connection, mesh: DeviceMesh, training: T
         torch.save(state, saved)
         connection.send(Event("state", state=saved.getvalue()))
         return
-    loaded = torch.load(io.BytesIO(connection.recv()), weights_only=True)
+    with torch.serialization.safe_globals([_StridedShard]):  # torch 2.11 does not know it for its own
+        loaded = torch.load(io.BytesIO(connection.recv()), weights_only=True)
     other = make_model(mesh, data_parallel=("dp", "shard"))
     assert digest(local(get_model_state_dict(other))) != digest(local(state))
     set_model_state_dict(other, loaded)

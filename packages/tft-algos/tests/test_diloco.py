@@ -780,7 +780,7 @@ def test_a_shared_parameter_belongs_to_the_first_fragment(rigs: Any) -> None:
     rig = rigs(plan_of(7, size=2), *[SAME] * 2)
     first, second = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2)
     second.weight = first.weight
-    parameters = {*first.parameters(), *second.parameters()}
+    parameters = list({*first.parameters(), *second.parameters()})
     inner = torch.optim.SGD(parameters, lr=1.0)
     outer = torch.optim.SGD(parameters, lr=1.0)
     with DiLoCo(rig.manager, [first, second], inner, outer, 2) as strategy:

@@ -17,7 +17,7 @@ from tft_pg import (
     ProcessGroupGloo,
     ProcessGroupWrapper,
 )
-from tft_pg.testing import CHECKS, Combination, Subject, check_process_group, combinations
+from tft_pg.testing import CHECKS, GLOO_LACKS, Combination, Subject, check_process_group, combinations
 from tft_pg.testing.cases import CASES
 from tft_pg.testing.computing import DTYPES, every_combination_agrees_or_is_refused
 from tft_pg.testing.dying import every_death_at_every_point
@@ -45,13 +45,13 @@ def wrapped(wrapper: _Wrapper) -> ProcessGroup:
     return wrapper(ProcessGroupGloo())
 
 
-GLOO = Subject(ProcessGroupGloo)
+GLOO = Subject(ProcessGroupGloo, lacks=GLOO_LACKS)
 DUMMY = Subject(ProcessGroupDummy, world_sizes=(1,), ready=True, meets_peers=False)
 STACKS = [(outer, inner) for outer in WRAPPERS for inner in WRAPPERS]
 
 
 def over_gloo(outer: _Wrapper, inner: _Wrapper, world_sizes: tuple[int, ...]) -> Subject:
-    return Subject(partial(stacked, outer, inner, ProcessGroupGloo), world_sizes)
+    return Subject(partial(stacked, outer, inner, ProcessGroupGloo), world_sizes, lacks=GLOO_LACKS)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -63,7 +63,7 @@ def test_every_group(subject: Subject, check: _Check) -> None:
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_every_wrapper_over_gloo(wrapper: _Wrapper) -> None:
     for check in SHORT:
-        check(Subject(partial(wrapped, wrapper), (1, 2)))
+        check(Subject(partial(wrapped, wrapper), (1, 2), lacks=GLOO_LACKS))
 
 
 @pytest.mark.parametrize(("outer", "inner"), STACKS)
@@ -110,14 +110,14 @@ def test_what_can_not_be_sent_to_other_processes_is_refused_before_any_check() -
 
 
 def test_gloo_grows_and_shrinks_from_one_rank_to_eight() -> None:
-    reconfigure_changes_rank_and_size(Subject(ProcessGroupGloo, ALL_SIZES))
+    reconfigure_changes_rank_and_size(Subject(ProcessGroupGloo, ALL_SIZES, lacks=GLOO_LACKS))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_soak_gloo_in_every_size(check: _Check) -> None:
-    check(Subject(ProcessGroupGloo, ALL_SIZES))
+    check(Subject(ProcessGroupGloo, ALL_SIZES, lacks=GLOO_LACKS))
 
 
 @pytest.mark.soak
@@ -149,7 +149,7 @@ EVERY_DTYPE = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 
 def gloo_has() -> set[Combination]:
     found = set()
-    for case in CASES:
+    for case in GLOO.cases:
         if not case.sends:
             continue
         if case.reduces:

@@ -36,6 +36,11 @@ from tft_pg import (
     extend_device_mesh,
 )
 
+# Torch 2.13 renamed them, and warns of the old names.
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+functional_all_gather: Any = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+functional_reduce_scatter: Any = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
 TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "pg_coalesce_state")
 
 
@@ -218,7 +223,7 @@ def test_a_managed_group_moves_weights_nowhere(mesh: DeviceMesh, pg: ManagedProc
     dist.barrier(pg)
     dist.all_gather([out], weights, group=pg)
     assert torch.equal(out, weights)
-    dist.all_gather_single(out.zero_(), weights, group=pg)
+    all_gather(out.zero_(), weights, group=pg)
     assert torch.equal(out, weights)
     dist.scatter(out.zero_(), [weights], 0, group=pg)
     assert torch.equal(out, weights)
@@ -230,10 +235,10 @@ def test_a_managed_group_moves_weights_nowhere(mesh: DeviceMesh, pg: ManagedProc
 @pytest.mark.parametrize(
     ("words", "call"),
     [
-        ("no _allgather_base over the part", lambda t, pg: dist.all_gather_single(torch.ones(9), t, group=pg)),
+        ("no _allgather_base over the part", lambda t, pg: all_gather(torch.ones(9), t, group=pg)),
         ("no allgather over the participants", lambda t, pg: dist.all_gather([t.clone() for _ in "abc"], t, group=pg)),
-        ("no allgather_into_tensor_coalesced over", lambda t, pg: funcol.all_gather_single(t, 0, pg)),
-        ("no _reduce_scatter_base: it reduces", lambda t, pg: dist.reduce_scatter_single(t[:1], t, group=pg)),
+        ("no allgather_into_tensor_coalesced over", lambda t, pg: functional_all_gather(t, 0, pg)),
+        ("no _reduce_scatter_base: it reduces", lambda t, pg: reduce_scatter(t[:1], t, group=pg)),
         ("no alltoall_base: it reduces", lambda t, pg: dist.all_to_all_single(t.clone(), t, group=pg)),
         ("no reduce: it reduces", lambda t, pg: dist.reduce(t, 0, group=pg)),
         ("no recv: it reduces", lambda t, pg: pg.recv([t], 0, 0)),
@@ -254,7 +259,7 @@ def test_what_a_managed_group_refuses(
         (r"if FSDP asks, .* mesh\['dp', 'shard'\]", lambda mesh: sharded(mesh["dp"])),
         (
             r"if FSDP asks, .* or use the replicate of replicate_with_fsdp",
-            lambda mesh: funcol.reduce_scatter_single(torch.ones(3), "sum", 0, mesh["dp"]),
+            lambda mesh: functional_reduce_scatter(torch.ones(3), "sum", 0, mesh["dp"]),
         ),
         ("if torch's DistributedDataParallel asks, use that of tft-algos", lambda mesh: data_parallel(mesh["dp"])),
         (
@@ -311,6 +316,10 @@ def test_the_mesh_says_one_and_the_group_its_participants(mesh: DeviceMesh, pg: 
     assert DeviceMesh._concatenate([mesh["dp"], mesh["tp"]]).get_group("dp") is pg
 
 
+OLD_MESHES = torch.__version__ < "2.13"  # torch's layouts were others
+
+
+@pytest.mark.skipif(OLD_MESHES, reason="before torch 2.13 it can only be the first")
 def test_the_new_dimension_comes_where_it_is_wanted(inner: DeviceMesh, pg: ManagedProcessGroup) -> None:
     registered = pg.register("groups")
     for dim, names in enumerate([("r", "shard", "tp"), ("shard", "r", "tp"), ("shard", "tp", "r")]):
@@ -320,10 +329,24 @@ def test_the_new_dimension_comes_where_it_is_wanted(inner: DeviceMesh, pg: Manag
         assert mesh.get_group("tp") is inner.get_group("tp")
 
 
+@pytest.mark.skipif(not OLD_MESHES, reason="since torch 2.13 it can be any")
+def test_the_new_dimension_can_only_be_the_first(inner: DeviceMesh, pg: ManagedProcessGroup) -> None:
+    with pytest.raises(Unsupported, match=r"'dp' can be the first one only: leave out dim=1, or use torch 2.13 or lat"):
+        extend_device_mesh(inner, pg, "dp", 1)
+    assert extend_device_mesh(inner, pg).mesh_dim_names == ("dp", "shard", "tp")
+
+
 def test_a_slice_and_a_flattened_mesh_can_be_extended(inner: DeviceMesh, pg: ManagedProcessGroup) -> None:
     assert extend_device_mesh(inner["shard"], pg).mesh_dim_names == ("dp", "shard")
     assert extend_device_mesh(inner._flatten("all"), pg).mesh_dim_names == ("dp", "all")
     inner["shard", "tp"]._flatten("still")
+
+
+# Before torch 2.13 it takes no names, and refuses those that there are.
+UNFLATTENED: list[Callable[[Any], object]] = [
+    lambda mesh: mesh._unflatten("dp", (1,), ("other",)),
+    lambda mesh: mesh["dp", "shard"]._unflatten("dp", (1, 1), ("a", "b")),
+]
 
 
 @pytest.mark.parametrize(
@@ -335,8 +358,7 @@ def test_a_slice_and_a_flattened_mesh_can_be_extended(inner: DeviceMesh, pg: Man
         lambda mesh: mesh["dp"]._flatten("replicas"),
         lambda mesh: DeviceMesh._concatenate([mesh["dp"], mesh["shard"]])._flatten(),
         lambda mesh: copy.deepcopy(mesh)["dp", "shard"]._flatten(),
-        lambda mesh: mesh._unflatten("dp", (1,), ("other",)),
-        lambda mesh: mesh["dp", "shard"]._unflatten("dp", (1, 1), ("a", "b")),
+        *([] if OLD_MESHES else UNFLATTENED),
     ],
 )
 def test_what_would_leave_out_the_other_replicas_is_refused(mesh: DeviceMesh, act: Callable[[Any], object]) -> None:

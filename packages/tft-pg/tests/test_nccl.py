@@ -45,7 +45,7 @@ from tft_pg.backends.nccl import _NCCL
 from tft_pg.backends.torch_library import TorchLibrary
 from tft_pg.errors import Where
 from tft_pg.futures import timer
-from tft_pg.testing import CHECKS, Bench, FakeAccelerator, Subject, WaitsOnHost, fake_backend
+from tft_pg.testing import CHECKS, GLOO_LACKS, Bench, FakeAccelerator, Subject, WaitsOnHost, fake_backend
 
 HOUR = timedelta(hours=1)
 GUARD_S = 20.0
@@ -101,14 +101,14 @@ def fitted(check: Callable[..., None]) -> Callable[[Subject], None]:
 def test_conformance_of_nccl_over_the_fake(check: Callable[..., None]) -> None:
     # Which types can be combined with which reductions is decided in the fake's Gloo, in a group of any size.
     of_types = check.__name__ in ("every_combination_agrees_or_is_refused", "every_layout_agrees_or_is_refused")
-    fitted(check)(Subject(nccl, world_sizes=(2,) if of_types else (1, 2, 3)))
+    fitted(check)(Subject(nccl, world_sizes=(2,) if of_types else (1, 2, 3), lacks=GLOO_LACKS))
 
 
 @pytest.mark.parametrize(
     "check", [check for check in CHECKS if "abort" in check.__name__], ids=lambda check: check.__name__
 )
 def test_conformance_of_xccl_over_the_fake_as_over_a_network(check: Callable[..., None]) -> None:
-    fitted(check)(Subject(over_a_network, world_sizes=(1, 2)))
+    fitted(check)(Subject(over_a_network, world_sizes=(1, 2), lacks=GLOO_LACKS))
 
 
 # --- the stream's order --------------------------------------------------------------------------------------------

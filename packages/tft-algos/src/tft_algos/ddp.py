@@ -72,8 +72,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         module: to be trained. Every replica gives the same parameters in the same order.
         process_group: the processes of this replica group, where it has more than one; gradients are averaged inside
             it first, then across. None: this process is the group.
-        kwargs: torch's own, as of torch 2.13. `gradient_as_bucket_view` is True unless given: it saves a copy of every
-            gradient.
+        kwargs: torch's own. `gradient_as_bucket_view` is True unless given: it saves a copy of every gradient.
     Raises: Unsupported: mixed_precision, delay_all_reduce_named_params, skip_all_reduce_unused_params, device_mesh, an
         Embedding with sparse gradients, or torch's reducer in Python: none of them can hold here.
         SettingError: this release of torch can't hold one layout of buckets, or the manager has
@@ -140,7 +139,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         if not self.reducer._rebuild_buckets():
             raise SettingError(
                 f"torch {torch.__version__} did not lay out its gradient buckets at the start, so that replicas which "
-                "join later would have others; use torch 2.13"
+                "join later would have others; use torch 2.11 to 2.15"
             )
 
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
@@ -192,6 +191,14 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             f"{getattr(hook, '__qualname__', hook)} can't be registered; optimizers that step in the backward pass "
             "can't be used for the same reason: they would step before the vote"
         )
+
+    def _setup_in_backward_optimizers(self) -> None:
+        # Torch takes a stream for them before it registers its hook, which it can't where there is no accelerator.
+        if any(hasattr(parameter, "_in_backward_optimizers") for parameter in self._module_parameters):
+            raise Unsupported(
+                "optimizers that step in the backward pass can't be used: they would step before the vote; give their "
+                "parameters to one that does not, and wrap it in Optimizer"
+            )
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> NoReturn:
         raise Unsupported(

@@ -16,7 +16,7 @@ Law of this file: how FSDP2 comes to the Manager; the order of reductions, and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -185,16 +185,26 @@ def _parts_of(model: torch.nn.Module) -> Iterator[_Part]:
         if not isinstance(module, FSDPModule):
             continue
         try:
-            groups = module._get_fsdp_state()._fsdp_param_groups
+            groups = _groups_of(module)
             for group in groups:
                 part = _Part(name, module, group, alone=len(groups) == 1)
                 _ = part.has_hook, part.replicates_over, part.parameters, [*part.places], part.sums_only
                 yield part
         except AttributeError as error:
             raise Unsupported(
-                f"torch {torch.__version__} keeps what fully_shard made otherwise than 2.13 ({error}); use torch 2.13, "
-                "or extend_mesh"
+                f"torch {torch.__version__} keeps what fully_shard made otherwise than 2.11 to 2.15 ({error}); use one "
+                "of these, or extend_mesh"
             ) from error
+
+
+def _groups_of(module: FSDPModule) -> Sequence[Any]:
+    """Torch's own objects for the parameters of a sharded module."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        found: Sequence[Any] = state._fsdp_param_groups
+        return found
+    only = state._fsdp_param_group  # before torch 2.13 there is one, or none
+    return [] if only is None else [only]
 
 
 def _check(model: torch.nn.Module, parts: list[_Part]) -> None:

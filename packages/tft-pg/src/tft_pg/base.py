@@ -202,7 +202,11 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_Abstract):
     @property
     def group_name(self) -> GroupName:
         """By which torch knows this group. Raises: InvalidSetting: it is not registered, or torch has forgotten it."""
-        if self._group_name is None or not registry.is_known_as(self, self._group_name):
+        known = self._group_name is not None and (
+            torch.compiler.is_compiling()  # before torch 2.13 it follows us here, and can't follow into torch's tables
+            or registry.is_known_as(self, self._group_name)
+        )
+        if not known or self._group_name is None:
             raise InvalidSetting(f"{self!r} has no name, because it is not registered; call register first")
         return self._group_name
 

@@ -37,6 +37,7 @@ from tft_pg.errors import Closed, InvalidSetting, Unsupported
 
 __all__ = ["extend_device_mesh"]
 
+_ABOVE_ALL_STRIDES = 1 << 32
 _lock = threading.Lock()
 _numbers: dict[GroupName, int] = {}  # of each name that a group in a mesh has had; under the lock
 
@@ -53,7 +54,7 @@ def extend_device_mesh(mesh: DeviceMesh, pg: ProcessGroup, name: str = "dp", dim
     Returns: a mesh whose size in the new dimension is 1, with `pg` as the group there. Slices share it. Two of them
         are equal if torch knows the groups by the same name.
     Raises: InvalidSetting: an argument can't work; nothing is registered. Unsupported: this release of torch keeps its
-        meshes otherwise.
+        meshes otherwise; before 2.13 it takes the dimension as the first one only.
     """
     if not isinstance(mesh, DeviceMesh):
         raise InvalidSetting(f"extend_device_mesh was given a {type(mesh).__name__}; give a DeviceMesh")
@@ -72,6 +73,11 @@ def extend_device_mesh(mesh: DeviceMesh, pg: ProcessGroup, name: str = "dp", dim
         raise InvalidSetting(f"the place of a dimension is a whole number, not {dim!r}")
     if not 0 <= dim <= mesh.ndim:
         raise InvalidSetting(f"{mesh} has {mesh.ndim} dimensions, so that a new one can't be number {dim}")
+    if dim and hasattr(mesh._layout, "stride"):
+        raise Unsupported(
+            f"torch {torch.__version__} takes no slice of a mesh whose strides don't fall from dimension to dimension, "
+            f"so that {name!r} can be the first one only: leave out dim={dim}, or use torch 2.13 or later"
+        )
     if isinstance(error := pg.errored(), Closed):
         raise InvalidSetting(f"the group for dimension {name!r} was shut down; make a new group") from error
     if not registry.is_entered(pg):
@@ -94,18 +100,23 @@ def extend_device_mesh(mesh: DeviceMesh, pg: ProcessGroup, name: str = "dp", dim
 def _number_dimension(extended: DeviceMesh, name: str, inner: DeviceMesh, number: int) -> None:
     """Give the dimension of the replica groups a number as its stride, and keep those that the inner mesh may have."""
     unnumbered = extended[name]
-    axes = list(extended._layout)
+    layout: Any = extended._layout
+    axes: list[Any] = list(layout)
     dim = (extended.mesh_dim_names or ()).index(name)
     for place, axis in zip((place for place in range(len(axes)) if place != dim), inner._layout, strict=True):
         if axis.numel() == 1:
             axes[place] = axis
-    axes[dim] = copy.copy(axes[dim])
-    vars(axes[dim]).update(shape=(1,), stride=(number,))  # its constructor would bring these to a normal form
-    extended._layout = type(extended._layout)(axes)
+    if hasattr(layout, "stride"):  # before torch 2.13: the shapes of all axes, and the strides of all, in falling order
+        axes[dim] = type(layout)(1, number * _ABOVE_ALL_STRIDES)
+        extended._layout = type(layout)(tuple(axis.shape for axis in axes), tuple(axis.stride for axis in axes))
+    else:
+        axes[dim] = copy.copy(axes[dim])
+        vars(axes[dim]).update(shape=(1,), stride=(number,))  # its constructor would bring these to a normal form
+        extended._layout = type(layout)(axes)
     if extended[name] == unnumbered:
         raise Unsupported(
-            f"torch {torch.__version__} keeps its meshes otherwise than 2.13, so that compiled code would take a mesh "
-            "over one group for a mesh over another; use torch 2.13"
+            f"torch {torch.__version__} keeps its meshes otherwise than 2.11 to 2.15, so that compiled code would take "
+            "a mesh over one group for a mesh over another; use one of these"
         )
 
 
@@ -118,8 +129,8 @@ def _forbid_new_groups(mesh: DeviceMesh, name: str) -> None:
     for table in ("_flatten_mapping", "_pg_registry"):
         if not isinstance(vars(mesh).get(table), dict):
             raise Unsupported(
-                f"torch {torch.__version__} keeps its meshes otherwise than 2.13, so that a flattened mesh would "
-                f"silently leave out the other replicas; use torch 2.13"
+                f"torch {torch.__version__} keeps its meshes otherwise than 2.11 to 2.15, so that a flattened mesh "
+                "would silently leave out the other replicas; use one of these"
             )
         setattr(mesh, table, _Closed(vars(mesh)[table], dimension=name))
 

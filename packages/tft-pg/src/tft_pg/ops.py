@@ -2,16 +2,17 @@
 
 Whoever forwards, fakes, swallows or times collectives reads this table instead of spelling them out, so adding one
 means adding one row. A row knows the names a collective goes by (torch 2.13 renamed some and keeps the old names),
-how its arguments are called, and which of them are filled in. The law of this file: data and pure functions on it;
-nothing here calls a process group.
+how its arguments are called, and which of them are filled in. What this release of torch does not have is not in it.
+The law of this file: data and pure functions on it; nothing here calls a process group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from tft_pg.errors import InvalidSetting
@@ -91,7 +92,7 @@ _OPTS = ("opts",)
 _OPTS_OR_OP = ("opts", "op")
 _TENSORS = ("tensors", "tensor")
 
-COLLECTIVES: tuple[Collective, ...] = (
+_ROWS = (
     Collective("allreduce", (_TENSORS, _OPTS_OR_OP, ("timeout",)), outputs=0),
     Collective("allreduce_coalesced", (_TENSORS, _OPTS), outputs=0),
     Collective(
@@ -163,6 +164,13 @@ COLLECTIVES: tuple[Collective, ...] = (
         inputs=1,
     ),
     Collective(
+        "gather_into_tensor",  # since torch 2.15
+        (("output",), ("input",), _OPTS),
+        outputs=0,
+        inputs=1,
+        aliases=("gather_single",),
+    ),
+    Collective(
         "scatter",
         (("output_tensors", "output_tensor"), ("input_tensors",), ("opts", "root"), ("timeout",)),
         outputs=0,
@@ -173,7 +181,16 @@ COLLECTIVES: tuple[Collective, ...] = (
     Collective("recv_anysource", (("tensors",), ("tag",)), outputs=0),
     Collective("barrier", (("opts", "timeout"),)),
 )
-"""Every collective, once. The order has no meaning."""
+
+
+def _is_torchs(name: str) -> bool:
+    return hasattr(dist.ProcessGroup, name)
+
+
+COLLECTIVES: tuple[Collective, ...] = tuple(
+    replace(row, aliases=tuple(filter(_is_torchs, row.aliases))) for row in _ROWS if _is_torchs(row.name)
+)
+"""Every collective that this release of torch has, once. The order has no meaning."""
 
 _BY_NAME = {name: row for row in COLLECTIVES for name in (row.name, *row.aliases)}
 

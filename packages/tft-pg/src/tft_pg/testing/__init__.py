@@ -4,10 +4,11 @@ from tft_pg.testing.bench import Bench, Outcome
 from tft_pg.testing.computing import Combination, combinations
 from tft_pg.testing.conformance import CHECKS, check_process_group
 from tft_pg.testing.fake_backend import FakeAccelerator, WaitsOnHost
-from tft_pg.testing.subject import Subject
+from tft_pg.testing.subject import GLOO_LACKS, Subject
 
 __all__ = [
     "CHECKS",
+    "GLOO_LACKS",
     "Bench",
     "Combination",
     "FakeAccelerator",

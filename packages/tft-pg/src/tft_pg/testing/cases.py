@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import ReduceOp
 
 from tft_pg.base import ProcessGroup
+from tft_pg.ops import COLLECTIVES
 
 __all__ = ["CASES", "REDUCTIONS", "Case", "Sample", "Started", "reduced"]
 
@@ -291,6 +292,13 @@ def _gather(group: ProcessGroup, sample: Sample) -> Started:
     return Started([group.gather([outputs] if outputs else [], [sample.portion()], opts)], outputs)
 
 
+def _gather_into_tensor(group: ProcessGroup, sample: Sample) -> Started:
+    output = sample.blank_whole()
+    opts = _options(dist.GatherOptions, sample, _last(sample))
+    work = group.gather_into_tensor(output, sample.portion(), opts)  # type: ignore[attr-defined]  # since torch 2.15
+    return Started([work], [output] if _is_root(sample) else [])
+
+
 def _scatter(group: ProcessGroup, sample: Sample) -> Started:
     output = sample.blank()
     opts = _options(dist.ScatterOptions, sample, _last(sample))
@@ -336,7 +344,7 @@ def _barrier(group: ProcessGroup, sample: Sample) -> Started:
     return Started([group.barrier(dist.BarrierOptions())], [])
 
 
-CASES: tuple[Case, ...] = (
+_ALL = (
     Case("allreduce", _allreduce, _total, reduces=True),
     Case("allreduce_coalesced", _allreduce_coalesced, _two_totals, reduces=True),
     Case("reduce", _reduce, _reduce_expected, reduces=True),
@@ -351,10 +359,13 @@ CASES: tuple[Case, ...] = (
     Case("alltoall_base", _alltoall_base, lambda sample: [_flat(_exchanged(sample))]),
     Case("alltoall", _alltoall, _exchanged),
     Case("gather", _gather, lambda sample: _gathered(sample) if _is_root(sample) else []),
+    Case("gather_into_tensor", _gather_into_tensor, lambda s: [_flat(_gathered(s))] if _is_root(s) else []),
     Case("scatter", _scatter, lambda sample: [sample.at(_last(sample)).portion(sample.rank)]),
     Case("send", _send, _from_before),
     Case("recv", _recv, _from_before),
     Case("recv_anysource", _recv_anysource, _from_before),
     Case("barrier", _barrier, lambda sample: [], sends=False),
 )
+
+CASES: tuple[Case, ...] = tuple(case for case in _ALL if case.row in {row.name for row in COLLECTIVES})
 """Every row of `tft_pg.COLLECTIVES`, in no particular order."""

@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from tft_pg.base import ProcessGroup
 from tft_pg.errors import DeadlinePassed, OperationRefused
+from tft_pg.ops import collective
 from tft_pg.testing.bench import GUARD_S, Bench
 from tft_pg.testing.cases import CASES, REDUCTIONS, Case, Sample, Started
 from tft_pg.testing.subject import Subject, agree, all_work, failure, reduce_ones, require
@@ -54,6 +55,10 @@ DTYPES: tuple[torch.dtype, ...] = (
     torch.float8_e4m3fn,
 )
 
+# Torch 2.13 renamed them, and warns of the old names.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 # An operation that one rank was refused and another was not would wait for it.
 _PATIENCE = timedelta(seconds=GUARD_S / 3)
 _LARGE = 1 << 21
@@ -82,7 +87,7 @@ def combinations(subject: Subject, world_size: int) -> frozenset[Combination]:
     """
     trials = {
         Combination(case.row, _name(dtype), op): (case, Sample(0, world_size, dtype, op=op or "SUM"))
-        for case in CASES
+        for case in subject.cases
         if case.sends
         for dtype in DTYPES
         for op in (REDUCTIONS if case.reduces else ("",))
@@ -174,7 +179,16 @@ def every_size_agrees(subject: Subject) -> None:
     for world_size in subject.world_sizes:
         with Bench(subject.make) as bench:
             groups = bench.configured(world_size)
-            assert all(_try(bench, groups, [(case, Sample(0, world_size, length=13)) for case in CASES]))
+            assert all(_try(bench, groups, [(case, Sample(0, world_size, length=13)) for case in subject.cases]))
+
+
+def what_it_lacks_is_refused(subject: Subject) -> None:
+    """A collective that it does not have is an `OperationRefused` that names it, on all ranks; the group works on."""
+    lacking = [case for case in CASES if case.row in subject.lacks]
+    with Bench(subject.make) as bench:
+        groups = bench.configured(subject.most)
+        had = _try(bench, groups, [(case, Sample(0, subject.most)) for case in lacking])
+    assert not any(had), f"of {[case.row for case in lacking]} it has {had}"
 
 
 def _strided(tensor: torch.Tensor) -> torch.Tensor:
@@ -194,7 +208,7 @@ def every_layout_agrees_or_is_refused(subject: Subject) -> None:
         groups = bench.configured(n)
         for name, sample in layouts.items():
             try:
-                had = _try(bench, groups, [(case, sample) for case in CASES])
+                had = _try(bench, groups, [(case, sample) for case in subject.cases])
             except AssertionError as error:
                 raise AssertionError(f"{name}: {error}") from None
             assert name != "large" or all(had), f"large tensors were refused: {had}"
@@ -240,6 +254,8 @@ def torchs_functions_take_the_group(subject: Subject) -> None:
         with Bench(subject.make) as bench:
             groups = bench.configured(world_size)
             for name, form in _FUNCTIONS.items():
+                if name in subject.lacks:
+                    continue
                 _check_form(bench, groups, f"dist.{name}", form)
 
 
@@ -297,26 +313,42 @@ def _form_reduce(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]:
     yield ([tensor] if expected else []), expected
 
 
+def _methods(group: ProcessGroup, name: str) -> list[Callable[..., dist.Work]]:
+    """A collective by each of its names."""
+    row = collective(name)
+    return [getattr(group, each) for each in (row.name, *row.aliases)]
+
+
 def _form_gathers(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]:
     root = s.world_size - 1
     outputs = s.blanks()
     group.allgather(outputs, s.portion()).wait()
     yield outputs, _expected("allgather", s)
-    single, coalesced = s.blank_whole(), s.blank_whole()
-    group.all_gather_single(single, s.portion()).wait()
-    group.all_gather_single_coalesced([coalesced], [s.portion()]).wait()
-    yield [single, coalesced], _expected("_allgather_base", s) * 2
+    for form in _methods(group, "_allgather_base"):
+        single = s.blank_whole()
+        form(single, s.portion()).wait()
+        yield [single], _expected("_allgather_base", s)
+    for form in _methods(group, "allgather_into_tensor_coalesced"):
+        coalesced = s.blank_whole()
+        form([coalesced], [s.portion()]).wait()
+        yield [coalesced], _expected("_allgather_base", s)
     at_root = s.blanks() if s.rank == root else []
     group.gather(at_root, s.portion(), root).wait()
     yield at_root, _expected("gather", s)
 
 
 def _form_scatters(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]:
-    outputs = [s.blank() for _ in range(3)]
-    group.reduce_scatter(outputs[0], s.portions(), ReduceOp.SUM).wait()
-    group.reduce_scatter_single(outputs[1], s.whole(), dist.ReduceScatterOptions()).wait()
-    group.reduce_scatter_single_coalesced([outputs[2]], [s.whole()]).wait()
-    yield outputs, _expected("reduce_scatter", s) * 3
+    output = s.blank()
+    group.reduce_scatter(output, s.portions(), ReduceOp.SUM).wait()
+    yield [output], _expected("reduce_scatter", s)
+    for form in _methods(group, "_reduce_scatter_base"):
+        output = s.blank()
+        form(output, s.whole(), dist.ReduceScatterOptions()).wait()
+        yield [output], _expected("reduce_scatter", s)
+    for form in _methods(group, "reduce_scatter_tensor_coalesced"):
+        output = s.blank()
+        form([output], [s.whole()]).wait()
+        yield [output], _expected("reduce_scatter", s)
     root = s.world_size - 1
     output = s.blank()
     group.scatter(output, s.portions() if s.rank == root else [], root).wait()
@@ -324,11 +356,11 @@ def _form_scatters(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]:
 
 
 def _form_exchanges(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]:
-    outputs = [s.blank_whole() for _ in range(2)]
-    splits = [s.length] * s.world_size
-    group.all_to_all_single(outputs[0], s.whole(), splits, splits).wait()
-    group.alltoall_base(outputs[1], s.whole(), [], []).wait()
-    yield outputs, _expected("alltoall_base", s) * 2
+    for form in _methods(group, "alltoall_base"):
+        for splits in ([s.length] * s.world_size, []):
+            output = s.blank_whole()
+            form(output, s.whole(), splits, splits).wait()
+            yield [output], _expected("alltoall_base", s)
 
 
 def _form_barrier(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]:
@@ -358,7 +390,7 @@ def _dist_reductions(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]
     yield ([rooted] if expected else []), expected
     outputs = [s.blank() for _ in range(2)]
     dist.reduce_scatter(outputs[0], s.portions(), group=group)
-    dist.reduce_scatter_single(outputs[1], s.whole(), group=group)
+    _reduce_scatter(outputs[1], s.whole(), group=group)
     yield outputs, _expected("reduce_scatter", s) * 2
 
 
@@ -367,7 +399,7 @@ def _dist_gathers(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]:
     outputs, whole = s.blanks(), s.blank_whole()
     dist.all_gather(outputs, s.portion(), group=group)
     yield outputs, _expected("allgather", s)
-    dist.all_gather_single(whole, s.portion(), group=group)
+    _all_gather(whole, s.portion(), group=group)
     yield [whole], _expected("_allgather_base", s)
     at_root = s.blanks() if s.rank == root else []
     dist.gather(s.portion(), at_root or None, group=group, group_dst=root)
@@ -381,12 +413,16 @@ def _dist_others(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]:
     yield [tensor], _expected("broadcast", s)
     dist.scatter(output, s.portions() if s.rank == root else None, group=group, group_src=root)
     yield [output], _expected("scatter", s)
-    outputs, whole = s.blanks(), s.blank_whole()
-    dist.all_to_all(outputs, s.portions(), group=group)
-    yield outputs, _expected("alltoall", s)
+    whole = s.blank_whole()
     dist.all_to_all_single(whole, s.whole(), group=group)
     yield [whole], _expected("alltoall_base", s)
     dist.barrier(group=group)
+
+
+def _dist_alltoall(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]:
+    outputs = s.blanks()
+    dist.all_to_all(outputs, s.portions(), group=group)
+    yield outputs, _expected("alltoall", s)
 
 
 def _dist_messages(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]:
@@ -414,13 +450,13 @@ def _dist_coalesced(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]
     wholes = [s.blank_whole() for _ in range(2)]
     with _coalescing_manager(group=group, async_ops=True) as coalesced:
         for whole in wholes:
-            dist.all_gather_single(whole, s.portion(), group=group)
+            _all_gather(whole, s.portion(), group=group)
     coalesced.wait()
     yield wholes, _expected("_allgather_base", s) * 2
     outputs = [s.blank() for _ in range(2)]
     with _coalescing_manager(group=group, async_ops=True) as coalesced:
         for output in outputs:
-            dist.reduce_scatter_single(output, s.whole(), group=group)
+            _reduce_scatter(output, s.whole(), group=group)
     coalesced.wait()
     yield outputs, _expected("reduce_scatter", s) * 2
 
@@ -429,6 +465,7 @@ _FUNCTIONS: dict[str, _Form] = {
     "reductions": _dist_reductions,
     "gathers": _dist_gathers,
     "others": _dist_others,
+    "alltoall": _dist_alltoall,
     "messages": _dist_messages,
     "coalesced": _dist_coalesced,
 }
@@ -446,7 +483,7 @@ def several_may_be_in_flight(subject: Subject) -> None:
         def act(rank: int, group: ProcessGroup) -> None:
             for order in (1, -1):
                 samples = [Sample(rank, n, length=length) for length in (1, 1000, 1 << 16, 7)]
-                several = [(case, sample) for sample in samples for case in CASES]
+                several = [(case, sample) for sample in samples for case in subject.cases]
                 started = [case.start(group, sample) for case, sample in several]
                 for one in started[::order]:
                     for work in one.works[::order]:
@@ -514,6 +551,7 @@ CHECKS: tuple[Callable[[Subject], None], ...] = (
     every_size_agrees,
     every_combination_agrees_or_is_refused,
     every_layout_agrees_or_is_refused,
+    what_it_lacks_is_refused,
     low_precision_is_as_good_as_its_rounding,
     both_call_forms_agree,
     torchs_functions_take_the_group,

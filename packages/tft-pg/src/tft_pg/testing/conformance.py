@@ -8,7 +8,7 @@ list only; what a group computes is checked in `computing`, how it lives in `liv
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from multiprocessing.reduction import ForkingPickler
 
 from tft_pg.base import ProcessGroup
@@ -28,6 +28,7 @@ def check_process_group(
     world_sizes: tuple[int, ...] = (1, 2, 3),
     ready: bool = False,
     meets_peers: bool = True,
+    lacks: Collection[str] = (),
 ) -> None:
     """Put a kind of group through every check; raises AssertionError, or the group's own error, at the first fault.
 
@@ -36,9 +37,10 @@ def check_process_group(
         world_sizes: the sizes that it can have; a group of one only skips what needs a peer.
         ready: whether it works before its first `configure`.
         meets_peers: whether `configure` waits for the other ranks.
+        lacks: collectives that it does not have, and refuses; by their names in `tft_pg.COLLECTIVES`.
     Raises: InvalidSetting: `make` can't be pickled; nothing was checked then.
     """
-    subject = Subject(make, tuple(world_sizes), ready, meets_peers)
+    subject = Subject(make, tuple(world_sizes), ready, meets_peers, frozenset(lacks))
     _require_sendable(subject)
     for check in CHECKS:
         check(subject)

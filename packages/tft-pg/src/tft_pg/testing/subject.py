@@ -7,16 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch.distributed import ReduceOp
 
 from tft_pg.base import ProcessGroup
 from tft_pg.testing.bench import Bench
+from tft_pg.testing.cases import CASES, Case
 from tft_pg.wrappers.swallowing import ErrorSwallowingProcessGroupWrapper
 from tft_pg.wrappers.wrapping import WrappingProcessGroup
 
-__all__ = ["Subject", "agree", "all_work", "failure", "reduce_ones", "require"]
+__all__ = ["GLOO_LACKS", "Subject", "agree", "all_work", "failure", "reduce_ones", "require"]
+
+GLOO_LACKS: Final = frozenset({"gather_into_tensor"} | ({"alltoall"} if torch.__version__ < "2.13" else set()))
+"""What no group over torch's Gloo has in this release of torch."""
 
 
 @dataclass(frozen=True)
@@ -28,16 +33,23 @@ class Subject:
         world_sizes: the sizes that it can have.
         ready: whether it works before its first `configure`.
         meets_peers: whether `configure` waits for the other ranks.
+        lacks: collectives that it does not have, and refuses; by their names in `tft_pg.COLLECTIVES`.
     """
 
     make: Callable[[], ProcessGroup]
     world_sizes: tuple[int, ...] = (1, 2, 3)
     ready: bool = False
     meets_peers: bool = True
+    lacks: frozenset[str] = frozenset()
 
     @property
     def most(self) -> int:
         return max(self.world_sizes)
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """What it has."""
+        return tuple(case for case in CASES if case.row not in self.lacks)
 
 
 def _swallowed(group: ProcessGroup) -> Exception | None:

@@ -44,26 +44,25 @@ _ALONE = frozenset(
         "allgather_into_tensor_coalesced",
         "broadcast",
         "gather",
+        "gather_into_tensor",
         "scatter",
         "barrier",
     }
 )
-_ROOTED = frozenset({"broadcast", "gather", "scatter"})
+_ROOTED = frozenset({"broadcast", "gather", "gather_into_tensor", "scatter"})
 
 # What to do instead, where it is known who asks.
 _SHARDED = (
     "if FSDP asks, then it shards over this dimension: give it mesh['dp', 'shard'], the one across replica groups "
     "first, or use the replicate of replicate_with_fsdp"
 )
+_OBJECTS = "if all_gather_object or gather_object asks, give it a group inside the replica group"
 _INSTEAD = {
-    "_allgather_base": _SHARDED,
+    "_allgather_base": f"{_SHARDED}; {_OBJECTS}",
     "allgather_into_tensor_coalesced": _SHARDED,
     "_reduce_scatter_base": _SHARDED,
     "reduce_scatter_tensor_coalesced": _SHARDED,
-    "allgather": (
-        "if torch's DistributedDataParallel asks, use that of tft-algos; if all_gather_object or gather_object asks, "
-        "give it a group inside the replica group"
-    ),
+    "allgather": f"if torch's DistributedDataParallel asks, use that of tft-algos; {_OBJECTS}",
 }
 
 

@@ -39,7 +39,7 @@ READ: Final = (
     "TORCHFT_USE_BUCKETIZATION",
 )
 _ALIKE: Final = 0.85
-_LEAST_TORCH: Final = (2, 13)
+_LEAST_TORCH: Final = (2, 11)
 _CLOCKS_DIFFER_MS: Final = 60_000
 _OTHERS_MAY_READ: Final = 0o044
 
@@ -71,7 +71,7 @@ def _of_versions(facts: Facts) -> Iterator[Finding]:
     if not torch:
         yield Finding("torch is not installed; install it for your accelerator")
     elif _release(torch)[:2] < _LEAST_TORCH:
-        yield Finding(f"torch {torch} is older than 2.13, the oldest that is tested; install a newer one")
+        yield Finding(f"torch {torch} is older than 2.11, the oldest that is tested; install a newer one")
 
 
 def _of_settings(facts: Facts) -> Iterator[Finding]:
