@@ -689,9 +689,13 @@ from datetime import timedelta
 import torch
 from tft_pg import ProcessGroupError, ProcessGroupGloo, format_store_addr
 
+begun = threading.Semaphore(0)
+
 def started(pg, operation):
     try:
-        operation(pg, torch.zeros(4)).wait()
+        work = operation(pg, torch.zeros(4))
+        begun.release()  # in the middle of a call of torch's that takes a moment, the end would end the process its way
+        work.wait()
     except ProcessGroupError:
         pass
 
@@ -711,6 +715,7 @@ waits = [
 ]
 for each in waits:
     each.start()
+    begun.acquire()
 aborted = groups[2].allreduce([torch.zeros(4)])
 groups[2].abort()
 running = groups[1].recv([torch.zeros(4)], 0, 2)

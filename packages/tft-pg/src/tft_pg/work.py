@@ -27,7 +27,7 @@ _REST_S = 0.3
 _LOOK = timedelta(seconds=_LOOK_S)
 _promising = threading.Lock()
 
-# Who waits a share at this moment. A daemon thread must not come back from one while the interpreter ends, because
+# Who waits in shares at this moment. A daemon thread must not come back from C++ while the interpreter ends, because
 # Python ends such a thread where it stands, and C++ ends the process for that.
 _shares: set[object] = set()
 _ending_thread: int | None = None
@@ -37,7 +37,7 @@ _MOMENT_S = 0.001
 def let_waits_rest() -> None:
     """The process is about to end, in this thread: from now on the others wait at one go, as torch itself does.
 
-    Blocks until nobody waits a share any more, or 0.3 seconds.
+    Blocks until nobody waits in shares any more, or 0.3 seconds.
     """
     global _ending_thread
     _ending_thread = threading.get_ident()
@@ -131,29 +131,27 @@ class GuardedWork(dist.Work):
         if not self._in_shares:
             return self._wait_at_once(timeout)
         deadline_s = time.monotonic() + timeout.total_seconds() if timeout else None
-        while True:
-            try:
-                return self._wait_a_share(_LOOK if deadline_s is None else _share(deadline_s))
-            except ProcessGroupError:
-                raise
-            except RuntimeError as error:
-                if not self._work.is_completed():
-                    if deadline_s is not None and time.monotonic() >= deadline_s:
-                        self._fail(error)
-                else:
-                    # The share of the wait may have run out in the moment in which the operation ended well.
-                    return self._wait_at_once(None)
-            forgotten = self._converter.forgotten(self._operation)
-            if forgotten is not None and not self._work.is_completed():
-                self._abandon(forgotten)
-                raise forgotten
-
-    def _wait_a_share(self, limit: timedelta) -> bool:
         share = object()
-        _shares.add(share)
+        _shares.add(
+            share
+        )  # also between two shares: what is asked of the backend there takes the interpreter's lock too
         try:
-            if _ending_thread is None or _ending_thread == threading.get_ident():
-                return self._work.wait(limit)
+            while _ending_thread is None or _ending_thread == threading.get_ident():
+                try:
+                    return self._work.wait(_LOOK if deadline_s is None else _share(deadline_s))
+                except ProcessGroupError:
+                    raise
+                except RuntimeError as error:
+                    if not self._work.is_completed():
+                        if deadline_s is not None and time.monotonic() >= deadline_s:
+                            self._fail(error)
+                    else:
+                        # The share of the wait may have run out in the moment in which the operation ended well.
+                        return self._wait_at_once(None)
+                forgotten = self._converter.forgotten(self._operation)
+                if forgotten is not None and not self._work.is_completed():
+                    self._abandon(forgotten)
+                    raise forgotten
         finally:
             _shares.discard(share)
         return self._work.wait()
