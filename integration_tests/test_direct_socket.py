@@ -231,16 +231,7 @@ def test_an_ended_stream_leaves_no_connection_to_the_garbage_collector(
     gc.disable()
     try:
         for number in range(3):
-            server = ManagerServer(
-                f"group {number}",
-                lighthouse.address,
-                "127.0.0.1",
-                "127.0.0.1:0",
-                "",
-                1,
-                timeouts=PATIENT,
-                in_process=True,
-            )
+            server = manager_server(lighthouse, f"group {number}")
             rank = Rank(server.address(), 0, PATIENT)
             trains_until(rank, lambda: len(sockets) == 2)
             rank.client.close()

@@ -35,10 +35,9 @@ from tft_pg import (
     Unsupported,
     extend_device_mesh,
 )
+from tft_pg.testing.computing import all_gather, reduce_scatter
 
 # Torch 2.13 renamed them, and warns of the old names.
-all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 functional_all_gather: Any = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
 functional_reduce_scatter: Any = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
 TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "pg_coalesce_state")

@@ -132,9 +132,7 @@ class GuardedWork(dist.Work):
             return self._wait_at_once(timeout)
         deadline_s = time.monotonic() + timeout.total_seconds() if timeout else None
         share = object()
-        _shares.add(
-            share
-        )  # also between two shares: what is asked of the backend there takes the interpreter's lock too
+        _shares.add(share)  # between two shares too: what is asked of the backend there comes back from C++ as well
         try:
             while _ending_thread is None or _ending_thread == threading.get_ident():
                 try:

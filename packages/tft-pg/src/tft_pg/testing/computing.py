@@ -56,8 +56,8 @@ DTYPES: tuple[torch.dtype, ...] = (
 )
 
 # Torch 2.13 renamed them, and warns of the old names.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # An operation that one rank was refused and another was not would wait for it.
 _PATIENCE = timedelta(seconds=GUARD_S / 3)
@@ -390,7 +390,7 @@ def _dist_reductions(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]
     yield ([rooted] if expected else []), expected
     outputs = [s.blank() for _ in range(2)]
     dist.reduce_scatter(outputs[0], s.portions(), group=group)
-    _reduce_scatter(outputs[1], s.whole(), group=group)
+    reduce_scatter(outputs[1], s.whole(), group=group)
     yield outputs, _expected("reduce_scatter", s) * 2
 
 
@@ -399,7 +399,7 @@ def _dist_gathers(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]:
     outputs, whole = s.blanks(), s.blank_whole()
     dist.all_gather(outputs, s.portion(), group=group)
     yield outputs, _expected("allgather", s)
-    _all_gather(whole, s.portion(), group=group)
+    all_gather(whole, s.portion(), group=group)
     yield [whole], _expected("_allgather_base", s)
     at_root = s.blanks() if s.rank == root else []
     dist.gather(s.portion(), at_root or None, group=group, group_dst=root)
@@ -450,13 +450,13 @@ def _dist_coalesced(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]
     wholes = [s.blank_whole() for _ in range(2)]
     with _coalescing_manager(group=group, async_ops=True) as coalesced:
         for whole in wholes:
-            _all_gather(whole, s.portion(), group=group)
+            all_gather(whole, s.portion(), group=group)
     coalesced.wait()
     yield wholes, _expected("_allgather_base", s) * 2
     outputs = [s.blank() for _ in range(2)]
     with _coalescing_manager(group=group, async_ops=True) as coalesced:
         for output in outputs:
-            _reduce_scatter(output, s.whole(), group=group)
+            reduce_scatter(output, s.whole(), group=group)
     coalesced.wait()
     yield outputs, _expected("reduce_scatter", s) * 2
 
