@@ -352,7 +352,7 @@ def test_islands_of_different_sizes_compare_what_rank_zero_has_whole(rigs: Any) 
     # Rank 1 hears from rank 0 what it has, and its own is the same where nothing is cut.
     weights = rigs().weights
     rig = an_island(rigs, rank=1)
-    digest = rig.manager._digester.digest({"default": weights.take()})
+    digest = rig.manager._check._digester.digest({"default": weights.take()})
     assert lineage_after_a_check(rigs, rank=1, others=(f"{digest} {digest}",)) == alone
 
 

@@ -550,7 +550,7 @@ def test_a_load_that_raises_leaves_a_torn_state(rigs: Any) -> None:
         raise KeyError("missing")
 
     member.weights.load = load
-    member.manager._user_state["default"] = (load, member.weights.take)
+    member.manager._user._functions["default"] = (load, member.weights.take)
     assert not member.step()
     member.manager.start_quorum()
     member.manager.wait_quorum()
@@ -577,7 +577,7 @@ def test_a_state_dict_that_raises_costs_the_source_nothing_and_the_healer_is_tol
     def take() -> object:
         raise KeyError("missing")
 
-    source.manager._user_state["default"] = (source.weights.load, take)
+    source.manager._user._functions["default"] = (source.weights.load, take)
     assert source.step()
     said = "the state_dict registered under 'default' raised KeyError('missing')"
     assert f"can't serve step 0: {said}" in caplog.text
@@ -601,7 +601,7 @@ def test_those_that_heal_are_named_to_the_transport_that_refuses_them_and_it_may
         refused.append((step, more["dst_ranks"]))
         raise Closed("the transport was shut down")
 
-    source.manager._user_state["default"] = (source.weights.load, take)
+    source.manager._user._functions["default"] = (source.weights.load, take)
     source.transport.refuse_checkpoint = refuse
     assert source.step()
     assert refused == [(0, [1])]

@@ -289,7 +289,7 @@ def test_what_does_not_fit_loads_nothing(rigs: Any) -> None:
 def test_an_own_state_that_cannot_be_taken_loads_nothing(rigs: Any) -> None:
     member, _, own = healing(rigs)
     own.take = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
-    member.manager._user_state["model"] = (own.load, own.take)
+    member.manager._user._functions["model"] = (own.load, own.take)
     assert not member.step()
     assert own.loaded == []
     assert "registered under 'model' raised ZeroDivisionError" in str(member.manager.errors()[0])
@@ -369,7 +369,7 @@ def test_a_rank_that_is_lost_in_a_collective_of_the_users_loses_its_group(rigs: 
         member.coordinator.listener(GroupLost("rank 0 was killed"))
         raise RuntimeError("connection closed by peer")
 
-    member.manager._user_state["model"] = (own.load, take)
+    member.manager._user._functions["model"] = (own.load, take)
     with pytest.raises(GroupLost, match="rank 0 was killed"):
         member.step()
     assert own.loaded == []

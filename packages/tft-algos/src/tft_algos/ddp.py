@@ -188,8 +188,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         """Raises: Unsupported: the hook's place is taken, by the one that reduces across replicas."""
         raise Unsupported(
             f"the gradients are reduced across replicas by the Manager, in the place of a communication hook, so "
-            f"{getattr(hook, '__qualname__', hook)} can't be registered; optimizers that step in the backward pass "
-            "can't be used for the same reason: they would step before the vote"
+            f"{getattr(hook, '__qualname__', hook)} can't be registered"
         )
 
     def _setup_in_backward_optimizers(self) -> None:

@@ -9,7 +9,6 @@ because a signal handler calls it.
 
 from __future__ import annotations
 
-import signal
 import threading
 from dataclasses import dataclass
 from typing import final
@@ -23,14 +22,6 @@ class Wish:
 
     reason: str
     by_s: float
-
-
-def signal_name(number: int) -> str:
-    """Of any signal; those between SIGRTMIN and SIGRTMAX have none of their own."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 @final

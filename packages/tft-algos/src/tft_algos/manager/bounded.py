@@ -1,0 +1,79 @@
+"""A user's own futures, bounded in time: they never fail, and what goes wrong with them is an error of the step.
+
+Law of this file: one future in, one out, and the alarm between them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeAlias, TypeVar, final
+
+import torch
+
+from tft_algos.manager.attempt import StepName
+from tft_algos.manager.parts import Clock
+
+T = TypeVar("T")
+Report: TypeAlias = Callable[[Exception, StepName], None]
+
+
+@final
+class BoundedFutures:
+    """Those of one Manager.
+
+    Args:
+        clock: keeps the alarms.
+        report: told of each failure and of the step that it belongs to.
+    """
+
+    def __init__(self, clock: Clock, report: Report) -> None:
+        self._clock = clock
+        self._report = report
+        self._alarms: dict[object, Callable[[], object]] = {}  # of those that are not done
+
+    def wrap(
+        self, future: torch.futures.Future[T], default: T, limit_s: float, name: StepName
+    ) -> torch.futures.Future[T]:
+        """A future with the same result, or with `default` where that fails or does not come in time.
+
+        Args:
+            future: any.
+            default: the result in place of an error.
+            limit_s: from now on.
+            name: of the step to which an error of it belongs.
+        """
+        wrapped: torch.futures.Future[T] = torch.futures.Future()
+        once = threading.Lock()
+
+        def end(error: Exception | None, result: T) -> None:
+            if not once.acquire(blocking=False):
+                return
+            if error is not None:
+                self._report(error, name)
+            wrapped.set_result(result)
+
+        def expired() -> None:
+            self._alarms.pop(wrapped, None)
+            end(TimeoutError(f"future did not complete within {limit_s:g} s"), default)
+
+        def done(finished: torch.futures.Future[T]) -> None:
+            no_alarm = self._alarms.pop(wrapped, None)
+            if no_alarm is not None:
+                no_alarm()
+            try:
+                result = finished.value()
+            except Exception as error:
+                end(error, default)
+            else:
+                end(None, result)
+
+        if not future.done():
+            self._alarms[wrapped] = self._clock.after(limit_s, expired)
+        future.add_done_callback(done)
+        return wrapped
+
+    def close(self) -> None:
+        """No alarm rings any more."""
+        for no_alarm in list(self._alarms.values()):
+            no_alarm()

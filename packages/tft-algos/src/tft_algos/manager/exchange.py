@@ -1,0 +1,315 @@
+"""Live state between replicas: given to those that heal, or taken from one that has it.
+
+Both happen on the training thread, at a step boundary, whole groups at a time: all ranks of a group have staged what
+they fetched, and found where it belongs, before one of them loads. Only the fetching itself runs in the background.
+
+Law of this file: one step's exchange. Whether there is one is said by the plan; what a healing means for the step is
+`core`'s, and how a state crosses is the transport's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, final
+
+from tft_algos.errors import HealingFailed, StateUnavailable
+from tft_algos.manager.core import Healing
+from tft_algos.manager.early import EarlyState
+from tft_algos.manager.healing import Fetch, state_key
+from tft_algos.manager.island import spread, whole
+from tft_algos.manager.parts import Group
+from tft_algos.manager.shards import cut_whole, has_shards, place_shards
+from tft_algos.manager.shared import Shared
+from tft_algos.manager.state_check import StateCheck
+from tft_algos.manager.whereabouts import Whereabouts
+from tft_coord.core.types import LossNotice, Plan, Purpose
+from tft_coord.errors import DeadlinePassed
+
+
+@final
+class StateExchange:
+    """That of one rank.
+
+    Args:
+        shared: what all parts share.
+        group: the process group across replicas, ended where others count on a replica that could not heal.
+        early: states for newcomers that were taken before.
+        check: says what differs where a replica heals because its state is not that of the others.
+        where: told while this rank waits for state.
+    Attributes:
+        done: state was given or taken in this step, or nobody wanted any.
+        healed_in: the last attempt in which the user's state came from a source.
+    """
+
+    def __init__(
+        self, shared: Shared, *, group: Group, early: EarlyState, check: StateCheck, where: Whereabouts
+    ) -> None:
+        self.done = False
+        self.healed_in: int | None = None
+        self._shared = shared
+        self._config = shared.config
+        self._core = shared.core
+        self._coordinator = shared.coordinator
+        self._transport = shared.transport
+        self._user = shared.user
+        self._reports = shared.reports
+        self._group = group
+        self._early = early
+        self._check = check
+        self._where = where
+        self._fetch: Fetch | None = None
+        self._healed_bytes = 0
+
+    @property
+    def has_just_healed(self) -> bool:
+        """Whether it was in the attempt before the one that is open."""
+        return self.healed_in == self._core.name.attempt - 1
+
+    # --- the fetch, in the background ---------------------------------------------------------------------------------
+
+    def start_fetch(self, plan: Plan) -> None:
+        """On the quorum thread: a plan says to heal."""
+        if self._config.stands_by:
+            return
+        fetch = Fetch(
+            plan,
+            coordinator=self._coordinator,
+            transport=self._transport,
+            timeout=self._config.heal_timeout,
+            received_before=self._healed_bytes,
+        )
+        self._fetch = fetch
+        self._reports.log(logging.INFO, "healing from %s to step %d", plan.sources[0].replica_id, plan.step)
+        fetch.start()
+
+    def source_lost(self, notice: LossNotice) -> None:
+        """From any thread: a member of a quorum was lost, who may be a source."""
+        fetch = self._fetch
+        if fetch is not None and fetch.plan.key == notice.key and not notice.lives:
+            fetch.source_lost(notice.replica_id)
+
+    def settle(self) -> None:
+        """End what an attempt has left running."""
+        if self._fetch is not None:
+            self._fetch.cancel()
+            self._fetch = None
+
+    def close(self) -> None:
+        """End what runs, without waiting for a peer."""
+        if self._fetch is not None:
+            self._transport.abort()
+            self._fetch.cancel()
+
+    # --- one step's exchange, on the training thread ------------------------------------------------------------------
+
+    def perform(self) -> None:
+        """Serve those that heal, or heal; once a step, when its plan is here."""
+        before, self._where.waits = self._where.waits, True
+        plan = self._core.plan
+        if plan is not None and plan.serve:
+            if not self._early.serves(plan):
+                self._serve(plan)
+        elif plan is not None and self._core.healing is Healing.FETCHING:
+            self._heal(plan)
+        self._where.waits = before
+        self.done = True
+
+    # --- giving -------------------------------------------------------------------------------------------------------
+
+    def _serve(self, plan: Plan) -> None:
+        if not self._user.readable:
+            raise StateUnavailable(
+                f"replicas {list(plan.recover_dst_replica_ranks)} heal from replica {self._coordinator.replica_id}, "
+                "whose state was declared half written by disallow_state_dict_read; call allow_state_dict_read first"
+            )
+        begun = self._shared.clock.monotonic()
+        try:
+            state = {"user": self._take_for_others(plan), "tft": self._core.snapshot_state()}
+        except StateUnavailable as error:
+            self._reports.log(logging.ERROR, "can't serve step %d: %s", plan.step, error)
+            self._refuse(plan, str(error))
+            return
+        if self._config.stands_by:
+            return
+        try:
+            self._transport.send_checkpoint(
+                list(plan.recover_dst_replica_ranks), plan.step, state, self._config.heal_timeout, key=state_key(plan)
+            )
+        except Exception as error:
+            # This replica's step is sound, whatever its transport did; who waits for the state finds another source.
+            self._reports.log(logging.ERROR, "can't serve step %d: %s", plan.step, error)
+            return
+        self._reports.log(
+            logging.INFO,
+            "serving step %d to %s, snapshot taken in %.0f ms",
+            plan.step,
+            [plan.replica_ids[rank] for rank in plan.recover_dst_replica_ranks] or "nobody first",
+            1_000 * (self._shared.clock.monotonic() - begun),
+        )
+
+    def _refuse(self, plan: Plan, sentence: str) -> None:
+        """Tell those that wait for this replica's state that it can't be had from here."""
+        if self._config.stands_by:
+            return
+        try:
+            self._transport.refuse_checkpoint(
+                plan.step, sentence, key=state_key(plan), dst_ranks=list(plan.recover_dst_replica_ranks)
+            )
+        except Exception as error:
+            # As for a send: the step is sound, and who waits has its own time-out.
+            self._reports.log(logging.ERROR, "can't tell those that heal that they heal in vain: %s", error)
+
+    def _take_for_others(self, plan: Plan) -> dict[str, Any]:
+        """The user's state for those that heal; on an island rank 0's result counts.
+
+        Raises: StateUnavailable: on this rank or, on an island, another one, a function of the user's raised.
+        """
+        if not self._config.rank0_synchronization_only:
+            return self._user.take()
+        state: dict[str, Any] = {}
+        error: StateUnavailable | None = None
+        try:
+            state = self._user.take()
+        except StateUnavailable as failure:
+            error = failure
+        # Who can't take part must not be waited for in a collective.
+        if not self._agree(plan, error is None, Purpose.TAKEN):
+            self._reports.raise_fatal()
+            raise error or StateUnavailable(
+                f"another rank of replica {self._coordinator.replica_id} could not take its state"
+            )
+        return whole(state, keep=not self._config.stands_by)  # type: ignore[no-any-return]
+
+    # --- taking -------------------------------------------------------------------------------------------------------
+
+    def _heal(self, plan: Plan) -> None:
+        """Stage, agree inside the group that all have staged, load; all or none."""
+        fetch = self._fetch  # which stays until `settle`: the loss of its source must reach it, and it may end late
+        assert fetch is not None or self._config.stands_by, "a plan that heals has no fetch"
+        error: Exception | None = None
+        state: Mapping[str, Any] = {}
+        in_vain = self._core.is_awaited
+        try:
+            if in_vain:
+                if fetch is not None:
+                    fetch.cancel()
+                raise HealingFailed(
+                    f"replica {plan.replica_id} does not wait for the state of step {plan.step}, because its source "
+                    "waits for a process group that could not be configured here; the next quorum tries again",
+                    sources=tuple(source.replica_id for source in plan.sources),
+                )
+            if fetch is not None:
+                state = self._check_staged(fetch.result())
+        except HealingFailed as failure:
+            error = failure
+        if fetch is not None:
+            self._healed_bytes += fetch.received_bytes
+        if not self._agree(plan, error is None, Purpose.STAGED):
+            error = error or self._other_rank_failed(plan, "fetch")
+        if error is None:
+            try:
+                state = self._place(plan, self._spread(plan, state))
+            except HealingFailed as failure:
+                error = failure
+        if error is None:
+            self._check.explain(plan, state)
+            self._core.load_began()
+            error = self._user.load(state["user"])
+        if error is None:
+            self._core.healed(state["tft"])
+            self.healed_in = self._core.name.attempt
+            source, by = plan.sources[0].replica_id, "through rank 0"
+            if fetch is not None:
+                by = f"{fetch.received_bytes} bytes in {fetch.seconds:.2f} s"
+            self._reports.log(logging.INFO, "healed from %s to step %d: %s", source, plan.step, by)
+            return
+        self._reports.heal_failed(error, by_source=not in_vain)
+        if not self._core.is_asynchronous:
+            # The others count on this group's gradients: end the reduction for them, rather than let them wait.
+            self._group.abort()
+
+    def _check_staged(self, state: Any) -> Mapping[str, Any]:
+        """Raises: HealingFailed: the fetched state does not fit what is registered here. Nothing was loaded."""
+        if not isinstance(state, Mapping) or not all(isinstance(state.get(key), Mapping) for key in ("user", "tft")):
+            raise HealingFailed("the fetched state is none of a Manager's; run the same release on every replica")
+        self._core.check_staged(state["tft"])
+        theirs, ours = set(state["user"]), self._user.keys
+        if theirs != ours:
+            raise HealingFailed(
+                f"the source has state registered under {sorted(theirs)} and this replica under {sorted(ours)}; "
+                "register the same keys on every replica"
+            )
+        return state
+
+    def _spread(self, plan: Plan, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A staged state; on an island that which rank 0 has staged, on every rank.
+
+        Raises: HealingFailed: on this rank or another one, it did not come, or does not fit what is registered there.
+        """
+        if not self._config.rank0_synchronization_only or self._config.world_size == 1:
+            return state
+        error: HealingFailed | None = None
+        try:
+            state = spread(
+                state,
+                plan,
+                config=self._config,
+                coordinator=self._coordinator,
+                transport=self._transport,
+                received_before=self._healed_bytes,
+                cancelled=lambda: self._shared.closing.is_set() or self._core.fatal is not None,
+            )
+            self._check_staged(state)
+        except HealingFailed as failure:
+            error = failure
+        if not self._agree(plan, error is None, Purpose.SPREAD):
+            self._reports.raise_fatal()
+            raise error or self._other_rank_failed(plan, "take over")
+        return state
+
+    def _place(self, plan: Plan, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A staged state with DTensors on this process's own meshes; nothing is loaded.
+
+        The meshes are those of the user's own state. The functions that give it may run collectives over the ranks of
+        this group, so all ranks call them, at the same time, or none does; and all have found their meshes before one
+        of them loads.
+
+        Raises: HealingFailed: on this rank or another one, the state does not fit.
+        """
+        whole_only = self._config.rank0_synchronization_only  # and then nothing in it says what is sharded here
+        if not whole_only and self._agree(plan, not has_shards(state["user"]), Purpose.WITHOUT_OWN):
+            return state
+        # A rank that was lost makes it a no as well, and there is nobody to run a collective with.
+        self._reports.raise_fatal()
+        error: HealingFailed | None = None
+        user: Any = None
+        try:
+            user = (cut_whole if whole_only else place_shards)(state["user"], self._user.take())
+        except HealingFailed as failure:
+            error = failure
+        except StateUnavailable as failure:
+            error = HealingFailed(f"the meshes for the fetched state can't be found: {failure}")
+            error.__cause__ = failure
+        if not self._agree(plan, error is None, Purpose.MATCHED):
+            raise error or self._other_rank_failed(plan, "find the meshes for")
+        return {**state, "user": user}
+
+    # --- the group ----------------------------------------------------------------------------------------------------
+
+    def _agree(self, plan: Plan, yes: bool, purpose: Purpose) -> bool:
+        """Whether all ranks of this group say yes."""
+        if self._config.world_size == 1:
+            return yes
+        try:
+            return self._coordinator.vote(plan.step, yes, self._config.heal_timeout, key=plan.key, purpose=purpose).yes
+        except DeadlinePassed:
+            self._reports.raise_fatal()  # why nobody answered, where that was told while we waited
+            raise
+
+    def _other_rank_failed(self, plan: Plan, what: str) -> HealingFailed:
+        return HealingFailed(
+            f"another rank of replica {self._coordinator.replica_id} could not {what} step {plan.step}; a group heals "
+            "whole, so the next quorum tries again",
+            sources=tuple(source.replica_id for source in plan.sources),
+        )

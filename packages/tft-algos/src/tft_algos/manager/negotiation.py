@@ -1,0 +1,198 @@
+"""From the question for a quorum to a process group that is built for it, on a thread of its own.
+
+The training thread goes on meanwhile. It waits here when it needs to know who takes part.
+
+Law of this file: one question at a time, its thread and its end. What a plan means for the step is decided by the core.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from typing import final
+
+from tft_algos.errors import LeftJob
+from tft_algos.manager.breaking import Breaker
+from tft_algos.manager.core import Arrival
+from tft_algos.manager.early import EarlyState
+from tft_algos.manager.exchange import StateExchange
+from tft_algos.manager.fingerprint import OwnFingerprint
+from tft_algos.manager.island import global_ranks
+from tft_algos.manager.leaving import Leaving
+from tft_algos.manager.parts import Group, ServerRestarted
+from tft_algos.manager.shared import Shared
+from tft_algos.manager.whereabouts import Whereabouts
+from tft_coord.core.types import LossNotice, Plan, QuorumKey, RankRequest, Refusal
+from tft_coord.errors import Refused
+
+
+@final
+class Negotiation:
+    """That of one rank.
+
+    Args:
+        shared: what all parts share.
+        group: the process group across replicas; built here and nowhere else.
+        breaker: knows for which quorum it is built.
+        early, exchange, leaving, where: told of the plan.
+        fingerprint: said whole to a manager server that has heard none.
+        broke: told of each loss in a quorum whose notice came before its plan.
+        others_go_on: whether a step without a quorum lets those that are in flight go on, see `StepCore.quorum_failed`.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        *,
+        group: Group,
+        breaker: Breaker,
+        early: EarlyState,
+        exchange: StateExchange,
+        leaving: Leaving,
+        where: Whereabouts,
+        fingerprint: OwnFingerprint,
+        broke: Callable[[LossNotice], None],
+        others_go_on: Callable[[], bool],
+    ) -> None:
+        self._config = shared.config
+        self._core = shared.core
+        self._coordinator = shared.coordinator
+        self._reports = shared.reports
+        self._clock = shared.clock
+        self._group = group
+        self._breaker = breaker
+        self._early = early
+        self._exchange = exchange
+        self._leaving = leaving
+        self._where = where
+        self._fingerprint = fingerprint
+        self._broke = broke
+        self._others_go_on = others_go_on
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tft-quorum")
+        self._last: Future[None] | None = None
+
+    # --- the training thread ------------------------------------------------------------------------------------------
+
+    def start(self, request: RankRequest, timeout: timedelta) -> None:
+        """Ask; the question before has ended."""
+        self._last = self._executor.submit(self._negotiate, request, timeout)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything was ever asked."""
+        return self._last is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is waited for: the plan is here and the group built, or there is none."""
+        return self._last is None or self._last.done()
+
+    def wait(self) -> None:
+        """Wait for the end. Raises: why there is no plan."""
+        if self._last is not None:
+            self._last.result()
+
+    def plan(self) -> Plan | None:
+        """The plan of this step, waited for; None if there is none. Never raises what the quorum raised."""
+        if not self.has_ended:
+            self.settle()
+        return self._core.plan
+
+    def settle(self) -> None:
+        """Wait for the end, however it is."""
+        with contextlib.suppress(Exception):  # recorded when it happened
+            self.wait()
+
+    def close(self, *, wait: bool) -> None:
+        """Nothing is asked any more."""
+        self._executor.shutdown(wait, cancel_futures=True)
+
+    # --- the quorum thread --------------------------------------------------------------------------------------------
+
+    def _negotiate(self, request: RankRequest, timeout: timedelta) -> None:
+        begun = self._clock.monotonic()
+        excused = True
+        try:
+            arrival = self._ask(request, timeout)
+            excused = arrival.configure or arrival.heal or self._exchange.has_just_healed
+            self._early.plan_arrived(arrival.plan)
+            self._leaving.plan_arrived(arrival.plan)
+            if arrival.heal:
+                self._exchange.start_fetch(arrival.plan)
+            for loss in self._core.losses:
+                self._broke(loss)  # the notice came before its quorum
+            if arrival.configure:
+                self._configure(arrival.plan)
+            self._reports.records.quorum(
+                self._core.name,
+                arrival.plan,
+                reconfigured=arrival.configure and self._core.configured == arrival.plan.key,
+                duration_s=self._clock.monotonic() - begun,
+            )
+        except Exception as error:
+            left: LeftJob | None = None
+            if isinstance(error, Refused) and error.code == Refusal.LEFT.value:
+                # Another rank of this group had no quorum to go on in, and has left with all of them.
+                self._leaving.told()
+                left = LeftJob(str(error))
+            self._reports.no_quorum(left or error, others_go_on=self._others_go_on())
+            if left is None:
+                raise
+            raise left from error
+        finally:
+            self._where.planned(excused=excused)
+
+    def _ask(self, request: RankRequest, timeout: timedelta) -> Arrival:
+        """Raises: what the coordinator raises; StaleQuorum: the answer names a quorum that is not held here."""
+        deadline = self._clock.monotonic() + timeout.total_seconds()
+        while True:
+            remaining = timedelta(seconds=max(deadline - self._clock.monotonic(), 0.001))
+            try:
+                answer = self._coordinator.quorum(request, remaining)
+            except ServerRestarted:
+                self._core.server_restarted()
+                request = replace(request, held=None, needs_configure=False, fingerprint=self._fingerprint.whole())
+                continue
+            self._fingerprint.was_said(request.fingerprint)
+            with self._reports.lock:
+                if not isinstance(answer, QuorumKey):
+                    return self._core.plan_arrived(answer)
+                return self._core.unchanged_arrived(answer)
+
+    def _configure(self, plan: Plan) -> None:
+        """Build the process group for a plan. A failure is an error of the step, not of the quorum."""
+        config = self._config
+        begun = self._clock.monotonic()
+        store = f"{plan.store_address}/tft/{config.job}/{plan.key}/{config.rank}"
+        try:
+            with self._breaker.configuring(plan.key):
+                broken = self._core.broken
+                if broken is not None:
+                    raise broken
+                self._group.configure(
+                    store,
+                    plan.replica_rank,
+                    plan.replica_world_size,
+                    replica_id=plan.replica_id,
+                    quorum_id=plan.key.quorum_id,
+                    group_rank=config.rank,
+                    group_world_size=config.world_size,
+                    global_ranks=global_ranks(plan.replica_world_size, config),
+                )
+        except Exception as error:
+            self._reports.configure_failed(plan.key, error)
+            return
+        self._core.group_configured()
+        self._reports.log(
+            logging.INFO,
+            "reconfigured: quorum %s, rank %d of %d, %d participants, %.0f ms",
+            plan.key,
+            plan.replica_rank,
+            plan.replica_world_size,
+            plan.num_participants,
+            1_000 * (self._clock.monotonic() - begun),
+        )

@@ -1,0 +1,95 @@
+"""What goes wrong in a step, told wherever it counts: to the core, to the records for machines and to the log.
+
+Law of this file: one event, told to all of them, from any thread. What it means is decided by the core.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import final
+
+from tft_algos.manager.attempt import Attempt, StepName
+from tft_algos.manager.core import StepCore
+from tft_algos.manager.records import Records
+from tft_coord.core.types import QuorumKey
+from tft_coord.errors import GroupLost
+
+logger = logging.getLogger("tft_algos.manager")
+
+
+@final
+class Reports:
+    """Those of one Manager.
+
+    Args:
+        core: is told first.
+        job_id, replica_id, rank: who tells.
+    Attributes:
+        lock: guards the core's errors and notices, of which any thread may tell.
+        records: for machines.
+    """
+
+    def __init__(self, core: StepCore, *, job_id: str, replica_id: str, rank: int) -> None:
+        self.lock = threading.Lock()
+        self.records = Records(job_id=job_id, replica_id=replica_id, rank=rank)
+        self._core = core
+        self._who = f"{replica_id}/{rank}".replace("%", "%%")
+
+    def log(self, level: int, message: str, *args: object) -> None:
+        """A line that says who tells it, and in which step."""
+        if logger.isEnabledFor(level):
+            logger.log(level, f"[{self._who} - step {self._core.step}] {message}", *args)
+
+    def error(self, error: Exception, name: StepName | None) -> None:
+        """Something of a step has failed, outside the Manager. `name`: None: of the one that is open."""
+        with self.lock:
+            counts = self._core.error_reported(error, name)
+            is_first = self._core.num_reports(name) == 1
+        self.records.error(name or self._core.name, error, counts=counts)
+        if counts:
+            # One loss fails hundreds of reductions, each with the same words; the records have them all.
+            level = logging.WARNING if is_first else logging.DEBUG
+            self.log(level, "this step will not commit: %s", error)
+        else:
+            self.log(logging.WARNING, "an error of %s came when that was over: %s", name or "a step", error)
+
+    def no_quorum(self, error: Exception, *, others_go_on: bool) -> None:
+        """The step has no quorum. `others_go_on`: see `StepCore.quorum_failed`."""
+        with self.lock:
+            self._core.quorum_failed(error, others_go_on=others_go_on)
+        self._tell(logging.WARNING, error, "no quorum: %s", error)
+
+    def configure_failed(self, key: QuorumKey, error: Exception) -> None:
+        """The process group could not be built for a quorum."""
+        with self.lock:
+            self._core.configure_failed(error)
+        self._tell(logging.WARNING, error, "could not configure quorum %s: %s", key, error)
+
+    def heal_failed(self, error: Exception, *, by_source: bool) -> None:
+        """This replica did not heal. `by_source`: see `StepCore.heal_failed`."""
+        with self.lock:
+            self._core.heal_failed(error, by_source=by_source)
+        self._tell(logging.WARNING, error, "%s", error)
+
+    def group_lost(self, error: GroupLost) -> None:
+        """This replica group can't go on."""
+        with self.lock:
+            self._core.group_lost(error)
+        self._tell(logging.ERROR, error, "%s", error)
+
+    def torn(self, error: BaseException) -> None:
+        """What was committed could not be applied: the state here is half written."""
+        self._core.optimizer_raised()
+        self.records.error(self._core.name, error, counts=False)
+        self.log(logging.WARNING, "the commit could not be applied here, so this replica heals: %r", error)
+
+    def raise_fatal(self, attempt: Attempt | None = None) -> None:
+        """Raise that with which this process can't go on, if there is such a thing. `attempt`: None: the open one."""
+        fatal = self._core.fatal if attempt is None else self._core.fatal_of(attempt)
+        if fatal is not None:
+            raise fatal
+
+    def _tell(self, level: int, error: Exception, message: str, *args: object) -> None:
+        self.records.error(self._core.name, error, counts=True)
+        self.log(level, message, *args)

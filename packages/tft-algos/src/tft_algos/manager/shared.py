@@ -1,0 +1,40 @@
+"""What the parts of one Manager share.
+
+Law of this file: one value, made once.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from tft_algos.manager.config import ResolvedConfig
+from tft_algos.manager.core import StepCore
+from tft_algos.manager.parts import Clock, Coordinator
+from tft_algos.manager.reports import Reports
+from tft_algos.manager.user_state import UserState
+from tft_ckpt import CheckpointTransport
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Args:
+    config: resolved.
+    core: what is known of the steps; who tells it of an error does so through `reports`.
+    coordinator: speaks for this rank.
+    transport: moves live state.
+    user: what the user has registered.
+    reports: where errors and lines of the log go.
+    clock: tells the time.
+    closing: set when the Manager ends.
+    """
+
+    config: ResolvedConfig
+    core: StepCore
+    coordinator: Coordinator
+    transport: CheckpointTransport[Any]
+    user: UserState
+    reports: Reports
+    clock: Clock
+    closing: threading.Event

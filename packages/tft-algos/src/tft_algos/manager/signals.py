@@ -1,0 +1,61 @@
+"""Signals that a process is sent, handled for as long as somebody wants it.
+
+Law of this file: handlers and those that were there before; what a signal means is the caller's.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from tft_algos.errors import SettingError, UsageError
+
+
+@final
+class SignalHandlers:
+    """Handlers of one owner, set and given back on the main thread, which alone may."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, tuple[Any, Any]] = {}  # ours, and the one before
+
+    def handle(self, signals: Sequence[int], act: Callable[[str], None]) -> None:
+        """Have `act` called in the main thread with the name of the signal; again replaces what was said of it before.
+
+        Args:
+            signals: by number; none: SIGTERM.
+            act: takes no lock that it could interrupt the holder of.
+        Raises: UsageError: this is not the main thread. SettingError: one of them is no signal that a process can
+            handle; nothing has changed then.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError("leave_on_signal was called outside the main thread; call it there, once")
+        for number in signals:
+            if not isinstance(number, int) or number not in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+                raise SettingError(f"{number!r} is no signal that can be handled; give some, such as signal.SIGTERM")
+
+        def handle(number: int, _frame: object) -> None:
+            act(signal_name(number))
+
+        for number in signals or (signal.SIGTERM,):
+            before = signal.signal(number, handle)
+            ours, first = self._handlers.get(number, (None, None))
+            self._handlers[number] = handle, first if before is ours else before
+
+    def give_back(self) -> None:
+        """Let those be called again that were before; elsewhere than on the main thread nothing can be done."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        while self._handlers:
+            number, (ours, before) = self._handlers.popitem()
+            if signal.getsignal(number) is ours:
+                signal.signal(number, before if before is not None else signal.SIG_DFL)
+
+
+def signal_name(number: int) -> str:
+    """Of any signal; those between SIGRTMIN and SIGRTMAX have none of their own."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

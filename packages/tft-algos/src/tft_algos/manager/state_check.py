@@ -1,0 +1,112 @@
+"""Whether all replicas hold the same state: compared now and then, and explained where one does not.
+
+Law of this file: one replica's part in the comparison. What a digest is, and how two states differ, is `divergence`'s;
+who has gone astray is decided by the lighthouse, which is told the digests with the lineage.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, final
+
+from tft_algos.errors import StateDiverged, StateUnavailable
+from tft_algos.manager.divergence import StateDigester, combine, describe, differences
+from tft_algos.manager.island import island_digests
+from tft_algos.manager.shared import Shared
+from tft_coord.core.types import Plan
+from tft_coord.errors import DeadlinePassed
+
+
+@final
+class StateCheck:
+    """That of one rank. Its methods are called on the training thread."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._digester = StateDigester()
+
+    def compare(self) -> None:
+        """Where it is due, make the user's state a part of the lineage that this group reports.
+
+        Raises: StateUnavailable: it is due, and the user says that the state is half written.
+        """
+        core, config, user = self._shared.core, self._shared.config, self._shared.user
+        if not core.check_is_due(config.check_state_every):
+            return
+        if not user.readable:
+            raise StateUnavailable(
+                f"the state of replica {self._shared.coordinator.replica_id} is to be compared at step {core.step}, "
+                "and was declared half written by disallow_state_dict_read; call allow_state_dict_read first"
+            )
+        own = ""  # what a rank gives that has no state to show: a group is compared whole
+        state: dict[str, Any] | None = None
+        name = f"check {core.step}, attempt {core.name.attempt + 1}"
+        digests: tuple[str, ...] = ("",)
+        try:
+            state = user.take_compared()  # on every rank, for it may be a collective of the group
+            if not core.torn and not config.rank0_synchronization_only:
+                own = self._digester.digest(state)
+        except StateUnavailable as error:
+            self._can_not_compare(error)
+        try:
+            if config.rank0_synchronization_only:
+                digests = island_digests(
+                    state,
+                    name,
+                    digest=self._digester.digest,
+                    is_torn=core.torn,
+                    config=config,
+                    coordinator=self._shared.coordinator,
+                )
+            elif config.world_size > 1:
+                digests = self._shared.coordinator.gather(name, own, config.timeout)
+            else:
+                digests = (own,)
+        except (DeadlinePassed, StateUnavailable) as error:
+            self._can_not_compare(error)
+        core.state_checked(combine(digests) if all(digests) else None)
+
+    def explain(self, plan: Plan, source: Mapping[str, Any]) -> None:
+        """Where this replica heals because its state is not that of the others: say what differs.
+
+        Args:
+            plan: that says to heal.
+            source: the fetched state.
+        Raises: StateDiverged: healing is not wanted, or the last one did not cure it.
+        """
+        core, config, user = self._shared.core, self._shared.config, self._shared.user
+        if not core.diverged_from(source["tft"]):
+            return
+        found: list[tuple[str, str]] = []
+        if plan.step == core.step:
+            try:
+                found = differences(user.take_compared(), user.compared(source["user"]))
+                told = describe(found)
+            except StateUnavailable as error:
+                told = str(error)
+        else:
+            told = f"the others are at step {plan.step} by now, so what differed can't be told any more"
+        replica_id, its_source = self._shared.coordinator.replica_id, plan.sources[0].replica_id
+        sentence = (
+            f"the state of replica {replica_id}, rank {config.rank}, at step {core.step} is not that of {its_source} "
+            f"({told})"
+        )
+        if config.on_divergence == "heal" and core.divergences < 2:
+            self._shared.reports.log(logging.ERROR, "%s; it heals", sentence)
+            return
+        advice = (
+            "healing did not cure it the last time; look at what its load_state_dict leaves out"
+            if core.divergences > 1
+            else "on_divergence is stop; start this replica again to have it heal"
+        )
+        raise StateDiverged(
+            f"{sentence}; {advice}",
+            replica_id=replica_id,
+            source=its_source,
+            step=core.step,
+            paths=tuple(path for path, _ in found),
+        )
+
+    def _can_not_compare(self, error: Exception) -> None:
+        self._shared.reports.log(logging.ERROR, "can't compare the state, so this replica heals: %s", error)

@@ -1,0 +1,95 @@
+"""What the user has registered: pieces of state, and the functions that give and apply them.
+
+Law of this file: the user's functions are called here, on the training thread, and what they raise is named here. When
+they are called, and what becomes of the state, is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, final
+
+from tft_algos.errors import HealingFailed, SettingError, StateUnavailable
+from tft_algos.manager.island import whole
+
+LoadState: TypeAlias = Callable[[Any], object]
+TakeState: TypeAlias = Callable[[], Any]
+
+
+@final
+class UserState:
+    """One process's pieces, by key.
+
+    Args:
+        is_island: the ranks of this group cut the state as they like, so that others can make use of it only whole.
+    Attributes:
+        readable: False: the user says that it is half written.
+    """
+
+    def __init__(self, *, is_island: bool) -> None:
+        self.readable = True
+        self._is_island = is_island
+        self._functions: dict[str, tuple[LoadState, TakeState]] = {}
+        self._not_compared: set[str] = set()
+
+    def register(self, key: str, load: LoadState, take: TakeState, *, compared: bool = True) -> None:
+        """See `Manager.register_state_dict_fn`."""
+        if not isinstance(key, str) or not key:
+            raise SettingError(f"state is registered under {key!r}; give a name, the same on every replica")
+        for name, function in (("load_state_dict", load), ("state_dict", take)):
+            if not callable(function):
+                raise SettingError(f"{name} of {key!r} is a {type(function).__name__}; give a function")
+        if key in self._functions:
+            raise SettingError(f"state is registered under {key!r} already; give another key")
+        self._functions[key] = (load, take)
+        if not compared:
+            self._not_compared.add(key)
+
+    @property
+    def keys(self) -> set[str]:
+        """Of all pieces."""
+        return set(self._functions)
+
+    def take(self) -> dict[str, Any]:
+        """The state, by key. Raises: StateUnavailable: a function of the user's raised."""
+        return self._taken(self._functions)
+
+    def take_compared(self) -> dict[str, Any]:
+        """What of it is the same on every replica. Raises: as `take`."""
+        return self._taken(self.compared(self._functions))
+
+    def take_whole(self) -> dict[str, Any]:
+        """The same as others can make use of it; on an island that is a collective of its ranks. Raises: as `take`."""
+        state = self.take()
+        return whole(state) if self._is_island else state
+
+    def compared(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What of a state, by key, is the same on every replica."""
+        return {key: value for key, value in state.items() if key not in self._not_compared}
+
+    def load(self, state: Mapping[str, Any]) -> HealingFailed | None:
+        """Apply a state that has all keys.
+
+        Returns: why not, the cause attached; then it is half written.
+        """
+        for key, (load, _) in self._functions.items():
+            try:
+                load(state[key])
+            except Exception as error:
+                failure = HealingFailed(
+                    f"load_state_dict of the state registered under {key!r} raised {error!r}; this replica's state is "
+                    "half written until it heals"
+                )
+                failure.__cause__ = error
+                return failure
+        return None
+
+    def _taken(self, keys: Mapping[str, Any]) -> dict[str, Any]:
+        taken = {}
+        for key in keys:
+            _, take = self._functions[key]
+            try:
+                taken[key] = take()
+            except Exception as error:
+                raise StateUnavailable(f"the state_dict registered under {key!r} raised {error!r}") from error
+        return taken
