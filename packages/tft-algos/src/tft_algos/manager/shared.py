@@ -19,15 +19,17 @@ from tft_ckpt import CheckpointTransport
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Args:
-    config: resolved.
-    core: what is known of the steps; who tells it of an error does so through `reports`.
-    coordinator: speaks for this rank.
-    transport: moves live state.
-    user: what the user has registered.
-    reports: where errors and lines of the log go.
-    clock: tells the time.
-    closing: set when the Manager ends.
+    """Those of one rank.
+
+    Args:
+        config: resolved.
+        core: what is known of the steps; who tells it of an error does so through `reports`.
+        coordinator: speaks for this rank.
+        transport: moves live state.
+        user: what the user has registered.
+        reports: where errors and lines of the log go.
+        clock: tells the time.
+        closing: set when the Manager ends.
     """
 
     config: ResolvedConfig
