@@ -18,7 +18,7 @@ from tft_algos.manager.group_store import GroupStore, is_loopback, join_address,
 from tft_algos.manager.parts import ServerRestarted
 from tft_algos.testing import plan_of
 from tft_coord.core.progress import Phase, Progress
-from tft_coord.core.types import Purpose, QuorumKey, RankRequest, Verdict
+from tft_coord.core.types import LeaveRequest, NewcomerAsks, Purpose, QuorumKey, RankRequest, Verdict
 from tft_coord.errors import Closed, DeadlinePassed, GroupLost, Unreachable
 
 SECOND = timedelta(seconds=1)
@@ -140,6 +140,19 @@ def test_whoever_follows_a_step_is_asked_at_once_and_by_every_client_to_come(mak
     said = Progress(3, Phase.OWN, 5)
     coordinator.follow(lambda: said)
     assert Client.made[0].beats == [said]
+
+
+def test_what_is_told_before_anybody_listens_is_heard_in_order(make: Any) -> None:
+    """A drain that waits for a rank is told right behind its hello, while the Manager around it is still made."""
+    coordinator = make()
+    told = Client.made[0].kwargs["listener"]
+    news = [LeaveRequest("it is drained", 0), NewcomerAsks("c"), NewcomerAsks("d")]
+    told(news[0])
+    told(news[1])
+    heard: list[Any] = []
+    coordinator.listen(heard.append)
+    told(news[2])
+    assert heard == news
 
 
 def test_the_connect_time_out_reaches_server_client_and_sources(make: Any) -> None:

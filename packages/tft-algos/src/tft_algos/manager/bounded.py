@@ -20,7 +20,7 @@ Report: TypeAlias = Callable[[Exception, StepName], None]
 
 @final
 class BoundedFutures:
-    """Those of one Manager.
+    """The bounded futures of one Manager.
 
     Args:
         clock: keeps the alarms.
@@ -38,9 +38,9 @@ class BoundedFutures:
         """A future with the same result, or with `default` where that fails or does not come in time.
 
         Args:
-            future: any.
+            future: any one.
             default: the result in place of an error.
-            limit_s: from now on.
+            limit_s: how long it is waited for, from now on.
             name: of the step to which an error of it belongs.
         """
         wrapped: torch.futures.Future[T] = torch.futures.Future()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, final
@@ -31,6 +32,7 @@ logger = logging.getLogger("tft_algos.manager")
 
 WATCH_INTERVAL_S: Final = 0.1
 NOTICED_WITHIN_S: Final = 1.0
+MAX_UNHEARD: Final = 256
 
 
 @final
@@ -49,7 +51,9 @@ class GroupCoordinator:
         self._replaces = ""
         self._lock = threading.Condition()  # notified when the client has changed
         self._closing = threading.Event()
-        self._listener: Callable[[News], None] = lambda _: None
+        self._listener: Callable[[News], None] | None = None
+        self._unheard: deque[News] = deque(maxlen=MAX_UNHEARD)  # that came before there was a listener
+        self._hearing = threading.Lock()
         self._progress: Callable[[], Progress | None] = lambda: None
         self._watch: threading.Thread | None = None
         self._store: GroupStore = open_group_store(config)
@@ -100,7 +104,11 @@ class GroupCoordinator:
             raise self._after_the_loss(client, error) from error
 
     def listen(self, listener: Callable[[News], None]) -> None:
-        self._listener = listener
+        with self._hearing:  # what comes meanwhile waits, and is heard after what came before
+            for news in self._unheard:
+                listener(news)
+            self._unheard.clear()
+            self._listener = listener
 
     def follow(self, progress: Callable[[], Progress]) -> None:
         self._progress = progress
@@ -146,7 +154,12 @@ class GroupCoordinator:
         return client
 
     def _told(self, news: News) -> None:
-        self._listener(news)
+        with self._hearing:
+            listener = self._listener
+            if listener is None:
+                self._unheard.append(news)
+                return
+        listener(news)
 
     def _gone(self) -> CoordinationError:
         if self._closing.is_set():

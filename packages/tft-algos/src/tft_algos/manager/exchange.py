@@ -29,7 +29,7 @@ from tft_coord.errors import DeadlinePassed
 
 @final
 class StateExchange:
-    """That of one rank.
+    """The exchange, as one rank takes part in it.
 
     Args:
         shared: what all parts share.
@@ -47,13 +47,14 @@ class StateExchange:
     ) -> None:
         self.done = False
         self.healed_in: int | None = None
-        self._shared = shared
         self._config = shared.config
         self._core = shared.core
         self._coordinator = shared.coordinator
         self._transport = shared.transport
-        self._user = shared.user
+        self._user = shared.user_state
         self._reports = shared.reports
+        self._clock = shared.clock
+        self._closing = shared.closing
         self._group = group
         self._early = early
         self._check = check
@@ -63,7 +64,7 @@ class StateExchange:
 
     @property
     def has_just_healed(self) -> bool:
-        """Whether it was in the attempt before the one that is open."""
+        """Whether this replica healed in the attempt before the one that was begun last."""
         return self.healed_in == self._core.name.attempt - 1
 
     # --- the fetch, in the background ---------------------------------------------------------------------------------
@@ -84,7 +85,7 @@ class StateExchange:
         fetch.start()
 
     def source_lost(self, notice: LossNotice) -> None:
-        """From any thread: a member of a quorum was lost, who may be a source."""
+        """From any thread: a quorum was broken by a member, which may be a source; one that lives still serves."""
         fetch = self._fetch
         if fetch is not None and fetch.plan.key == notice.key and not notice.lives:
             fetch.source_lost(notice.replica_id)
@@ -102,6 +103,10 @@ class StateExchange:
             self._fetch.cancel()
 
     # --- one step's exchange, on the training thread ------------------------------------------------------------------
+
+    def step_begins(self) -> None:
+        """A quorum is asked for: nothing was exchanged yet."""
+        self.done = False
 
     def perform(self) -> None:
         """Serve those that heal, or heal; once a step, when its plan is here."""
@@ -123,7 +128,7 @@ class StateExchange:
                 f"replicas {list(plan.recover_dst_replica_ranks)} heal from replica {self._coordinator.replica_id}, "
                 "whose state was declared half written by disallow_state_dict_read; call allow_state_dict_read first"
             )
-        begun = self._shared.clock.monotonic()
+        begun = self._clock.monotonic()
         try:
             state = {"user": self._take_for_others(plan), "tft": self._core.snapshot_state()}
         except StateUnavailable as error:
@@ -145,7 +150,7 @@ class StateExchange:
             "serving step %d to %s, snapshot taken in %.0f ms",
             plan.step,
             [plan.replica_ids[rank] for rank in plan.recover_dst_replica_ranks] or "nobody first",
-            1_000 * (self._shared.clock.monotonic() - begun),
+            1_000 * (self._clock.monotonic() - begun),
         )
 
     def _refuse(self, plan: Plan, sentence: str) -> None:
@@ -234,7 +239,7 @@ class StateExchange:
         if not isinstance(state, Mapping) or not all(isinstance(state.get(key), Mapping) for key in ("user", "tft")):
             raise HealingFailed("the fetched state is none of a Manager's; run the same release on every replica")
         self._core.check_staged(state["tft"])
-        theirs, ours = set(state["user"]), self._user.keys
+        theirs, ours = set(state["user"]), self._user.names
         if theirs != ours:
             raise HealingFailed(
                 f"the source has state registered under {sorted(theirs)} and this replica under {sorted(ours)}; "
@@ -258,7 +263,7 @@ class StateExchange:
                 coordinator=self._coordinator,
                 transport=self._transport,
                 received_before=self._healed_bytes,
-                cancelled=lambda: self._shared.closing.is_set() or self._core.fatal is not None,
+                cancelled=lambda: self._closing.is_set() or self._core.fatal is not None,
             )
             self._check_staged(state)
         except HealingFailed as failure:

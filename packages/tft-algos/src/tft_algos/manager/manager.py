@@ -6,7 +6,8 @@ has ended, gives or takes live state where a member heals, and says whether the 
 
 The user's state is touched by the training thread alone, inside `start_quorum` and `should_commit`.
 
-Law of this file: performing what `core` decides, one line a decision: threads, process group, transport, logs.
+Law of this file: the surface, and the order of a step as `core` decides it. How each part does its work stands in a
+file of its own.
 """
 
 from __future__ import annotations
@@ -143,7 +144,24 @@ class Manager:
         if load_state_dict is not None and state_dict is not None:
             self._user.register("default", load_state_dict, state_dict)
         self._clock: Clock = clock or SystemClock()
+        self._breaker = Breaker(pg, self._clock)
+        self._deferred: list[DeferredStep] = []  # that have not ended
+        self._strategy: str | None = None  # whose syncs the steps are
+        self._strategy_exchanges = False  # it calls exchange_state
+        self._said_too_few: int | None = None  # participants, when that was logged the last time
+        self._giver_up: threading.Thread | None = None  # leaves where no quorum comes before the deadline to leave
+        self._signals = SignalHandlers()
         self._closing = threading.Event()
+        self._synchronize: Callable[[], None] | None = (
+            torch.accelerator.synchronize if torch.accelerator.is_available() else None
+        )
+        self._where = Whereabouts(
+            self._core,
+            slowest_step_ms=self._config.timeouts.slowest_step_ms,
+            num_reductions=lambda: self._reducer.num_started,
+            reduces=lambda: self._reducer.reduces or any(step.started.runs for step in tuple(self._deferred)),
+            monotonic=self._clock.monotonic,
+        )
         if self._config.timeout_was_said:
             pg.set_timeout(self._config.timeout)
         self._transport = self._config.checkpoint_transport or _own_transport(self._config)
@@ -153,29 +171,21 @@ class Manager:
         except BaseException:
             self._transport.shutdown(wait=False)
             raise
+        # From here on a process of ours runs: nothing below waits, or asks anything that can fail.
         self._reports = Reports(
             self._core, job_id=self._config.job, replica_id=self._coordinator.replica_id, rank=self._config.rank
         )
         self.quorum_logger = self._reports.records.quorums
         self.commits_logger = self._reports.records.commits
         self.errors_logger = self._reports.records.errors
-        self._breaker = Breaker(pg, self._clock)
         self._futures = BoundedFutures(self._clock, self._reports.error)
         self._reducer = Reducer(pg, self._core, self._clock, self._reports.error, stands_by=self._config.stands_by)
-        self._deferred: list[DeferredStep] = []  # that have not ended
-        self._where = Whereabouts(
-            self._core,
-            slowest_step_ms=self._config.timeouts.slowest_step_ms,
-            num_reductions=lambda: self._reducer.num_started,
-            reduces=lambda: self._reducer.reduces or any(step.started.runs for step in tuple(self._deferred)),
-            monotonic=self._clock.monotonic,
-        )
         shared = Shared(
             config=self._config,
             core=self._core,
             coordinator=self._coordinator,
             transport=self._transport,
-            user=self._user,
+            user_state=self._user,
             reports=self._reports,
             clock=self._clock,
             closing=self._closing,
@@ -199,14 +209,6 @@ class Manager:
             fingerprint=self._fingerprint,
             broke=self._quorum_broke,
             others_go_on=lambda: self._strategy_exchanges,
-        )
-        self._strategy: str | None = None  # whose syncs the steps are
-        self._strategy_exchanges = False  # it calls exchange_state
-        self._said_too_few: int | None = None  # participants, when that was logged the last time
-        self._giver_up: threading.Thread | None = None  # leaves where no quorum comes before the deadline to leave
-        self._signals = SignalHandlers()
-        self._synchronize: Callable[[], None] | None = (
-            torch.accelerator.synchronize if torch.accelerator.is_available() else None
         )
         self._coordinator.listen(self._told)
         self._coordinator.follow(self._look)
@@ -336,7 +338,7 @@ class Manager:
             shrink_only=shrink_only,
             use_async_quorum=use_async_quorum,
         )
-        self._exchange.done = False
+        self._exchange.step_begins()
         unsaid = self._fingerprint.unsaid()
         if unsaid:
             request = replace(request, fingerprint=unsaid)
@@ -363,7 +365,7 @@ class Manager:
             return False
         readable = self._user.readable and not core.torn
         lineage = core.lineage if readable else None
-        return self._early.step_begins(core.name.attempt, core.step, lineage, len(self._user.keys))
+        return self._early.step_begins(core.name.attempt, core.step, lineage, len(self._user.names))
 
     def wait_quorum(self) -> None:
         """Wait until the plan is here and the process group is configured.
@@ -898,7 +900,7 @@ class Manager:
     @property
     def plan(self) -> Plan | None:
         """Of this step; waits for the quorum; None without one, and before the first."""
-        return self._negotiation.plan()
+        return self._plan() if self._negotiation.has_begun else None
 
     def num_participants(self) -> int:
         """Members whose gradients count in this step; waits for the quorum; 0 before the first."""
@@ -949,6 +951,8 @@ class Manager:
         Raises: UsageError: this is not the main thread, which alone may handle signals. SettingError: one of them is no
             signal that a process can handle, or the deadline is none; nothing has changed then.
         """
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError("leave_on_signal was called outside the main thread; call it there, once")
         self._deadline(deadline)
         self._signals.handle(signals, lambda name: self.leave(deadline, reason=f"it was sent {name}"))
 

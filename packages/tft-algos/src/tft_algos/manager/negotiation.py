@@ -32,7 +32,7 @@ from tft_coord.errors import Refused
 
 @final
 class Negotiation:
-    """That of one rank.
+    """The negotiation of one rank.
 
     Args:
         shared: what all parts share.
@@ -78,7 +78,7 @@ class Negotiation:
     # --- the training thread ------------------------------------------------------------------------------------------
 
     def start(self, request: RankRequest, timeout: timedelta) -> None:
-        """Ask; the question before has ended."""
+        """Ask; to be called when the question before has ended."""
         self._last = self._executor.submit(self._negotiate, request, timeout)
 
     @property
@@ -108,12 +108,13 @@ class Negotiation:
             self.wait()
 
     def close(self, *, wait: bool) -> None:
-        """Nothing is asked any more."""
+        """Nothing is asked any more. `wait`: until the thread has ended."""
         self._executor.shutdown(wait, cancel_futures=True)
 
     # --- the quorum thread --------------------------------------------------------------------------------------------
 
     def _negotiate(self, request: RankRequest, timeout: timedelta) -> None:
+        """From the request to a configured group."""
         begun = self._clock.monotonic()
         excused = True
         try:

@@ -68,7 +68,7 @@ class Coordinator(Protocol):
     """What a Manager asks of coordination. Its methods may be called from any thread.
 
     Attributes:
-        replica_id: full id of the replica group.
+        replica_id: full id of the replica group; it never changes.
     """
 
     @property

@@ -1,6 +1,6 @@
 """What goes wrong in a step, told wherever it counts: to the core, to the records for machines and to the log.
 
-Law of this file: one event, told to all of them, from any thread. What it means is decided by the core.
+Law of this file: telling, from any thread. What an error means for the step is decided by the core.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ logger = logging.getLogger("tft_algos.manager")
 
 @final
 class Reports:
-    """Those of one Manager.
+    """Where the errors of one Manager go, and its lines of the log.
 
     Args:
         core: is told first.
         job_id, replica_id, rank: who tells.
     Attributes:
-        lock: guards the core's errors and notices, of which any thread may tell.
+        lock: guards the core where any thread may tell it something.
         records: for machines.
     """
 
@@ -42,7 +42,7 @@ class Reports:
             logger.log(level, f"[{self._who} - step {self._core.step}] {message}", *args)
 
     def error(self, error: Exception, name: StepName | None) -> None:
-        """Something of a step has failed, outside the Manager. `name`: None: of the one that is open."""
+        """Something of a step has failed: a reduction, a future, or what the user says. `name`: None: the open one."""
         with self.lock:
             counts = self._core.error_reported(error, name)
             is_first = self._core.num_reports(name) == 1

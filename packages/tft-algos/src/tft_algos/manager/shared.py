@@ -19,15 +19,15 @@ from tft_ckpt import CheckpointTransport
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Those of one rank.
+    """The parts that others need, and the facts.
 
     Args:
         config: resolved.
-        core: what is known of the steps; who tells it of an error does so through `reports`.
+        core: what is known of the steps.
         coordinator: speaks for this rank.
         transport: moves live state.
-        user: what the user has registered.
-        reports: where errors and lines of the log go.
+        user_state: what the user has registered.
+        reports: where errors and lines of the log go; it tells the core of errors.
         clock: tells the time.
         closing: set when the Manager ends.
     """
@@ -36,7 +36,7 @@ class Shared:
     core: StepCore
     coordinator: Coordinator
     transport: CheckpointTransport[Any]
-    user: UserState
+    user_state: UserState
     reports: Reports
     clock: Clock
     closing: threading.Event

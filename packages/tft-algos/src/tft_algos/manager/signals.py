@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from tft_algos.errors import SettingError, UsageError
+from tft_algos.errors import SettingError
 
 
 @final
@@ -21,16 +21,13 @@ class SignalHandlers:
         self._handlers: dict[int, tuple[Any, Any]] = {}  # ours, and the one before
 
     def handle(self, signals: Sequence[int], act: Callable[[str], None]) -> None:
-        """Have `act` called in the main thread with the name of the signal; again replaces what was said of it before.
+        """Have `act` called with the name of the signal; a second call for the same signal replaces the first.
 
         Args:
             signals: by number; none: SIGTERM.
-            act: takes no lock that it could interrupt the holder of.
-        Raises: UsageError: this is not the main thread. SettingError: one of them is no signal that a process can
-            handle; nothing has changed then.
+            act: runs in the midst of whatever the main thread does, so it must not wait for a lock.
+        Raises: SettingError: one of them is no signal that a process can handle; nothing has changed then.
         """
-        if threading.current_thread() is not threading.main_thread():
-            raise UsageError("leave_on_signal was called outside the main thread; call it there, once")
         for number in signals:
             if not isinstance(number, int) or number not in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
                 raise SettingError(f"{number!r} is no signal that can be handled; give some, such as signal.SIGTERM")
@@ -44,7 +41,7 @@ class SignalHandlers:
             self._handlers[number] = handle, first if before is ours else before
 
     def give_back(self) -> None:
-        """Let those be called again that were before; elsewhere than on the main thread nothing can be done."""
+        """Put back the handlers that were there before; on another thread than the main one this does nothing."""
         if threading.current_thread() is not threading.main_thread():
             return
         while self._handlers:

@@ -20,7 +20,7 @@ from tft_coord.errors import DeadlinePassed
 
 @final
 class StateCheck:
-    """That of one rank. Its methods are called on the training thread."""
+    """The comparison, as one rank takes part in it. Its methods are called on the training thread."""
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
@@ -31,7 +31,7 @@ class StateCheck:
 
         Raises: StateUnavailable: it is due, and the user says that the state is half written.
         """
-        core, config, user = self._shared.core, self._shared.config, self._shared.user
+        core, config, user = self._shared.core, self._shared.config, self._shared.user_state
         if not core.check_is_due(config.check_state_every):
             return
         if not user.readable:
@@ -48,7 +48,7 @@ class StateCheck:
             if not core.torn and not config.rank0_synchronization_only:
                 own = self._digester.digest(state)
         except StateUnavailable as error:
-            self._can_not_compare(error)
+            self._cannot_compare(error)
         try:
             if config.rank0_synchronization_only:
                 digests = island_digests(
@@ -64,32 +64,32 @@ class StateCheck:
             else:
                 digests = (own,)
         except (DeadlinePassed, StateUnavailable) as error:
-            self._can_not_compare(error)
+            self._cannot_compare(error)
         core.state_checked(combine(digests) if all(digests) else None)
 
-    def explain(self, plan: Plan, source: Mapping[str, Any]) -> None:
+    def explain(self, plan: Plan, fetched: Mapping[str, Any]) -> None:
         """Where this replica heals because its state is not that of the others: say what differs.
 
         Args:
             plan: that says to heal.
-            source: the fetched state.
+            fetched: the source's state.
         Raises: StateDiverged: healing is not wanted, or the last one did not cure it.
         """
-        core, config, user = self._shared.core, self._shared.config, self._shared.user
-        if not core.diverged_from(source["tft"]):
+        core, config, user = self._shared.core, self._shared.config, self._shared.user_state
+        if not core.diverged_from(fetched["tft"]):
             return
         found: list[tuple[str, str]] = []
         if plan.step == core.step:
             try:
-                found = differences(user.take_compared(), user.compared(source["user"]))
+                found = differences(user.take_compared(), user.compared(fetched["user"]))
                 told = describe(found)
             except StateUnavailable as error:
                 told = str(error)
         else:
             told = f"the others are at step {plan.step} by now, so what differed can't be told any more"
-        replica_id, its_source = self._shared.coordinator.replica_id, plan.sources[0].replica_id
+        replica_id, source = self._shared.coordinator.replica_id, plan.sources[0].replica_id
         sentence = (
-            f"the state of replica {replica_id}, rank {config.rank}, at step {core.step} is not that of {its_source} "
+            f"the state of replica {replica_id}, rank {config.rank}, at step {core.step} is not that of {source} "
             f"({told})"
         )
         if config.on_divergence == "heal" and core.divergences < 2:
@@ -103,10 +103,10 @@ class StateCheck:
         raise StateDiverged(
             f"{sentence}; {advice}",
             replica_id=replica_id,
-            source=its_source,
+            source=source,
             step=core.step,
             paths=tuple(path for path, _ in found),
         )
 
-    def _can_not_compare(self, error: Exception) -> None:
+    def _cannot_compare(self, error: Exception) -> None:
         self._shared.reports.log(logging.ERROR, "can't compare the state, so this replica heals: %s", error)

@@ -6,7 +6,7 @@ they are called, and what becomes of the state, is decided elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, final
 
 from tft_algos.errors import HealingFailed, SettingError, StateUnavailable
@@ -46,8 +46,8 @@ class UserState:
             self._not_compared.add(key)
 
     @property
-    def keys(self) -> set[str]:
-        """Of all pieces."""
+    def names(self) -> set[str]:
+        """The keys of all pieces."""
         return set(self._functions)
 
     def take(self) -> dict[str, Any]:
@@ -56,10 +56,10 @@ class UserState:
 
     def take_compared(self) -> dict[str, Any]:
         """What of it is the same on every replica. Raises: as `take`."""
-        return self._taken(self.compared(self._functions))
+        return self._taken([key for key in self._functions if key not in self._not_compared])
 
     def take_whole(self) -> dict[str, Any]:
-        """The same as others can make use of it; on an island that is a collective of its ranks. Raises: as `take`."""
+        """The state as others can make use of it; on an island that is a collective of its ranks. Raises: as `take`."""
         state = self.take()
         return whole(state) if self._is_island else state
 
@@ -84,7 +84,7 @@ class UserState:
                 return failure
         return None
 
-    def _taken(self, keys: Mapping[str, Any]) -> dict[str, Any]:
+    def _taken(self, keys: Iterable[str]) -> dict[str, Any]:
         taken = {}
         for key in keys:
             _, take = self._functions[key]
