@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
 from tft_coord.core import effects, events
 from tft_coord.core.lighthouse import LighthouseConfig
 from tft_coord.core.torchft_rule import TorchftCore
 from tft_coord.core.types import Member, Quorum
+from tft_coord.testing.foreign_process import TorchftLike
 from tft_coord.timeouts import Timeouts
 
 
@@ -113,6 +119,74 @@ def test_shrink_only_means_the_last_quorums_members() -> None:
     table.beat("a", "b")
     table.ask("b")
     assert ids(table.ask("a", shrink_only=True)) == ("a",)
+
+
+def test_a_newcomer_counts_where_it_may_not_be_a_member() -> None:
+    """As in torchft's own test of shrink_only: the healthy have all asked, so nobody is waited for."""
+    table = Table()
+    table.beat("a", "b")
+    table.ask("a")
+    assert ids(table.ask("b")) == ("a", "b")
+    table.now_ms = 6_000  # b is silent
+    table.beat("a")
+    assert table.ask("c", shrink_only=True) == []
+    assert ids(table.ask("a", shrink_only=True)) == ("a",)
+
+
+def test_who_was_left_out_has_not_waited() -> None:
+    table = Table()
+    table.beat("a", "b", "d")
+    table.ask("d")
+    table.ask("a")
+    table.now_ms = 1_000
+    table.beat("a", "b", "d")
+    assert ids(table.tick()) == ("a", "d")
+    assert table.ask("b", shrink_only=True) == []
+    table.now_ms = 1_900
+    assert ids([*table.ask("a", shrink_only=True), *table.ask("d", shrink_only=True)]) == ("a", "d")
+    table.now_ms = 2_100  # b has waited since 1.0 s, and for the quorum after that of 1.9 s only since then
+    table.beat("a", "d")
+    assert table.ask("a") == []
+    assert table.tick() == []
+    assert table.core.waiting_for == "healthy replicas have not asked, and join_timeout has not passed"
+
+
+NAMES = st.sampled_from("abcd")
+HAPPENINGS = st.one_of(
+    st.tuples(st.just("beat"), NAMES),
+    st.tuples(st.just("ask"), NAMES, st.booleans(), st.sampled_from([0, 0, 1])),
+    st.tuples(st.just("pass"), st.sampled_from([100, 400, 1_000, 3_000])),
+)
+
+
+@given(st.integers(1, 3), st.lists(HAPPENINGS, max_size=40))
+def test_the_rule_is_torchfts(min_replicas: int, happenings: list[tuple[Any, ...]]) -> None:
+    """Beside a plain telling of it, until that one forms a quorum of nobody."""
+    table = Table(min_replicas=min_replicas)
+    timeouts = Timeouts(join_timeout_ms=1_000)
+    plain = TorchftLike(min_replicas, timeouts)
+    asking: set[str] = set()
+    for happening in happenings:
+        orders: list[effects.UnaryEffect] = []
+        match happening:
+            case ("beat", name):
+                table.beat(name)
+                plain.beat(name, table.now_ms)
+            case ("ask", name, shrink_only, failures):
+                asking.add(name)
+                orders = table.ask(name, shrink_only=shrink_only, commit_failures=failures)
+                plain.ask(Member(name, shrink_only=shrink_only, commit_failures=failures), table.now_ms)
+            case ("pass", time_ms):
+                table.now_ms += time_ms
+        found = quorum(orders) or quorum(table.tick())
+        expected = plain.tick(table.now_ms, 0, callers=asking)
+        if plain._previous == ():
+            return
+        assert (found is None) is (expected is None)
+        if found is not None and expected is not None:
+            assert found.replica_ids == expected.replica_ids
+            assert found.key.quorum_id - 1_000_000 == expected.key.quorum_id
+            asking -= set(found.replica_ids)
 
 
 def test_shrink_only_without_a_last_quorum_means_nothing() -> None:

@@ -4,7 +4,7 @@ Its managers beat ten times a second with unary calls and ask with a unary call 
 lineage and no pushed loss; a member is alive while its beats are younger than heartbeat_timeout.
 
 Law of this file: torchft's rules to the letter (wire.md section 12), where they do no harm: a caller that went away is
-no member, and the dead are forgotten.
+no member, the dead are forgotten, and no quorum is empty.
 """
 
 from __future__ import annotations
@@ -98,20 +98,24 @@ class TorchftCore:
         return min(slow, sum(1 for replica_id in self.previous.replica_ids if replica_id not in waiting))
 
     def _decide(self, waiting: dict[str, _Waiting], healthy: set[str], now_ms: int) -> tuple[Member, ...] | None:
-        previous_ids = set(self.previous.replica_ids) if self.previous is not None else set()
-        if previous_ids and any(entry.member.shrink_only for entry in waiting.values()):
-            waiting = {name: entry for name, entry in waiting.items() if name in previous_ids}
-        members = tuple(waiting[name].member for name in sorted(waiting))
-        if not members:
+        if not waiting:
             self.waiting_for = "nobody has asked"
             return None
+        previous_ids = set(self.previous.replica_ids) if self.previous is not None else set()
+        # Who may not be a member counts all the same: whether it is time is torchft's question to all that have asked.
+        shrinks = previous_ids and any(entry.member.shrink_only for entry in waiting.values())
+        names = sorted(previous_ids & set(waiting) if shrinks else waiting)
+        if not names:
+            self.waiting_for = "none of the last quorum has asked, and one that has asked wants no newcomers"
+            return None
+        members = tuple(waiting[name].member for name in names)
         if previous_ids and previous_ids <= set(waiting):
             return members
-        if len(members) < self._config.min_replicas:
-            self.waiting_for = f"{len(members)} of min_replicas {self._config.min_replicas} have asked"
+        if len(waiting) < self._config.min_replicas:
+            self.waiting_for = f"{len(waiting)} of min_replicas {self._config.min_replicas} have asked"
             return None
-        if 2 * len(members) <= len(healthy):
-            self.waiting_for = f"{len(members)} of {len(healthy)} healthy replicas have asked"
+        if 2 * len(waiting) <= len(healthy):
+            self.waiting_for = f"{len(waiting)} of {len(healthy)} healthy replicas have asked"
             return None
         waited_ms = now_ms - min(entry.asked_ms for entry in waiting.values())
         if healthy - set(waiting) and waited_ms < self._config.timeouts.join_timeout_ms:
@@ -134,9 +138,16 @@ class TorchftCore:
             quorum = Quorum(previous.key, members, wall_ms)
         self.previous = quorum
         self._formed_ms = now_ms
-        answered = [call for call, entry in self._waiting.items() if entry.member.replica_id in names]
-        out += [effects.AnswerUnaryQuorum(call, quorum) for call in answered]
-        for call in answered:
-            del self._waiting[call]
+        out += [
+            effects.AnswerUnaryQuorum(call, quorum)
+            for call, entry in self._waiting.items()
+            if entry.member.replica_id in names
+        ]
+        # Who was left out asks anew at this moment: it is not it that the next quorum has waited for.
+        self._waiting = {
+            call: _Waiting(entry.member, now_ms)
+            for call, entry in self._waiting.items()
+            if entry.member.replica_id not in names
+        }
         self.waiting_for = "nobody has asked"
         return out

@@ -8,6 +8,7 @@ Law of this file: torchft's rule (wire.md section 12) with its faults, and what 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -56,7 +57,7 @@ class TorchftLike:
         self._timeouts = timeouts
         self._beats: dict[str, int] = {}
         self._participants: dict[str, tuple[Member, int]] = {}
-        self._previous: tuple[str, ...] = ()
+        self._previous: tuple[str, ...] | None = None
         self._last_id = 0
 
     def beat(self, replica_id: str, now_ms: int) -> None:
@@ -68,26 +69,33 @@ class TorchftLike:
         self._beats[member.replica_id] = now_ms
         self._participants[member.replica_id] = (member, now_ms)
 
-    def tick(self, now_ms: int, wall_ms: int) -> Quorum | None:
-        """A quorum if it is time for one; it goes to all that are in it."""
+    def tick(self, now_ms: int, wall_ms: int, *, callers: Collection[str]) -> Quorum | None:
+        """A quorum if it is time for one; it goes to all that are in it. An empty one counts, and reaches nobody.
+
+        Args:
+            callers: whose calls are still there: they ask anew when they are not in it.
+        """
         healthy = {name for name, at in self._beats.items() if now_ms - at < self._timeouts.heartbeat_timeout_ms}
         waiting = {name: each for name, each in self._participants.items() if name in healthy}
-        if self._previous and any(member.shrink_only for member, _ in waiting.values()):
-            waiting = {name: each for name, each in waiting.items() if name in self._previous}
-        if not waiting or not self._is_time(waiting, healthy, now_ms):
+        if not self._is_time(waiting, healthy, now_ms):
             return None
-        members = tuple(waiting[name][0] for name in sorted(waiting))
+        shrinks = any(member.shrink_only for member, _ in waiting.values())
+        kept = waiting if self._previous is None or not shrinks else set(self._previous) & set(waiting)
+        members = tuple(waiting[name][0] for name in sorted(kept))
         ids = tuple(member.replica_id for member in members)
         if ids != self._previous or any(member.commit_failures > 0 for member in members):
             self._last_id += 1
         self._previous = ids
-        for name in ids:
-            del self._participants[name]
+        self._participants = {
+            name: (member, now_ms)
+            for name, (member, _) in self._participants.items()
+            if name not in ids and name in callers
+        }
         self.waiting_for = "nobody has asked"
-        return Quorum(QuorumKey(self._last_id, 0), members, wall_ms)
+        return Quorum(QuorumKey(self._last_id, 0), members, wall_ms) if members else None
 
     def _is_time(self, waiting: dict[str, tuple[Member, int]], healthy: set[str], now_ms: int) -> bool:
-        if self._previous and set(self._previous) <= set(waiting):
+        if self._previous is not None and set(self._previous) <= set(waiting):
             return True
         if len(waiting) < self._min_replicas or 2 * len(waiting) <= len(healthy):
             self.waiting_for = f"{len(waiting)} of {len(healthy)} have asked"
@@ -149,7 +157,7 @@ class ForeignLighthouseProcess(Process):
                     del self._callers[name]
 
     def _look(self) -> None:
-        quorum = self._core.tick(self.clock.now_ms, self._cluster.wall_ms)
+        quorum = self._core.tick(self.clock.now_ms, self._cluster.wall_ms, callers=self._callers)
         if quorum is None:
             return
         self._cluster.trace("lighthouse", quorum)
