@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tft_coord.core import effects, events
 from tft_coord.core.kinds import Effects, Kinds
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
@@ -32,8 +34,8 @@ class Table:
             out += self.kinds.tick(self.now_ms, self.now_ms)
         return out
 
-    def hello(self, name: str, held: QuorumKey | None = None, job: str = "default") -> Effects:
-        hello = Hello(job=job, replica_id=name, session=1, address=f"{name}:1", held=held)
+    def hello(self, name: str, held: QuorumKey | None = None, job: str = "default", session: int = 1) -> Effects:
+        hello = Hello(job=job, replica_id=name, session=session, address=f"{name}:1", held=held)
         return self.kinds.handle(events.HelloReceived(ord(name), hello), self.now_ms, self.now_ms)
 
     def beat(self, name: str) -> Effects:
@@ -80,6 +82,38 @@ def test_ours_is_refused_by_name_while_one_of_theirs_beats() -> None:
     assert refused(table.hello("b", job="another")) == []
     table.pass_ms(TIMES.heartbeat_timeout_ms)
     assert refused(table.hello("c")) == []
+
+
+def train(table: Table, name: str) -> QuorumKey:
+    """One of ours has a quorum; returns its key."""
+    table.hello(name)
+    asked = events.QuorumRequested(ord(name), 1, Member(name), None)
+    orders = table.kinds.handle(asked, table.now_ms, table.now_ms)
+    orders += table.pass_ms(1_000)
+    return next(order.quorum.key for order in orders if isinstance(order, effects.QuorumFormed))
+
+
+@pytest.mark.parametrize("away_ms", [400, 10_000])
+def test_a_stranger_that_beats_on_does_not_take_a_job_whose_streams_broke(away_ms: int) -> None:
+    """One of theirs that was refused tells its trainer nothing and goes on beating."""
+    table = Table()
+    held = train(table, "a")
+    assert table.beat("t") == []
+    table.kinds.handle(events.StreamClosed(ord("a")), table.now_ms, table.now_ms)
+    for _ in range(0, away_ms, 100):
+        table.pass_ms(100)
+        table.beat("t")
+    assert refused(table.hello("a", held=held, session=2)) == []
+    assert refused(table.ask("t")) == [("call", "t")]
+
+
+def test_a_job_that_has_passed_to_theirs_stays_theirs() -> None:
+    table = Table()
+    held = train(table, "a")
+    table.kinds.handle(events.StreamClosed(ord("a")), table.now_ms, table.now_ms)
+    table.pass_ms(TIMES.heartbeat_timeout_ms)
+    assert formed(table.ask("t")) == [("t",)]
+    assert refused(table.hello("a", held=held, session=2)) == [("session", "a")]
 
 
 def test_one_that_has_fallen_silent_is_told() -> None:

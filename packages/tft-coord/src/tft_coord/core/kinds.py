@@ -5,7 +5,8 @@ each taking itself for the whole job. torchft knows no job ids, so its members a
 While a member of one kind is healthy there, the other kind is refused by name.
 
 A lighthouse that has just started does not know who was there before. So in its first heartbeat_timeout whoever has
-trained stands over those who have not.
+trained stands over those who have not; and so do, at any time, ours of a job that has trained here, when all of them
+come back from behind a broken network.
 
 Law of this file: which of the two cores may hear of an event; every other decision is theirs.
 """
@@ -49,7 +50,8 @@ class Kinds:
             other = self._theirs.living(now_ms)
             name = event.hello.replica_id
             trains = event.hello.held is not None and not self._theirs.has_trained
-            if other is not None and (not trains or now_ms >= self._undecided_until_ms):
+            is_known = now_ms < self._undecided_until_ms or self._ours.has_trained(self._job)
+            if other is not None and not (trains and is_known):
                 message = self._message(f"replica {name} of ours", f"{other} of torchft's")
                 return [effects.RefuseSession(event.stream, Refusal.OTHER_KIND, message)]
             # Who is left of them has asked and then fallen silent, or has not trained.
@@ -60,7 +62,7 @@ class Kinds:
         """Take one of torchft's calls; returns what to do about it, in order."""
         out: Effects = []
         if not isinstance(event, events.UnaryRequestWithdrawn):
-            other = self._ours.living(self._job)
+            other = self._ours.living(self._job, now_ms)
             if other is not None:
                 if not isinstance(event, events.UnaryQuorumRequested):
                     return []  # it is told when it asks; its beats would count as those of a member to wait for

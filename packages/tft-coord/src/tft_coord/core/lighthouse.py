@@ -107,10 +107,18 @@ class LighthouseCore:
         """The newest quorum of that job."""
         return self._jobs[job].previous if job in self._jobs else None
 
-    def living(self, job: str) -> str | None:
-        """One of that job's replicas that is healthy, or None."""
+    def living(self, job: str, now_ms: int) -> str | None:
+        """One of that job's replicas that is healthy, or None.
+
+        One whose stream has just broken counts as long as a sign of life does: it may be dialling.
+        """
+        timeout_ms = self._config.timeouts.heartbeat_timeout_ms
         replicas = self._jobs[job].liveness.replicas.values() if job in self._jobs else ()
-        return next((replica.replica_id for replica in replicas if replica.healthy), None)
+        for replica in replicas:
+            may_come_back = not replica.dead and replica.left is None and now_ms - replica.last_sign_ms < timeout_ms
+            if replica.healthy or may_come_back:
+                return replica.replica_id
+        return None
 
     def has_trained(self, job: str) -> bool:
         """Whether that job has a quorum, or one of its replicas holds an earlier one."""
