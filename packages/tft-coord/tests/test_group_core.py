@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tft_coord.core import effects, events
+from tft_coord.core.commit import MAX_ROUNDS
 from tft_coord.core.effects import GroupEffect
 from tft_coord.core.group import MAX_NOTICES_KEPT, GroupCore
 from tft_coord.core.types import LossNotice, Member, Purpose, Quorum, QuorumKey, RankRequest, Refusal, Verdict
@@ -45,6 +46,24 @@ def other(name: str, step: int = 3, **changes: object) -> Member:
 
 def quorum(*members: Member) -> Quorum:
     return Quorum(KEY, members)
+
+
+def test_one_rank_can_not_open_votes_without_end() -> None:
+    """A no is decided at once, and kept for the other ranks until all have asked for the next quorum."""
+    core = group()
+
+    def voted(call: int, step: int) -> GroupEffect:
+        (order,) = core.handle(events.RankVoted(0, call, KEY, step, Purpose.COMMIT, False, 60_000), 0)
+        return order
+
+    for step in range(MAX_ROUNDS):
+        assert isinstance(voted(step, step), effects.AnswerVote)
+    refused = voted(998, MAX_ROUNDS)
+    assert isinstance(refused, effects.FailRank)
+    assert "has 64 votes that are not over, so rank 0 can't vote on step 64" in refused.message
+    assert isinstance(voted(999, 5), effects.AnswerVote)  # of a round that is kept
+    both(core, request(), request())
+    assert isinstance(voted(1_000, MAX_ROUNDS), effects.AnswerVote)
 
 
 class TestMerge:

@@ -57,11 +57,11 @@ class LocalLink:
             number = next(self._numbers)
             deadline = time.monotonic() + timeout_s + LATE_ANSWER_S
             try:
-                self._connection.sendall(_call(rank_codec.RankCall(number, int(timeout_s * 1000), asked)))
+                self._send(rank_codec.RankCall(number, int(timeout_s * 1000), asked), deadline)
                 answer = self._answer_to(number, deadline)
             except TimeoutError:
                 with suppress(OSError):
-                    self._connection.sendall(_call(rank_codec.RankWithdraw(number)))
+                    self._send(rank_codec.RankWithdraw(number), time.monotonic() + LATE_ANSWER_S)
                 raise DeadlinePassed(f"{what}: no answer from the manager server in {timeout_s:g} s") from None
             except OSError as error:
                 if self._closed:
@@ -81,6 +81,16 @@ class LocalLink:
         with self._lock:
             self._connection.close()
 
+    def _send(self, message: rank_codec.FromRank, deadline: float) -> None:
+        """Raises: TimeoutError: nobody reads; the link has ended then."""
+        self._connection.settimeout(max(deadline - time.monotonic(), 0.001))
+        try:
+            self._connection.sendall(framed(rank_codec.encode_from_rank(message)))
+        except TimeoutError:
+            # A part of it may be under way, and nothing behind a part can be understood.
+            self._connection.shutdown(socket.SHUT_RDWR)
+            raise
+
     def _answer_to(self, number: int, deadline: float) -> Plan | QuorumKey | Verdict | rank_codec.Failure:
         while True:
             while self._arrived:
@@ -95,7 +105,3 @@ class LocalLink:
                 self._arrived += self._frames.feed(data)
             except ProtocolError as error:
                 raise ConnectionResetError(str(error)) from error
-
-
-def _call(message: rank_codec.FromRank) -> bytes:
-    return framed(rank_codec.encode_from_rank(message))

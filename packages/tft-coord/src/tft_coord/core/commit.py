@@ -78,6 +78,11 @@ class Votes:
                 self._seal(name, current, yes=True)
         return self._release(current)
 
+    def has_room(self, name: RoundName) -> bool:
+        """Whether a vote of that name can be kept: rounds end when every rank has asked for its next quorum, and before
+        that a caller could open any number of them."""
+        return name in self._rounds or len(self._rounds) < MAX_ROUNDS
+
     def _seal(self, name: RoundName, current: _Round, *, yes: bool) -> None:
         # A healing's rounds are no end of a step; and who names no quorum has not heard of leaving.
         leaves = self._wished and name.purpose is Purpose.COMMIT and name.key is not None

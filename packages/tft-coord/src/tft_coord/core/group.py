@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from tft_coord.core import effects, events
 from tft_coord.core.assignment import assign, plan_for
-from tft_coord.core.commit import RoundName, Votes
+from tft_coord.core.commit import MAX_ROUNDS, RoundName, Votes
 from tft_coord.core.fingerprint import Fingerprint, differences_of_ranks, merged, said
 from tft_coord.core.progress import GroupProgress, Progress
 from tft_coord.core.types import (
@@ -518,5 +518,11 @@ class GroupCore:
             message = f"rank {event.rank} votes in replica {self._replica_id}, which has world size {self._world_size}"
             return [effects.FailRank(event.call, event.rank, "malformed", f"{message}; check RANK and WORLD_SIZE")]
         name = RoundName(event.key, event.step, event.purpose)
+        if not self._votes.has_room(name):
+            message = (
+                f"replica {self._replica_id} has {MAX_ROUNDS} votes that are not over, so rank {event.rank} can't vote "
+                f"on step {event.step}; ask for a quorum with every rank between two votes"
+            )
+            return [effects.FailRank(event.call, event.rank, "malformed", message)]
         answers = self._votes.cast(name, event.rank, event.call, event.yes, event.deadline_ms, leaving=event.leaving)
         return [effects.AnswerVote(call, rank, verdict) for call, rank, verdict in answers]
