@@ -102,6 +102,20 @@ def test_a_second_lighthouse_of_the_cluster_takes_over_at_once(new_lighthouse: N
     assert NEW_QUORUM.findall(stranger.said) == []
 
 
+def test_one_that_was_started_first_stands_in_when_the_newer_one_is_gone(
+    new_lighthouse: NewLighthouse, spawn: Spawn
+) -> None:
+    """It sends the job to the newer one, until it is plain that nobody is there."""
+    older, newer = (new_lighthouse(name, cluster_id="ours") for name in ("older", "newer"))
+    job = Job(spawn, cast(LighthouseServer, Addresses(newer, older)))
+    trainers = [job.start(name) for name in ("a", "b")]
+    job.until(together(*trainers), "both commit together")
+    newer.kill()
+    go_on(job, *trainers)
+    job.finish()
+    assert all(trainer.of_kind("failed") == [] for trainer in trainers), job.story()
+
+
 def test_halves_of_a_job_on_two_lighthouses_of_the_cluster_come_together_on_the_newer(
     new_lighthouse: NewLighthouse, spawn: Spawn
 ) -> None:

@@ -460,10 +460,10 @@ class TestDraining:
         assert isinstance(refused, effects.RefuseUnary)
         assert refused.message == words
 
-    def test_a_lighthouse_that_another_has_succeeded_says_so(self) -> None:
+    def test_a_lighthouse_that_another_has_succeeded_knows_nobody(self) -> None:
         table = Table()
         table.trains("a")
         table.hello("b", lighthouse_started_ms=1_000_500, cluster_id="cluster")
         (refused,) = self.drain(table, "a")
         assert isinstance(refused, effects.RefuseUnary)
-        assert refused.refusal is Refusal.OLD_LIGHTHOUSE
+        assert refused.message == "this lighthouse knows no job 'job'; it knows none so far"

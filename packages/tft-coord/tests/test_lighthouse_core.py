@@ -1134,15 +1134,49 @@ class TestWithoutMemory:
 
 
 class TestSeveralLighthouses:
-    def test_an_old_one_that_hears_of_a_newer_answers_nobody_any_more(self) -> None:
+    def test_an_old_one_that_hears_of_a_newer_sends_everyone_away(self) -> None:
         table = Table()
         table.first_quorum("a", "b")
         orders = table.hello("c", lighthouse_started_ms=STARTED_MS + 1, cluster_id="cluster")
         assert {order.stream for order in orders if isinstance(order, effects.RefuseSession)} == {1, 2, 3}
         assert set(refused(orders)) == {Refusal.OLD_LIGHTHOUSE}
-        assert refused(table.ask("a", 6, live=True)) == [Refusal.OLD_LIGHTHOUSE]
-        assert refused(table.hello("d")) == [Refusal.OLD_LIGHTHOUSE]
+        assert table.ask("a", 6, live=True) == []
         assert table.pass_ms(10_000) == []
+        assert table.core.jobs == ()
+
+    @pytest.mark.parametrize("pause_ms", [100, 2_000, 5_000])
+    def test_it_stands_in_when_replicas_keep_coming(self, pause_ms: int) -> None:
+        """It would else refuse the job for good when the newer one has died."""
+        table = Table()
+        last = table.first_quorum("a", "b")
+        newer_ms = STARTED_MS + 60_000
+        told: list[Refusal] = []
+        for _ in range(0, 5_000, pause_ms):
+            told += refused(table.hello("a", lighthouse_started_ms=newer_ms, cluster_id="cluster"))
+            table.pass_ms(pause_ms)
+        assert told == [Refusal.OLD_LIGHTHOUSE] * (len(told)) != []
+        for name in "ab":
+            welcome = table.hello(name, lighthouse_started_ms=newer_ms, cluster_id="cluster")[0]
+            assert isinstance(welcome, effects.Welcome)
+            assert welcome.lighthouse_started_ms == table.core.started_ms > newer_ms
+        table.give(events.QuorumReported(1, last))
+        assert unchanged(table.ask("a", 6, live=True) + table.ask("b", 6, live=True)) == {1, 2}
+        table.ask("a", 7, live=True, commit_failures=1)
+        table.ask("b", 7, live=True)
+        found = table.core.quorum("job")
+        assert found is not None
+        assert found.key.quorum_id > max(last.key.quorum_id, newer_ms)
+
+    def test_it_stands_in_for_nobody_who_comes_now_and_then(self) -> None:
+        table = Table()
+        table.first_quorum("a", "b")
+        for _ in range(5):
+            for _ in range(20):
+                orders = table.hello("a", lighthouse_started_ms=STARTED_MS + 60_000, cluster_id="cluster")
+                assert set(refused(orders)) == {Refusal.OLD_LIGHTHOUSE}
+                table.pass_ms(100)
+            table.pass_ms(6_000)
+        assert set(refused(table.hello("d"))) == {Refusal.OLD_LIGHTHOUSE}
 
     def test_its_own_start_time_is_no_news(self) -> None:
         table = Table()

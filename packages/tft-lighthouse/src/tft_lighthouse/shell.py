@@ -302,7 +302,7 @@ class LighthouseShell:
         return codec.encode_description(
             LighthouseDescription(
                 version=__version__,
-                started_ms=self._started_ms,
+                started_ms=self._core.started_ms,
                 now_ms=self._wall_ms(),
                 cluster_id=self._core.cluster_id,
                 min_replicas=self._config.min_replicas,

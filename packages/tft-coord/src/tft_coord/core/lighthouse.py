@@ -90,8 +90,9 @@ class LighthouseCore:
         self._room = Room()
         self._job_of_stream: dict[int, Job] = {}
         self._last_tick_ms = now_ms
-        self._succeeded_by_ms = 0
         self._forgotten_id = started_ms
+        self._succeeded_by_ms = 0
+        self._sent_away = (now_ms, now_ms)  # since when, and when last
 
     @property
     def jobs(self) -> tuple[str, ...]:
@@ -102,6 +103,11 @@ class LighthouseCore:
     def cluster_id(self) -> str:
         """Of the lighthouses that share one memory."""
         return self._birth.cluster_id
+
+    @property
+    def started_ms(self) -> int:
+        """Wall-clock milliseconds since 1970 at the start, or when it began to stand in for a newer one."""
+        return self._birth.started_ms
 
     def quorum(self, job: str) -> Quorum | None:
         """The newest quorum of that job."""
@@ -155,8 +161,6 @@ class LighthouseCore:
             job = self._job_of_stream.pop(event.stream, None)
         elif isinstance(event, events.HelloReceived):
             return self._hello(event, now_ms, wall_ms)
-        elif self._succeeded:
-            return self._retire(event.stream)
         else:
             job = self._job_of_stream.get(event.stream)
         if job is None:
@@ -166,9 +170,6 @@ class LighthouseCore:
 
     def drain(self, event: events.DrainRequested) -> list[effects.AskToLeave | effects.RefuseUnary]:
         """Somebody asks that a replica leave. Returns: whom to ask, nobody if it has left already, or why not."""
-        if self._succeeded:
-            message = "a newer lighthouse has taken over from this one; use that one's address"
-            return [effects.RefuseUnary(event.call, Refusal.OLD_LIGHTHOUSE, message)]
         job = self._jobs.get(event.job)
         if job is None:
             known = _listed(self._jobs) or "none so far"
@@ -180,8 +181,6 @@ class LighthouseCore:
         """Let time pass; call every quorum_tick_ms."""
         self._note_the_time(now_ms)
         out: list[effects.LighthouseEffect] = []
-        if self._succeeded:
-            return out
         for job in self._jobs.values():
             out += job.tick(now_ms, wall_ms)
         for name in [name for name, job in self._jobs.items() if job.forgotten]:
@@ -202,24 +201,41 @@ class LighthouseCore:
                 job.hangs.forget()
         self._last_tick_ms = now_ms
 
-    @property
-    def _succeeded(self) -> bool:
-        return self._succeeded_by_ms > self._birth.started_ms
-
     def _is_succeeded_by(self, hello: Hello) -> bool:
-        """Whether that replica has obeyed a lighthouse of this cluster that started after this one."""
+        """Whether a lighthouse of this cluster that started after this one is obeyed, as that replica or one before it
+        has said."""
         if hello.cluster_id == self._birth.cluster_id:
             self._succeeded_by_ms = max(self._succeeded_by_ms, hello.lighthouse_started_ms)
-        return self._succeeded
+        return self._succeeded_by_ms > self._birth.started_ms
+
+    def _stands_in(self, now_ms: int, wall_ms: int) -> bool:
+        """Whether replicas have been coming here for so long that the newer one can't be there any more.
+
+        Then this one is from now on as if it was started at this moment, without memory. Who comes here for a moment,
+        because the way to the newer one is cut, is no reason: the rest of the job would have to follow.
+        """
+        patience_ms = self._config.timeouts.heartbeat_timeout_ms
+        since_ms, last_ms = self._sent_away
+        if now_ms - last_ms > patience_ms:
+            since_ms = now_ms
+        self._sent_away = since_ms, now_ms
+        if now_ms - since_ms < patience_ms:
+            return False
+        self._birth = replace(self._birth, started_ms=max(wall_ms, self._succeeded_by_ms + 1), now_ms=now_ms)
+        self._forgotten_id = max(self._forgotten_id, self._birth.started_ms)
+        return True
 
     def _retire(self, stream: int) -> list[effects.LighthouseEffect]:
-        """A newer lighthouse serves: this one answers nobody any more, and sends everyone away, once."""
+        """A newer lighthouse serves: this one sends everyone away, and forgets them."""
         message = (
             f"this lighthouse started at {self._birth.started_ms} ms and one that started at "
             f"{self._succeeded_by_ms} ms has taken over; use that one's address"
         )
         streams = {stream, *self._job_of_stream}
         self._job_of_stream.clear()
+        while self._jobs:
+            _, job = self._jobs.popitem()
+            self._forget(job)
         return [effects.RefuseSession(each, Refusal.OLD_LIGHTHOUSE, message) for each in sorted(streams)]
 
     def _hello(self, event: events.HelloReceived, now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
@@ -227,7 +243,7 @@ class LighthouseCore:
         nonsense = _nonsense(hello, wall_ms)
         if nonsense is not None:
             return [effects.RefuseSession(event.stream, Refusal.MALFORMED, nonsense)]
-        if self._is_succeeded_by(hello):
+        if self._is_succeeded_by(hello) and not self._stands_in(now_ms, wall_ms):
             return self._retire(event.stream)
         current = self._job_of_stream.get(event.stream)
         if current is not None and current.name != hello.job:

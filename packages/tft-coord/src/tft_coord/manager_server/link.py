@@ -342,7 +342,8 @@ class LighthouseLink:
             self._said_foreign = True
             logger.warning(
                 "replica %s: the lighthouse at %s is torchft's. What it can't carry: losses are found by time-outs "
-                "alone, and ids count from 1 again when it is started anew",
+                "alone, ids count from 1 again when it is started anew, and nobody is refused whose parameters or "
+                "settings are not those of the others",
                 self._replica_id,
                 self._target,
             )

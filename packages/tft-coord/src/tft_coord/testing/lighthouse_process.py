@@ -12,7 +12,7 @@ from tft_coord.core import effects, events
 from tft_coord.core.kinds import Effects, Kinds
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.torchft_rule import TorchftCore
-from tft_coord.core.types import Hello, Member, Quorum, QuorumKey
+from tft_coord.core.types import Hello, Member, Quorum, QuorumKey, Refusal
 from tft_coord.testing.invariants import Attendance, Attendances
 from tft_coord.testing.marks import Marks
 from tft_coord.testing.network import Stream
@@ -77,7 +77,7 @@ class LighthouseProcess(Process):
 
     def described(self) -> tuple[int, str, tuple[str, ...]]:
         """When it started, its cluster, and the jobs that it has heard of."""
-        return self._started_ms, self._cluster_id, self.core.jobs
+        return self.core.started_ms, self._cluster_id, self.core.jobs
 
     def start(self) -> None:
         """Begin to look at the clock."""
@@ -206,6 +206,15 @@ class LighthouseProcess(Process):
                         self._closed(order.stream)
                 case _:
                     self._say(order.stream, order)
+        refusals = {order.refusal for order in orders if isinstance(order, effects.RefuseSession)}
+        if Refusal.OLD_LIGHTHOUSE in refusals:  # a newer one serves; this one has no memory from now on
+            self._stuck.clear()
+            self._attendances = Attendances(self._new_attendance)
+            self._stories.clear()
+        if self.core.started_ms != self._started_ms:
+            self._cluster.marks.hit("an older lighthouse stood in for a newer one")
+            self._started_ms = self.core.started_ms
+            self._born_ms = self.clock.now_ms
 
     def _all_are_stuck(self, order: effects.NotifyLoss) -> None:
         notice = order.notice
