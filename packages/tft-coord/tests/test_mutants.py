@@ -179,7 +179,7 @@ def believes_the_dead(self: Job, replica_id: str) -> Standing:
     return max(Standing.NEW, right_standing(self, replica_id))
 
 
-def takes_both_kinds(self: LighthouseCore, job: str) -> str | None:
+def takes_both_kinds(self: LighthouseCore, job: str, now_ms: int) -> str | None:
     return None
 
 
