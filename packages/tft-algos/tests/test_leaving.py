@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from datetime import timedelta
@@ -12,7 +13,7 @@ import pytest
 from tft_algos import Closed, SettingError, UsageError
 from tft_algos.errors import LeftJob
 from tft_algos.testing import ManualClock, plan_of
-from tft_coord.core.types import LeaveRequest, Plan, QuorumKey, RankRequest, Released, Verdict
+from tft_coord.core.types import KillOrder, LeaveRequest, Plan, QuorumKey, RankRequest, Released, Verdict
 from tft_coord.errors import DeadlinePassed, Refused
 
 TWO = {"rank": 0, "world_size": 2, "store_addr": "nowhere"}
@@ -118,6 +119,17 @@ def test_shutdown_serves_no_longer_than_the_deadline(rigs: Any) -> None:
     assert rig.manager.should_commit()
     rig.manager.shutdown()
     assert clock.waited_s == [30.0]
+
+
+def test_a_kill_ends_the_process_with_1_and_logs_who_asked(
+    rigs: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[int] = []
+    rig = rigs()
+    monkeypatch.setattr(os, "_exit", ends.append)
+    rig.coordinator.listener(KillOrder("it hogs the host (asked by ipv4:10.0.0.1:5)"))
+    assert ends == [1]
+    assert "this process is ended: it hogs the host (asked by ipv4:10.0.0.1:5)" in caplog.text
 
 
 def test_a_drain_is_a_wish(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:

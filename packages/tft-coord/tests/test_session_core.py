@@ -118,6 +118,9 @@ def test_redials_are_fast_for_a_second_and_never_slower_than_the_grace(jitter: f
         orders = core.stream_broke(now_ms)  # the dial failed
     assert all(50 <= gap <= 100 for at_ms, gap in gaps if at_ms < 11_000)
     assert all(100 <= gap < TIMEOUTS.reconnect_grace_ms for at_ms, gap in gaps if at_ms >= 11_000)
+    # Thousands that lost one lighthouse do not come back in step.
+    assert {gap for at_ms, gap in gaps if at_ms < 11_000} == {50 + int(50 * jitter)}
+    assert {gap for at_ms, gap in gaps if at_ms >= 11_000} == {100 + int(150 * jitter)}
 
 
 def test_dials_that_are_answered_but_refused_slow_down_too() -> None:
