@@ -4,7 +4,8 @@ killed.
 Each group is on a host of its own, and so is the lighthouse. A fault strikes while all train together, or while an
 earlier one is not yet got over, as long as a majority is left. Whoever is struck comes back: by itself, or started
 anew. In the end all train together, have ended where they were told to, and at each step that any two of them have
-committed, whoever they were, their states are equal to the last bit. Who was not struck has never ended.
+committed, whoever they were, their states are equal to the last bit. Who was not struck, or has got over it, has never
+ended.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Group:
         self.name = name
         self._start = start
         self.trainer = start(name)
-        self.struck = 0  # how often, in this life
+        self.struck = 0  # how often, in this life, since all were together last
         self.was_sent_away = False
 
     def start_again(self) -> None:
@@ -118,6 +119,7 @@ class Run:
         self.groups = [Group(name, self._start) for name in names]
         self.happened: Counter[str] = Counter()
         self._due: list[tuple[float, Callable[[], None]]] = []  # what ends a fault that is under way
+        self._over_s = 0.0  # when the last fault ended, in seconds since 1970
         self._down: set[str] = set()
 
     def _start_lighthouse(self) -> ForkServerProcess:
@@ -180,33 +182,35 @@ class Run:
             for at, end in [one for one in self._due if one[0] <= now]:
                 self._due.remove((at, end))
                 end()
+                self._over_s = time.time()
             self.look()
             if now >= until:
                 return
             self.job.take_in(min(0.05, until - now))
 
     def look(self) -> None:
-        """Who has ended must have been struck."""
+        """Who has ended must have been struck, and not have got over it."""
         for group in self.groups:
             if group.has_ended and group.trainer.process.exitcode != -signal.SIGKILL:
                 told = [event.text for event in group.trainer.events[-3:]]
-                assert group.struck, f"{group.name} was not struck and has ended: {told}; {dict(self.happened)}"
+                assert group.struck, f"{group.name} has ended, and nothing had struck: {told}; {dict(self.happened)}"
                 group.end()
                 group.start_again()
 
     def all_together(self, patience_s: float) -> bool:
-        """Whether all commit together again within that time; then nobody is down any more."""
+        """Whether all commit together again within that time; then nobody is down any more, and has an excuse."""
         give_up_at = time.monotonic() + patience_s
-        from_steps = {group.name: group.trainer.step for group in self.groups}
+        began_s = time.time()
         while time.monotonic() < give_up_at:
             self.pump(0.05)
             if self._due or any(group.is_leaving for group in self.groups):
                 continue
-            if all(
-                group.trainer.committed_with(len(self.groups), 3) and group.trainer.step > from_steps[group.name]
-                for group in self.groups
-            ):
+            # Not what was committed before the last fault, or in it, and is only heard of now.
+            since_s = max(began_s, self._over_s)
+            if all(group.trainer.committed_with(len(self.groups), 3, since_s=since_s) for group in self.groups):
                 self._down.clear()
+                for group in self.groups:
+                    group.struck = 0
                 return True
         return False
 

@@ -242,9 +242,9 @@ class Trainer:
     def of_kind(self, kind: str) -> list[Event]:
         return [event for event in self.events if event.kind == kind]
 
-    def committed_with(self, participants: int, times: int = 5) -> bool:
-        """Whether its last commits had that many participants."""
-        commits = (event for event in reversed(self.events) if event.kind == "commit")
+    def committed_with(self, participants: int, times: int = 5, *, since_s: float = 0.0) -> bool:
+        """Whether its last commits had that many participants, and came after that time."""
+        commits = (event for event in reversed(self.events) if event.kind == "commit" and event.at_s > since_s)
         last = list(itertools.islice(commits, times))
         return len(last) == times and all(event.participants == participants for event in last)
 
