@@ -41,9 +41,11 @@ def _text(value: str) -> bytes:
     return bytes((len(value),)) + value.encode()
 
 
-def _headers(method: str) -> bytes:
+def _headers(method: str, timeout: str = "") -> bytes:
     """Of a gRPC call, none of them remembered by the server from one call to the next."""
     plain = {"te": "trailers", "content-type": "application/grpc"}
+    if timeout:
+        plain["grpc-timeout"] = timeout
     return (
         b"\x83\x86"  # POST, http
         + b"\x04"
@@ -98,12 +100,12 @@ class Connection:
         """What grpc sends in between, to hear whether the server is there."""
         return _frame(_PING, 0, 0, b"\0" * 8)
 
-    def unary(self, method: str, message: bytes) -> bytes:
-        """The next call as it goes over the wire."""
+    def unary(self, method: str, message: bytes, timeout: str = "") -> bytes:
+        """The next call as it goes over the wire; a time-out as gRPC writes it, such as 50m for milliseconds."""
         self._unary = True
         self._last_stream += 2
         body = b"\0" + struct.pack(">I", len(message)) + message
-        head = _frame(_HEADERS, _END_HEADERS, self._last_stream, _headers(method))
+        head = _frame(_HEADERS, _END_HEADERS, self._last_stream, _headers(method, timeout))
         return head + _frame(_DATA, _END_STREAM, self._last_stream, body)
 
     def say(self, words: bytes) -> None:

@@ -8,22 +8,30 @@ Law of this file: starting and watching servers, and making bad bytes; what must
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Final, final
 
 import grpc
 import psutil
 
+from integration_tests.strangers import Script
+from tft_coord.errors import ProtocolError
+from tft_coord.transport import direct
+from tft_coord.transport.frames import FrameReader, framed
 from tft_coord.wire import services
 
 HONEST_WITHIN_S: Final = 1.0
@@ -34,6 +42,8 @@ GROWTH_BYTES: Final = 64 << 20
 # of them; 98 go with each cancelled call of a bare grpc.aio handler. As much again waits for the allocator to tidy up.
 KEPT_BY_GRPC_BYTES: Final = 400
 SILENT_S: Final = 0.1
+SOON_S: Final = 0.02
+BESIDE_S: Final = 10.0
 LINE_BYTES: Final = 1_000
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _SETTINGS: Final = b"\0\0\0\4\0\0\0\0\0"
@@ -168,38 +178,113 @@ def _tls_hello() -> bytes:
     return outgoing.read()
 
 
+# --- a stream with a socket beside it --------------------------------------------------------------------------------
+
+
+@final
+class Beside:
+    """A stream to a lighthouse that was offered a socket, and that socket, over which nothing was said yet.
+
+    Args:
+        channel: to the lighthouse.
+        hello: the stream's first message.
+    """
+
+    def __init__(self, channel: grpc.Channel, hello: bytes) -> None:
+        self._said: SimpleQueue[bytes | None] = SimpleQueue()
+        self._said.put(hello)
+        stub: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
+            services.LIGHTHOUSE_SESSION, request_serializer=None, response_deserializer=None
+        )
+        self._call = stub(iter(self._said.get, None), metadata=direct.ASK, timeout=BESIDE_S)
+        try:
+            offer = direct.Offer.read(self._call.initial_metadata())
+            assert offer is not None, "no socket is offered"
+            self.greeting = framed(b"TFT direct 1\n" + offer.ticket)
+            self._socket = socket.create_connection(("127.0.0.1", offer.port), timeout=5)
+        except BaseException:
+            self._end_the_stream()
+            raise
+
+    def __enter__(self) -> Beside:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        self._end_the_stream()
+
+    def _end_the_stream(self) -> None:
+        self._said.put(None)
+        self._call.cancel()
+
+    def talk(self, greeting: bytes, frames: Iterable[bytes]) -> list[bytes]:
+        """Greet, and if that is answered, say all else.
+
+        Args:
+            greeting, frames: as they go over the wire.
+        Returns: what was heard until it fell silent, the answer to the greeting first.
+        """
+        frames_in = FrameReader()
+        heard: list[bytes] = []
+        with suppress(OSError, ProtocolError):
+            self._socket.settimeout(SILENT_S)
+            self._socket.sendall(greeting)
+            heard += frames_in.feed(self._socket.recv(1 << 16))
+            if not heard:
+                return []
+            self._said.put(direct.LAST)
+            for frame in frames:
+                self._socket.sendall(frame)
+            self._socket.settimeout(SOON_S)
+            while part := self._socket.recv(1 << 16):
+                heard += frames_in.feed(part)
+        return heard
+
+
 # --- messages in a call ----------------------------------------------------------------------------------------------
 
 
 @final
 @dataclass(frozen=True)
 class Fuzzer:
-    """Calls one server with damaged messages.
+    """Talks to one server, and damages some of the messages.
 
     Args:
         channel: to it.
         rng: seeded.
-        unary: real messages by method; a call carries one that was damaged.
-        stream: method of the session.
-        script: the real messages of a session of that number; a call damages some and leaves others.
+        script: what is said.
+    Fields:
+        told: how often the server has said what: the names of its messages on streams, and of calls that it answered.
     """
 
     channel: grpc.Channel
     rng: random.Random
-    unary: dict[str, list[bytes]]
-    stream: str
-    script: Callable[[int], list[bytes]]
+    script: Script
+    told: Counter[str] = field(default_factory=Counter)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
 
-    def attack(self) -> str:
-        """Make one call. Returns: the status that the server ended it with."""
+    def begin(self) -> None:
+        """Say an undamaged hello: whoever a server takes this peer for, later ones are measured by it."""
+        self.converse(self.script.session(0)[:1])
+
+    def attack(self, *, spares: bool = False) -> None:
+        """Make one call, or hold one session.
+
+        Args:
+            spares: nothing is said that would end for good what later attacks are to reach.
+        """
+        number, share = next(self._numbers), self.rng.choice((0.0, 0.1, 0.5))
         if self.rng.random() < 0.5:
-            method = self.rng.choice(list(self.unary))
-            return self.call(method, damaged(self.rng, self.rng.choice(self.unary[method])))
-        script = self.script(self.rng.getrandbits(32))
-        messages = [damaged(self.rng, one) if self.rng.random() < 0.3 else one for one in script]
-        if self.rng.random() < 0.3:
+            method, message = self.script.call(number)
+            self.call(method, damaged(self.rng, message) if self.rng.random() < share else message)
+            return
+        messages = self.script.session(number)
+        messages = [damaged(self.rng, one) if self.rng.random() < share else one for one in messages]
+        if self.rng.random() < share:
             self.rng.shuffle(messages)
-        return self.converse(messages)
+        if spares:
+            messages = [one for one in messages if not self.script.ends(one)]
+        self.converse(messages, lingers=self.rng.random() < 0.2)
 
     def call(self, method: str, request: bytes, *, within_s: float = 0.05) -> str:
         """One unary call. Returns: its status and the server's words."""
@@ -207,20 +292,52 @@ class Fuzzer:
             services.unary_stub(self.channel, method)(request, timeout=within_s)
         except grpc.RpcError as error:
             return f"{error.code().name}: {error.details()}"
+        self.told[call_name(method)] += 1
         return "OK"
 
-    def converse(self, messages: Sequence[bytes], *, within_s: float = 0.05) -> str:
-        """One session that ends after these messages. Returns: its status and the server's last words."""
+    def converse(self, messages: Sequence[bytes], *, within_s: float = 0.05, lingers: bool = False) -> str:
+        """One session that ends after these messages.
+
+        Args:
+            lingers: it stays as long as it may, for answers that take their time.
+        Returns: its status and the server's last words.
+        """
         stub: grpc.StreamStreamMultiCallable[bytes, bytes] = self.channel.stream_stream(
-            self.stream, request_serializer=None, response_deserializer=None
+            self.script.stream, request_serializer=None, response_deserializer=None
         )
+        ended = threading.Event()
+
+        def spoken() -> Iterator[bytes]:
+            yield from messages
+            if lingers:
+                ended.wait(within_s)
+
         last = b""
         try:
-            for message in stub(iter(messages), timeout=within_s):
+            for message in stub(spoken(), timeout=within_s):
                 last = message
+                self.told[self.script.name(message)] += 1
         except grpc.RpcError as error:
             return f"{error.code().name}: {error.details()}"
+        finally:
+            ended.set()
         return f"OK {last.decode('utf-8', 'replace')}"
+
+
+def call_name(method: str) -> str:
+    """Of a method's answer, among what a server has told."""
+    return method.rpartition("/")[2]
+
+
+def must_have_reached(least: Mapping[str, int], told: Mapping[str, int], attacks: int) -> None:
+    """That a fuzz was heard, and not turned away at the door.
+
+    Args:
+        least: names of answers, each to be told once in so many attacks.
+        told: how often each was.
+    """
+    rare = [name for name, every in least.items() if told.get(name, 0) < attacks // every]
+    assert not rare, f"{attacks} attacks were told {', '.join(rare)} less often than they must be: {dict(told)}"
 
 
 def damaged(rng: random.Random, message: bytes) -> bytes:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -28,19 +28,28 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from integration_tests.conftest import ROOT, Spawn
-from integration_tests.hostile import Fuzzer, Watched, crowd, damaged, openings, program, say, serving
+from integration_tests.hostile import (
+    Fuzzer,
+    Watched,
+    crowd,
+    damaged,
+    must_have_reached,
+    openings,
+    program,
+    say,
+    serving,
+)
+from integration_tests.strangers import HELD, RANK, SCRIPTS, a_round
 from tft_algos import Manager
 from tft_ckpt import HTTPTransport, StateKey
 from tft_ckpt.http.routes import data_path, manifest_path
 from tft_coord import ManagerClient, ManagerServer
 from tft_coord.client.local_link import LocalLink
-from tft_coord.core import events
-from tft_coord.core.types import Hello, Member, Plan, Purpose, Quorum, QuorumKey, RankRequest
+from tft_coord.core.types import Plan, Purpose, RankRequest
 from tft_coord.errors import CoordinationError, ProtocolError, Unreachable
 from tft_coord.transport.frames import framed
 from tft_coord.wire import codec, rank_codec, services
 from tft_coord.wire import coordination_pb2 as pb
-from tft_coord.wire.limits import MAX_HEALED_BYTES
 from tft_lighthouse import LighthouseServer
 from tft_pg import ProcessGroupGloo
 
@@ -48,6 +57,7 @@ LATE: Final = timedelta(seconds=10)
 NOBODY: Final = "http://127.0.0.1:9"  # a port that nothing listens at
 LONG_S: Final = 50.0  # for a process of a test; the first one waits until torch is imported
 FUZZ_S: Final = 1.5
+A_VOTE: Final = rank_codec.Vote(RANK, 2**63 - 1, True, HELD, Purpose.COMMIT)
 SOAK_S: Final = 120.0
 
 
@@ -292,42 +302,6 @@ def test_an_unreachable_lighthouse_is_said_soon_and_again_at_the_deadline(spawn:
 
 # --- the lighthouse's port ----------------------------------------------------------------------------------------
 
-EVIL = Member("evil:1", address="h:1", store_address="h:2", step=2**63 - 1, lineage=9)
-HELD = QuorumKey(1_700_000_000_000, 2**64 - 1)
-
-
-def lighthouse_session(number: int) -> list[bytes]:
-    """What a manager server of an evil job may say, each number another replica."""
-    evil = replace(EVIL, replica_id=f"evil:{number}")
-    hello = Hello(
-        job="evil",
-        replica_id=evil.replica_id,
-        session=2**64 - 1,
-        address="h:1",
-        replaces="evil:1",
-        ready=True,
-        held=HELD,
-        lighthouse_started_ms=2**63 - 1,
-        cluster_id="evil",
-    )
-    told: list[events.LighthouseEvent] = [
-        events.HelloReceived(0, hello),
-        events.QuorumReported(0, Quorum(HELD, (evil,), created_ms=3)),
-        events.QuorumRequested(0, 2**64 - 1, evil, HELD),
-        events.BeatReceived(0, 2**63 - 1),
-        events.RequestWithdrawn(0, 1),
-        events.DeathReported(0, "its process ended\nand forged a line"),
-    ]
-    return [codec.encode_to_lighthouse(event) for event in told]
-
-
-def lighthouse_fuzzer(channel: grpc.Channel, rng: random.Random) -> Fuzzer:
-    unary = {
-        services.LIGHTHOUSE_HEARTBEAT: [codec.encode_heartbeat("evil")],
-        services.LIGHTHOUSE_QUORUM: [codec.encode_lighthouse_request(EVIL)],
-    }
-    return Fuzzer(channel, rng, unary, services.LIGHTHOUSE_SESSION, lighthouse_session)
-
 
 @contextmanager
 def lighthouse_under_attack(folder: Path) -> Iterator[tuple[Watched, Callable[[], object]]]:
@@ -356,49 +330,50 @@ def lighthouse_under_attack(folder: Path) -> Iterator[tuple[Watched, Callable[[]
 # --- the manager server's port --------------------------------------------------------------------------------------
 
 
-ASK = rank_codec.Ask(1, RankRequest(step=2**63 - 1, lineage=3, live=True, checkpoint_metadata="there"))
-VOTE = rank_codec.Vote(1, 2**63 - 1, True, HELD, Purpose.COMMIT)
+@contextmanager
+def training(rank: ManagerClient, request: RankRequest) -> Iterator[None]:
+    """A rank that goes on with whoever speaks for the other one: it asks, votes, and takes what comes."""
+    rng, end = random.Random(1), threading.Event()
 
+    def train() -> None:
+        while not end.wait(0.01):
+            with suppress(CoordinationError):
+                rank.quorum(0, request, timedelta(milliseconds=200))
+            step, key, purpose = a_round(rng)
+            with suppress(CoordinationError):
+                rank.should_commit(0, step, True, timedelta(milliseconds=30), key=key, purpose=purpose)
 
-def rank_session(number: int) -> list[bytes]:
-    told: list[rank_codec.FromRank] = [
-        rank_codec.RankHello(1, number),
-        rank_codec.RankCall(1, 2**31 - 1, ASK),
-        rank_codec.RankCall(2**64 - 1, 50, VOTE),
-        rank_codec.RankBeat(MAX_HEALED_BYTES),
-        rank_codec.RankWithdraw(1),
-        rank_codec.RankGoodbye(),
-    ]
-    return [rank_codec.encode_from_rank(message) for message in told]
-
-
-def manager_server_fuzzer(channel: grpc.Channel, rng: random.Random) -> Fuzzer:
-    unary = {
-        services.MANAGER_QUORUM: [rank_codec.encode_rank_request(ASK)],
-        services.MANAGER_SHOULD_COMMIT: [rank_codec.encode_vote(VOTE)],
-        services.MANAGER_CHECKPOINT_METADATA: [rank_codec.encode_metadata_request(1)],
-        services.MANAGER_KILL: [b"", b"please"],
-    }
-    return Fuzzer(channel, rng, unary, services.MANAGER_SESSION, rank_session)
+    thread = threading.Thread(target=train, name="rank 0")
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
 
 
 @contextmanager
 def manager_server_under_attack(folder: Path) -> Iterator[tuple[Watched, Callable[[], object]]]:
-    """The manager server of a group of two, and an honest peer that asks where its rank 0 has its state."""
+    """The manager server of a group of two, and an honest peer that asks where its rank 0 has its state.
+
+    Rank 0 is honest and trains on. For rank 1, which has no session, anybody may speak.
+    """
     with LighthouseServer("127.0.0.1:0") as lighthouse:
         command = program(
-            "from tft_coord import ManagerServer\n"
-            f"server = ManagerServer('a:1', '{lighthouse.address}', '127.0.0.1', '127.0.0.1:0', 's:1', 2)\n"
+            "from tft_coord import ManagerServer, Timeouts\n"
+            # A rank that nobody speaks for ends the group; so it has time to find somebody.
+            "timeouts = Timeouts(reconnect_grace_ms=5_000)\n"
+            f"at = 'a:1', '{lighthouse.address}', '127.0.0.1', '127.0.0.1:0', 's:1', 2\n"
+            "server = ManagerServer(*at, timeouts=timeouts)\n"
             "print('listening at', server.address(), file=sys.stderr, flush=True)\n"
         )
         with serving(command, folder / "manager_server.log", in_child=True) as server:
             address = f"127.0.0.1:{server.port}"
             request = RankRequest(step=0, lineage=1, live=True, checkpoint_metadata="http://here:1")
-            with ExitStack() as clients:
-                ranks = [clients.enter_context(ManagerClient(address, LATE, group_rank=rank)) for rank in range(2)]
-                asked = threading.Thread(target=ranks[1].quorum, args=(1, request, LATE))
+            with ManagerClient(address, LATE, group_rank=0) as rank, ManagerClient(address, LATE) as other:
+                asked = threading.Thread(target=other.quorum, args=(RANK, request, LATE))
                 asked.start()
-                ranks[0].quorum(0, request, LATE)
+                rank.quorum(0, request, LATE)
                 asked.join()
 
                 def honest() -> None:
@@ -407,7 +382,8 @@ def manager_server_under_attack(folder: Path) -> Iterator[tuple[Watched, Callabl
 
                 honest()
                 server.check(honest, "nothing")
-                yield server, honest
+                with training(rank, request):
+                    yield server, honest
 
 
 # --- the checkpoint server's port ----------------------------------------------------------------------------------
@@ -455,25 +431,51 @@ PORTS: Final[dict[str, UnderAttack]] = {
     "manager server": manager_server_under_attack,
     "state server": state_server_under_attack,
 }
-FUZZERS: Final = {"lighthouse": lighthouse_fuzzer, "manager server": manager_server_fuzzer}
+# In how many attacks, at most, the server must have been heard to say each: so far the fuzz reaches.
+REACHES: Final = {
+    "lighthouse": {
+        "Welcome": 6,
+        "AskForQuorum": 50,
+        "AnswerQuorum": 12,
+        "Quorum": 80,
+        "Heartbeat": 60,
+        "Describe": 60,
+        "Drain": 80,
+    },
+    "manager server": {
+        "RankWelcome": 6,
+        "a no": 8,
+        "a yes": 250,
+        "Plan": 150,
+        "ShouldCommit": 20,
+        "Quorum": 200,
+        "CheckpointMetadata": 60,
+    },
+}
+SPARES: Final = 0.75  # of the time: nothing is said that ends a group
 
 
 def fuzz(port: str, server: Watched, honest: Callable[[], object], *, seed: int, seconds: float) -> int:
-    """Damaged messages for so long. Returns: how many."""
-    rng, number, end = random.Random(seed), 0, time.monotonic() + seconds
-    with ExitStack() as ends:
-        if port in FUZZERS:
-            channel = ends.enter_context(grpc.insecure_channel(f"127.0.0.1:{server.port}"))
-            attack: Callable[[], object] = FUZZERS[port](channel, rng).attack
-        else:
-            attack = lambda: say(server.port, damaged(rng, rng.choice(REQUESTS)))  # noqa: E731
+    """Damaged messages for so long, and good ones between them. Returns: how many attacks."""
+    rng, began = random.Random(seed), time.monotonic()
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        fuzzer = Fuzzer(channel, rng, SCRIPTS[port]) if port in SCRIPTS else None
+        if fuzzer is not None:
+            fuzzer.begin()
         for number in itertools.count(1):
-            attack()
-            if number % 50 == 0 or time.monotonic() > end:
+            passed = (time.monotonic() - began) / seconds
+            if fuzzer is not None:
+                fuzzer.attack(spares=passed < SPARES)
+            else:
+                say(server.port, damaged(rng, rng.choice(REQUESTS)))
+            if number % 50 == 0 or passed > 1:
                 server.check(honest, f"{number} damaged messages of seed {seed}")
-            if time.monotonic() > end:
-                return number
-    raise AssertionError("count never ends")
+            if passed > 1:
+                break
+    if fuzzer is not None:
+        print(f"{number} attacks on the {port}: {dict(fuzzer.told)}")
+        must_have_reached(REACHES[port], fuzzer.told, number)
+    return number
 
 
 @pytest.mark.parametrize("port", PORTS)
@@ -498,7 +500,7 @@ def test_nothing_does_for_minutes(port: str, tmp_path: Path) -> None:
         assert fuzz(port, server, honest, seed=seed, seconds=SOAK_S) > 1_000
 
 
-@pytest.mark.parametrize("port", FUZZERS)
+@pytest.mark.parametrize("port", SCRIPTS)
 def test_the_offender_is_told_why(port: str, tmp_path: Path) -> None:
     member = pb.QuorumMember(replica_id="a", step=-1, world_size=2**63 - 1)
     refused = {
@@ -524,7 +526,7 @@ def test_the_offender_is_told_why(port: str, tmp_path: Path) -> None:
         ],
         "manager server": [
             (services.MANAGER_QUORUM, b"\xff\xff", "INVALID_ARGUMENT: 2 bytes are not a ManagerQuorumRequest"),
-            (services.MANAGER_SHOULD_COMMIT, rank_codec.encode_vote(VOTE) + b"\x18\xff", "INVALID_ARGUMENT"),
+            (services.MANAGER_SHOULD_COMMIT, rank_codec.encode_vote(A_VOTE) + b"\x18\xff", "INVALID_ARGUMENT"),
             (
                 services.MANAGER_CHECKPOINT_METADATA,
                 rank_codec.encode_metadata_request(9),
@@ -548,7 +550,7 @@ def test_the_offender_is_told_why(port: str, tmp_path: Path) -> None:
         ],
     }
     with PORTS[port](tmp_path) as (server, honest), grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-        fuzzer = FUZZERS[port](channel, random.Random(0))
+        fuzzer = Fuzzer(channel, random.Random(0), SCRIPTS[port])
         for method, request, says in refused[port]:
             assert says in fuzzer.call(method, request, within_s=2)
         for words, says in sessions[port]:
@@ -592,7 +594,7 @@ def test_nonsense_from_the_manager_server_is_an_error_of_the_call(words: bytes) 
             theirs.sendall(words)
             theirs.shutdown(socket.SHUT_WR)
             with pytest.raises((Unreachable, ProtocolError)) as caught:
-                link.call(VOTE, 5.0, "a vote")
+                link.call(A_VOTE, 5.0, "a vote")
             assert "\n" not in str(caught.value)
         finally:
             link.close()

@@ -7,17 +7,16 @@ import gc
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from socket import create_connection
 from typing import Any, Final, TypeAlias
 
 import grpc
 import psutil
 import pytest
 
-from integration_tests.hostile import damaged
-from integration_tests.test_bad_input import lighthouse_session
+from integration_tests.hostile import Beside, damaged, must_have_reached
+from integration_tests.strangers import lighthouse_session
 from integration_tests.test_coordination import LATE, PATIENT, Rank
 from tft_coord import ManagerServer
 from tft_coord.errors import Unreachable
@@ -26,7 +25,7 @@ from tft_coord.transport import dial, direct
 from tft_coord.transport.direct import DirectPort, DirectSocket
 from tft_coord.transport.frames import framed
 from tft_coord.transport.loop import LoopShare
-from tft_coord.wire import services
+from tft_coord.wire import codec
 from tft_lighthouse import LighthouseServer
 
 Heard: TypeAlias = list[tuple[DirectSocket, list[bytes]]]
@@ -193,34 +192,27 @@ def test_where_the_port_can_not_be_reached_the_stream_carries_everything(
     assert "127.0.0.1:9 can't be reached" in caplog.text
 
 
-def ticket_of(address: str, number: int) -> tuple[grpc.Channel, direct.Offer]:
-    """A stream of a stranger's that asks for a socket. It ends with the channel."""
-    channel = grpc.insecure_channel(address.removeprefix("http://"))
-    open_stream: Any = channel.stream_stream(services.LIGHTHOUSE_SESSION)
-    call = open_stream(iter(lighthouse_session(number)[:1]), metadata=direct.ASK, timeout=LATE.total_seconds())
-    offer = direct.Offer.read([(name, value) for name, value in call.initial_metadata()])
-    assert offer is not None
-    return channel, offer
-
-
 def test_whatever_comes_to_the_port_hurts_nobody(sockets: Heard, lighthouse: LighthouseServer, group: Rank) -> None:
     """Greetings and messages of strangers, damaged in any way, while an honest group trains over its own socket."""
     trains_until(group, lambda: len(sockets) == 2)
     honest = list(sockets)
-    rng = random.Random(1)
+    rng, told = random.Random(1), Counter[str]()
     for number in range(ATTACKS):
-        channel, offer = ticket_of(lighthouse.address, number)
-        with channel, create_connection(("127.0.0.1", offer.port), timeout=5) as sock:
-            sock.settimeout(0.01)
-            good = [framed(b"TFT direct 1\n" + offer.ticket), *map(framed, lighthouse_session(number)[1:])]
-            with suppress(OSError):
-                for words in good:
-                    sock.sendall(damaged(rng, words) if rng.random() < 0.4 else words)
-                sock.recv(1 << 16)
+        hello, *messages = lighthouse_session(number)
+        with (
+            grpc.insecure_channel(lighthouse.address.removeprefix("http://")) as channel,
+            Beside(channel, hello) as beside,
+        ):
+            good = [beside.greeting, *map(framed, messages)]
+            greeting, *frames = [damaged(rng, words) if rng.random() < 0.4 else words for words in good]
+            heard = beside.talk(greeting, frames)
+        told["a greeting"] += bool(heard)
+        told.update(type(codec.decode_from_lighthouse(message)).__name__ for message in heard[1:])
         group.ask()
         assert group.vote()
     assert not any(end.ended.done() for end, _ in honest), "the honest group's socket was broken"
     assert group.losses.empty()
+    must_have_reached({"a greeting": 3, "AnswerQuorum": 20}, told, ATTACKS)
 
 
 def test_an_ended_stream_leaves_no_connection_to_the_garbage_collector(

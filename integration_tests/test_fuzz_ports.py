@@ -1,8 +1,9 @@
-"""Damaged connections at the ports that speak gRPC, while an honest client is served without a pause.
+"""Damaged connections at the ports of the servers, while an honest client is served without a pause.
 
 `test_bad_input` damages messages inside good connections; here the bytes of the connections themselves are damaged:
-the preface, the frames of HTTP/2, their lengths, kinds and streams, the headers, and the messages inside. Nothing may
-crash, hang or grow: no memory, no thread, no descriptor.
+the preface, the frames of HTTP/2, their lengths, kinds and streams, the headers, and the messages inside; and, of the
+sockets beside the streams to the lighthouse, the greeting and the frames. Nothing may crash, hang or grow: no memory,
+no thread, no descriptor.
 """
 
 from __future__ import annotations
@@ -10,59 +11,102 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from select import select
 from socket import create_connection, socket
-from typing import Final
+from typing import Final, Protocol, final
 
 import psutil
 import pytest
+from grpc import insecure_channel
 
 from benchmarks.swarm import Connection
-from integration_tests.hostile import HONEST_WITHIN_S, Watched, damaged, seconds_of
-from integration_tests.test_bad_input import ASK, EVIL, PORTS, VOTE, lighthouse_session, rank_session
+from integration_tests.hostile import (
+    HONEST_WITHIN_S,
+    Beside,
+    Fuzzer,
+    Watched,
+    call_name,
+    damaged,
+    must_have_reached,
+    seconds_of,
+)
+from integration_tests.strangers import SCRIPTS, Script
+from integration_tests.test_bad_input import PORTS, SPARES
 from tft_coord.errors import CoordinationError
 from tft_coord.transport import steady
-from tft_coord.wire import codec, rank_codec, services
+from tft_coord.transport.frames import framed
 
 FUZZ_S: Final = 2.5
 SOAK_S: Final = 300.0
 AT_ONCE: Final = 8  # connections that are open together
+CALLS: Final = 4  # over one connection
+FRAME_HEAD_BYTES: Final = 9  # of HTTP/2
+DATA: Final = 0
+SILENT_S: Final = 0.04  # longer than a call has time
+LISTEN_S: Final = 0.3
 GONE_WITHIN_S: Final = 20.0  # a connection that says nothing more is closed after heartbeat_timeout
 POOL_NAME: Final = "event_engine"
 POOL_MORE: Final = 4  # of grpc's own threads: it starts more while all are busy
 POOL_MORE_IN_MINUTES: Final = 48
 
 
-def conversations(port: str, number: int) -> list[list[bytes]]:
-    """Good ones, write by write: a session, and unary calls."""
-    sessions = {
-        "lighthouse": (services.LIGHTHOUSE_SESSION, lighthouse_session(number)),
-        "manager server": (services.MANAGER_SESSION, rank_session(number)),
-    }
-    calls = {
-        "lighthouse": [
-            (services.LIGHTHOUSE_HEARTBEAT, codec.encode_heartbeat("evil")),
-            (services.LIGHTHOUSE_QUORUM, codec.encode_lighthouse_request(EVIL)),
-        ],
-        "manager server": [
-            (services.MANAGER_QUORUM, rank_codec.encode_rank_request(ASK)),
-            (services.MANAGER_SHOULD_COMMIT, rank_codec.encode_vote(VOTE)),
-            (services.MANAGER_CHECKPOINT_METADATA, rank_codec.encode_metadata_request(1)),
-        ],
-    }
-    method, messages = sessions[port]
-    session, unary = Recorder(), Recorder()
-    stream = Connection(session)
-    stream.open_stream(method, messages[0])
-    for message in messages[1:]:
-        stream.say(stream.framed(message))
-    caller = Connection(unary)
-    for method, message in calls[port]:
-        caller.say(caller.unary(method, message))
-    return [session.written, unary.written]
+def conversation(script: Script, number: int, *, spares: bool) -> list[bytes]:
+    """A good session, write by write; one that spares does not end what later ones are to reach."""
+    said = Recorder()
+    stream = Connection(said)
+    first, *messages = script.session(number)
+    stream.open_stream(script.stream, first)
+    for message in messages:
+        if not (spares and script.ends(message)):
+            stream.say(stream.framed(message))
+    return said.written
+
+
+def calls(script: Script, numbers: range) -> list[bytes]:
+    """Good unary calls, write by write, over one connection."""
+    said = Recorder()
+    caller = Connection(said)
+    for number in numbers:
+        caller.say(caller.unary(*script.call(number), timeout="50m"))
+    return said.written
+
+
+def answers_in(reply: bytes) -> list[tuple[int, bytes]]:
+    """The whole messages of a server's words, each with the place of its call among those of the connection."""
+    at, data, found = 0, defaultdict[int, bytes](bytes), []
+    while len(reply) - at >= FRAME_HEAD_BYTES:
+        length, kind, stream = int.from_bytes(reply[at : at + 3], "big"), reply[at + 3], reply[at + 5 : at + 9]
+        body = reply[at + FRAME_HEAD_BYTES : at + FRAME_HEAD_BYTES + length]
+        at += FRAME_HEAD_BYTES + length
+        if kind != DATA:
+            continue
+        call = int.from_bytes(stream, "big") // 2
+        data[call] += body
+        while len(data[call]) >= 5 and len(data[call]) >= (end := 5 + int.from_bytes(data[call][1:5], "big")):
+            found.append((call, data[call][5:end]))
+            data[call] = data[call][end:]
+    return found
+
+
+def heard(socks: Collection[socket]) -> dict[socket, bytes]:
+    """What is said on each of them until all have fallen silent."""
+    words, end = dict.fromkeys(socks, b""), time.monotonic() + LISTEN_S
+    living = set(socks)
+    while living and time.monotonic() < end and (ready := select(living, [], [], SILENT_S)[0]):
+        for sock in ready:
+            part = b""
+            with suppress(OSError):
+                part = sock.recv(1 << 16)
+            words[sock] += part
+            if not part:
+                living.discard(sock)
+    return words
 
 
 class Recorder:
@@ -95,18 +139,112 @@ def thread_names(pid: int) -> list[str]:
     return names
 
 
-def attack(port: str, number: int, rng: random.Random, server: Watched) -> None:
-    """Some connections at once, each with a part of what it says damaged, ended in any order."""
-    with ExitStack() as ends:
-        for index in range(AT_ONCE):
-            sock = ends.enter_context(connected(server.port))
-            sock.settimeout(0.01)
-            for words in rng.choice(conversations(port, number * AT_ONCE + index)):
-                with suppress(OSError):
-                    sock.sendall(damaged(rng, words) if rng.random() < 0.3 else words)
-            if rng.random() < 0.5:
-                with suppress(OSError):
-                    sock.recv(1 << 16)
+class Attacker(Protocol):
+    """Makes damaged connections; `told` is how often the server has said what, as far as it was listened to."""
+
+    told: Counter[str]
+
+    def attack(self, number: int, *, spares: bool) -> None:
+        """Some connections at once, ended in any order; those that spare don't end what later ones are to reach."""
+
+
+def with_damage(rng: random.Random, written: Sequence[bytes]) -> list[bytes]:
+    """Most often with some."""
+    share = rng.choice((0.0, 0.1, 0.5))
+    return [damaged(rng, words) if rng.random() < share else words for words in written]
+
+
+@final
+class AtThePort:
+    """Connections that speak HTTP/2: sessions, or calls, or both; for whom there is a session nobody may call."""
+
+    def __init__(self, server: Watched, script: Script, rng: random.Random) -> None:
+        self.told: Counter[str] = Counter()
+        self._server = server
+        self._script = script
+        self._rng = rng
+        with insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            Fuzzer(channel, rng, script).begin()
+
+    def attack(self, number: int, *, spares: bool) -> None:
+        kinds = self._rng.choice([[True], [False], [True, False]])
+        with ExitStack() as ends:
+            names: dict[socket, Callable[[int, bytes], str]] = {}
+            for index in range(number * AT_ONCE, (number + 1) * AT_ONCE):
+                sock = ends.enter_context(connected(self._server.port))
+                is_session = self._rng.choice(kinds)
+                if is_session:
+                    written = conversation(self._script, index, spares=spares)
+                else:
+                    written = calls(self._script, range(index, index + CALLS))
+                for words in with_damage(self._rng, written):
+                    with suppress(OSError):
+                        sock.sendall(words)
+                if self._rng.random() < 0.5:
+                    names[sock] = self._name_on_stream if is_session else partial(self._name_of_call, index)
+            for sock, reply in heard(names).items():
+                self.told.update(names[sock](*answer) for answer in answers_in(reply))
+
+    def _name_on_stream(self, _: int, message: bytes) -> str:
+        return self._script.name(message)
+
+    def _name_of_call(self, first: int, call: int, _: bytes) -> str:
+        method, _ = self._script.call(first + call)
+        return call_name(method)
+
+
+@final
+class BesideTheStreams:
+    """Good streams to a lighthouse, and damage on the sockets beside them."""
+
+    def __init__(self, server: Watched, script: Script, rng: random.Random) -> None:
+        self.told: Counter[str] = Counter()
+        self._server = server
+        self._script = script
+        self._rng = rng
+
+    def attack(self, number: int, *, spares: bool) -> None:
+        with insecure_channel(f"127.0.0.1:{self._server.port}") as channel, ExitStack() as ends:
+            for index in range(number * AT_ONCE, (number + 1) * AT_ONCE):
+                hello, *messages = self._script.session(index)
+                beside = ends.enter_context(Beside(channel, hello))
+                greeting, *frames = with_damage(self._rng, [beside.greeting, *map(framed, messages)])
+                answers = beside.talk(greeting, frames)
+                if answers:
+                    self.told["a greeting"] += 1
+                    self.told.update(map(self._script.name, answers[1:]))
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is attacked: a port of a server, by whom, and in how many connections at most each answer must be heard."""
+
+    server: str
+    attacker: Callable[[Watched, Script, random.Random], Attacker]
+    reaches: Mapping[str, int]
+
+
+TARGETS: Final = {
+    "lighthouse": Target(
+        "lighthouse",
+        AtThePort,
+        {
+            "Welcome": 20,
+            "AskForQuorum": 80,
+            "AnswerQuorum": 25,
+            "Quorum": 40,
+            "Heartbeat": 40,
+            "Describe": 40,
+            "Drain": 80,
+        },
+    ),
+    "manager server": Target(
+        "manager server",
+        AtThePort,
+        {"RankWelcome": 20, "a no": 15, "ShouldCommit": 20, "CheckpointMetadata": 40, "Quorum": 150},
+    ),
+    "direct socket": Target("lighthouse", BesideTheStreams, {"a greeting": 3, "AnswerQuorum": 8}),
+}
 
 
 def patient(honest: Callable[[], object]) -> Callable[[], None]:
@@ -155,20 +293,21 @@ class Honest:
             self.failed = error
 
 
-def fuzz(port: str, folder: Path, seed: int, seconds: float, *, pool_more: int = POOL_MORE) -> int:
+def fuzz(name: str, folder: Path, seed: int, seconds: float, *, pool_more: int = POOL_MORE) -> int:
     """Returns: how many connections were made."""
-    rng = random.Random(seed)
-    with PORTS[port](folder) as (server, served):
+    rng, target = random.Random(seed), TARGETS[name]
+    with PORTS[target.server](folder) as (server, served):
         honest = patient(served)
+        attacker = target.attacker(server, SCRIPTS[target.server], rng)
         for number in range(2):  # what grpc starts once and keeps
-            attack(port, number, rng, server)
+            attacker.attack(number, spares=True)
         server.check(honest, "the first connections")
         process = psutil.Process(server.pid)
         threads, descriptors = Counter(thread_names(server.pid)), process.num_fds()
-        number, end = 2, time.monotonic() + seconds
+        number, began = 2, time.monotonic()
         with Honest(honest) as client:
-            while time.monotonic() < end:
-                attack(port, number, rng, server)
+            while (passed := (time.monotonic() - began) / seconds) < 1:
+                attacker.attack(number, spares=passed < SPARES)
                 number += 1
                 if number % 20 == 0:
                     made = number * AT_ONCE
@@ -186,6 +325,8 @@ def fuzz(port: str, folder: Path, seed: int, seconds: float, *, pool_more: int =
             )
             time.sleep(0.05)
         server.check(honest, f"all connections of seed {seed}", connections=number * AT_ONCE)
+    print(f"{number * AT_ONCE} connections to the {name}: {dict(attacker.told)}")
+    must_have_reached(target.reaches, attacker.told, number * AT_ONCE)
     return number * AT_ONCE
 
 
@@ -195,12 +336,12 @@ def call_what_is_no_text(port: str, server: Watched, times: int) -> None:
         with connected(server.port) as sock:
             sock.settimeout(0.02)
             with suppress(OSError):
-                for words in conversations(port, 0)[1]:
+                for words in calls(SCRIPTS[port], range(CALLS)):
                     sock.sendall(words.replace(b"torchft", b"t\xefrchft"))
                 sock.recv(1 << 16)
 
 
-@pytest.mark.parametrize("port", ["lighthouse", "manager server"])
+@pytest.mark.parametrize("port", SCRIPTS)
 def test_a_method_that_is_no_text_ends_no_listening(port: str, tmp_path: Path) -> None:
     """grpc's server ends at the first one."""
     with PORTS[port](tmp_path) as (server, served):
@@ -213,14 +354,14 @@ def test_a_method_that_is_no_text_ends_no_listening(port: str, tmp_path: Path) -
         assert psutil.Process(server.pid).num_threads() <= threads + 4
 
 
-@pytest.mark.parametrize("port", ["lighthouse", "manager server"])
-def test_damaged_connections_hurt_nobody(port: str, tmp_path: Path) -> None:
-    assert fuzz(port, tmp_path, seed=1, seconds=FUZZ_S) >= 3 * AT_ONCE
+@pytest.mark.parametrize("target", TARGETS)
+def test_damaged_connections_hurt_nobody(target: str, tmp_path: Path) -> None:
+    assert fuzz(target, tmp_path, seed=1, seconds=FUZZ_S) >= 3 * AT_ONCE
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("port", ["lighthouse", "manager server"])
-def test_nor_do_they_in_minutes(port: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", TARGETS)
+def test_nor_do_they_in_minutes(target: str, tmp_path: Path) -> None:
     seed = random.SystemRandom().getrandbits(32)
     print(f"seed {seed}")
-    assert fuzz(port, tmp_path, seed=seed, seconds=SOAK_S, pool_more=POOL_MORE_IN_MINUTES) > 1_000
+    assert fuzz(target, tmp_path, seed=seed, seconds=SOAK_S, pool_more=POOL_MORE_IN_MINUTES) > 1_000
