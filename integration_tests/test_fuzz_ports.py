@@ -41,6 +41,7 @@ from integration_tests.test_bad_input import PORTS, SPARES
 from tft_coord.errors import CoordinationError
 from tft_coord.transport import steady
 from tft_coord.transport.frames import framed
+from tft_coord.wire import services
 
 FUZZ_S: Final = 2.5
 SOAK_S: Final = 300.0
@@ -352,6 +353,19 @@ def test_a_method_that_is_no_text_ends_no_listening(port: str, tmp_path: Path) -
         assert not any("ended the listening" in line for line in lines) or not steady.is_offered()
         connected(server.port).close()
         assert psutil.Process(server.pid).num_threads() <= threads + 4
+
+
+def test_a_call_that_ends_as_it_is_answered_is_no_news(tmp_path: Path) -> None:
+    """Its deadline passes in that very moment; grpc says so with a traceback."""
+    with PORTS["lighthouse"](tmp_path) as (server, served):
+        for _ in range(30):
+            said = Recorder()
+            caller = Connection(said)
+            many = [caller.unary(services.LIGHTHOUSE_DESCRIBE, b"", f"{1 + number % 12}m") for number in range(60)]
+            with connected(server.port) as sock:
+                sock.sendall(b"".join([*said.written, *many]))
+                heard([sock])
+        server.check(served, "calls that ended as they were answered")
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 GrpcServer: TypeAlias = "SteadyServer | grpc.aio.Server"
 AGAIN_EVERY_S: Final = 0.02
 AGAIN_FOR_S: Final = 1.0
+_CALL_HAS_ENDED: Final = 'Failed "execute_batch"'  # grpc's words; where it was asked for what can't be they are others
 
 
 @final
@@ -112,10 +113,13 @@ class Server:
         return grpc.aio.server(handlers=[self._services], options=self._options)
 
 
-def _is_no_traceback_of_nonsense(record: logging.LogRecord) -> bool:
-    """A name that is no text is worth a traceback to grpc, each time that a stranger likes to send one."""
+def _is_worth_saying(record: logging.LogRecord) -> bool:
+    """To grpc two things are worth a traceback, each time that a stranger likes: a name that is no text, and a call
+    that has ended, by its own deadline most often, in the very moment in which it is answered."""
     error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, UnicodeDecodeError) and not isinstance(record.msg, UnicodeDecodeError)
+    if isinstance(error, UnicodeDecodeError) or isinstance(record.msg, UnicodeDecodeError):
+        return False
+    return type(error).__name__ != "ExecuteBatchError" or not str(error).startswith(_CALL_HAS_ENDED)
 
 
 _servers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, weakref.WeakSet[Server]] = weakref.WeakKeyDictionary()
@@ -123,7 +127,7 @@ _servers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, weakref.WeakSet[S
 
 def _hear_of_ends(loop: asyncio.AbstractEventLoop, server: Server) -> None:
     """Only grpc knows the task that listens; when it has failed, the loop's handler of lost exceptions is told."""
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_traceback_of_nonsense)  # the same one is added once
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_worth_saying)  # the same one is added once
     if loop in _servers:
         _servers[loop].add(server)
         return
