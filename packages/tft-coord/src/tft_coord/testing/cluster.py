@@ -21,6 +21,7 @@ from typing import Any
 from tft_coord.core import effects, events
 from tft_coord.core.types import LeaveRequest, LossNotice, Member, NewcomerAsks, Quorum, QuorumKey, Released
 from tft_coord.testing.clock import VirtualClock
+from tft_coord.testing.end_truth import EndTruth
 from tft_coord.testing.foreign_process import ForeignLighthouseProcess
 from tft_coord.testing.hang_truth import HangTruth, Told
 from tft_coord.testing.invariants import InvariantBroken, Invariants
@@ -190,6 +191,7 @@ class Cluster:
         self._invariants: dict[str, Invariants] = {}
         self.losses = LossWatch(self)
         self.hangs = HangTruth(self)
+        self.ends = EndTruth(self)
         self.replicas: dict[str, Replica] = {}
         self.torchft: dict[str, TorchftProcess] = {}
         self.lives: list[Replica] = []  # all that were ever started

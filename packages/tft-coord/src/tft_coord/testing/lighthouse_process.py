@@ -198,6 +198,9 @@ class LighthouseProcess(Process):
             self._story_of(self._attendances.job_of(order.stream)).decided(order, self.clock.now_ms)
             match order:
                 case effects.RefuseSession() | effects.CloseStream():
+                    if isinstance(order, effects.RefuseSession):
+                        hello = self._attendances.hello_of(order.stream)
+                        self._cluster.ends.refused(hello, order.refusal, order.message)
                     stream = self._streams.get(order.stream)
                     if stream is not None:
                         if isinstance(order, effects.RefuseSession):

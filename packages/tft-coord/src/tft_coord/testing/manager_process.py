@@ -120,6 +120,7 @@ class ManagerProcess(Process):
         def closed() -> None:
             if self._ranks.get(rank) is stream:
                 del self._ranks[rank]
+                self._cluster.ends.rank_went(self, rank)
             self.handle(events.RankDisconnected(rank=rank, stream=stream.number))
 
         def progressed(told: Told) -> None:
@@ -127,6 +128,7 @@ class ManagerProcess(Process):
             self.handle(events.RankProgressed(rank, told.progress))
 
         self._ranks[rank] = stream
+        self._cluster.ends.rank_came(self, rank)
         stream.listen(self, progressed, closed)
         self.handle(events.RankConnected(rank=rank, stream=stream.number, session=session))
 
@@ -141,6 +143,8 @@ class ManagerProcess(Process):
         """Give the group core an event."""
         self._cluster.trace(self.name, event)
         now_ms = self.clock.now_ms
+        if isinstance(event, events.QuorumArrived):
+            self._cluster.ends.given(self, event.quorum)
         self._perform_group(self.group.handle(event, now_ms))
         if self.session.hangs and not self.group.is_hung(now_ms):
             self._cluster.marks.hit("a session that was held back was opened")
@@ -184,6 +188,7 @@ class ManagerProcess(Process):
                     self._perform_session(self.session.withdraw(order.request, now_ms))
                 case effects.ReportDeath():
                     self._cluster.marks.hit("a manager server reported a death")
+                    self._cluster.ends.death_reported(self, order.reason)
                     self.foreign.ended()
                     if order.reason.startswith("rank ") and not order.reason.startswith("rank 0"):
                         self._cluster.marks.hit("a manager server missed the stream of another rank")

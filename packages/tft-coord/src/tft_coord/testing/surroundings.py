@@ -69,7 +69,9 @@ class Outside:
                     if not waiter.done and trainer.alive:
                         trainer.after(100, attempt)
                 else:
-                    if not isinstance(value, Refused):
+                    if isinstance(value, Refused):
+                        self.cluster.ends.gave_up(self.replica, trainer, value, deadline_ms)
+                    else:
                         self.told[trainer.rank] = manager
                     waiter.resolve(value)
 
@@ -106,7 +108,8 @@ class Outside:
 
     def vote(self, trainer: Trainer, vote: Round, yes: bool, *, leaving: bool = False) -> Waiter:
         waiter = Waiter()
-        deadline_ms = self.clock.now_ms + self.timeouts.timeout_ms
+        since_ms = self.clock.now_ms
+        deadline_ms = since_ms + self.timeouts.timeout_ms
         first_manager = self.replica.manager
         world_size = self.replica.world_size
         self.invariants.voted(self.replica.host, trainer.rank, vote, yes)
@@ -136,6 +139,8 @@ class Outside:
 
         def give_up() -> None:
             # No verdict in time: it neither steps nor goes on.
+            if not waiter.done:
+                self.cluster.ends.no_verdict(self.replica, trainer, since_ms)
             waiter.resolve(Refused("no_verdict", fatal=True))
 
         attempt()
@@ -173,11 +178,13 @@ class Outside:
     def note(self, trainer: Trainer, text: str) -> None:
         self.cluster.teller(trainer.name, text)
 
-    def ended(self, trainer: Trainer, reason: str) -> None:
+    def ended(self, trainer: Trainer, reason: str, answer: Refused | None = None) -> None:
         self.cluster.teller(trainer.name, f"ends: {reason}")
         trainer.phase = f"ended: {reason}"
         if trainer.left:
             self.cluster.trainer_left(self.replica, trainer)
             return
+        assert answer is not None, f"{trainer.name} ends, and nobody has told it to"
+        self.cluster.ends.ended(self.replica, trainer, reason, answer)
         self.marks.hit(f"a trainer ended itself: {reason}")
         self.cluster.kill_trainer(self.replica, trainer.rank, reason)

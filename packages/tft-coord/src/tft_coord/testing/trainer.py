@@ -266,8 +266,8 @@ class Surroundings(Protocol):
     def hangs(self, trainer: Trainer) -> None:
         """The trainer hangs, or is stopped inside its step, from now on."""
 
-    def ended(self, trainer: Trainer, reason: str) -> None:
-        """The trainer ends itself."""
+    def ended(self, trainer: Trainer, reason: str, answer: Refused | None = None) -> None:
+        """The trainer ends itself; `answer` is what it was refused with, if it does not do so by itself."""
 
     def note(self, trainer: Trainer, text: str) -> None:
         """For whoever tells the story."""
@@ -532,9 +532,9 @@ class Trainer(Process):
         waiter.then(lambda _: timer.cancel())
         return waiter
 
-    def quit(self, reason: str) -> None:
+    def quit(self, reason: str, answer: Refused) -> None:
         self.phase = f"ended: {reason}"
-        self.outside.ended(self, reason)
+        self.outside.ended(self, reason, answer)
 
     # --- leaving ----------------------------------------------------------------------------------------------------
 
@@ -601,7 +601,7 @@ class Trainer(Process):
             self.outside.marks.hit("a rank left without a quorum")
             yield from self.leaves(self.plan)
         if answer.fatal:
-            self.quit(answer.code)
+            self.quit(answer.code, answer)
             yield Waiter()  # for ever
         yield self.sleep(POLL_MS)
 
@@ -892,7 +892,7 @@ class Trainer(Process):
         verdict = yield self.outside.vote(self, vote, yes, leaving=leaving)
         if isinstance(verdict, Refused):
             if verdict.fatal:
-                self.quit(f"vote: {verdict.code}")
+                self.quit(f"vote: {verdict.code}", verdict)
                 yield Waiter()  # for ever
             # The manager server of a group of one rank died with the vote open: that is a no.
             self.outside.marks.hit("an open vote was taken for a no")
