@@ -22,6 +22,7 @@ def quorum_of(*ids: str) -> Quorum | None:
 def oracle(situation: Situation) -> tuple[str, ...] | None:
     """The rule of protocol.md section 2, sentence by sentence, without any care for speed or for reasons."""
     before = set(situation.previous.replica_ids) if situation.previous else set()
+    before -= set(situation.left)
     eligible = {each for each in situation.healthy if each not in situation.ineligible}
     if any(each in before and situation.waiting[each].shrink_only for each in situation.waiting):
         eligible = {each for each in eligible if each in before}
@@ -56,8 +57,8 @@ def answer(situation: Situation) -> tuple[str, ...] | None:
 
 
 def every_case(ids: tuple[str, ...]) -> Iterator[Situation]:
-    """Each replica: absent, unhealthy, healthy, waiting early or late, shrinking; in the previous quorum or not; …"""
-    roles = ("absent", "healthy", "healing", "early", "late", "shrinking", "ineligible")
+    """Each replica: absent, gone, healthy, waiting early or late, shrinking, …; in the previous quorum or not."""
+    roles = ("absent", "left", "healthy", "healing", "early", "late", "shrinking", "ineligible")
     for chosen in itertools.product(roles, repeat=len(ids)):
         role = dict(zip(ids, chosen, strict=True))
         waiting = {
@@ -75,9 +76,10 @@ def every_case(ids: tuple[str, ...]) -> Iterator[Situation]:
             ):
                 yield Situation(
                     waiting=waiting,
-                    healthy={each for each in ids if role[each] != "absent"},
+                    healthy={each for each in ids if role[each] not in ("absent", "left")},
                     healing={each for each in ids if role[each] == "healing"},
                     ineligible={each for each in ids if role[each] == "ineligible"},
+                    left={each for each in ids if role[each] == "left"},
                     previous=quorum_of(*before),
                     min_replicas=min_replicas,
                     join_timeout_ms=JOIN_MS,
@@ -102,7 +104,8 @@ def test_every_case_of_three_replicas() -> None:
 def situations(draw: st.DrawFn) -> Situation:
     ids = [f"r{index}" for index in range(draw(st.integers(1, 7)))]
     some = st.sets(st.sampled_from(ids))
-    healthy = draw(some)
+    left = draw(some) if draw(st.booleans()) else set()
+    healthy = draw(some) - left
     asking = draw(some) & healthy
     before = draw(st.sets(st.sampled_from([*ids, "gone"]), max_size=6))
     steps = st.integers(0, 3)
@@ -112,6 +115,7 @@ def situations(draw: st.DrawFn) -> Situation:
         healthy=healthy,
         healing=draw(some) & healthy,
         ineligible=draw(some) if draw(st.integers(0, 3)) == 0 else set(),
+        left=left | ({"gone"} if draw(st.booleans()) else set()),
         previous=quorum_of(*before),
         min_replicas=draw(st.integers(1, 3)),
         join_timeout_ms=JOIN_MS,
