@@ -27,7 +27,18 @@ from tft_coord.core.progress import GroupProgress, HangWatch, Phase, Progress
 from tft_coord.core.quorum import Situation
 from tft_coord.core.session import SessionCore
 from tft_coord.core.torchft_rule import TorchftCore
-from tft_coord.core.types import MAX_INT64, LossNotice, Member, Plan, Quorum, QuorumKey, RankRequest, Refusal, Verdict
+from tft_coord.core.types import (
+    MAX_INT64,
+    LossNotice,
+    Member,
+    Plan,
+    Purpose,
+    Quorum,
+    QuorumKey,
+    RankRequest,
+    Refusal,
+    Verdict,
+)
 from tft_coord.testing import InvariantBroken, SimulationFailed, play, simulate, trainer
 from tft_coord.testing.invariants import Held, Reduced, Round
 from tft_coord.testing.scenario import ScenarioError
@@ -499,7 +510,108 @@ def takes_its_open_vote_for_the_verdict(self: Trainer, vote: Round, yes: bool, *
     return Verdict(yes, leaving) if isinstance(verdict, Refused) else verdict
 
 
+def waits_for_the_silent(self: Liveness, now_ms: int) -> list[Any]:
+    for stream in list(self._by_stream):
+        right_sign(self, stream, now_ms)
+    return right_judge(self, now_ms)
+
+
+def forgives_no_flaps(self: Liveness, replica: Replica, now_ms: int) -> bool:
+    replica.stream_losses_ms = []
+    return right_break_counts(self, replica, now_ms)
+
+
+def excuses_nobody_for_its_own_sleep(self: Liveness, now_ms: int) -> None:
+    return None
+
+
+def forgets_the_dead_at_once(self: Liveness, now_ms: int) -> list[Any]:
+    out = right_judge(self, now_ms)
+    self.replicas = {name: each for name, each in self.replicas.items() if each.stream is not None or each.watched}
+    return out
+
+
+def counts_who_has_never_asked(self: Job, waiting: Any, now_ms: int) -> Situation:
+    living = {name for name, replica in self.liveness.replicas.items() if replica.healthy}
+    return replace(right_situation(self, waiting, now_ms), healthy=living)
+
+
+def knows_no_fast_path(situation: Situation) -> Any:
+    decision, previous = right_decide(situation), situation.previous
+    if not isinstance(decision, quorum.Form) or previous is None:
+        return decision
+    waiting, eligible = set(situation.waiting), set(situation.healthy) - set(situation.ineligible)
+    before = frozenset(previous.replica_ids).difference(situation.left)
+    return right_majority(situation, waiting & eligible, eligible, before) or decision
+
+
+def needs_few_on_the_fast_path(situation: Situation) -> Any:
+    few = is_fast(situation)
+    return right_decide(replace(situation, min_replicas=1) if few else situation)
+
+
+def needs_few_on_the_slow_path(situation: Situation) -> Any:
+    few = not is_fast(situation)
+    return right_decide(replace(situation, min_replicas=1) if few else situation)
+
+
+def is_fast(situation: Situation) -> bool:
+    before = set(situation.previous.replica_ids) - set(situation.left) if situation.previous is not None else set()
+    return bool(before) and before <= situation.waiting.keys()
+
+
+def leaves_all_survivors_out(situation: Situation, candidates: Any, eligible: Any, before: Any) -> Any:
+    return right_majority(situation, candidates, eligible, ())
+
+
+def takes_half_for_a_majority(situation: Situation, candidates: Any, eligible: Any, before: Any) -> Any:
+    half = 2 * len(candidates) == len(eligible)
+    return right_majority(situation, candidates, candidates if half else eligible, before)
+
+
+def waits_for_nobody_who_is_late(situation: Situation, candidates: Any) -> int:
+    return 0
+
+
+def waits_for_the_late_for_ever(situation: Situation, candidates: Any) -> int:
+    return 1_000
+
+
+def waits_for_nobody_who_heals(self: Job, replica: Replica, first_asked_ms: int, now_ms: int) -> bool:
+    return False
+
+
+def knows_its_own_ids_only(self: Job, members: Any, now_ms: int, wall_ms: int) -> list[Any]:
+    own = self.previous.key.quorum_id if self._formed_here and self.previous is not None else 0
+    self.last_id = max(own, self._birth.started_ms)
+    return right_formed(self, members, now_ms, wall_ms)
+
+
+def lets_the_ahead_in(self: Job) -> list[Any]:
+    return []
+
+
+def asks_one_rank_whether_all_have_staged(
+    self: Votes, name: RoundName, rank: int, call: int, yes: bool, deadline_ms: int, *, leaving: bool = False
+) -> list[tuple[int, int, Verdict]]:
+    if name.purpose is Purpose.STAGED:
+        return [(call, rank, Verdict(yes))]
+    return right_cast(self, name, rank, call, yes, deadline_ms, leaving=leaving)
+
+
+def loads_without_the_others(self: Trainer, vote: Round, yes: bool, *, leaving: bool = False) -> Life:
+    if vote.purpose is not Purpose.COMMIT:
+        return Verdict(yes)
+    return (yield from right_vote(self, vote, yes, leaving=leaving))
+
+
 right_parted = foreign.parted
+right_judge = Liveness.judge
+right_break_counts = Liveness._break_counts
+right_decide = quorum.decide
+right_majority = quorum._majority
+right_formed = Job._formed
+right_vote = Trainer.vote
 right_told_refused = SessionCore.told_refused
 right_lose = Liveness._lose
 right_nonsense = lighthouse._nonsense
@@ -540,7 +652,12 @@ MUTANTS = [
     Mutant(Trainer, "noticed", drops_what_comes_early, "P3", "scenario_08_notices"),
     # Section 1, sessions and liveness: who lives, and in which job.
     Mutant(Liveness, "_excuse_if_sick", excuses_nobody, "transcript", "scenario_14_sick_lighthouse"),
-    Mutant(Liveness, "_break_counts", gives_no_grace, "transcript", "scenario_04_sessions"),
+    Mutant(Liveness, "_break_counts", gives_no_grace, "P1", 0),
+    Mutant(Liveness, "_break_counts", forgives_no_flaps, "P1", 16),
+    Mutant(Liveness, "judge", waits_for_the_silent, "P1", 16),
+    Mutant(Liveness, "judge", forgets_the_dead_at_once, "I2", 0),
+    Mutant(Liveness, "excuse_all", excuses_nobody_for_its_own_sleep, "P1", 0),
+    Mutant(Job, "_situation", counts_who_has_never_asked, "I6", 4),
     Mutant(LighthouseCore, "_hello", keeps_one_job, "I2", 0),
     Mutant(Liveness, "hello", hears_of_older_streams, "I2", 11),
     Mutant(Liveness, "sign", lets_a_beat_revive, "I6 I2", 0),
@@ -567,11 +684,23 @@ MUTANTS = [
     Mutant(Job, "_situation", waits_for_the_lost, "I6", 0),
     Mutant(Job, "_unchanged", stands_though_somebody_heals, "I3 I2", 0),
     Mutant(quorum, "_majority", needs_no_majority, "I2", 0),
+    Mutant(quorum, "_majority", takes_half_for_a_majority, "I2", 0),
+    Mutant(quorum, "_majority", leaves_all_survivors_out, "I2", 0),
+    Mutant(quorum, "_remaining_ms", waits_for_nobody_who_is_late, "P2", 0),
+    Mutant(quorum, "_remaining_ms", waits_for_the_late_for_ever, "transcript", "slow_joiner"),
+    Mutant(lighthouse, "decide", knows_no_fast_path, "P2", 0),
+    Mutant(lighthouse, "decide", needs_few_on_the_fast_path, "I2", 6),
+    Mutant(lighthouse, "decide", needs_few_on_the_slow_path, "I2", 0),
+    Mutant(Job, "_heals", waits_for_nobody_who_heals, "P2", 35),
+    Mutant(Job, "_formed", knows_its_own_ids_only, "I1", 23),
+    Mutant(Job, "_refuse_the_ahead", lets_the_ahead_in, "I3", "scenario_12_foreign_states"),
     Mutant(quorum, "_lost_state", waits_for_no_state, "I3", 0),
     # Section 4, the plan.
     Mutant(Trainer, "_offer_early", offers_what_it_took_in_vain, "I3", 70),
     Mutant(assignment, "_holders", starts_from_any_state, "I3", 0),
     Mutant(assignment, "_holders", takes_the_unknown_for_the_same, "I3", 18),
+    Mutant(Votes, "cast", asks_one_rank_whether_all_have_staged, "I5", 0),
+    Mutant(Trainer, "vote", loads_without_the_others, "P4", 0),
     # Section 6, joining: who belongs to a job.
     Mutant(Handshake, "_compare", compares_nothing, "P6", 0),
     Mutant(Job, "_standing", believes_the_dead, "I6", 235),

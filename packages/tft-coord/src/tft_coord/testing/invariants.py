@@ -15,12 +15,15 @@ from dataclasses import dataclass, replace
 from tft_coord.core import effects, events
 from tft_coord.core.fingerprint import Fingerprint, differences
 from tft_coord.core.types import Hello, Member, Plan, Purpose, Quorum, QuorumKey, Refusal, Verdict
+from tft_coord.timeouts import Timeouts
 
 
 class InvariantBroken(AssertionError):
     """An invariant does not hold. `invariant` is its number in design.md section 10, as `I3`; or `P3`, the bar on how
-    soon the survivors of a loss go on; or `P6`: members differ that must not (protocol.md section 6); or `L1`: leaving
-    costs the others something; or `H1`: nobody is taken to hang who does not; or `H2`: who hangs is lost; or `F1`:
+    soon the survivors of a loss go on; or `P1`: one is lost that should not be, or late (section 1 of protocol.md); or
+    `P2`: a quorum does not wait for whom it should, or waits though it need not (its section 2); or `P4`: a group does
+    not heal as a whole (its section 4); or `P6`: members differ that must not (its section 6); or `L1`: leaving costs
+    the others something; or `H1`: nobody is taken to hang who does not; or `H2`: who hangs is lost; or `F1`:
     syncs in flight together were started in one quorum, are committed in that order, and fail with it, and with the
     first of them that does (protocol.md section 5)."""
 
@@ -78,7 +81,8 @@ class Attendance:
         on_broken: told when a member of the newest quorum is lost, or has a successor: that quorum's key, and who.
         on_left: told when a member of the newest quorum asks for the next: the key, who, and whether that breaks it for
             sure, because it says that it can't go on in it. (Who has not got it may be given it again.)
-        come_back_ms: for so long a state is waited for that nobody holds but one that is lost and may live.
+        timeouts: for so long those who live are waited for, and those who heal, and a state that nobody holds but one
+            that is lost and may live.
     """
 
     def __init__(
@@ -86,10 +90,10 @@ class Attendance:
         min_replicas: int,
         on_broken: Callable[[QuorumKey, str], None] = lambda _key, _who: None,
         on_left: Callable[[QuorumKey, str, bool], None] = lambda _key, _who, _surely: None,
-        come_back_ms: int = 0,
+        timeouts: Timeouts = Timeouts(),  # noqa: B008  # frozen
     ) -> None:
         self._min_replicas = min_replicas
-        self._come_back_ms = come_back_ms
+        self._timeouts = timeouts
         self._on_broken = on_broken
         self._on_left = on_left
         self._newest: Quorum | None = None
@@ -108,6 +112,9 @@ class Attendance:
         self._fingerprints: dict[str, Fingerprint] = {}  # as each has said last
         self._gone: dict[str, int] = {}  # who has left the job, and in which session
         self._released: set[str] = set()  # and is not needed any more
+        self._asked_ms: dict[str, int] = {}  # when each asked first since its last answer
+        self._heals_ms: dict[str, int] = {}  # since when each heals that does
+        self._healed: dict[str, tuple[int, int]] = {}  # bytes that it had received, and when it said so first
 
     def welcomed(self, hello: Hello, stream: int) -> None:
         """A session stands, on that stream from now on."""
@@ -150,10 +157,19 @@ class Attendance:
         """It is told that nobody heals from it any more: its end is no loss."""
         self._released |= {each for each, newest in self._streams.items() if newest == stream}
 
-    def asked(self, member: Member, stream: int, held: QuorumKey | None = None, fingerprint: Fingerprint = ()) -> None:
+    def asked(
+        self,
+        member: Member,
+        stream: int,
+        held: QuorumKey | None = None,
+        fingerprint: Fingerprint = (),
+        now_ms: int = 0,
+    ) -> None:
         """It has asked for a quorum; what comes late on an older stream, or of a lost session, is ignored."""
         if self._streams.get(member.replica_id) != stream or member.replica_id not in self._sessions:
             return
+        self._asked_ms.setdefault(member.replica_id, now_ms)
+        self._heals_ms.pop(member.replica_id, None)
         if fingerprint:
             self._fingerprints[member.replica_id] = fingerprint
         self._strangers.discard(member.replica_id)
@@ -190,9 +206,20 @@ class Attendance:
             self._presumed.clear()
             self._newest = None
 
-    def answered(self, stream: int, quorum: Quorum | None) -> None:
+    def healed(self, stream: int, num_bytes: int, now_ms: int) -> None:
+        """Whoever has that stream has received so many bytes of state."""
+        for replica_id in [each for each, newest in self._streams.items() if newest == stream]:
+            if num_bytes > self._healed.get(replica_id, (0, 0))[0]:
+                self._healed[replica_id] = num_bytes, now_ms
+
+    def answered(self, stream: int, quorum: Quorum | None, now_ms: int = 0) -> None:
         """Whoever asked there is given the newest quorum as it is now; None: it goes on in it from what it said."""
         newest = self._newest
+        for replica_id in [each for each, asked in self._asking.items() if asked == stream]:
+            self._asked_ms.pop(replica_id, None)
+            own = quorum.member(replica_id) if quorum is not None else None
+            if quorum is not None and own is not None and own.step < max(each.step for each in quorum.members):
+                self._heals_ms[replica_id] = now_ms
         if quorum is not None:
             if newest is not None and newest.key == quorum.key:
                 self._newest = quorum
@@ -252,6 +279,7 @@ class Attendance:
             raise InvariantBroken("I2", f"{replica_id} session {session} is lost by a stream that broke, and it stands")
         self._sessions.pop(replica_id, None)
         self._asking.pop(replica_id, None)
+        self._heals_ms.pop(replica_id, None)
         self._lost[replica_id] = session
         self._lost_ms[replica_id] = now_ms
         if dead:
@@ -309,12 +337,17 @@ class Attendance:
             if away and waits.startswith("the state of step"):
                 return  # that a quorum is not formed too early is looked at where one is formed
             raise InvariantBroken("I6", f"all that live have asked, {sorted(asking)}, and no quorum forms: {waits}")
+        before_ids = {member.replica_id for member in self._newest.members} if self._newest is not None else set()
+        before_ids -= self._gone.keys()
+        enough = len(asking) >= self._min_replicas and not self._special & living
+        if before_ids and before_ids <= asking and enough:
+            raise InvariantBroken("P2", f"all of the last quorum have asked, {sorted(asking)}, and none forms: {waits}")
 
     def _may_come_back(self, replica_id: str, now_ms: int) -> bool:
         """Whether it is lost, nobody has reported its death, and it has not been away for long."""
         if replica_id not in self._lost or self.is_dead(replica_id) or replica_id in self._gone:
             return False
-        return now_ms - self._lost_ms[replica_id] < self._come_back_ms
+        return now_ms - self._lost_ms[replica_id] < self._timeouts.heartbeat_timeout_ms
 
     def _look_who_starts_over(self, quorum: Quorum, previous: Quorum, now_ms: int) -> None:
         """Nobody goes on from an older state while one that held the last quorum's may come back."""
@@ -337,6 +370,7 @@ class Attendance:
     def formed(self, quorum: Quorum, previous: Quorum | None, now_ms: int = 0) -> None:
         """A quorum with a new id: its members live, are enough, and don't leave all survivors or their state out."""
         self._newest = quorum
+        self._look_who_is_ahead(quorum)
         if previous is not None:
             self._look_who_starts_over(quorum, previous, now_ms)
         ids = set(quorum.replica_ids)
@@ -357,8 +391,30 @@ class Attendance:
             raise InvariantBroken("I2", f"quorum {quorum.key} leaves out all survivors of the last, {before & living}")
         # Who differs from those in it counts nowhere. It is told so when it asks, or if it asks just now.
         living = {each for each in living if not self._differs_from(each, ids)}
-        if not self._special & living and 2 * len(ids) <= len(living):
+        if self._special & living:
+            return
+        if 2 * len(ids) <= len(living):
             raise InvariantBroken("I2", f"quorum {quorum.key} has {len(ids)} of {len(living)} that live")
+        self._look_who_was_not_waited_for(quorum, living - ids, now_ms)
+
+    def _look_who_is_ahead(self, quorum: Quorum) -> None:
+        """A state that was loaded from outside does not overtake the job's own."""
+        live = max((member.step for member in quorum.members if member.live), default=None)
+        for member in quorum.members:
+            if live is not None and member.step > live and not member.live:
+                raise InvariantBroken("I3", f"{member.replica_id} takes quorum {quorum.key} to a step from outside")
+
+    def _look_who_was_not_waited_for(self, quorum: Quorum, late: Collection[str], now_ms: int) -> None:
+        """Who lives is waited for until join_timeout, and who heals for as long as bytes arrive."""
+        waited_ms = now_ms - min(self._asked_ms[replica_id] for replica_id in quorum.replica_ids)
+        if late and waited_ms < self._timeouts.join_timeout_ms:
+            raise InvariantBroken("P2", f"quorum {quorum.key} has waited {waited_ms} ms at most for {sorted(late)}")
+        for replica_id in late:
+            since_ms = self._heals_ms.get(replica_id, now_ms - self._timeouts.heal_timeout_ms)
+            _, healed_ms = self._healed.get(replica_id, (0, -1))
+            arrive = healed_ms >= since_ms and now_ms - healed_ms < self._timeouts.heartbeat_timeout_ms
+            if now_ms - since_ms < self._timeouts.heal_timeout_ms and arrive:
+                raise InvariantBroken("P2", f"quorum {quorum.key} leaves {replica_id} out, which heals")
 
 
 class Attendances:
@@ -390,7 +446,7 @@ class Attendances:
         """What came first on a stream that is welcomed."""
         return self._hellos[stream]
 
-    def heard(self, event: events.LighthouseEvent) -> None:
+    def heard(self, event: events.LighthouseEvent, now_ms: int) -> None:
         """It hears something."""
         if isinstance(event, events.HelloReceived):
             self._hellos[event.stream] = event.hello
@@ -399,7 +455,9 @@ class Attendances:
         attendance = self.of(job)
         match event:
             case events.QuorumRequested():
-                attendance.asked(event.member, event.stream, event.held, event.fingerprint)
+                attendance.asked(event.member, event.stream, event.held, event.fingerprint, now_ms)
+            case events.BeatReceived():
+                attendance.healed(event.stream, event.healed_bytes, now_ms)
             case events.RequestWithdrawn():
                 attendance.asks_no_more(event.stream)
             case events.StreamClosed():
@@ -428,7 +486,7 @@ class Attendances:
                     self.of(self.job_of(order.stream)).differs(order.stream)
                 if not isinstance(order, effects.RefuseRequest):
                     quorum = order.quorum if isinstance(order, effects.AnswerQuorum) else None
-                    self.of(self.job_of(order.stream)).answered(order.stream, quorum)
+                    self.of(self.job_of(order.stream)).answered(order.stream, quorum, now_ms)
                 self.of(self.job_of(order.stream)).asks_no_more(order.stream)
             case effects.RefuseSession() if order.refusal is Refusal.OTHER_KIND:
                 self.of(self.job_of(order.stream)).turned_out(order.stream)
@@ -647,6 +705,12 @@ class Invariants:
     def num_lineages(self, group_rank: int, step: int) -> int:
         """How many different states have been held at that step."""
         return len(self._lineages.get((group_rank, step), ()))
+
+    def loads(self, host: str, group_rank: int, staged: Round) -> None:
+        """A rank loads the state that it has fetched: all of its group have theirs."""
+        verdict = self._verdicts.get((host, staged))
+        if verdict is None or not verdict.yes:
+            raise InvariantBroken("P4", f"{host} rank {group_rank} loads a state that not all of its group have")
 
     # --- I5 -------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from tft_coord.testing.invariants import Attendance, Attendances
 from tft_coord.testing.marks import Marks
 from tft_coord.testing.network import Stream
 from tft_coord.testing.process import Process
+from tft_coord.testing.silence import Silence
 from tft_coord.timeouts import Timeouts
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class LighthouseProcess(Process):
         self._streams: dict[int, Stream] = {}
         self._stuck: set[QuorumKey] = set()  # quorums that it broke because all waited
         self._attendances = Attendances(self._new_attendance)
+        self._silence = Silence(cluster.timeouts, self.clock.now_ms)
         self._stories: dict[str, LighthouseStory] = {}
 
     def waiting_for(self, job: str) -> str:
@@ -88,8 +90,7 @@ class LighthouseProcess(Process):
         return self._attendances.of(job)
 
     def _new_attendance(self) -> Attendance:
-        patience_ms = self._cluster.timeouts.heartbeat_timeout_ms
-        return Attendance(self._cluster.config.min_replicas, self._broken, self._left, patience_ms)
+        return Attendance(self._cluster.config.min_replicas, self._broken, self._left, self._cluster.timeouts)
 
     def _story_of(self, job: str) -> LighthouseStory:
         if job not in self._stories:
@@ -126,7 +127,9 @@ class LighthouseProcess(Process):
                     marks.hit(f"waited: {words}")
             if "of min_replicas" in waits and self.attendance_of(job).shrinks_to_few():
                 marks.hit("shrink_only left too few")
+        self._silence.looks(now_ms)
         self._perform(self._kinds.tick(now_ms, self._cluster.wall_ms))
+        self._silence.ticked(now_ms)
         starts = now_ms - self._born_ms < timeouts.reconnect_grace_ms
         for job in self._cluster.jobs:
             waits = self.core.waiting_for(job)
@@ -136,7 +139,8 @@ class LighthouseProcess(Process):
 
     def _heard(self, event: events.LighthouseEvent) -> None:
         self._cluster.trace(self.name, event)
-        self._attendances.heard(event)
+        self._attendances.heard(event, self.clock.now_ms)
+        self._silence.heard(event, self.clock.now_ms)
         self._story_of(self._attendances.job_of(event.stream)).heard(event, self.clock.now_ms)
         self._perform(self._kinds.handle(event, self.clock.now_ms, self._cluster.wall_ms))
 
@@ -183,6 +187,7 @@ class LighthouseProcess(Process):
                 self._cluster.hangs.welcomed(self._attendances.hello_of(order.stream))
             self._cluster.watch(order)
             self._attendances.decided(order, self.clock.now_ms)
+            self._silence.decided(order, self.clock.now_ms)
             match order:
                 case effects.ReplicaLeft():
                     continue

@@ -818,6 +818,7 @@ class Trainer(Process):
                 self.outside.marks.hit("half of a group had fetched")
             self.outside.note(self, "could not heal")
             return False
+        self.outside.invariants.loads(self.host, self.rank, replace(vote, purpose=Purpose.STAGED))
         if self.torn:
             self.outside.marks.hit("a torn group healed")
         self.step, self.lineage, self.weights = plan.step, plan.lineage, fetched.weights

@@ -242,11 +242,7 @@ class LighthouseWorld:
         self._broken.clear()
 
     def _new_attendance(self) -> Attendance:
-        return Attendance(
-            self._config.min_replicas,
-            on_broken=self._note_broken,
-            come_back_ms=TIMEOUTS.heartbeat_timeout_ms,
-        )
+        return Attendance(self._config.min_replicas, on_broken=self._note_broken, timeouts=TIMEOUTS)
 
     def _note_broken(self, key: QuorumKey, who: str) -> None:
         self._broken.add((key, who))
@@ -337,7 +333,7 @@ class LighthouseWorld:
         self._give(events.QuorumRequested(self._stream(replica), replica.request, member, replica.held))
 
     def _give(self, event: events.LighthouseEvent) -> None:
-        self._attendances.heard(event)
+        self._attendances.heard(event, self._now_ms)
         self._perform(self._core.handle(event, self._now_ms, WALL_MS + self._now_ms))
 
     def _perform(self, orders: list[effects.LighthouseEffect]) -> None:
