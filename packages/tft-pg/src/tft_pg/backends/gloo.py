@@ -323,7 +323,9 @@ class _Mesh:
         """From now on the end of one connection is the end of all."""
         if self._inodes:
             self._watch = Watch(self._inodes, on_severed)
-            weakref.finalize(self, self._watch.end)  # a group that nobody shut down leaves no thread either
+            # A group that nobody shut down leaves no thread either. Not at the end of the process: there an end of the
+            # connections would wake waits that must not come back from C++ any more.
+            weakref.finalize(self, self._watch.end).atexit = False
 
     def end(self) -> None:
         """End every operation of the built group, here and at the peers."""
