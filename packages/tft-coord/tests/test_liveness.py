@@ -213,6 +213,18 @@ class TestDuplicates:
         assert "a already lives at a:1" in message
         assert "asks again from other:1" in message
 
+    def test_it_is_told_when_the_first_was_heard_in_truth(self) -> None:
+        liveness = job_of("a")
+        liveness.sign(1, 1_000)
+        liveness.excuse_all(4_000)
+        refused = liveness.hello(2, hello("a", session=9, address="other:1"), 4_500)
+        assert isinstance(refused, Rejected)
+        assert refused.silent_ms == 3_500
+        liveness.sign(1, 4_600)
+        refused = liveness.hello(2, hello("a", session=9, address="other:1"), 4_700)
+        assert isinstance(refused, Rejected)
+        assert refused.silent_ms == 100
+
     def test_it_may_come_once_the_first_is_lost(self) -> None:
         """A group restarted elsewhere after a silent death."""
         liveness = job_of("a")

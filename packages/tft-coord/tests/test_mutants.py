@@ -154,8 +154,8 @@ def lets_a_beat_revive(self: Liveness, stream: int, now_ms: int) -> Any:
     return right_sign(self, stream, now_ms)
 
 
-def welcomes_the_dead(self: Liveness, known: Any, stream: int, hello: Any) -> Any:
-    rejected = right_reject(self, known, stream, hello)
+def welcomes_the_dead(self: Liveness, known: Any, stream: int, hello: Any, now_ms: int) -> Any:
+    rejected = right_reject(self, known, stream, hello, now_ms)
     return None if rejected is not None and rejected.refusal is Refusal.DEAD else rejected
 
 
@@ -163,11 +163,11 @@ def gives_no_grace(self: Liveness, replica: Replica, now_ms: int) -> bool:
     return replica.broken_ms is not None and not replica.excused
 
 
-def welcomes_a_twin(self: Liveness, known: Replica, stream: int, hello: Any) -> Any:
-    rejected = right_reject(self, known, stream, hello)
+def welcomes_a_twin(self: Liveness, known: Replica, stream: int, hello: Any, now_ms: int) -> Any:
+    rejected = right_reject(self, known, stream, hello, now_ms)
     if rejected is None or rejected.refusal is not Refusal.DUPLICATE:
         return rejected
-    return right_reject(self, known, stream, replace(hello, address=known.address))
+    return right_reject(self, known, stream, replace(hello, address=known.address), now_ms)
 
 
 def stands_though_somebody_heals(self: Job, quorum: Quorum, previous: Quorum | None) -> bool:
@@ -420,19 +420,27 @@ def says_no_more_what_it_is_made_of(self: SessionCore) -> list[Any]:
     return orders
 
 
-def takes_a_redial_for_another(self: Liveness, known: Replica, stream: int, hello: Any) -> Any:
+def takes_a_redial_for_another(self: Liveness, known: Replica, stream: int, hello: Any, now_ms: int) -> Any:
     elsewhere = known.stream not in (None, stream) and known.lost is None
-    return right_reject(self, known, stream, replace(hello, address="another:1") if elsewhere else hello)
+    return right_reject(self, known, stream, replace(hello, address="another:1") if elsewhere else hello, now_ms)
 
 
-def takes_whoever_is_known_for_another(self: Liveness, known: Replica, stream: int, hello: Any) -> Any:
+def takes_whoever_is_known_for_another(self: Liveness, known: Replica, stream: int, hello: Any, now_ms: int) -> Any:
     if known.lost is None and known.stream != stream:
         return Rejected(Refusal.DUPLICATE, f"replica {hello.replica_id} already lives at {known.address}")
-    return right_reject(self, known, stream, hello)
+    return right_reject(self, known, stream, hello, now_ms)
 
 
-def gives_up_at_the_first_refusal(self: SessionCore, refusal: Refusal, message: str, now_ms: int) -> list[Any]:
+def gives_up_at_the_first_refusal(
+    self: SessionCore, refusal: Refusal, message: str, now_ms: int, silent_ms: int = 0
+) -> list[Any]:
     self._duplicate_since_ms = -MAX_INT64
+    return right_told_refused(self, refusal, message, now_ms, silent_ms)
+
+
+def takes_time_for_a_proof_of_life(
+    self: SessionCore, refusal: Refusal, message: str, now_ms: int, silent_ms: int = 0
+) -> list[Any]:
     return right_told_refused(self, refusal, message, now_ms)
 
 
@@ -471,9 +479,11 @@ def lets_the_last_say_who_is_ahead(self: Job) -> list[Any]:
     return right_refuse_the_ahead(self)
 
 
-def takes_an_older_lighthouse_for_the_end(self: SessionCore, refusal: Refusal, message: str, now_ms: int) -> list[Any]:
+def takes_an_older_lighthouse_for_the_end(
+    self: SessionCore, refusal: Refusal, message: str, now_ms: int, silent_ms: int = 0
+) -> list[Any]:
     known = Refusal.DEAD if refusal is Refusal.OLD_LIGHTHOUSE else refusal
-    return right_told_refused(self, known, message, now_ms)
+    return right_told_refused(self, known, message, now_ms, silent_ms)
 
 
 def gives_a_rank_no_grace(self: GroupCore, event: events.RankDisconnected, now_ms: int) -> list[Any]:
@@ -667,6 +677,7 @@ MUTANTS = [
     Mutant(Liveness, "_reject", takes_a_redial_for_another, "I9", 0),
     Mutant(Liveness, "_reject", takes_whoever_is_known_for_another, "I9", 0),
     Mutant(SessionCore, "told_refused", gives_up_at_the_first_refusal, "transcript", "scenario_04_sessions"),
+    Mutant(SessionCore, "told_refused", takes_time_for_a_proof_of_life, "I8", "scenario_04_sessions"),
     Mutant(Liveness, "_lose", takes_every_loss_for_a_death, "I9", 0),
     Mutant(lighthouse, "_nonsense", believes_no_clock_but_its_own, "I9", "restart"),
     Mutant(GroupCore, "_merge", takes_the_unknown_for_torn, "I8", 3),

@@ -228,6 +228,19 @@ def test_a_duplicate_waits_until_the_first_would_be_lost_and_then_gives_up() -> 
     assert core.stream_opened(6_302) == [HangUp()]
 
 
+def test_a_duplicate_that_is_heard_no_more_may_be_dead_however_long_that_takes() -> None:
+    """A lighthouse that was away, or sick, loses nobody then, so that the time alone proves nothing."""
+    core = session()
+    core.start(0)
+    assert core.told_refused(Refusal.DUPLICATE, "a already lives", 1_000, 200) == [HangUp()]
+    for silent_ms in (200, 3_200, 59_200):
+        assert core.told_refused(Refusal.DUPLICATE, "a already lives", 1_000 + silent_ms, silent_ms) == [HangUp()]
+    assert core.told_refused(Refusal.DUPLICATE, "a already lives", 61_000, 54_701) == [HangUp()]
+    assert core.refused is None
+    gives_up = GiveUp("duplicate", "a already lives")
+    assert core.told_refused(Refusal.DUPLICATE, "a already lives", 61_000, 54_700) == [gives_up, HangUp()]
+
+
 @pytest.mark.parametrize("refusal", [Refusal.DEAD, Refusal.MALFORMED, Refusal.OTHER_KIND])
 def test_the_rest_is_final(refusal: Refusal) -> None:
     core = welcomed()

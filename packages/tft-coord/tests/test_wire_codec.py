@@ -191,7 +191,7 @@ refusals = st.sampled_from(Refusal)
 notices = st.builds(LossNotice, keys, names, numbers, lines, st.booleans())
 told_by_lighthouse = st.one_of(
     st.builds(Welcome, st.just(0), numbers, steps, lines),
-    st.builds(RefuseSession, st.just(0), refusals, lines),
+    st.builds(RefuseSession, st.just(0), refusals, lines, st.integers(0, MAX_INT64)),
     st.builds(TellLost, st.just(0), numbers, lines),
     st.builds(NotifyLoss, st.just(0), notices),
     st.builds(AnnounceNewcomer, st.just(0), names),

@@ -38,11 +38,15 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class RefuseSession:
-    """Tell the stream why it can't be, then end it."""
+    """Tell the stream why it can't be, then end it.
+
+    `silent_ms`: for how long nothing has been heard of the process in whose favour it is refused, if there is one.
+    """
 
     stream: int
     refusal: Refusal
     message: str
+    silent_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -367,7 +367,7 @@ class Job:
         if isinstance(result, Rejected):
             if result.refusal is Refusal.LOST:
                 return [effects.TellLost(stream, hello.session, result.message)]
-            return [effects.RefuseSession(stream, result.refusal, result.message)]
+            return [effects.RefuseSession(stream, result.refusal, result.message, result.silent_ms)]
         out = self._accepted(stream, hello, result)
         if self._handshake.has_refused(hello.replica_id):
             result.replica.ready = False

@@ -33,6 +33,7 @@ class OpenRequest:
 class Replica:
     """What is known of one replica id.
 
+    `last_sign_ms` is moved on where silence is excused, `heard_ms` is not: it is when something was heard in truth.
     `presumed` says that others have named it and it has not said hello yet.
     `withdrawn` keeps (asked_ms, withdrawn_ms) of a request that ended without an answer: a replica that asks again
     soon has waited since it first asked. `answered` is the number of the request that the newest quorum answered, and
@@ -46,6 +47,7 @@ class Replica:
     last_sign_ms: int
     stream: int | None = None
     replaces: str = ""
+    heard_ms: int = 0
     presumed: bool = False
     ready: bool = False
     held: QuorumKey | None = None
@@ -113,10 +115,11 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """The hello does not stand."""
+    """The hello does not stand. `silent_ms`: for how long nothing has been heard of whom it would displace."""
 
     refusal: Refusal
     message: str
+    silent_ms: int = 0
 
 
 class Liveness:
@@ -149,7 +152,7 @@ class Liveness:
             message = f"the stream of replica {other.replica_id} says hello as {hello.replica_id}; open another stream"
             return Rejected(Refusal.MALFORMED, message)
         if known is not None:
-            rejected = self._reject(known, stream, hello)
+            rejected = self._reject(known, stream, hello, now_ms)
             if rejected is not None:
                 return rejected
         if known is None:
@@ -173,7 +176,7 @@ class Liveness:
         known.stream = stream
         self._breaks_no_more(known)
         known.excused = False
-        known.last_sign_ms = now_ms
+        known.last_sign_ms = known.heard_ms = now_ms
         known.ready = known.ready or hello.ready
         known.held, known.num_answers = hello.held, hello.num_answers
         if hello.left and known.left is None:
@@ -205,7 +208,7 @@ class Liveness:
         """A sign of life on a stream. None if the stream is not its replica's newest."""
         replica = self._by_stream.get(stream)
         if replica is not None and replica.lost is None:
-            replica.last_sign_ms = now_ms
+            replica.last_sign_ms = replica.heard_ms = now_ms
         return replica
 
     def leave(self, replica: Replica, reason: str, now_ms: int) -> None:
@@ -299,7 +302,7 @@ class Liveness:
         ]
         return min(deadlines, default=None)
 
-    def _reject(self, known: Replica, stream: int, hello: Hello) -> Rejected | None:
+    def _reject(self, known: Replica, stream: int, hello: Hello, now_ms: int) -> Rejected | None:
         name = hello.replica_id
         if known.dead:
             return Rejected(
@@ -312,6 +315,7 @@ class Liveness:
                 Refusal.DUPLICATE,
                 f"replica {name} already lives at {known.address} (session {known.session}) and asks again from "
                 f"{hello.address}; end one of the two, or give them different replica ids",
+                now_ms - known.heard_ms,
             )
         if hello.session < known.session:
             return Rejected(

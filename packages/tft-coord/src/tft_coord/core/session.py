@@ -247,12 +247,13 @@ class SessionCore:
         self._fingerprint_said = False
         return [self._hello()]
 
-    def told_refused(self, refusal: Refusal, message: str, now_ms: int) -> list[SessionEffect]:
+    def told_refused(self, refusal: Refusal, message: str, now_ms: int, silent_ms: int = 0) -> list[SessionEffect]:
         """The lighthouse refuses the session.
 
         A stale one tries again with a newer number, ever farther ahead, for nobody knows how far a clock was set back.
-        Another process with the same replica id may be dead without anyone knowing: it is given the time after which
-        silence is a loss. An older lighthouse is left for the next dial. The rest is final.
+        Another process with the same replica id may be dead without anyone knowing: it lives if it was heard long after
+        we came, `silent_ms` before this. The time alone proves nothing, for a lighthouse that was away, or sick, loses
+        nobody then. An older lighthouse is left for the next dial. The rest is final.
         """
         if refusal in (Refusal.STALE, Refusal.LOST):
             self.session += 1 << min(self._stale_in_a_row, STALE_DOUBLINGS_MOST)
@@ -266,7 +267,7 @@ class SessionCore:
             if self._duplicate_since_ms is None:
                 self._duplicate_since_ms = now_ms
             patience_ms = self._timeouts.heartbeat_timeout_ms + self._timeouts.reconnect_grace_ms
-            if now_ms - self._duplicate_since_ms < patience_ms:
+            if now_ms - silent_ms - self._duplicate_since_ms < patience_ms:
                 self._stays = True
                 return [HangUp()]
         self.refused = GiveUp(refusal.value, message)

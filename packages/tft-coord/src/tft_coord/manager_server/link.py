@@ -461,9 +461,9 @@ class LighthouseLink:
                 self._arrived(events.LeaveAsked(reason, serve_ms))
             case Release():
                 self._arrived(events.NobodyHeals())
-            case RefuseSession(_, refusal, sentence):
+            case RefuseSession(_, refusal, sentence, silent_ms):
                 self._turned_away = sentence
-                self._perform(self._core.told_refused(refusal, sentence, now_ms))
+                self._perform(self._core.told_refused(refusal, sentence, now_ms, silent_ms))
             case AskForQuorum(_, key):
                 held = self._quorum()
                 self._say(events.QuorumReported(0, held if held is not None and held.key == key else None))

@@ -397,7 +397,8 @@ class ManagerProcess(Process):
             case effects.Release():
                 self.handle(events.NobodyHeals())
             case effects.RefuseSession():
-                self._perform_session(self.session.told_refused(order.refusal, order.message, now_ms))
+                told = self.session.told_refused(order.refusal, order.message, now_ms, order.silent_ms)
+                self._perform_session(told)
             case effects.AskForQuorum():
                 held = self.group.report()
                 quorum = held if held is not None and held.key == order.key else None

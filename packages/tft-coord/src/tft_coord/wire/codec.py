@@ -189,7 +189,9 @@ def encode_from_lighthouse(effect: ToldEffect) -> bytes:
             )
             return pb.FromLighthouse(welcome=welcome).SerializeToString()
         case RefuseSession():
-            refused = pb.Refused(code=effect.refusal.value, message=fields.clip(effect.message))
+            refused = pb.Refused(
+                code=effect.refusal.value, message=fields.clip(effect.message), silent_ms=effect.silent_ms
+            )
             return pb.FromLighthouse(refused=refused).SerializeToString()
         case TellLost():
             lost = pb.Lost(session=effect.session, message=fields.clip(effect.message))
@@ -235,7 +237,8 @@ def decode_from_lighthouse(data: bytes) -> ToldEffect:
             )
         case "refused":
             refusal, sentence = fields.refused_from_wire(message.refused)
-            return RefuseSession(0, refusal, sentence)
+            silent_ms = fields.checked_count("silent_ms", message.refused.silent_ms, MAX_INT64)
+            return RefuseSession(0, refusal, sentence, silent_ms)
         case "lost":
             lost = message.lost
             return TellLost(0, lost.session, fields.checked_sentence("message", lost.message))
