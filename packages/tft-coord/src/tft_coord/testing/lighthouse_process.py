@@ -140,9 +140,12 @@ class LighthouseProcess(Process):
     def _heard(self, event: events.LighthouseEvent) -> None:
         self._cluster.trace(self.name, event)
         self._attendances.heard(event, self.clock.now_ms)
-        self._silence.heard(event, self.clock.now_ms)
         self._story_of(self._attendances.job_of(event.stream)).heard(event, self.clock.now_ms)
-        self._perform(self._kinds.handle(event, self.clock.now_ms, self._cluster.wall_ms))
+        orders = self._kinds.handle(event, self.clock.now_ms, self._cluster.wall_ms)
+        if self.core.started_ms != self._started_ms:
+            self._stands_in()
+        self._silence.heard(event, self.clock.now_ms)
+        self._perform(orders)
 
     def asked_by_call(
         self, caller: Process, member: Member, answer: Callable[[Quorum | effects.RefuseUnary], None]
@@ -218,11 +221,15 @@ class LighthouseProcess(Process):
         if Refusal.OLD_LIGHTHOUSE in refusals:  # a newer one serves; this one has no memory from now on
             self._stuck.clear()
             self._attendances = Attendances(self._new_attendance)
+            self._silence = Silence(self._cluster.timeouts, self.clock.now_ms)
             self._stories.clear()
-        if self.core.started_ms != self._started_ms:
-            self._cluster.marks.hit("an older lighthouse stood in for a newer one")
-            self._started_ms = self.core.started_ms
-            self._born_ms = self.clock.now_ms
+
+    def _stands_in(self) -> None:
+        """It has forgotten everything before, and is from now on as if it was started just now."""
+        self._cluster.marks.hit("an older lighthouse stood in for a newer one")
+        self._started_ms = self.core.started_ms
+        self._born_ms = self.clock.now_ms
+        self._silence = Silence(self._cluster.timeouts, self.clock.now_ms)
 
     def _all_are_stuck(self, order: effects.NotifyLoss) -> None:
         notice = order.notice

@@ -15,7 +15,8 @@ SICK_STREAMS_LEAST = 4
 
 
 class Silence:
-    """Whether one life of a lighthouse takes those for lost that are, and soon, P1 (protocol.md section 1).
+    """Whether one life of a lighthouse takes those for lost that are, and soon, P1 (protocol.md section 1). One that
+    forgets everything, or begins to stand in for a newer one, begins another life.
 
     Args:
         timeouts: of the lighthouse.
@@ -27,7 +28,6 @@ class Silence:
         self._last_ms = now_ms
         self._away_until_ms = now_ms  # whose silence or break was before that is excused
         self._sick_ms = now_ms  # streams have broken, and so many stand that it may be taken for its own fault
-        self._over = False
         self._hellos: dict[int, str] = {}
         self._streams: dict[str, int] = {}  # the newest of each replica that is welcome
         self._sign_ms: dict[str, int] = {}
@@ -65,14 +65,13 @@ class Silence:
                 self._watched.discard(order.replica_id)
             case effects.ReplicaLost():
                 self._lost(order, now_ms)
-            case effects.RefuseSession() if order.refusal in (Refusal.OTHER_KIND, Refusal.OLD_LIGHTHOUSE):
-                self._over = self._over or order.refusal is Refusal.OLD_LIGHTHOUSE  # it judges nobody any more
-                self._watched.clear()  # or it has forgotten the job
+            case effects.RefuseSession() if order.refusal is Refusal.OTHER_KIND:
+                self._watched.clear()  # it has forgotten the job
 
     def ticked(self, now_ms: int) -> None:
         """It has looked at the clock: who is silent for long is lost now, and who has been away."""
         slack_ms, grace_ms = 2 * self._timeouts.quorum_tick_ms, self._timeouts.reconnect_grace_ms
-        for name in sorted(self._watched) if not self._over else ():
+        for name in sorted(self._watched):
             since_ms = max(self._sign_ms[name], self._away_until_ms, self._sick_ms)
             if now_ms - since_ms >= self._timeouts.heartbeat_timeout_ms + slack_ms:
                 raise InvariantBroken("P1", f"{name} is silent since {since_ms} ms, and not lost")
