@@ -22,7 +22,7 @@ from tft_coord.core.group import GroupCore
 from tft_coord.core.handshake import Handshake, Standing
 from tft_coord.core.lighthouse import Job, LighthouseCore
 from tft_coord.core.lineage import fold_lineage
-from tft_coord.core.liveness import Liveness, OpenRequest, Rejected, Replica
+from tft_coord.core.liveness import Accepted, Liveness, OpenRequest, Rejected, Replica
 from tft_coord.core.progress import GroupProgress, HangWatch, Phase, Progress
 from tft_coord.core.quorum import Situation
 from tft_coord.core.session import SessionCore
@@ -223,6 +223,22 @@ def serves_on_beside_a_newer_one(self: LighthouseCore, hello: Any) -> bool:
 
 
 right_standing = Job._standing
+
+
+def takes_a_redial_for_an_older_one(self: Liveness, known: Replica, stream: int, hello: Any, now_ms: int) -> Any:
+    again = known.stream != stream and known.lost is None and known.session == hello.session
+    return right_reject(self, known, stream, replace(hello, session=hello.session - 1) if again else hello, now_ms)
+
+
+def heals_no_more_after_a_redial(self: Liveness, stream: int, hello: Any, now_ms: int) -> Any:
+    result = right_hello(self, stream, hello, now_ms)
+    if isinstance(result, Accepted):
+        result.replica.healing_since_ms = None
+    return result
+
+
+def presumes_that_nobody_lives(self: Liveness, members: Iterable[Member], started_ms: int) -> None:
+    right_presume(self, members, started_ms - self._timeouts.heartbeat_timeout_ms)
 
 
 def excuses_nobody(self: Liveness, now_ms: int) -> None:
@@ -641,6 +657,7 @@ right_votes = Votes.__init__
 right_hello = Liveness.hello
 right_sign = Liveness.sign
 right_reject = Liveness._reject
+right_presume = Liveness.presume
 right_situation = Job._situation
 right_was_there = GroupProgress._was_there
 
@@ -667,6 +684,7 @@ MUTANTS = [
     Mutant(Liveness, "judge", waits_for_the_silent, "P1", 16),
     Mutant(Liveness, "judge", forgets_the_dead_at_once, "I2", 0),
     Mutant(Liveness, "excuse_all", excuses_nobody_for_its_own_sleep, "P1", 0),
+    Mutant(Liveness, "presume", presumes_that_nobody_lives, "P1", 0),
     Mutant(Job, "_situation", counts_who_has_never_asked, "I6", 4),
     Mutant(LighthouseCore, "_hello", keeps_one_job, "I2", 0),
     Mutant(Liveness, "hello", hears_of_older_streams, "I2", 11),
@@ -676,6 +694,7 @@ MUTANTS = [
     # Who has to end, and who is refused: nobody by a lighthouse that fails, nor a sound one.
     Mutant(Liveness, "_reject", takes_a_redial_for_another, "I9", 0),
     Mutant(Liveness, "_reject", takes_whoever_is_known_for_another, "I9", 0),
+    Mutant(Liveness, "_reject", takes_a_redial_for_an_older_one, "I9", 0),
     Mutant(SessionCore, "told_refused", gives_up_at_the_first_refusal, "transcript", "scenario_04_sessions"),
     Mutant(SessionCore, "told_refused", takes_time_for_a_proof_of_life, "I8", "scenario_04_sessions"),
     Mutant(Liveness, "_lose", takes_every_loss_for_a_death, "I9", 0),
@@ -703,6 +722,7 @@ MUTANTS = [
     Mutant(lighthouse, "decide", needs_few_on_the_fast_path, "I2", 6),
     Mutant(lighthouse, "decide", needs_few_on_the_slow_path, "I2", 0),
     Mutant(Job, "_heals", waits_for_nobody_who_heals, "P2", 35),
+    Mutant(Liveness, "hello", heals_no_more_after_a_redial, "P2", 767),
     Mutant(Job, "_formed", knows_its_own_ids_only, "I1", 23),
     Mutant(Job, "_refuse_the_ahead", lets_the_ahead_in, "I3", "scenario_12_foreign_states"),
     Mutant(quorum, "_lost_state", waits_for_no_state, "I3", 0),

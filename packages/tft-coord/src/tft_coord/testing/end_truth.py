@@ -83,6 +83,8 @@ class EndTruth:
         match refusal:
             case Refusal.OLD_LIGHTHOUSE:
                 sound = self._cluster.standby is not None
+            case Refusal.STALE if replica.manager is not None and replica.manager.session.session > hello.session:
+                sound = True  # said on a stream that it has given up since, it was late: a newer one stands
             case Refusal.DUPLICATE | Refusal.STALE:
                 # The manager server that it had before may be taken to live for a while.
                 sound = replica.num_managers > 1 or self._has_to(replica, Refusal.DUPLICATE.value)

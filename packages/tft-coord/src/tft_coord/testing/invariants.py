@@ -130,6 +130,10 @@ class Attendance:
         if session < self._sessions.get(replica_id, session):
             raise InvariantBroken("I2", f"{replica_id} session {session} is older than another that stands")
         self._lost.pop(replica_id, None)
+        if session > self._sessions.get(replica_id, -1):
+            # What it healed in was broken with the session before, and its bytes are counted anew.
+            self._heals_ms.pop(replica_id, None)
+            self._healed.pop(replica_id, None)
         self._sessions[replica_id] = session
         if replica_id not in self._gone:
             self._look_at(replica_id)
