@@ -881,6 +881,21 @@ class TestWithoutMemory:
         assert formed(table.pass_ms(4_900, "a", "b")) == []
         assert formed(table.pass_ms(200, "a", "b")) == [(("a", "b"), "c is gone")]
 
+    @pytest.mark.parametrize("comes_before", [True, False])
+    def test_while_it_is_away_itself_no_time_passes_for_those_that_others_name_later(self, comes_before: bool) -> None:
+        table = Table(join_timeout_ms=60_000)
+        if comes_before:
+            self.comes_back(table, "a")
+        table.now_ms += 4_900
+        if not comes_before:
+            self.comes_back(table, "a")
+        table.give(events.QuorumReported(1, self.OLD))
+        table.ask("a", 6, live=True)
+        assert table.pass_ms(4_900, "a") == []  # b and c may dial
+        self.comes_back(table, "b", "c")
+        table.ask("b", 6, live=True)
+        assert unchanged(table.ask("c", 6, live=True)) == {1, 2, 3}
+
     def test_what_one_that_has_died_since_it_was_asked_says_of_its_quorum_counts(self) -> None:
         """It may have been the only one to know; without it a fresh replica would start over beside those that live."""
         table = Table(join_timeout_ms=60_000)

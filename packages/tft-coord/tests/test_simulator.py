@@ -12,12 +12,12 @@ from tft_coord.core.commit import Votes
 from tft_coord.core.types import Verdict
 from tft_coord.testing import SCENARIO_MARKS, SimulationFailed, run_many, simulate
 from tft_coord.testing.__main__ import main
-from tft_coord.testing.simulator import FAULT_NAMES
+from tft_coord.testing.simulator import FAULT_NAMES, SimulationConfig
 
 SEEDS = range(1_000)
-# Where a watch once took for a fault what is sound: one that heals is started anew, one that has left is, one is named
-# after the lighthouse has slept, and a hello comes after that of a newer session.
-ONCE_MISJUDGED = (1_150, 2_628, 5_725, 12_658)
+# Where a watch once took for a fault what is sound: one that heals is started anew, one that has left is, and a hello
+# comes after that of a newer session. And where a member was lost that others named after the lighthouse had slept.
+ONCE_MISJUDGED = (1_150, 2_628, 5_725, 12_658, 40_756)
 # What random seeds have to come by besides the scenarios of protocol.md (SCENARIO_MARKS): each fault, and each rule.
 REACHED = (
     *FAULT_NAMES,
@@ -69,6 +69,10 @@ def test_a_thousand_seeds_keep_the_invariants_and_reach_every_case() -> None:
 @pytest.mark.parametrize("seed", ONCE_MISJUDGED)
 def test_what_was_once_taken_for_a_fault_is_none(seed: int) -> None:
     simulate(seed)
+
+
+def test_a_standby_that_has_slept_gives_those_named_later_their_time() -> None:
+    simulate(20_368, SimulationConfig(standby=True))
 
 
 @pytest.mark.soak

@@ -56,11 +56,13 @@ class LighthouseConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Birth:
-    """Of this lighthouse: when, and which cluster it serves."""
+    """Of this lighthouse: when, and which cluster it serves. `listens_ms`: since when it has listened to everybody; at
+    the start, or since it was away last."""
 
     started_ms: int
     cluster_id: str
     now_ms: int
+    listens_ms: int
 
 
 class LighthouseCore:
@@ -84,7 +86,7 @@ class LighthouseCore:
         now_ms: int,
     ) -> None:
         self._config = config
-        self._birth = _Birth(started_ms, cluster_id, now_ms)
+        self._birth = _Birth(started_ms, cluster_id, now_ms, now_ms)
         self._nonces = nonces
         self._jobs: dict[str, Job] = {}
         self._room = Room()
@@ -196,9 +198,9 @@ class LighthouseCore:
         """When this process was away for longer than a grace, nobody is lost by it."""
         timeouts = self._config.timeouts
         if now_ms - self._last_tick_ms >= timeouts.quorum_tick_ms + timeouts.reconnect_grace_ms:
+            self._birth = replace(self._birth, listens_ms=now_ms)
             for job in self._jobs.values():
-                job.liveness.excuse_all(now_ms)
-                job.hangs.forget()
+                job.was_away(now_ms)
         self._last_tick_ms = now_ms
 
     def _is_succeeded_by(self, hello: Hello) -> bool:
@@ -221,7 +223,8 @@ class LighthouseCore:
         self._sent_away = since_ms, now_ms
         if now_ms - since_ms < patience_ms:
             return False
-        self._birth = replace(self._birth, started_ms=max(wall_ms, self._succeeded_by_ms + 1), now_ms=now_ms)
+        started_ms = max(wall_ms, self._succeeded_by_ms + 1)
+        self._birth = replace(self._birth, started_ms=started_ms, now_ms=now_ms, listens_ms=now_ms)
         self._forgotten_id = max(self._forgotten_id, self._birth.started_ms)
         return True
 
@@ -324,8 +327,8 @@ class Job:
         self.last_id = last_id
         # Whoever is presumed to live has a heartbeat_timeout to show it: from the start of a lighthouse that comes
         # back, from now if it has forgotten the job since.
-        late = now_ms - birth.now_ms >= config.timeouts.heartbeat_timeout_ms
-        self._presumed_from_ms = now_ms if late else birth.now_ms
+        late = now_ms - birth.listens_ms >= config.timeouts.heartbeat_timeout_ms
+        self._presumed_from_ms = now_ms if late else birth.listens_ms
         self._members: dict[str, Member] = {}  # of the newest quorum
         self._broken: str | None = None
         self._losses: dict[str, LossNotice] = {}  # of its members, by replica id
@@ -348,6 +351,12 @@ class Job:
         self._asked_in_vain: set[int] = set()  # streams that could not say the members of the quorum they hold
         self._serving: set[str] = set()  # who has left, and may still be healed from
         self._heals_last = ""  # who was found to heal when that was last asked
+
+    def was_away(self, now_ms: int) -> None:
+        """The lighthouse was, and nobody is lost by it, nor who will be named only now."""
+        self._presumed_from_ms = now_ms
+        self.liveness.excuse_all(now_ms)
+        self.hangs.forget()
 
     def forget_fingerprints(self) -> None:
         """There is no such job any more."""

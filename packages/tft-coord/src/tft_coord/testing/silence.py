@@ -28,8 +28,6 @@ class Silence:
         self._last_ms = now_ms
         self._away_until_ms = now_ms  # whose silence or break was before that is excused
         self._sick_ms = now_ms  # streams have broken, and so many stand that it may be taken for its own fault
-        self._presumed_from_ms = now_ms  # who is named by others has a heartbeat_timeout from here on to say hello
-        self._named_ms: dict[str, int] = {}  # when each was named last
         self._hellos: dict[int, str] = {}
         self._streams: dict[str, int] = {}  # the newest of each replica that is welcome
         self._sign_ms: dict[str, int] = {}
@@ -53,8 +51,6 @@ class Silence:
                 self._closed_ms[name] = now_ms
             case _ if newest:
                 self._sign_ms[name] = now_ms
-        if isinstance(event, events.QuorumReported) and event.quorum is not None:
-            self._named_ms |= dict.fromkeys(event.quorum.replica_ids, now_ms)
 
     def decided(self, order: effects.LighthouseEffect, now_ms: int) -> None:
         """It decides something."""
@@ -92,23 +88,15 @@ class Silence:
     def _note_the_time(self, now_ms: int) -> None:
         if now_ms - self._last_ms >= self._timeouts.quorum_tick_ms + self._timeouts.reconnect_grace_ms:
             self._away_until_ms = now_ms
-            if self._last_ms - self._presumed_from_ms < self._timeouts.heartbeat_timeout_ms:
-                self._presumed_from_ms = now_ms  # it has not listened for long enough
         self._last_ms = now_ms
 
     def _flaps(self, name: str, now_ms: int) -> int:
         return sum(now_ms - at_ms < self._timeouts.flap_window_ms for at_ms in self._broke_ms.get(name, ()))
 
-    def _silent_since_ms(self, name: str) -> int:
-        """At the latest. While nobody had named it, nothing that the lighthouse has slept through was about it."""
-        if name not in self._sign_ms and self._named_ms.get(name, 0) >= self._away_until_ms:
-            return self._presumed_from_ms
-        return max(self._sign_ms.get(name, 0), self._away_until_ms)
-
     def _lost(self, order: effects.ReplicaLost, now_ms: int) -> None:
         name = order.replica_id
         self._watched.discard(name)
-        sign_ms = self._silent_since_ms(name)
+        sign_ms = max(self._sign_ms.get(name, 0), self._away_until_ms)
         if order.reason.startswith("silent") and now_ms - sign_ms < self._timeouts.heartbeat_timeout_ms:
             raise InvariantBroken("P1", f"{name} is lost by its silence since {sign_ms} ms")
         closed_ms = self._closed_ms.pop(name, now_ms)
