@@ -276,9 +276,9 @@ class Scenario:
         return []
 
     def _do_start(self, words: list[str]) -> Iterable[str]:
-        """start a b [step=5000] [loading] [replaces] [world_size=2] [min_replica_size=2] [spares] [synchronous]: new
-        lives of these replica groups, with settings of their own."""
-        options = ("loading", "replaces", "spares", "synchronous")
+        """start a b [step=5000] [loading] [replaces] [world_size=2] [min_replica_size=2] [spares] [synchronous]
+        [seeded]: new lives of these replica groups, with settings of their own; `seeded` is without init_sync."""
+        options = ("loading", "replaces", "spares", "synchronous", "seeded")
         numbers = {name: int(value) for name, _, value in (word.partition("=") for word in words) if value}
         settings = self.cluster.config.trainers
         settings = replace(
@@ -287,6 +287,7 @@ class Scenario:
             min_replica_size=numbers.get("min_replica_size", settings.min_replica_size),
             fixed_with_spares="spares" in words or settings.fixed_with_spares,
             use_async_quorum="synchronous" not in words and settings.use_async_quorum,
+            init_sync="seeded" not in words and settings.init_sync,
         )
         for word in [word for word in words if "=" not in word and word not in options]:
             before = self.cluster.replicas.get(word)

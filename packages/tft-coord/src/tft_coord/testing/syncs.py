@@ -186,7 +186,7 @@ class Syncs:
             self._reduce(sync, plan)
         # Sources and those who heal meet here: what is in flight changes no global weights before its end.
         if plan.serve:
-            trainer.take_snapshot(plan)
+            trainer.take_snapshot(plan, "at the start of its sync")
         if plan.heal:
             self._look_if_behind(plan, ahead)
             healed = yield from trainer.heal(plan, Round(plan.key, plan.step, plan.lineage, Purpose.COMMIT))

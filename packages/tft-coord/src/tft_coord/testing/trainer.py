@@ -627,7 +627,7 @@ class Trainer(Process):
             self.lineage = plan.lineage
         if not self.settings.use_async_quorum:
             if plan.serve:
-                self.take_snapshot(plan)
+                self.take_snapshot(plan, "before the forward")
             if plan.heal:
                 healed = yield from self.heal(plan, vote)
                 if not healed:
@@ -643,7 +643,7 @@ class Trainer(Process):
             reduced = yield from self._reduce(plan)
         if self.settings.use_async_quorum:
             if plan.serve and not self.snapshots_late and not self._offers(plan):
-                self.take_snapshot(plan)
+                self.take_snapshot(plan, "after the reductions, before the vote")
             if plan.heal:
                 healed = yield from self.heal(plan, vote)
                 good = good and healed
@@ -664,7 +664,7 @@ class Trainer(Process):
                 self.outside.marks.hit("one group committed what another lost")
             self.outside.note(self, f"does not commit step {vote.step + 1}")
         if plan.serve and self.snapshots_late:
-            self.take_snapshot(plan)
+            self.take_snapshot(plan, "after the vote")
         if verdict.leaves:
             if not wishes:
                 self.outside.marks.hit("a rank left because another one was told to")
@@ -776,7 +776,9 @@ class Trainer(Process):
 
     # --- healing ----------------------------------------------------------------------------------------------------
 
-    def take_snapshot(self, plan: Plan) -> None:
+    def take_snapshot(self, plan: Plan, when: str) -> None:
+        """Offer the state of now to those that this plan heals; `when` is told."""
+        self.outside.note(self, f"offers step {self.step}: it has taken it {when}")
         self.snapshot = Snapshot(plan.key, self.state_held)
 
     def _offers(self, plan: Plan) -> bool:
