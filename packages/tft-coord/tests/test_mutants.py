@@ -571,6 +571,10 @@ def knows_no_fast_path(situation: Situation) -> Any:
     return right_majority(situation, waiting & eligible, eligible, before) or decision
 
 
+def lets_in_who_never_heals(situation: Situation) -> Any:
+    return right_decide(replace(situation, ineligible=()))
+
+
 def needs_few_on_the_fast_path(situation: Situation) -> Any:
     few = is_fast(situation)
     return right_decide(replace(situation, min_replicas=1) if few else situation)
@@ -719,6 +723,7 @@ MUTANTS = [
     Mutant(quorum, "_remaining_ms", waits_for_nobody_who_is_late, "P2", 0),
     Mutant(quorum, "_remaining_ms", waits_for_the_late_for_ever, "transcript", "slow_joiner"),
     Mutant(lighthouse, "decide", knows_no_fast_path, "P2", 0),
+    Mutant(lighthouse, "decide", lets_in_who_never_heals, "transcript", "scenario_10_long_healing"),
     Mutant(lighthouse, "decide", needs_few_on_the_fast_path, "I2", 6),
     Mutant(lighthouse, "decide", needs_few_on_the_slow_path, "I2", 0),
     Mutant(Job, "_heals", waits_for_nobody_who_heals, "P2", 35),
