@@ -45,18 +45,27 @@ class Kinds:
 
     def handle(self, event: events.LighthouseEvent, now_ms: int, wall_ms: int) -> Effects:
         """Take an event of a stream; returns what to do about it, in order."""
-        out: Effects = []
-        if isinstance(event, events.HelloReceived) and event.hello.job == self._job:
-            other = self._theirs.living(now_ms)
-            name = event.hello.replica_id
-            trains = event.hello.held is not None and not self._theirs.has_trained
-            is_known = now_ms < self._undecided_until_ms or self._ours.has_trained(self._job)
-            if other is not None and not (trains and is_known):
-                message = self._message(f"replica {name} of ours", f"{other} of torchft's")
-                return [effects.RefuseSession(event.stream, Refusal.OTHER_KIND, message)]
-            # Who is left of them has asked and then fallen silent, or has not trained.
-            out += self._theirs.turn_out(Refusal.OTHER_KIND, self._message("a member of torchft's", f"{name} of ours"))
-        return [*out, *self._ours.handle(event, now_ms, wall_ms)]
+        other = self._theirs.living(now_ms)
+        is_report = isinstance(event, events.QuorumReported) and self._ours.job_of(event.stream) == self._job
+        if is_report and other is not None:
+            # Who is gone names others, who have not come: they would live beside theirs for a while.
+            event = events.QuorumReported(event.stream, None)
+        if not isinstance(event, events.HelloReceived) or event.hello.job != self._job:
+            return [*self._ours.handle(event, now_ms, wall_ms)]
+        name = event.hello.replica_id
+        trains = event.hello.held is not None and not self._theirs.has_trained
+        is_known = now_ms < self._undecided_until_ms or self._ours.has_trained(self._job)
+        if other is not None and not (trains and is_known):
+            message = self._message(f"replica {name} of ours", f"{other} of torchft's")
+            return [effects.RefuseSession(event.stream, Refusal.OTHER_KIND, message)]
+        out = self._ours.handle(event, now_ms, wall_ms)
+        if not any(isinstance(order, effects.Welcome) for order in out):
+            return [*out]  # who does not come in itself turns nobody out
+        # Who is left of them has asked and then fallen silent, or has not trained.
+        turned_out = self._theirs.turn_out(
+            Refusal.OTHER_KIND, lambda each: self._message(f"replica {each} of torchft's", f"{name} of ours")
+        )
+        return [*turned_out, *out]
 
     def handle_unary(self, event: events.UnaryEvent, now_ms: int, wall_ms: int) -> Effects:
         """Take one of torchft's calls; returns what to do about it, in order."""
@@ -71,8 +80,11 @@ class Kinds:
                 if not trains or now_ms >= self._undecided_until_ms:
                     message = self._message(f"replica {name} of torchft's", f"{other} of ours")
                     return [effects.RefuseUnary(event.call, Refusal.OTHER_KIND, message)]
-                message = self._message("replicas of ours", f"{name} of torchft's")
-                out += self._ours.turn_out(self._job, Refusal.OTHER_KIND, message)
+                out += self._ours.turn_out(
+                    self._job,
+                    Refusal.OTHER_KIND,
+                    lambda each: self._message(f"replica {each} of ours", f"{name} of torchft's"),
+                )
         return [*out, *self._theirs.handle(event, now_ms, wall_ms)]
 
     def tick(self, now_ms: int, wall_ms: int) -> Effects:

@@ -135,22 +135,31 @@ class LighthouseCore:
             known.previous is not None or any(each.held is not None for each in known.liveness.replicas.values())
         )
 
-    def turn_out(self, job: str, refusal: Refusal, message: str) -> list[effects.LighthouseEffect]:
-        """Refuse all replicas of a job, and forget it."""
+    def turn_out(self, job: str, refusal: Refusal, message_to: Callable[[str], str]) -> list[effects.LighthouseEffect]:
+        """Refuse all replicas of a job, by name, and forget it."""
         known = self._jobs.pop(job, None)
         if known is None:
             return []
         self._forget(known)
         streams = [stream for stream, its_job in self._job_of_stream.items() if its_job is known]
+        out: list[effects.LighthouseEffect] = []
         for stream in streams:
             del self._job_of_stream[stream]
-        return [effects.RefuseSession(stream, refusal, message) for stream in streams]
+            replica = known.liveness.of_stream(stream)
+            who = replica.replica_id if replica is not None else "of an older stream"
+            out.append(effects.RefuseSession(stream, refusal, message_to(who)))
+        return out
 
     def replica_of(self, stream: int) -> str | None:
         """Who said hello on that stream, if it is the newest of that replica."""
         job = self._job_of_stream.get(stream)
         replica = job.liveness.of_stream(stream) if job is not None else None
         return replica.replica_id if replica is not None else None
+
+    def job_of(self, stream: int) -> str | None:
+        """The job to which that stream has said hello."""
+        job = self._job_of_stream.get(stream)
+        return job.name if job is not None else None
 
     def waiting_for(self, job: str) -> str:
         """What the job's next quorum waits for, one phrase."""

@@ -9,6 +9,7 @@ no member, the dead are forgotten, and no quorum is empty.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tft_coord.core import effects, events
@@ -50,12 +51,16 @@ class TorchftCore:
         """Whether these members have a quorum, or one of them comes with steps of an earlier one."""
         return self.previous is not None or any(entry.member.step > 0 for entry in self._waiting.values())
 
-    def turn_out(self, refusal: Refusal, message: str) -> list[effects.UnaryEffect]:
-        """Refuse all that wait, and forget everybody."""
-        calls = list(self._waiting)
+    def turn_out(self, refusal: Refusal, message_to: Callable[[str], str]) -> list[effects.UnaryEffect]:
+        """Refuse all that wait, by name, and forget everybody."""
+        out: list[effects.UnaryEffect] = [
+            effects.RefuseUnary(call, refusal, message_to(entry.member.replica_id))
+            for call, entry in self._waiting.items()
+        ]
         self._waiting.clear()
         self._beats.clear()
-        return [effects.RefuseUnary(call, refusal, message) for call in calls]
+        self.previous = None  # whoever comes later is as untrained as any stranger
+        return out
 
     def handle(self, event: events.UnaryEvent, now_ms: int, wall_ms: int) -> list[effects.UnaryEffect]:
         """Take one event; returns what to do about it, in order."""
