@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from tft_coord.core import events
-from tft_coord.core.foreign import BEAT_INTERVAL_MS, CallQuorum, CancelCall, ForeignCore, LeftOut, TellGroup
+from tft_coord.core.foreign import (
+    BEAT_INTERVAL_MS,
+    CallQuorum,
+    CancelCall,
+    ForeignCore,
+    ForeignEffect,
+    LeftOut,
+    TellGroup,
+)
 from tft_coord.core.foreign_data import MAX_DATA_BYTES, Aside, parted, with_ours
 from tft_coord.core.types import MAX_UINT64, Member, Quorum, QuorumKey, Refusal
 from tft_coord.errors import ProtocolError
+from tft_coord.testing.foreign_process import stripped
 from tft_coord.timeouts import Timeouts
 
 TIMEOUTS = Timeouts()
@@ -326,3 +336,328 @@ def test_an_answer_to_a_call_that_was_given_up_is_not_believed() -> None:
     call = table.calls["a"]
     table.cores["a"].withdraw(1)
     assert table.cores["a"].answered(call.call, Quorum(QuorumKey(1, 0), (call.member,))) == []
+
+
+# --- anything, in any order ------------------------------------------------------------------------------------------
+
+STRANGER = Member("stranger")
+FAULTS = (
+    "went away",
+    "asks anew",
+    "lost the answer",
+    "its ranks gave up",
+    "all ranks gave up",
+    "has loaded a state from outside",
+    "an older request comes last",
+    "another lighthouse",
+    "another lighthouse, and it had failed",
+    "it had failed",
+    "it can't use its group",
+    "stranger",
+)
+FAILED, UNUSABLE = {"commit_failures": 1}, {"needs_configure": True}
+REASONS_OF: dict[str, dict[str, int]] = {
+    "another lighthouse, and it had failed": FAILED,
+    "it had failed": FAILED,
+    "it can't use its group": UNUSABLE,
+}
+REASONS: tuple[dict[str, int], ...] = ({}, {}, {}, FAILED, UNUSABLE)
+
+
+@dataclass
+class Group:
+    """One replica group, its ranks, and what was told to it."""
+
+    name: str
+    core: ForeignCore
+    session: int = 1
+    open: bool = True
+    held: QuorumKey | None = None  # by its ranks
+    asked: tuple[int, Member] | None = None  # its open request
+    call: int = 0  # the call that stands for it
+    given: int = 0  # number of the last answer that it understood
+    highest_id: int = 0  # that its ranks have ever held
+
+
+@dataclass
+class Call:
+    """On its way to the lighthouse, or waiting there."""
+
+    name: str
+    number: int
+    core: ForeignCore
+    member: Member
+    held: QuorumKey | None
+    given: int
+
+
+@dataclass
+class Given:
+    """One answer of the lighthouse, and what became of it."""
+
+    number: int
+    quorum: Quorum
+    calls: dict[str, Call]
+    told: set[Quorum] = field(default_factory=set)
+    refused: set[str] = field(default_factory=set)
+
+
+class ForeignJob(RuleBasedStateMachine):
+    """Several groups, and a lighthouse that forms of what it was told whatever it likes.
+
+    As torchft's it keeps those who went away, hears of old calls late, raises its id only when the list is another one
+    or commits failed, and counts from 1 when it is started anew.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = itertools.count(1)
+        self.groups: dict[str, Group] = {}
+        self.coming: list[Call] = []  # requests on their way
+        self.going: list[tuple[Call, Given]] = []  # answers on their way
+        self.lists: dict[QuorumKey, tuple[object, ...]] = {}
+        self.born: dict[QuorumKey, int] = {}  # by which answer a key came into the world
+        self.start_lighthouse()
+        for name in "abc":
+            self.groups[name] = Group(name, self.new_core(name))
+
+    def new_core(self, name: str) -> ForeignCore:
+        core = ForeignCore(job="job", replica_id=name, timeouts=TIMEOUTS, words=lambda: next(self.numbers))
+        assert core.opened() == []
+        return core
+
+    def start_lighthouse(self) -> None:
+        self.last_id = 0
+        self.previous: tuple[str, ...] = ()
+        self.waiting: dict[str, Call] = {}  # the last that was heard of each
+        self.callers: list[Call] = []
+
+    # --- what a core says -----------------------------------------------------------------------------------------
+
+    def heard(self, group: Group, effects: list[ForeignEffect], of: Given | None = None) -> None:
+        for effect in effects:
+            match effect:
+                case CallQuorum(number, member):
+                    assert group.asked is not None, "it calls, and nobody asks"
+                    assert group.open
+                    assert number > group.call, "a number is used twice"
+                    group.call = number
+                    self.coming.append(Call(group.name, number, group.core, member, group.held, group.given))
+                case CancelCall(number):
+                    assert number == group.call
+                case TellGroup(event):
+                    assert of is not None, "it makes up an answer"
+                    assert group.asked is not None
+                    assert event.request == group.asked[0], "it answers what was not asked"
+                    if isinstance(event, events.QuorumArrived):
+                        self.told(group, event.quorum, of)
+                    else:
+                        of.refused.add(group.name)
+                    group.asked = None
+
+    def told(self, group: Group, quorum: Quorum, of: Given) -> None:
+        assert group.asked is not None
+        assert quorum.member(group.name) == group.asked[1], "it is told of itself what it does not say any more"
+        of.told.add(quorum)
+        assert len(of.told) == 1, "two make different quorums of one answer"
+        assert not of.refused & set(quorum.replica_ids), "who is refused is a member for others"
+        assert STRANGER not in of.quorum.members or any(call.held is not None for call in of.calls.values())
+        ours = [each.replica_id for each in of.quorum.members if each.replica_id != STRANGER.replica_id]
+        live = [each.step for each in self.said(of) if each.live]
+        ahead = {each.replica_id for each in self.said(of) if live and not each.live and each.step > max(live)}
+        assert quorum.replica_ids == tuple(name for name in ours if name not in ahead)
+        key, members = quorum.key, tuple(member.identity for member in quorum.members)
+        assert self.lists.setdefault(key, members) == members, "one key for two lists"
+        if self.born.setdefault(key, of.number) != of.number:
+            calls = [of.calls[name] for name in quorum.replica_ids]
+            assert {call.held for call in calls} == {key}, "a key is given again, and some do not hold it"
+            assert len({call.given for call in calls}) == 1, "some go on by an answer that others have never seen"
+            assert not any(each.needs_configure or each.commit_failures for each in quorum.members)
+        group.given = of.number
+        if key != group.held:
+            assert key.quorum_id > group.highest_id, "the ids of those who hold it do not rise"
+
+    def said(self, of: Given) -> list[Member]:
+        told = [parted(each) for each in of.quorum.members]
+        return [each[0] for each in told if each is not None]
+
+    # --- the groups -----------------------------------------------------------------------------------------------
+
+    @rule(
+        place=st.sampled_from("abc"),
+        step=st.integers(0, 2),
+        live=st.booleans(),
+        why=st.sampled_from(REASONS),
+    )
+    def asks(self, place: str, step: int, live: bool, why: dict[str, int]) -> None:
+        group = self.groups[place]
+        number = next(self.numbers)
+        member = Member(group.name, address=f"{group.name}:1", step=step, live=live)
+        if why:
+            member = replace(member, **why)  # type: ignore[arg-type]
+        orders = group.core.ask(number, member, group.held, group.session, 0)
+        group.asked = number, replace(member, session=group.session)
+        self.heard(group, orders)
+        assert not group.open or self.coming[-1].name == group.name
+
+    @rule(place=st.sampled_from("abc"))
+    def withdraws(self, place: str) -> None:
+        group = self.groups[place]
+        if group.asked is not None:
+            self.heard(group, group.core.withdraw(group.asked[0]))
+            group.asked = None
+
+    @rule(place=st.sampled_from("abc"))
+    def connection_blinks(self, place: str) -> None:
+        """What was on its way on the old one may reach the lighthouse still; its answer reaches nobody."""
+        group = self.groups[place]
+        group.core.closed()
+        before = group.call
+        self.heard(group, group.core.opened())
+        assert (group.call > before) is (group.asked is not None), "what is open is asked again"
+
+    @rule(place=st.sampled_from("abc"), dies=st.booleans())
+    def starts_anew(self, place: str, dies: bool) -> None:
+        """Its manager server, or all of it, with a replica id of its own."""
+        group = self.groups[place]
+        name = f"{place}{next(self.numbers)}" if dies else group.name
+        held, highest = (None, 0) if dies else (group.held, group.highest_id)
+        session = group.session + 1
+        self.groups[place] = Group(name, self.new_core(name), session, held=held, highest_id=highest)
+
+    @initialize(first=st.sampled_from(["", "", "stranger"]))
+    def has_begun(self, first: str) -> None:
+        self.meets(first, "")
+
+    @rule(faults=st.lists(st.tuples(st.sampled_from(["", *FAULTS]), st.sampled_from(["", "", "", "c"])), max_size=4))
+    def several_meet(self, faults: list[tuple[str, str]]) -> None:
+        """Quorum after quorum: what one fault leaves behind is seen in the next ones."""
+        for fault, without in faults:
+            self.meets(fault, without)
+            self.meets("", without)
+
+    def meets(self, fault: str, without: str) -> None:
+        """One quorum, with a fault at most, which is b's where it is one's."""
+        if fault.startswith("another lighthouse"):
+            self.lighthouse_starts_anew()
+        for place in "abc":
+            if place not in without:
+                ahead = place == "b" and fault == "has loaded a state from outside"
+                self.asks(place, 5 if ahead else 1, not ahead, REASONS_OF.get(fault, {}) if place == "b" else {})
+        if fault == "an older request comes last":
+            self.asks("b", 2, live=True, why={})
+            self.coming.reverse()
+        self.all_arrive()
+        if fault == "went away":
+            self.withdraws("b")
+        if fault == "asks anew":
+            self.asks("b", 2, live=True, why={})
+        self.form(set(self.waiting), stranger=fault == "stranger", at_once=False)
+        if fault == "lost the answer":
+            self.connection_blinks("b")
+        missed = {"its ranks gave up": "b", "all ranks gave up": "abc"}.get(fault, "")
+        while self.going:
+            call, given = self.going.pop(0)
+            self.reaches(call, given, took=call.name[0] not in missed)
+
+    # --- the lighthouse -------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.coming)
+    @rule(data=st.data())
+    def one_arrives(self, data: st.DataObject) -> None:
+        self.arrives(self.coming.pop(data.draw(st.integers(0, len(self.coming) - 1))))
+
+    @rule()
+    def all_arrive(self) -> None:
+        coming, self.coming = self.coming, []
+        for call in coming:
+            self.arrives(call)
+
+    def arrives(self, call: Call) -> None:
+        self.waiting[call.name] = replace(call, member=stripped(call.member))
+        self.callers.append(call)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), stranger=st.sampled_from([False, False, False, True]), at_once=st.booleans())
+    def forms(self, data: st.DataObject, stranger: bool, at_once: bool) -> None:
+        names = data.draw(
+            st.one_of(st.just(set(self.waiting)), st.sets(st.sampled_from(sorted(self.waiting)), min_size=1))
+        )
+        self.form(names, stranger=stranger, at_once=at_once)
+
+    def form(self, names: set[str], *, stranger: bool, at_once: bool) -> Given:
+        calls = {name: self.waiting.pop(name) for name in sorted(names)}
+        members = [call.member for call in calls.values()] + [STRANGER] * stranger
+        ids = tuple(member.replica_id for member in members)
+        if ids != self.previous or any(member.commit_failures for member in members):
+            self.last_id += 1
+        self.previous = ids
+        given = Given(next(self.numbers), Quorum(QuorumKey(self.last_id, 0), tuple(members)), calls)
+        self.going += [(call, given) for call in self.callers if call.name in names]
+        self.callers = [call for call in self.callers if call.name not in names]
+        if at_once:
+            while self.going:
+                self.reaches(*self.going.pop(0), took=True)
+        return given
+
+    @rule()
+    def lighthouse_starts_anew(self) -> None:
+        """Requests and answers are gone with it; every connection breaks."""
+        self.start_lighthouse()
+        self.coming.clear()
+        self.going.clear()
+        for place in "abc":
+            self.connection_blinks(place)
+
+    # --- answers --------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.going)
+    @rule(data=st.data(), took=st.booleans())
+    def one_is_answered(self, data: st.DataObject, took: bool) -> None:
+        self.reaches(*self.going.pop(data.draw(st.integers(0, len(self.going) - 1))), took=took)
+
+    @precondition(lambda self: self.going)
+    @rule(data=st.data())
+    def one_answer_is_lost(self, data: st.DataObject) -> None:
+        """As connections lose them: with all that is open there."""
+        call, _ = self.going.pop(data.draw(st.integers(0, len(self.going) - 1)))
+        for place, group in self.groups.items():
+            if group.core is call.core:
+                self.connection_blinks(place)
+
+    def reaches(self, call: Call, given: Given, *, took: bool) -> None:
+        """Its ranks may have given up while the answer was on its way to them."""
+        for group in self.groups.values():
+            if group.core is call.core:
+                stands = group.asked is not None and group.call == call.number
+                before = group.given
+                orders = call.core.answered(call.number, given.quorum)
+                assert orders or not stands, "an answer is not heard"
+                assert stands or not orders, "an answer to a call that was given up is believed"
+                self.heard(group, orders, given)
+                if group.given != before and took:
+                    (quorum,) = given.told
+                    group.held = quorum.key
+                    group.highest_id = max(group.highest_id, quorum.key.quorum_id)
+
+    def teardown(self) -> None:
+        """In calm all find together, and stay: from the second answer on nothing is made anew."""
+        self.coming.clear()
+        self.waiting.clear()
+        self.callers.clear()
+        self.going.clear()
+        keys = []
+        for _ in range(3):
+            for place in self.groups:
+                self.asks(place, 1, True, {})
+            self.all_arrive()
+            given = self.form({group.name for group in self.groups.values()}, stranger=False, at_once=True)
+            assert {group.given for group in self.groups.values()} == {given.number}
+            keys.append(next(iter(given.told)).key)
+        assert keys[1] == keys[2]
+
+
+TestForeignJob = ForeignJob.TestCase
+TestForeignJob.settings = settings(
+    max_examples=140, stateful_step_count=12, deadline=None, derandomize=True, database=None
+)
