@@ -100,6 +100,22 @@ def test_ours_is_refused_by_name_while_one_of_theirs_beats() -> None:
     assert refused(table.hello("c")) == []
 
 
+def test_while_the_lighthouse_is_away_nobody_takes_theirs_for_gone() -> None:
+    """What they have sent meanwhile may be heard after one of ours says hello."""
+    table = Table()
+    table.beat("s")
+    table.pass_ms(TIMES.heartbeat_timeout_ms)
+    table.beat("t")
+    table.now_ms += 20_000  # it is stopped, say
+    assert refused(table.hello("a", held=KEY)) == [("session", "a")]
+    table.pass_ms(TIMES.heartbeat_timeout_ms - 100)
+    (order,) = table.hello("a", held=KEY)
+    assert isinstance(order, effects.RefuseSession)
+    assert "replica t of torchft's" in order.message  # and not s, which was gone before
+    table.pass_ms(100)
+    assert refused(table.hello("a", held=KEY)) == []
+
+
 def train(table: Table, name: str) -> QuorumKey:
     """One of ours has a quorum; returns its key."""
     table.hello(name)

@@ -45,14 +45,19 @@ class Kinds:
 
     def handle(self, event: events.LighthouseEvent, now_ms: int, wall_ms: int) -> Effects:
         """Take an event of a stream; returns what to do about it, in order."""
-        other = self._theirs.living(now_ms)
-        is_report = isinstance(event, events.QuorumReported) and self._ours.job_of(event.stream) == self._job
-        if is_report and other is not None:
-            # Who is gone names others, who have not come: they would live beside theirs for a while.
-            event = events.QuorumReported(event.stream, None)
-        if not isinstance(event, events.HelloReceived) or event.hello.job != self._job:
-            return [*self._ours.handle(event, now_ms, wall_ms)]
-        name = event.hello.replica_id
+        self._theirs.note_the_time(now_ms)
+        match event:
+            case events.HelloReceived() if event.hello.job == self._job:
+                return self._hello(event, now_ms, wall_ms)
+            case events.QuorumReported() if (
+                self._ours.job_of(event.stream) == self._job and self._theirs.living(now_ms) is not None
+            ):
+                # Who is gone names others, who have not come: they would live beside theirs for a while.
+                event = events.QuorumReported(event.stream, None)
+        return [*self._ours.handle(event, now_ms, wall_ms)]
+
+    def _hello(self, event: events.HelloReceived, now_ms: int, wall_ms: int) -> Effects:
+        other, name = self._theirs.living(now_ms), event.hello.replica_id
         trains = event.hello.held is not None and not self._theirs.has_trained
         is_known = now_ms < self._undecided_until_ms or self._ours.has_trained(self._job)
         if other is not None and not (trains and is_known):
@@ -69,6 +74,7 @@ class Kinds:
 
     def handle_unary(self, event: events.UnaryEvent, now_ms: int, wall_ms: int) -> Effects:
         """Take one of torchft's calls; returns what to do about it, in order."""
+        self._theirs.note_the_time(now_ms)
         out: Effects = []
         if not isinstance(event, events.UnaryRequestWithdrawn):
             other = self._ours.living(self._job, now_ms)
@@ -89,6 +95,7 @@ class Kinds:
 
     def tick(self, now_ms: int, wall_ms: int) -> Effects:
         """Let time pass; call every quorum_tick_ms."""
+        self._theirs.note_the_time(now_ms)
         return [*self._ours.tick(now_ms, wall_ms), *self._theirs.tick(now_ms, wall_ms)]
 
     def _message(self, who: str, other: str) -> str:

@@ -35,16 +35,32 @@ class TorchftCore:
         self._config = config
         self._last_id = started_ms
         self._beats: dict[str, int] = {}
+        self._last_ms: int | None = None
+        self._away: tuple[int, int] | None = None  # from when to when this process was, the last time
         self._waiting: dict[int, _Waiting] = {}
         self.previous: Quorum | None = None
         self._formed_ms = 0
         self._more = 0  # requests that must come before the rule can say yes
         self.waiting_for = "nobody has asked"
 
+    def note_the_time(self, now_ms: int) -> None:
+        """To be told of each event and tick: that this process itself was away for longer than a grace is noted."""
+        timeouts, last_ms = self._config.timeouts, self._last_ms
+        if last_ms is not None and now_ms - last_ms >= timeouts.quorum_tick_ms + timeouts.reconnect_grace_ms:
+            self._away = last_ms, now_ms
+        self._last_ms = now_ms
+
     def living(self, now_ms: int) -> str | None:
-        """One whose beats are young enough, or None."""
+        """One whose beats are young enough, or None.
+
+        Who lived when this process went away has time to beat when it is back, so that nobody takes its job meanwhile.
+        torchft's rule for its quorums knows no such time.
+        """
         timeout_ms = self._config.timeouts.heartbeat_timeout_ms
-        return next((name for name, at in self._beats.items() if now_ms - at < timeout_ms), None)
+        oldest_ms = now_ms - timeout_ms
+        if self._away is not None and self._away[1] > oldest_ms:
+            oldest_ms = min(oldest_ms, self._away[0] - timeout_ms)
+        return next((name for name, at_ms in self._beats.items() if at_ms > oldest_ms), None)
 
     @property
     def has_trained(self) -> bool:
