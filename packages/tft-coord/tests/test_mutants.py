@@ -448,16 +448,16 @@ def takes_whoever_is_known_for_another(self: Liveness, known: Replica, stream: i
 
 
 def gives_up_at_the_first_refusal(
-    self: SessionCore, refusal: Refusal, message: str, now_ms: int, silent_ms: int = 0
+    self: SessionCore, refusal: Refusal, message: str, now_ms: int, silent_ms: int = 0, *, hung: bool = False
 ) -> list[Any]:
     self._duplicate_since_ms = -MAX_INT64
-    return right_told_refused(self, refusal, message, now_ms, silent_ms)
+    return right_told_refused(self, refusal, message, now_ms, silent_ms, hung=hung)
 
 
 def takes_time_for_a_proof_of_life(
-    self: SessionCore, refusal: Refusal, message: str, now_ms: int, silent_ms: int = 0
+    self: SessionCore, refusal: Refusal, message: str, now_ms: int, silent_ms: int = 0, *, hung: bool = False
 ) -> list[Any]:
-    return right_told_refused(self, refusal, message, now_ms)
+    return right_told_refused(self, refusal, message, now_ms, hung=hung)
 
 
 def takes_every_loss_for_a_death(
@@ -496,10 +496,10 @@ def lets_the_last_say_who_is_ahead(self: Job) -> list[Any]:
 
 
 def takes_an_older_lighthouse_for_the_end(
-    self: SessionCore, refusal: Refusal, message: str, now_ms: int, silent_ms: int = 0
+    self: SessionCore, refusal: Refusal, message: str, now_ms: int, silent_ms: int = 0, *, hung: bool = False
 ) -> list[Any]:
     known = Refusal.DEAD if refusal is Refusal.OLD_LIGHTHOUSE else refusal
-    return right_told_refused(self, known, message, now_ms, silent_ms)
+    return right_told_refused(self, known, message, now_ms, silent_ms, hung=hung)
 
 
 def gives_a_rank_no_grace(self: GroupCore, event: events.RankDisconnected, now_ms: int) -> list[Any]:

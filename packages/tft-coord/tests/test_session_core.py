@@ -216,6 +216,18 @@ def test_a_stale_session_jumps_ahead_ever_farther() -> None:
     assert core.session - start > 3_600_000
 
 
+def test_a_stale_session_of_a_hung_trainer_is_not_raised() -> None:
+    """Another process had its id meanwhile and has ended; a newer session would say that this trainer lives."""
+    core = session()
+    core.start(0)
+    start = core.session
+    assert core.told_refused(Refusal.STALE, "stale", 10, hung=True) == [HangUp()]
+    assert core.session == start
+    assert isinstance(core.stream_broke(11)[0], Dial)
+    assert core.told_refused(Refusal.STALE, "stale", 20) == [HangUp()]
+    assert core.session == start + 1
+
+
 def test_a_duplicate_waits_until_the_first_would_be_lost_and_then_gives_up() -> None:
     core = session()
     core.start(0)

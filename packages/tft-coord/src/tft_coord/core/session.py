@@ -247,18 +247,22 @@ class SessionCore:
         self._fingerprint_said = False
         return [self._hello()]
 
-    def told_refused(self, refusal: Refusal, message: str, now_ms: int, silent_ms: int = 0) -> list[SessionEffect]:
+    def told_refused(
+        self, refusal: Refusal, message: str, now_ms: int, silent_ms: int = 0, *, hung: bool = False
+    ) -> list[SessionEffect]:
         """The lighthouse refuses the session.
 
-        A stale one tries again with a newer number, ever farther ahead, for nobody knows how far a clock was set back.
+        A stale one tries again with a newer number, ever farther ahead, for nobody knows how far a clock was set back;
+        not while the trainer is `hung`, see `told_lost`: another may have had its id meanwhile, and have ended.
         Another process with the same replica id may be dead without anyone knowing: it lives if it was heard long after
         we came, `silent_ms` before this. The time alone proves nothing, for a lighthouse that was away, or sick, loses
         nobody then. An older lighthouse is left for the next dial. The rest is final.
         """
         if refusal in (Refusal.STALE, Refusal.LOST):
-            self.session += 1 << min(self._stale_in_a_row, STALE_DOUBLINGS_MOST)
-            self._stale_in_a_row += 1
             self._stays = True
+            if not hung:
+                self.session += 1 << min(self._stale_in_a_row, STALE_DOUBLINGS_MOST)
+                self._stale_in_a_row += 1
             return [HangUp()]
         if refusal is Refusal.OLD_LIGHTHOUSE:
             self._stays = False

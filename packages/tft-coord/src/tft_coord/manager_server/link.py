@@ -447,9 +447,7 @@ class LighthouseLink:
                 self._beat()
             case TellLost(_, session, sentence):
                 logger.warning("replica %s: %s", self._replica_id, sentence)
-                progress = self._progress(now_ms)
-                hung = progress is not None and progress.is_hung
-                self._perform(self._core.told_lost(session, now_ms, hung=hung))
+                self._perform(self._core.told_lost(session, now_ms, hung=self._is_hung(now_ms)))
                 self._arrived(events.SessionLost(session, sentence))
             case NotifyLoss(_, notice):
                 logger.info("replica %s: %s", self._replica_id, notice)
@@ -463,10 +461,15 @@ class LighthouseLink:
                 self._arrived(events.NobodyHeals())
             case RefuseSession(_, refusal, sentence, silent_ms):
                 self._turned_away = sentence
-                self._perform(self._core.told_refused(refusal, sentence, now_ms, silent_ms))
+                hung = self._is_hung(now_ms)
+                self._perform(self._core.told_refused(refusal, sentence, now_ms, silent_ms, hung=hung))
             case AskForQuorum(_, key):
                 held = self._quorum()
                 self._say(events.QuorumReported(0, held if held is not None and held.key == key else None))
+
+    def _is_hung(self, now_ms: int) -> bool:
+        progress = self._progress(now_ms)
+        return progress is not None and progress.is_hung
 
     def _compare(self, heartbeat_timeout_ms: int, join_timeout_ms: int) -> None:
         """Say once what the lighthouse's time-outs and ours do to each other."""

@@ -397,7 +397,8 @@ class ManagerProcess(Process):
             case effects.Release():
                 self.handle(events.NobodyHeals())
             case effects.RefuseSession():
-                told = self.session.told_refused(order.refusal, order.message, now_ms, order.silent_ms)
+                hung = self.group.is_hung(now_ms)
+                told = self.session.told_refused(order.refusal, order.message, now_ms, order.silent_ms, hung=hung)
                 self._perform_session(told)
             case effects.AskForQuorum():
                 held = self.group.report()
