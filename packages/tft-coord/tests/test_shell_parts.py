@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 import tft_coord
-from tft_coord.core.effects import RefuseSession
+from tft_coord.core.effects import RefuseSession, Welcome
 from tft_coord.core.types import Refusal
 from tft_coord.errors import Closed, CoordinationError, SettingError, Unreachable
 from tft_coord.manager_server.link import LighthouseLink
@@ -264,6 +264,35 @@ def test_after_our_own_goodbye_it_is_no_news_that_we_are_dead(
     asyncio.run(scenario())
     news = "replica a: the lighthouse refuses it (dead): replica a was reported dead"
     assert [record.getMessage() for record in caplog.records] == ([] if said_goodbye else [news])
+
+
+def test_what_is_wrong_with_a_stranger_is_said_for_as_long_as_it_is_dialed() -> None:
+    """A step that gets no quorum then says why; that the stranger takes us is no reason to forget it."""
+
+    async def scenario() -> None:
+        link = LighthouseLink(
+            "127.0.0.1:9,127.0.0.1:10",
+            token=None,
+            timeouts=Timeouts(),
+            job="job",
+            replica_id="a",
+            address="a:1",
+            replaces="",
+            arrived=lambda _: None,
+            quorum=lambda: None,
+        )
+        for cluster_id, trouble in (
+            ("ours", ""),
+            ("theirs", "is of cluster theirs;"),
+            ("theirs", "is of cluster theirs;"),
+        ):
+            link._core.stream_opened(0)
+            link._received(codec.encode_from_lighthouse(Welcome(0, link._core.session, 5, cluster_id)))
+            assert trouble in link.trouble
+            assert bool(trouble) == bool(link.trouble)
+        await link.close()
+
+    asyncio.run(scenario())
 
 
 def test_every_public_name_is_there() -> None:

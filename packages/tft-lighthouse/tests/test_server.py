@@ -38,11 +38,12 @@ from tft_coord import (
     Unreachable,
 )
 from tft_coord.core import effects, events, types
+from tft_coord.core.fingerprint import Fingerprint, FingerprintPart
 from tft_coord.core.lineage import fold_lineage, initial_lineage
 from tft_coord.transport.address import interface_of
 from tft_coord.transport.loop import LoopShare
 from tft_coord.wire import codec, services
-from tft_lighthouse import LighthouseServer
+from tft_lighthouse import LighthouseServer, log
 
 SOON = timedelta(milliseconds=300)
 LATE = timedelta(seconds=20)
@@ -101,9 +102,12 @@ class Trainer:
         self.live = False
         self.key: QuorumKey | None = None
         self.members: tuple[str, ...] = ()
+        self.made_of: Fingerprint = ()
 
     def ask(self, timeout: timedelta = LATE) -> Plan | Unchanged:
-        request = RankRequest(step=self.step, lineage=self.lineage, live=self.live, held=self.key)
+        request = RankRequest(
+            step=self.step, lineage=self.lineage, live=self.live, held=self.key, fingerprint=self.made_of
+        )
         answer = self.client.quorum(0, request, timeout)
         self.key = answer.key
         self.members = answer.replica_ids if isinstance(answer, Plan) else self.members
@@ -209,6 +213,75 @@ def test_a_group_that_shuts_down_is_not_waited_for(
         assert plan.replica_ids == ("a:1", "b:1")
     losses = [record.getMessage() for record in caplog.records if record.getMessage().startswith("lost replica c:1")]
     assert losses == ["lost replica c:1 of job default: its manager server reports: rank 0 shut down"]
+
+
+def test_who_differs_is_refused_in_the_log_too(caplog: pytest.LogCaptureFixture) -> None:
+    with LighthouseServer("127.0.0.1:0", min_replicas=1) as lighthouse, Trainer("a:1", lighthouse.address) as a:
+        a.made_of = (FingerprintPart("parameter/0", "float32 [1, 8]"),)
+        a.train()
+        with Trainer("b:1", lighthouse.address) as b:
+            b.made_of = (FingerprintPart("parameter/0", "float32 [1, 9]"),)
+            with pytest.raises(Refused, match="differs from a:1"):
+                b.ask()
+    (line,) = [line for line in caplog.messages if "is refused" in line]
+    assert line.startswith("a request is refused (differs): replica b:1 differs from a:1 of job 'default': parameter/0")
+
+
+def test_one_without_memory_says_which_quorum_it_has_taken_over(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tft_lighthouse")
+    with LighthouseServer("127.0.0.1:0", min_replicas=1) as first, Trainer("a:1", first.address) as a:
+        a.train()
+        place = first.address.removeprefix("http://")
+        first.shutdown()
+        with LighthouseServer(place, min_replicas=1):
+            a.train()
+    (line,) = [line for line in caplog.messages if " stands, " in line]
+    assert line.startswith(f"quorum {a.held.quorum_id} of job default stands, with 1 members: replica a:1 holds it")
+
+
+def test_one_that_stands_in_says_so_once_and_the_replica_names_both(caplog: pytest.LogCaptureFixture) -> None:
+    """The older of two lighthouses: it refuses for a while, each dial in the same words."""
+    caplog.set_level(logging.INFO)
+
+    def new() -> LighthouseServer:
+        return LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=2_000, cluster_id="ours")
+
+    with new() as older:
+        started_ms = time.time_ns() // 1_000_000
+        while time.time_ns() // 1_000_000 == started_ms:
+            pass  # their starts tell them apart
+        with (
+            new() as newer,
+            Trainer("a:1", f"{newer.address},{older.address}") as a,
+        ):
+            places = [each.address.removeprefix("http://") for each in (newer, older)]
+            a.train()
+            newer.shutdown()
+            a.train()
+    refused = [line for line in caplog.messages if "a stream is refused (old_lighthouse)" in line]
+    assert len(refused) == 1
+    assert [line for line in caplog.messages if "stands in for it" in line] == [
+        "the newer lighthouse of this cluster is gone: this one stands in for it, as if it was started now, with no "
+        "memory of any job"
+    ]
+    both = f"the lighthouse at {places[0]} can't be reached: .*; the lighthouse at {places[1]} refuses this replica"
+    assert any(re.search(both, line) for line in caplog.messages), caplog.text
+
+
+def test_the_same_refusal_is_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    now_s = 0.0
+    refusals = log.Refusals(lambda: now_s)
+    for _ in range(3):
+        refusals.say("a stream", types.Refusal.DUPLICATE, "replica a already lives")
+        refusals.say("a stream", types.Refusal.DUPLICATE, "replica b already lives")
+        now_s += 29.0
+    assert len(caplog.messages) == 2
+    refusals.say("a stream", types.Refusal.DUPLICATE, "replica a already lives")
+    assert caplog.messages[2] == "a stream is refused (duplicate): replica a already lives"
+    for number in range(2 * log.REFUSALS_KEPT):
+        refusals.say("a call", types.Refusal.MALFORMED, str(number))
+    refusals.say("a stream", types.Refusal.DUPLICATE, "replica a already lives")
+    assert caplog.messages[-1] == caplog.messages[2]  # what is kept is bounded
 
 
 def test_two_jobs_on_one_lighthouse_never_meet(lighthouse: LighthouseServer) -> None:

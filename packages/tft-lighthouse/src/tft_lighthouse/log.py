@@ -6,14 +6,66 @@ Law of this file: sentences from the core's effects, given to the logger; nothin
 from __future__ import annotations
 
 import logging
-from typing import Final
+from collections.abc import Callable
+from typing import Final, final
 
 from tft_coord.core.effects import QuorumFormed, ReplicaLeft, ReplicaLost
-from tft_coord.core.types import Member
+from tft_coord.core.types import Member, Quorum, Refusal
 
 logger = logging.getLogger("tft_lighthouse")
 
 MEMBERS_SAID: Final = 50  # of a quorum of thousands
+AGAIN_S: Final = 60.0
+REFUSALS_KEPT: Final = 1_000
+
+
+@final
+class Refusals:
+    """One line for each refusal: whoever is refused dials again within a moment, and is refused in the same words.
+
+    Args:
+        seconds: tells the time.
+    """
+
+    def __init__(self, seconds: Callable[[], float]) -> None:
+        self._seconds = seconds
+        self._said_s: dict[str, float] = {}  # when, the oldest first
+
+    def say(self, what: str, refusal: Refusal, message: str) -> None:
+        """Once, and again when that is a minute ago.
+
+        Args:
+            what: is refused.
+        """
+        line = f"{what} is refused ({refusal.value}): {message}"
+        now_s = self._seconds()
+        if now_s - self._said_s.get(line, -AGAIN_S) < AGAIN_S:
+            return
+        self._said_s.pop(line, None)
+        self._said_s[line] = now_s
+        if len(self._said_s) > REFUSALS_KEPT:
+            del self._said_s[next(iter(self._said_s))]
+        logger.warning("%s", line)
+
+
+def stands_in() -> None:
+    """One line: it was sent to by replicas that had a newer one, for so long that this must be gone."""
+    logger.warning(
+        "the newer lighthouse of this cluster is gone: this one stands in for it, as if it was started now, with no "
+        "memory of any job"
+    )
+
+
+def taken_over(job: str, quorum: Quorum, replica_id: str) -> None:
+    """One line: a quorum that was formed before this lighthouse knew the job."""
+    logger.info(
+        "quorum %d of job %s stands, with %d members: replica %s holds it, and this lighthouse had no memory of it",
+        quorum.key.quorum_id,
+        job,
+        len(quorum.members),
+        replica_id,
+        extra={"job": job, "quorum_id": quorum.key.quorum_id, "nonce": quorum.key.nonce},
+    )
 
 
 def quorum_formed(formed: QuorumFormed) -> None:

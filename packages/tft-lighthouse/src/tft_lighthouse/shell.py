@@ -61,17 +61,17 @@ class LighthouseShell:
         self._tick_s = config.timeouts.quorum_tick_ms / 1000
         self._grace_s = config.timeouts.reconnect_grace_ms / 1000
         self._config = config
-        self._started_ms = self._wall_ms()
+        self._serves_since_ms = self._wall_ms()
         self._core = LighthouseCore(
             config,
-            started_ms=self._started_ms,
+            started_ms=self._serves_since_ms,
             cluster_id=cluster_id if cluster_id is not None else str(uuid.uuid4()),
             nonces=lambda: secrets.randbits(64),
             now_ms=self._now_ms(),
         )
         self._kinds = Kinds(
             self._core,
-            TorchftCore(config, started_ms=self._started_ms),
+            TorchftCore(config, started_ms=self._serves_since_ms),
             undecided_ms=config.timeouts.heartbeat_timeout_ms,
             now_ms=self._now_ms(),
         )
@@ -85,6 +85,7 @@ class LighthouseShell:
             lambda notice: codec.encode_from_lighthouse(effects.NotifyLoss(0, notice))
         )
         self._encode_response = _Last(codec.encode_lighthouse_response)
+        self._refusals = log.Refusals(self._loop.time)
         self._timer: asyncio.TimerHandle | None = None
         self._graces: set[asyncio.TimerHandle] = set()
         self._last_look_s = 0.0
@@ -157,7 +158,16 @@ class LighthouseShell:
             self._graces.add(timer)
 
     def _handle(self, event: events.LighthouseEvent) -> None:
+        reports = isinstance(event, events.QuorumReported) and event.quorum is not None
+        job = self._core.job_of(event.stream) if reports else None
+        before = self._core.quorum(job) if job is not None else None
         self._perform(self._kinds.handle(event, self._now_ms(), self._wall_ms()))
+        if self._core.started_ms != self._serves_since_ms:
+            self._serves_since_ms = self._core.started_ms
+            log.stands_in()
+        quorum = self._core.quorum(job) if job is not None else None
+        if job is not None and quorum is not None and (before is None or before.key != quorum.key):
+            log.taken_over(job, quorum, self._core.replica_of(event.stream) or "of an older stream")
 
     def _handle_unary(self, event: events.UnaryEvent) -> None:
         self._perform(self._kinds.handle_unary(event, self._now_ms(), self._wall_ms()))
@@ -170,9 +180,13 @@ class LighthouseShell:
                 case effects.NotifyLoss(stream, notice):
                     self._put(stream, self._encode_notice(notice))
                 case effects.RefuseSession(stream, refusal, message):
-                    logger.warning("a stream is refused (%s): %s", refusal.value, message)
+                    self._refusals.say("a stream", refusal, message)
                     self._put(stream, codec.encode_from_lighthouse(decision))
                     self._close(stream)
+                case effects.RefuseRequest(stream, _, refusal, message):
+                    if refusal not in (Refusal.LOST, Refusal.LEFT):  # of these there is a line already
+                        self._refusals.say("a request", refusal, message)
+                    self._put(stream, codec.encode_from_lighthouse(decision))
                 case effects.AskForQuorum(stream):
                     self._was_asked.add(stream)
                     self._put(stream, codec.encode_from_lighthouse(decision))
@@ -187,7 +201,7 @@ class LighthouseShell:
                 case effects.AnswerUnaryQuorum(call, quorum):
                     self._answer(call, quorum)
                 case effects.RefuseUnary(call, refusal, message):
-                    logger.warning("a call is refused (%s): %s", refusal.value, message)
+                    self._refusals.say("a call", refusal, message)
                     self._answer(call, decision)
                 case _:
                     self._put(decision.stream, codec.encode_from_lighthouse(decision))

@@ -241,7 +241,8 @@ class LighthouseCore:
         """A newer lighthouse serves: this one sends everyone away, and forgets them."""
         message = (
             f"this lighthouse started at {self._birth.started_ms} ms and one that started at "
-            f"{self._succeeded_by_ms} ms has taken over; use that one's address"
+            f"{self._succeeded_by_ms} ms has taken over; that one is to be used, and this one stands in when replicas "
+            f"have come here for {self._config.timeouts.heartbeat_timeout_ms} ms"
         )
         streams = {stream, *self._job_of_stream}
         self._job_of_stream.clear()

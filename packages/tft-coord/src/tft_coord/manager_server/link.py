@@ -138,7 +138,9 @@ class LighthouseLink:
         self._away_since_ms: int | None = None
         self._said_away = False
         self._compared = False
-        self._turned_away = ""  # why the lighthouse refuses for now
+        self._refusal = ""  # what the lighthouse of this conversation has said against us, or is found to be
+        self._strange: dict[str, str] = {}  # what is wrong with the lighthouse at an address, said once
+        self._troubles: dict[str, str] = {}  # of each address that was dialed since one was of use
         self.trouble = f"the lighthouse at {self._target} has not been reached yet"
 
     def start(self) -> None:
@@ -228,6 +230,8 @@ class LighthouseLink:
                     self._looking.add(looking)
                     looking.add_done_callback(self._looking.discard)
                 case Say(message):
+                    self._strange[self._target] = message
+                    self._note_trouble("it ended the stream")
                     logger.warning("replica %s: the lighthouse at %s %s", self._replica_id, self._target, message)
                 case HangUp():
                     if self._call is not None:
@@ -257,6 +261,7 @@ class LighthouseLink:
 
     async def _keep_stream(self) -> None:
         """One dial and, if it succeeds, the life of one stream."""
+        self._refusal = ""
         try:
             channel = await dial(self._target, self._timeouts, to_lighthouse=True)
             try:
@@ -347,8 +352,7 @@ class LighthouseLink:
                 self._replica_id,
                 self._target,
             )
-        self.trouble = self._turned_away = ""
-        self._away_since_ms, self._said_away = None, False
+        self._is_of_use()
         conversation = ForeignConversation(
             self._foreign_core, channel, self._timeouts, replica_id=self._replica_id, arrived=self._foreign_answer
         )
@@ -408,8 +412,9 @@ class LighthouseLink:
             pass  # the reader learns of the same end, and tells why
 
     def _note_trouble(self, why: str) -> None:
-        what = f"refuses this replica: {self._turned_away}" if self._turned_away else f"can't be reached: {why}"
-        before, self.trouble = self.trouble, f"the lighthouse at {self._target} {what}"
+        what = self._refusal or self._strange.get(self._target) or f"can't be reached: {why}"
+        self._troubles[self._target] = f"the lighthouse at {self._target} {what}"
+        before, self.trouble = self.trouble, "; ".join(self._troubles.values())
         if self._ended:
             return
         if self.trouble != before:
@@ -420,6 +425,13 @@ class LighthouseLink:
         if not self._said_away and now_ms - self._away_since_ms >= SAY_AWAY_AFTER_MS:
             self._said_away = True
             logger.warning("replica %s: %s; still trying", self._replica_id, self.trouble)
+
+    def _is_of_use(self) -> None:
+        """The lighthouse that was dialed takes us."""
+        self.trouble = ""
+        self._troubles.clear()
+        self._strange.pop(self._target, None)
+        self._away_since_ms, self._said_away = None, False
 
     # --- what the lighthouse says -----------------------------------------------------------------------------------
 
@@ -440,10 +452,11 @@ class LighthouseLink:
                 if self._core.answered(request, None):
                     self._arrived(events.RequestRefused(request, refusal.value, sentence))
             case Welcome(_, session, started_ms, cluster_id, heartbeat_timeout_ms, join_timeout_ms):
-                self.trouble = self._turned_away = ""
-                self._away_since_ms, self._said_away = None, False
-                self._compare(heartbeat_timeout_ms, join_timeout_ms)
-                self._perform(self._core.welcomed(session, started_ms, now_ms, cluster_id, heartbeat_timeout_ms))
+                orders = self._core.welcomed(session, started_ms, now_ms, cluster_id, heartbeat_timeout_ms)
+                if HangUp() not in orders:  # that it takes us does not say that we take it
+                    self._is_of_use()
+                    self._compare(heartbeat_timeout_ms, join_timeout_ms)
+                self._perform(orders)
                 self._beat()
             case TellLost(_, session, sentence):
                 logger.warning("replica %s: %s", self._replica_id, sentence)
@@ -460,7 +473,8 @@ class LighthouseLink:
             case Release():
                 self._arrived(events.NobodyHeals())
             case RefuseSession(_, refusal, sentence, silent_ms):
-                self._turned_away = sentence
+                self._refusal = f"refuses this replica: {sentence}"
+                self._note_trouble("it ended the stream")
                 hung = self._is_hung(now_ms)
                 self._perform(self._core.told_refused(refusal, sentence, now_ms, silent_ms, hung=hung))
             case AskForQuorum(_, key):
