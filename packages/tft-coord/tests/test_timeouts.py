@@ -18,6 +18,7 @@ WEEK_MS = 7 * 24 * 3_600_000
 
 def test_the_defaults_stand() -> None:
     timeouts = Timeouts()
+    assert timeouts.quorum_timeout_ms == 70_000  # as the documentation says
     assert timeouts.forget_after_ms == 50_000
     assert timeouts.redial_fast_for_ms == 1_000
     assert timeouts.flap_window_ms == 600_000

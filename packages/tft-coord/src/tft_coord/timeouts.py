@@ -27,7 +27,8 @@ class Timeouts:
         join_timeout_ms: how long a quorum waits for healthy replicas that have not asked.
         connect_timeout_ms: from a trainer's start until it reaches its manager server and store.
         quorum_timeout_ms: a trainer's wait for the next quorum; also how long a lighthouse may be away. Default: a
-            minute, or more where `timeout_ms`, or the waiting for stragglers and then for the silent, takes longer.
+            minute, or more where `timeout_ms`, or the waiting for stragglers and then for the silent, takes longer;
+            70 s where the others are left as they are.
         heal_timeout_ms: how long a member that heals, and whose bytes arrive, is waited for. Default: ten minutes, or
             ten times `timeout_ms` if that is longer.
         slowest_step_ms: a trainer that is busy with its own part of a step for longer hangs; the first step after a

@@ -50,7 +50,7 @@ class ManagerConfig:
             process group. Default 60 s.
         quorum_timeout: a wait for the next quorum, and so for a lighthouse that is away or not there yet; env
             TORCHFT_QUORUM_TIMEOUT_SEC. The step in which it passes fails, and the next one waits anew; `max_retries`
-            bounds how often. Default 60 s.
+            bounds how often. Default 70 s, or `timeout` if that is longer.
         connect_timeout: to reach the store, the manager server and a source, not the lighthouse; env
             TORCHFT_CONNECT_TIMEOUT_SEC. Default 60 s.
         heal_timeout: a whole healing, waiting for the source included. Default 600 s.
