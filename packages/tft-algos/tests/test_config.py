@@ -118,6 +118,8 @@ def test_single_settings_lie_over_a_config() -> None:
         ({"port": 70_000}, "a port is 0 to 65535"),
         ({"max_retries": True}, "max_retries is True"),
         ({"replica_id": 3}, "replica_id is a int; give a string"),
+        ({"hostname": "x y"}, "hostname is 'x y'; give a host's name or address without a port"),
+        ({"hostname": "node-1:29510"}, "hostname is 'node-1:29510'"),
         ({"job": "a/b"}, "without a slash"),
         ({"token": "with space"}, "shared secret"),
     ],

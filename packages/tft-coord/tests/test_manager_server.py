@@ -455,6 +455,8 @@ def test_an_address_that_cannot_be_bound_is_said_in_one_sentence(in_process: boo
         ({"replica_id": ""}, "replica_id is ''"),
         ({"replica_id": "x" * 257}, "replica_id is"),
         ({"lighthouse_addr": "nowhere"}, "'nowhere' is no address"),
+        ({"hostname": "x y"}, "hostname is 'x y'; give a host's name or address without a port"),
+        ({"hostname": "node-1:29510"}, "hostname is 'node-1:29510'"),
         ({"world_size": 0}, "world_size is 0"),
         ({"job": ""}, "job is ''"),
         ({"quorum_retries": -1}, "quorum_retries is -1"),

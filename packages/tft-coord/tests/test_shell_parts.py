@@ -18,7 +18,7 @@ from tft_coord.errors import Closed, CoordinationError, SettingError, Unreachabl
 from tft_coord.manager_server.link import LighthouseLink
 from tft_coord.security import admits, call_metadata, read_token
 from tft_coord.timeouts import Timeouts
-from tft_coord.transport.address import join_host_port, target
+from tft_coord.transport.address import check_host, join_host_port, target
 from tft_coord.transport.dial import cancelled
 from tft_coord.transport.loop import THREAD_NAME, LoopShare
 from tft_coord.transport.outbox import Outbox
@@ -71,6 +71,17 @@ def test_an_ipv6_host_is_put_in_brackets() -> None:
     assert join_host_port("::1", 5) == "[::1]:5"
     assert join_host_port("[::1]", 5) == "[::1]:5"
     assert join_host_port("host", 5) == "host:5"
+
+
+@pytest.mark.parametrize("host", ["node-1", "node_1.example.org", "10.0.0.1", "::1", "[::1]", "fe80::1%eth0"])
+def test_hosts_as_users_write_them(host: str) -> None:
+    check_host("hostname", host)
+
+
+@pytest.mark.parametrize("host", ["", "x y", " x", "h:1", "[h:1]", "[h]", "http://h", "h/", "10.0.0.1:5", "::1]"])
+def test_what_is_no_host_is_refused_by_the_settings_name(host: str) -> None:
+    with pytest.raises(SettingError, match=r"hostname is .*; give a host's name or address without a port"):
+        check_host("hostname", host)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tft_ckpt import TLS, CheckpointTransport, WrongSetting
 from tft_coord.errors import SettingError as CoordinationSettingError
 from tft_coord.security import check_token, read_token
 from tft_coord.timeouts import Timeouts
-from tft_coord.transport.address import targets
+from tft_coord.transport.address import check_host, targets
 
 DEFAULT_JOB: Final = "default"
 MAX_PORT: Final = 65_535
@@ -150,6 +150,8 @@ class ManagerConfig:
                 raise SettingError(f"{name} is a {type(value).__name__}; give a string")
             if isinstance(value, str) and not value.isprintable():
                 raise SettingError(f"{name} has unprintable characters; give printable ones, without line breaks")
+        if self.hostname:
+            _check_hostname(self.hostname)
         if self.timeouts is not None and not isinstance(self.timeouts, Timeouts):
             raise SettingError(f"timeouts is a {type(self.timeouts).__name__}; give a tft_coord.Timeouts")
         check_part("checkpoint_transport", self.checkpoint_transport, "send_checkpoint", "shutdown")
@@ -416,6 +418,13 @@ def _yes_or_no(said: bool | None, environ: Mapping[str, str], variable: str) -> 
     if said is None and text not in ("0", "1"):
         raise SettingError(f"{variable} is {text[:64]!r}; give 0 or 1")
     return said if said is not None else text == "1"
+
+
+def _check_hostname(hostname: str) -> None:
+    try:
+        check_host("hostname", hostname)
+    except CoordinationSettingError as error:
+        raise SettingError(str(error)) from error
 
 
 def _check_address(what: str, address: str) -> None:

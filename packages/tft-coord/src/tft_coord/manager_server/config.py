@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from tft_coord.errors import SettingError
 from tft_coord.security import check_token
 from tft_coord.timeouts import Timeouts
-from tft_coord.transport.address import targets
+from tft_coord.transport.address import check_host, targets
 from tft_coord.wire.limits import MAX_ADDRESS_BYTES, MAX_NAME_BYTES, MAX_WORLD_SIZE
 
 
@@ -48,6 +48,7 @@ class ManagerServerConfig:
         for field, text in (("replica_id", self.replica_id), ("job", self.job), ("hostname", self.hostname)):
             if not 0 < len(text.encode()) <= MAX_NAME_BYTES:
                 raise SettingError(f"{field} is {text[:64]!r}; give 1 to {MAX_NAME_BYTES} bytes")
+        check_host("hostname", self.hostname)
         if len(self.replaces.encode()) > MAX_NAME_BYTES:
             raise SettingError(
                 f"replaces is {self.replaces[:64]!r}...; a replica id has at most {MAX_NAME_BYTES} bytes"

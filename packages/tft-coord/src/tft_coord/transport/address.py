@@ -39,6 +39,26 @@ def targets(addresses: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(target(address) for address in addresses.split(",")))
 
 
+def check_host(name: str, host: str) -> None:
+    """Whether `target` takes that host with a port behind it.
+
+    Args:
+        name: of the setting.
+        host: a host's name or its address, an IPv6 one with brackets or without.
+    Raises: SettingError: it does not; the message names the setting.
+    """
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    try:
+        if ":" in bare or bare != host:  # brackets hide from `target` that a port stands behind a name
+            ipaddress.IPv6Address(bare)
+        target(f"http://{join_host_port(host, 65535)}")
+    except (SettingError, ValueError):
+        raise SettingError(
+            f"{name} is {host[:MAX_ADDRESS_BYTES]!r}; give a host's name or address without a port, for example node-1 "
+            "or 10.0.0.1"
+        ) from None
+
+
 def host_of(address: str) -> str:
     """The host of an address as `target` gives it, without an IPv6 address's brackets."""
     return address.rpartition(":")[0].strip("[]")
