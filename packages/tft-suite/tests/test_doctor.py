@@ -79,6 +79,7 @@ def lighthouse(**changes: object) -> tuple[LighthouseFacts, ...]:
         ({"environ": {"GLOO_SOCKET_IFNAME": "ib0"}}, ["is ib0", "lighthouse is eth0"], False),
         ({"lighthouses": lighthouse(description=None, trouble="nobody answers")}, ["lh:1", "nobody answers"], True),
         ({"lighthouses": lighthouse(description=None, is_foreign=True)}, ["lh:1", "heartbeat time-out alone"], False),
+        ({"lighthouses": lighthouse(answers_anybody=True)}, ["lighthouse at lh:1 has none", "TFT_TOKEN"], False),
         ({"lighthouses": lighthouse(clock_ahead_ms=-90_000)}, ["90 s behind", "NTP"], False),
         (
             {
@@ -153,6 +154,7 @@ def test_a_lighthouse_is_heard(served: LighthouseServer) -> None:
     assert facts.environ["TFT_TOKEN"] == "set"
     assert "a-long-enough-secret" not in report(facts, findings(facts))
     assert [finding for finding in findings(facts) if finding.is_problem] == []
+    assert not heard.answers_anybody
 
 
 def test_a_wrong_secret_is_said(served: LighthouseServer) -> None:
@@ -160,6 +162,15 @@ def test_a_wrong_secret_is_said(served: LighthouseServer) -> None:
     (finding,) = [finding for finding in findings(facts) if finding.is_problem]
     assert "secret" in finding.sentence
     assert served.address in finding.sentence
+
+
+def test_a_lighthouse_without_the_secret_that_is_set_here_is_said() -> None:
+    with LighthouseServer("127.0.0.1:0") as served:
+        with_secret = survey({"TFT_TOKEN": "a-long-enough-secret"}, lighthouse=served.address, timeout=SOON)
+        without = survey({}, lighthouse=served.address, timeout=SOON)
+    said = f"a shared secret is set here, and the lighthouse at {served.address} has none"
+    assert [finding.is_problem for finding in findings(with_secret) if said in finding.sentence] == [False]
+    assert not any(said in finding.sentence for finding in findings(without))
 
 
 def test_a_server_without_our_service_is_foreign() -> None:

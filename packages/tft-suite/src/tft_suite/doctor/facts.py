@@ -23,6 +23,7 @@ class LighthouseFacts:
         trouble: why not, in one sentence; "" if it was.
         is_foreign: something answers there that has not got our service; torchft's lighthouse has not.
         clock_ahead_ms: of its clock, before this machine's; less than nothing: behind.
+        answers_anybody: a secret is set here, and it answers who shows none.
         local_address: of this machine, on the way to it; "" if unknown.
     """
 
@@ -31,6 +32,7 @@ class LighthouseFacts:
     trouble: str = ""
     is_foreign: bool = False
     clock_ahead_ms: int = 0
+    answers_anybody: bool = False
     local_address: str = ""
 
 

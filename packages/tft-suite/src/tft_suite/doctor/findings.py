@@ -135,6 +135,12 @@ def _of_lighthouses(facts: Facts) -> Iterator[Finding]:
             "reaches; start them with one --cluster_id"
         )
     for each in facts.lighthouses:
+        if each.answers_anybody:
+            yield Finding(
+                f"a shared secret is set here, and the lighthouse at {each.address} has none: whoever reaches its port "
+                "can join the job; start it with the same TFT_TOKEN or TFT_TOKEN_FILE, or unset both everywhere",
+                is_problem=False,
+            )
         if each.is_foreign:
             yield Finding(
                 f"what answers at {each.address} has not got our service; torchft's lighthouse works, but a death is "

@@ -129,8 +129,22 @@ def _ask(address: str, *, token: str | None, timeout: timedelta) -> LighthouseFa
     except CoordinationError as error:
         return LighthouseFacts(address=address, trouble=str(error), local_address=local_address)
     return LighthouseFacts(
-        address=address, description=description, clock_ahead_ms=clock_ahead_ms, local_address=local_address
+        address=address,
+        description=description,
+        clock_ahead_ms=clock_ahead_ms,
+        answers_anybody=token is not None and _answers_anybody(address, timeout),
+        local_address=local_address,
     )
+
+
+def _answers_anybody(address: str, timeout: timedelta) -> bool:
+    """Whether it answers who shows no secret: one that has a secret refuses a call without."""
+    try:
+        with LighthouseClient(address, timeout) as client:
+            client.describe(timeout)
+    except CoordinationError:
+        return False  # refused, as it should be; or not heard this time, which tells nothing of secrets
+    return True
 
 
 def _way_to(address: str) -> str:
