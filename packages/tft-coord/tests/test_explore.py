@@ -76,6 +76,29 @@ def _search(*arguments: object, broken: str = "") -> subprocess.CompletedProcess
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        ("--explore 2 --seeds 5", "--explore tries every order of events, and --seeds is of seeds; give one"),
+        ("--explore 2 --seed 0", "--seed is of seeds"),
+        ("--explore 2 --story", "--story is of seeds"),
+        ("--seeds 5 --kinds ask", "--kinds is of the orders that --explore tries; give --explore too"),
+        ("--replicas 3", "--replicas is of the orders"),
+        ("--explore 0", "--explore is 0 of 3 replicas; give at least 1"),
+        ("--processes -1", "--processes is -1; give at least 1, or 0 for one for each core"),
+    ],
+)
+def test_what_would_be_ignored_or_cannot_be_is_refused(
+    call: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(call.split())
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert says in told
+    assert told.count("\n") == 1
+
+
 def test_several_processes_see_what_one_sees() -> None:
     call = ("--explore", 4, "--replicas", 2, "--start", "joining", "--kinds", "ask,die,break,hello,grace")
     one, two = (_search(*call, "--processes", processes) for processes in (1, 2))

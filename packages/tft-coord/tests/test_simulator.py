@@ -139,5 +139,15 @@ def test_the_command_runs_seeds_and_shows_their_marks(capsys: pytest.CaptureFixt
     assert "lighthouse: quorum 1 = " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("what", ["--story", "--trace"])
+def test_when_nobody_reads_any_more_it_ends_without_a_word(what: str) -> None:
+    command = [sys.executable, "-m", "tft_coord.testing", "--seed", "7", what]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        running.stdout.close()
+        _, told = running.communicate()
+    assert (running.returncode, told) == (141, b"")
+
+
 def test_seeds_in_other_processes_come_by_the_same() -> None:
     assert str(run_many(range(25), processes=2)) == str(run_many(range(25)))
