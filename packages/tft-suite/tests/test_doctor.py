@@ -217,7 +217,11 @@ def test_nobody_there_is_a_problem_and_not_a_hang(capsys: pytest.CaptureFixture[
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         assert exit_code_of(["doctor", "--lighthouse", address, "--timeout", "0.3"]) == 1
-    assert "was not reached within 0.3 s" in capsys.readouterr().out
+        told = capsys.readouterr().out
+        assert "was not reached within 0.3 s" in told
+        assert "raise --timeout" in told
+        assert exit_code_of(["drain", "a", "--lighthouse", address, "--timeout", "0.3"]) == 2
+        assert "raise --timeout" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("address", ["nonsense", "host:port", "http://[::1", ","])

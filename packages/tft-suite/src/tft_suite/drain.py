@@ -19,6 +19,11 @@ JOB = "TFT_JOB_ID"
 DEFAULT_JOB = "default"
 
 
+def in_our_words(error: CoordinationError) -> str:
+    """What a client of a lighthouse says: its connect_timeout is this command's --timeout."""
+    return str(error).replace("raise connect_timeout", "raise --timeout")
+
+
 def drain(
     replica: str,
     environ: Mapping[str, str],
@@ -48,7 +53,7 @@ def drain(
             with LighthouseClient(address, timeout, token=token) as client:
                 client.drain(job, replica, timeout, reason=reason)
         except CoordinationError as error:
-            refused.append(str(error))
+            refused.append(in_our_words(error))
         else:
             return f"{replica} of job {job} was asked to leave; it does after its running step"
     raise SettingError(f"{replica} was not asked to leave: {'; '.join(refused)}")

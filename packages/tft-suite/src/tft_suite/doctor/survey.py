@@ -29,7 +29,7 @@ from tft_coord.timeouts import Timeouts
 from tft_coord.transport.address import target
 from tft_suite.doctor.facts import Facts, LighthouseFacts
 from tft_suite.doctor.findings import INTERFACE_VARIABLES, OURS
-from tft_suite.drain import LIGHTHOUSE
+from tft_suite.drain import LIGHTHOUSE, in_our_words
 
 SECRET: Final = "TFT_TOKEN"
 THEIRS: Final = ("torch", "grpcio", "protobuf", "aiohttp")
@@ -127,7 +127,7 @@ def _ask(address: str, *, token: str | None, timeout: timedelta) -> LighthouseFa
     except ProtocolError:
         return LighthouseFacts(address=address, is_foreign=True, local_address=local_address)
     except CoordinationError as error:
-        return LighthouseFacts(address=address, trouble=str(error), local_address=local_address)
+        return LighthouseFacts(address=address, trouble=in_our_words(error), local_address=local_address)
     return LighthouseFacts(
         address=address,
         description=description,
