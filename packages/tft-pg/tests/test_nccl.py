@@ -40,7 +40,7 @@ from tft_pg import (
 )
 from tft_pg.backends import accelerator, lifeline, torch_library
 from tft_pg.backends.attempt import Attempt
-from tft_pg.backends.lifeline import Lifeline, address_towards
+from tft_pg.backends.lifeline import Lifeline
 from tft_pg.backends.nccl import _NCCL
 from tft_pg.backends.torch_library import TorchLibrary
 from tft_pg.errors import Where
@@ -535,10 +535,6 @@ def test_a_rank_that_can_not_be_reached_is_named() -> None:
         gone.end()
         with pytest.raises(ConfigureFailed, match=r"rank 0 can't be reached at 127\.0\.0\.1"):
             line.connect([record, line.record()], attempt)
-
-
-def test_this_machine_is_known_by_the_address_that_talks_to_the_store() -> None:
-    assert address_towards("127.0.0.1", 1) == "127.0.0.1"
 
 
 # --- torch's own class ---------------------------------------------------------------------------------------------

@@ -77,6 +77,7 @@ def lighthouse(**changes: object) -> tuple[LighthouseFacts, ...]:
         ({"environ": {"GLOO_SOCKET_IFNAME": "eth7"}}, ["GLOO_SOCKET_IFNAME names 'eth7'", "eth0, ib0, lo"], True),
         ({"environ": {"NCCL_SOCKET_IFNAME": "docker"}}, ["NCCL_SOCKET_IFNAME names 'docker'"], True),
         ({"environ": {"GLOO_SOCKET_IFNAME": "ib0"}}, ["is ib0", "lighthouse is eth0"], False),
+        ({"environ": {"GLOO_SOCKET_IFNAME": "lo"}}, ["is lo", "no other machine can reach", "is eth0"], True),
         ({"lighthouses": lighthouse(description=None, trouble="nobody answers")}, ["lh:1", "nobody answers"], True),
         ({"lighthouses": lighthouse(description=None, is_foreign=True)}, ["lh:1", "heartbeat time-out alone"], False),
         ({"lighthouses": lighthouse(answers_anybody=True)}, ["lighthouse at lh:1 has none", "TFT_TOKEN"], False),

@@ -33,8 +33,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from tft_pg.backends.addresses import address_towards
 from tft_pg.backends.attempt import Attempt
-from tft_pg.backends.lifeline import Lifeline, address_towards
+from tft_pg.backends.lifeline import Lifeline
 from tft_pg.backends.live import LiveGroup
 from tft_pg.backends.native import NativeProcessGroup
 from tft_pg.backends.rendezvous import meet

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tft_pg import sockets
+from tft_pg.backends.addresses import address_towards, loopback_of, own_name_is_loopback
 from tft_pg.backends.attempt import Attempt
 from tft_pg.backends.gloo_table import lacks
 from tft_pg.backends.live import LiveGroup, keep_at_exit
@@ -81,8 +82,8 @@ class ProcessGroupGloo(NativeProcessGroup):
         hostname: name or address of this machine to listen on, instead of an interface.
 
     Without either, `GLOO_SOCKET_IFNAME` names the interface; else it is loopback when the store is on loopback (then
-    every rank is on this machine); else torch's choice: the address of this machine's own name, or loopback if that
-    name has none.
+    every rank is on this machine); else the address of this machine's own name, as torch has it; or, if that means
+    loopback or nothing here, the address by which this machine talks to the store.
 
     Raises: InvalidSetting: both are given, or the time-out is not above zero. Unsupported: not on this system.
     """
@@ -103,6 +104,7 @@ class ProcessGroupGloo(NativeProcessGroup):
         self._hostname = hostname
         self._devices: tuple[object, ...] = ()
         self._listens = _Place()
+        self._own_name_is_loopback: bool | None = None
 
     def getBackendName(self) -> str:
         return "tft-gloo"
@@ -113,7 +115,7 @@ class ProcessGroupGloo(NativeProcessGroup):
         assert where.world_size is not None
         mesh = _Mesh(where.rank)
         attempt.break_with(mesh.sever_unfinished)
-        place = self._place(self._store_host())
+        place = self._place()
         if not self._devices or place != self._listens:
             self._devices = ()
             self._listens, self._devices = place, place.make_devices()
@@ -168,17 +170,32 @@ class ProcessGroupGloo(NativeProcessGroup):
     def _discard(self) -> None:
         # After a failure a listener may hold connections for a group that never was.
         self._devices = ()
+        self._own_name_is_loopback = None
 
-    def _store_host(self) -> str:
-        assert self._store_client is not None
-        return self._store_client.host
-
-    def _place(self, store_host: str) -> _Place:
+    def _place(self) -> _Place:
         """Where to listen; the listeners stay from one group to the next as long as that is the same."""
         interface = self._interface or ("" if self._hostname else os.environ.get(_INTERFACES_ENV, ""))
         if interface:
             return _Place(interfaces=tuple(name.strip() for name in interface.split(",") if name.strip()))
-        return _Place(hostname=self._hostname or _as_loopback(store_host) or "")
+        if self._hostname:
+            return _Place(hostname=self._hostname)
+        assert self._store_client is not None
+        host, port = self._store_client.host, self._store_client.port
+        return _Place(hostname=loopback_of(host) or self._instead_of_own_name(host, port))
+
+    def _instead_of_own_name(self, store_host: str, store_port: int) -> str:
+        """Where to listen because the address of this machine's own name, torch's choice, won't do; "" if it does."""
+        # Asked once for all groups, as torch does: a resolver may be slow.
+        if self._own_name_is_loopback is None:
+            self._own_name_is_loopback = own_name_is_loopback()
+        if not self._own_name_is_loopback:
+            return ""
+        try:
+            return address_towards(store_host, store_port)
+        except OSError as error:
+            raise ConfigureFailed(
+                f"this machine has no address to be reached by ({error}); name an interface in {_INTERFACES_ENV}"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -238,12 +255,6 @@ def _reducing(candidates: frozenset[str]) -> bool:
         if is_reducer and not rest.startswith("S"):
             return True
     return False
-
-
-def _as_loopback(host: str) -> str | None:
-    if host == "localhost" or host.startswith("127."):
-        return "127.0.0.1"
-    return host if host == "::1" else None
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from typing import final
 from tft_pg.backends.attempt import Attempt
 from tft_pg.errors import ConfigureFailed
 
-__all__ = ["Lifeline", "address_towards"]
+__all__ = ["Lifeline"]
 
 _HELLO = struct.Struct("!16sI")
 _TOKEN_BYTES = 16
@@ -42,17 +42,6 @@ _KEEPALIVE_IDLE_S = 10
 _KEEPALIVE_INTERVAL_S = 5
 _KEEPALIVE_PROBES = 3
 _UNANSWERED_MS = 1000 * (_KEEPALIVE_IDLE_S + _KEEPALIVE_PROBES * _KEEPALIVE_INTERVAL_S)
-
-
-def address_towards(host: str, port: int) -> str:
-    """The numeric address by which this machine talks to another: what that one's neighbours can reach it by, too.
-
-    Raises: OSError: the host has no address, or no way leads there.
-    """
-    family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:  # a datagram socket that connects sends nothing
-        probe.connect(place)
-        return str(probe.getsockname()[0])
 
 
 @dataclass(frozen=True)

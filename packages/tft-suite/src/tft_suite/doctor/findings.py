@@ -114,12 +114,20 @@ def _of_network(facts: Facts) -> Iterator[Finding]:
             continue
         named = [name for each in value.split(",") if (name := each.strip("= "))]
         for name in named:
-            if not any(there == name or (not exact and there.startswith(name)) for there in facts.interfaces):
+            if not any(each == name or (not exact and each.startswith(name)) for each in facts.interfaces):
                 yield Finding(
                     f"{variable} names {name!r}, and this machine has {', '.join(sorted(facts.interfaces)) or 'none'}; "
                     "name one of these, or unset it"
                 )
-        if exact and ways and set(named) & set(facts.interfaces) and not ways & set(named):
+        there = set(named) & set(facts.interfaces)
+        if not exact or not ways or not there or ways & there:
+            continue
+        if all(_means_this_machine(address) for name in there for address in facts.interfaces[name]):
+            yield Finding(
+                f"{variable} is {','.join(named)}, which no other machine can reach, and the way to the lighthouse is "
+                f"{', '.join(sorted(ways))}; name that, or unset it"
+            )
+        else:
             yield Finding(
                 f"{variable} is {','.join(named)}, and the way to the lighthouse is {', '.join(sorted(ways))}: the "
                 "replicas meet on one network and are judged on another; meant where the first is the faster one",
@@ -169,7 +177,11 @@ def _of_time(facts: Facts) -> Iterator[Finding]:
 
 
 def _is_local(lighthouse: LighthouseFacts) -> bool:
-    return lighthouse.local_address.startswith("127.") or lighthouse.local_address == "::1"
+    return _means_this_machine(lighthouse.local_address)
+
+
+def _means_this_machine(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -1,0 +1,69 @@
+"""By which of its addresses the others reach this machine.
+
+A machine's own name may mean loopback to the machine itself and a real address to all others: Debian writes 127.0.1.1
+into /etc/hosts. So an address is taken from the way to somebody else. The law of this file: it asks the resolver and
+the routing table, and sends nothing.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from contextlib import suppress
+from typing import Final
+
+__all__ = ["address_towards", "loopback_of", "own_name_is_loopback"]
+
+# Reserved for documentation, so never somebody's.
+_OUTSIDE: Final = (("192.0.2.1", 9), ("2001:db8::1", 9))
+
+
+def address_towards(host: str, port: int) -> str:
+    """The numeric address by which this machine talks to another: what that one's neighbours can reach it by, too.
+
+    Where the host is this machine by a name that means loopback only here, it is the address of packets to the outside,
+    if there is one.
+
+    Raises: OSError: the host has no address, or no way leads there.
+    """
+    address = _towards(host, port)
+    if not _is_loopback(address) or loopback_of(host) is not None:
+        return address
+    for outside in _OUTSIDE:
+        with suppress(OSError):
+            return _towards(*outside)
+    return address
+
+
+def own_name_is_loopback() -> bool:
+    """Whether who listens at the address of this machine's own name, as Gloo does, is reached by nobody else.
+
+    Torch takes the first address of the name that can be listened on, and loopback where there is none.
+    """
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return True
+    for family, kind, protocol, _, place in found:
+        with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(place)
+            return _is_loopback(str(place[0]))
+    return True
+
+
+def loopback_of(host: str) -> str | None:
+    """The loopback address that this name or address means on every machine; None if it means another."""
+    if host == "localhost" or host.startswith("127."):
+        return "127.0.0.1"
+    return host if host == "::1" else None
+
+
+def _towards(host: str, port: int) -> str:
+    family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:  # a datagram socket that connects sends nothing
+        probe.connect(place)
+        return str(probe.getsockname()[0])
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
