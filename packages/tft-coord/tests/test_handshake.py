@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -363,6 +365,13 @@ class TestOfTheLighthouse:
         table.hello("a", held=KEY)
         assert refusals(table.ask("a", TWO, held=KEY)) == [("x", Refusal.DIFFERS)]
         assert refusals(table.ask("x")) == [("x", Refusal.DIFFERS)]
+
+    @pytest.mark.parametrize("says", [{"held": KEY}, {"live": True, "step": 7}], ids=str)
+    def test_nor_does_one_whose_manager_server_was_started_anew_yield_to_a_stranger(self, says: dict[str, Any]) -> None:
+        """Its hello holds nothing; its first request says that it has trained, by either word."""
+        table = Table("x", "a", late_ms=0)
+        table.ask("x", FOUR)
+        assert refusals(table.ask("a", TWO, **says)) == [("x", Refusal.DIFFERS)]
 
     def test_members_outweigh_those_who_hold_an_older_quorum(self) -> None:
         table = Table("a", "b")

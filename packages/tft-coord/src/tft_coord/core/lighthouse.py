@@ -360,6 +360,7 @@ class Job:
         self._handshake = Handshake(name, self._standing, room)
         self._asked_in_vain: set[int] = set()  # streams that could not say the members of the quorum they hold
         self._serving: set[str] = set()  # who has left, and may still be healed from
+        self._asker = ""  # who asks just now, if it has trained
         self._heals_last = ""  # who was found to heal when that was last asked
 
     def was_away(self, now_ms: int) -> None:
@@ -836,7 +837,12 @@ class Job:
         if len(self._handshake) > 2 * len(self.liveness.replicas) + 16:
             self._handshake.forget_the_gone()
         out: list[effects.LighthouseEffect] = []
-        for differs in self._handshake.asks(replica.replica_id, event.fingerprint):
+        # What it says now counts already: a manager server that was started anew has said hello with nothing.
+        has_trained = event.held is not None or event.member.live
+        self._asker = replica.replica_id if has_trained else ""
+        differing = self._handshake.asks(replica.replica_id, event.fingerprint)
+        self._asker = ""
+        for differs in differing:
             other = self.liveness.replicas[differs.replica_id]
             request = event.request if other is replica else None
             other.ready = False  # it counts nowhere, and is waited for by nobody
@@ -855,7 +861,8 @@ class Job:
             return Standing.GONE
         if replica_id in self._members:
             return Standing.MEMBER
-        return Standing.NEW if replica.held is None else Standing.HOLDS
+        has_trained = replica.held is not None or replica_id == self._asker
+        return Standing.HOLDS if has_trained else Standing.NEW
 
     def _withdrawn(self, replica: Replica, request: int, now_ms: int) -> None:
         """The asker gave a request up: the open one, or one whose answer was on its way."""
