@@ -165,19 +165,20 @@ def spawn(forkserver: ForkServerContext) -> Iterator[Spawn]:
 
 
 @pytest.fixture
-def launch() -> Iterator[Launch]:
+def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
     """`launch(command, env=..., cwd=...)` starts a command line of its own process group, with its output as text.
 
     Standard output and standard error come on one pipe, `process.stdout`. The group is killed when the test ends.
     """
     processes: list[subprocess.Popen[str]] = []
+    failed_before = request.session.testsfailed
 
     def start(
         command: Sequence[str | Path], *, env: dict[str, str] | None = None, cwd: Path | None = None
     ) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             command,
-            env={**os.environ, **(env or {})},
+            env={**os.environ, "PYTHONFAULTHANDLER": "1", **(env or {})},
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -190,6 +191,9 @@ def launch() -> Iterator[Launch]:
 
     yield start
     for process in processes:
+        if request.session.testsfailed > failed_before and process.poll() is None:
+            process.send_signal(signal.SIGABRT)  # it tells where each of its threads is, in the report of the failure
+            print(process.communicate(timeout=SETTLE_S)[0])
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate(timeout=SETTLE_S)

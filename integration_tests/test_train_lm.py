@@ -90,7 +90,7 @@ def test_torchrun_starts_a_killed_process_again_and_both_groups_end_with_the_sam
     for process in shells:
         output, _ = process.communicate(timeout=SECONDS_TO_END)
         assert process.returncode == 0, output
-        found = re.findall(r"step 60 validation loss (\d+\.\d+)", output)  # two processes may share a line
+        found = re.findall(r"step 60 validation loss (\d+\.\d{4})", output)  # two processes may share a line
         assert len(found) == 2, output
         losses |= {*found}
     assert len(losses) == 1

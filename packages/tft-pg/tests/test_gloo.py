@@ -731,7 +731,7 @@ def test_a_process_ends_at_once_while_operations_of_an_hour_run(bench: Bench, wa
     """Nobody called `shutdown`; two daemon threads wait, one group was aborted, and one has an operation."""
     port = parse_store_addr(bench.fresh_address()).port
     process = subprocess.Popen(
-        [sys.executable, "-c", _ENDS_WHILE_OPERATIONS_RUN, str(port), way],
+        [sys.executable, "-X", "faulthandler", "-c", _ENDS_WHILE_OPERATIONS_RUN, str(port), way],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -744,8 +744,12 @@ def test_a_process_ends_at_once_while_operations_of_an_hour_run(bench: Bench, wa
             if way == "interrupt":
                 process.send_signal(signal.SIGINT)
             begun_s = time.monotonic()
-            _, errors = process.communicate("", timeout=30)
-            assert process.returncode == code, errors[-500:]
+            try:
+                _, errors = process.communicate("", timeout=30)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGABRT)  # it tells where each of its threads is
+                _, errors = process.communicate()
+            assert process.returncode == code, errors
             assert time.monotonic() - begun_s < 5
         finally:
             process.kill()
