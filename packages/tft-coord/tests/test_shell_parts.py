@@ -251,22 +251,26 @@ def test_what_is_written_does_not_count_as_waiting() -> None:
     asyncio.run(scenario())
 
 
+def link_to(addresses: str) -> LighthouseLink:
+    return LighthouseLink(
+        addresses,
+        token=None,
+        timeouts=Timeouts(),
+        job="job",
+        replica_id="a",
+        address="a:1",
+        replaces="",
+        arrived=lambda _: None,
+        quorum=lambda: None,
+    )
+
+
 @pytest.mark.parametrize("said_goodbye", [True, False])
 def test_after_our_own_goodbye_it_is_no_news_that_we_are_dead(
     said_goodbye: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
-        link = LighthouseLink(
-            "127.0.0.1:9",
-            token=None,
-            timeouts=Timeouts(),
-            job="job",
-            replica_id="a",
-            address="a:1",
-            replaces="",
-            arrived=lambda _: None,
-            quorum=lambda: None,
-        )
+        link = link_to("127.0.0.1:9")
         if said_goodbye:
             link.report_death("rank 0 shut down")
         link._received(codec.encode_from_lighthouse(RefuseSession(0, Refusal.DEAD, "replica a was reported dead")))
@@ -281,17 +285,7 @@ def test_what_is_wrong_with_a_stranger_is_said_for_as_long_as_it_is_dialed() -> 
     """A step that gets no quorum then says why; that the stranger takes us is no reason to forget it."""
 
     async def scenario() -> None:
-        link = LighthouseLink(
-            "127.0.0.1:9,127.0.0.1:10",
-            token=None,
-            timeouts=Timeouts(),
-            job="job",
-            replica_id="a",
-            address="a:1",
-            replaces="",
-            arrived=lambda _: None,
-            quorum=lambda: None,
-        )
+        link = link_to("127.0.0.1:9,127.0.0.1:10")
         for cluster_id, trouble in (
             ("ours", ""),
             ("theirs", "is of cluster theirs;"),

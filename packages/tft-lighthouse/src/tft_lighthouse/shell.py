@@ -158,13 +158,15 @@ class LighthouseShell:
             self._graces.add(timer)
 
     def _handle(self, event: events.LighthouseEvent) -> None:
-        reports = isinstance(event, events.QuorumReported) and event.quorum is not None
-        job = self._core.job_of(event.stream) if reports else None
-        before = self._core.quorum(job) if job is not None else None
         self._perform(self._kinds.handle(event, self._now_ms(), self._wall_ms()))
         if self._core.started_ms != self._serves_since_ms:
             self._serves_since_ms = self._core.started_ms
             log.stands_in()
+
+    def _handle_report(self, event: events.QuorumReported) -> None:
+        job = self._core.job_of(event.stream)
+        before = self._core.quorum(job) if job is not None else None
+        self._handle(event)
         quorum = self._core.quorum(job) if job is not None else None
         if job is not None and quorum is not None and (before is None or before.key != quorum.key):
             log.taken_over(job, quorum, self._core.replica_of(event.stream) or "of an older stream")
@@ -284,6 +286,9 @@ class LighthouseShell:
                 said = event.member
             elif isinstance(event, events.QuorumReported):
                 self._was_asked.discard(stream)
+                if event.quorum is not None:
+                    self._handle_report(event)
+                    return
             self._handle(event)
 
         def refuse(error: ProtocolError) -> None:
