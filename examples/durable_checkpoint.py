@@ -52,7 +52,8 @@ def main(replica: int, steps: int, directory: str, every: int) -> None:
             if manager.verdict:
                 scheduler.step()
             if checkpoint.save_if_due():  # one group writes, the others train on
-                print(f"step {manager.current_step()} participants {manager.num_participants()} loss {loss:.4f}")
+                step, participants = manager.current_step(), manager.num_participants()
+                print(f"step {step} participants {participants} loss {loss:.4f}", flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 

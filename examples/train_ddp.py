@@ -47,8 +47,8 @@ def main(steps: int, replica: int, replicas: int) -> None:
             loss = torch.nn.functional.cross_entropy(ddp(inputs[batch]), labels[batch])
             loss.backward()  # averages the gradients
             optimizer.step()  # steps if the group commits
-            if manager.current_step() % 100 == 0:
-                print(f"step {manager.current_step()} participants {manager.num_participants()} loss {loss:.4f}")
+            if (step := manager.current_step()) % 100 == 0:  # written at once: whoever is killed has said it
+                print(f"step {step} participants {manager.num_participants()} loss {loss:.4f}", flush=True)
 
 
 if __name__ == "__main__":

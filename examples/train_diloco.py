@@ -65,9 +65,9 @@ def main(synchronizations: int, replica: int, replicas: int, streaming: bool) ->
                 loss = torch.nn.functional.cross_entropy(trained(inputs[batch]), labels[batch])
                 loss.backward()
                 inner.step()  # at some steps a synchronization starts here, or ends
-                if manager.current_step() > before and manager.current_step() % 5 == 0:
+                if (step := manager.current_step()) > before and step % 5 == 0:
                     participants = manager.num_participants()
-                    print(f"synchronization {manager.current_step()} participants {participants} loss {loss:.4f}")
+                    print(f"synchronization {step} participants {participants} loss {loss:.4f}", flush=True)
 
 
 def truth(text: str) -> bool:
