@@ -699,6 +699,7 @@ def started(pg, operation):
     except ProcessGroupError:
         pass
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background is started with it ignored
 port, way = int(sys.argv[1]), sys.argv[2]
 groups = [ProcessGroupGloo(timedelta(hours=1)) for _ in range(4)]
 configures = [
@@ -743,14 +744,12 @@ def test_a_process_ends_at_once_while_operations_of_an_hour_run(bench: Bench, wa
             assert process.stdout.readline() == "ready\n"
             if way == "interrupt":
                 process.send_signal(signal.SIGINT)
-            begun_s = time.monotonic()
             try:
-                _, errors = process.communicate("", timeout=30)
+                _, errors = process.communicate("", timeout=30)  # far from an hour, also on a machine that is busy
             except subprocess.TimeoutExpired:
                 process.send_signal(signal.SIGABRT)  # it tells where each of its threads is
                 _, errors = process.communicate()
             assert process.returncode == code, errors
-            assert time.monotonic() - begun_s < 5
         finally:
             process.kill()
 
