@@ -1193,6 +1193,26 @@ class TestSeveralLighthouses:
             table.pass_ms(6_000)
         assert set(refused(table.hello("d"))) == {Refusal.OLD_LIGHTHOUSE}
 
+    @pytest.mark.parametrize("pause_ms", [100, 4_900, 5_000, 6_000])
+    def test_it_stands_in_for_each_newer_one_anew(self, pause_ms: int) -> None:
+        """That it has stood in once does not make the next newer one gone."""
+        table = Table()
+        for _ in range(2):
+            newer_ms = table.core.started_ms + 60_000
+            for _ in range(50):
+                told = table.hello("a", lighthouse_started_ms=newer_ms, cluster_id="cluster")
+                assert set(refused(told)) == {Refusal.OLD_LIGHTHOUSE}
+                table.pass_ms(100)
+            welcome = table.hello("a", lighthouse_started_ms=newer_ms, cluster_id="cluster")[0]
+            assert isinstance(welcome, effects.Welcome)
+            table.pass_ms(pause_ms, "a")
+
+    def test_its_age_does_not_make_the_newer_one_gone(self) -> None:
+        table = Table()
+        table.pass_ms(5_000)
+        told = table.hello("a", lighthouse_started_ms=STARTED_MS + 60_000, cluster_id="cluster")
+        assert set(refused(told)) == {Refusal.OLD_LIGHTHOUSE}
+
     def test_its_own_start_time_is_no_news(self) -> None:
         table = Table()
         orders = table.hello("a", lighthouse_started_ms=STARTED_MS, cluster_id="cluster")

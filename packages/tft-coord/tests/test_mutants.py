@@ -222,6 +222,14 @@ def serves_on_beside_a_newer_one(self: LighthouseCore, hello: Any) -> bool:
     return False
 
 
+right_stands_in = LighthouseCore._stands_in
+
+
+def stands_in_at_the_first_word(self: LighthouseCore, now_ms: int, wall_ms: int) -> bool:
+    self._sent_away = now_ms - self._config.timeouts.heartbeat_timeout_ms, now_ms
+    return right_stands_in(self, now_ms, wall_ms)
+
+
 right_standing = Job._standing
 
 
@@ -787,6 +795,7 @@ MUTANTS = [
     Mutant(
         LighthouseCore, "_is_succeeded_by", serves_on_beside_a_newer_one, "transcript", "scenario_05_two_lighthouses"
     ),
+    Mutant(LighthouseCore, "_stands_in", stands_in_at_the_first_word, "P1", 63, WITH_STANDBY),
     Mutant(foreign, "_answer_digest", names_no_words, "I2 I4", 0, ON_FOREIGN),
     Mutant(foreign, "parted", looks_at_nothing_that_others_have_seen, "F1", 2_125, ON_FOREIGN),
     Mutant(foreign, "_list_digest", looks_at_no_list, "I2 I4", 0, ON_FOREIGN),

@@ -94,7 +94,7 @@ class LighthouseCore:
         self._last_tick_ms = now_ms
         self._forgotten_id = started_ms
         self._succeeded_by_ms = 0
-        self._sent_away = (now_ms, now_ms)  # since when, and when last
+        self._sent_away: tuple[int, int] | None = None  # since when, and when last, to a newer one
 
     @property
     def jobs(self) -> tuple[str, ...]:
@@ -226,12 +226,13 @@ class LighthouseCore:
         because the way to the newer one is cut, is no reason: the rest of the job would have to follow.
         """
         patience_ms = self._config.timeouts.heartbeat_timeout_ms
-        since_ms, last_ms = self._sent_away
+        since_ms, last_ms = self._sent_away or (now_ms, now_ms)
         if now_ms - last_ms > patience_ms:
             since_ms = now_ms
-        self._sent_away = since_ms, now_ms
         if now_ms - since_ms < patience_ms:
+            self._sent_away = since_ms, now_ms
             return False
+        self._sent_away = None
         started_ms = max(wall_ms, self._succeeded_by_ms + 1)
         self._birth = replace(self._birth, started_ms=started_ms, now_ms=now_ms, listens_ms=now_ms)
         self._forgotten_id = max(self._forgotten_id, self._birth.started_ms)
