@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
 from tft_algos.errors import SettingError, UnknownSetting
 from tft_algos.manager.config import ManagerConfig, ResolvedConfig, WorldSizeMode, config_of, from_environment
+from tft_algos.manager.group_store import own_host
 from tft_algos.testing import MemoryTransport
 from tft_ckpt import HTTPTransport
 from tft_coord.timeouts import Timeouts
@@ -171,3 +174,29 @@ def test_tls_is_read_where_the_manager_makes_the_transport_itself() -> None:
         resolve(half)
     assert resolve(half, checkpoint_transport=MemoryTransport()).tls is None
     assert resolve(LIGHTHOUSE).tls is None
+
+
+@pytest.mark.parametrize(
+    ("reached", "host"),
+    [
+        ((socket.AF_INET, socket.AF_INET6), "198.51.100.7"),
+        ((socket.AF_INET6,), "2001:db8::7"),
+        ((), "localhost"),
+    ],
+    ids=["both", "IPv6 alone", "no network"],
+)
+def test_where_the_machines_name_is_loopback_the_address_that_goes_out_is_given(
+    monkeypatch: pytest.MonkeyPatch, reached: tuple[socket.AddressFamily, ...], host: str
+) -> None:
+    class Probe(socket.socket):
+        def connect(self, address: Any) -> None:
+            if self.family not in reached:
+                raise OSError("the network is unreachable")
+
+        def getsockname(self) -> Any:
+            return ("198.51.100.7" if self.family == socket.AF_INET else "2001:db8::7", 9)
+
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    monkeypatch.setattr(socket, "socket", Probe)
+    assert own_host() == host

@@ -705,6 +705,8 @@ def test_a_port_that_is_taken_is_said_in_one_sentence(lighthouse: LighthouseServ
     ("settings", "says"),
     [
         ({"bind": "localhost"}, "bind is 'localhost'; give host:port"),
+        ({"hostname": "node-1:29510"}, "hostname is 'node-1:29510'; give a host's name or address without a port"),
+        ({"hostname": ""}, "hostname is ''; give a host's name"),
         ({"bind": "localhost:99999"}, "bind is 'localhost:99999'"),
         ({"min_replicas": 0}, "min_replicas is 0; give at least 1"),
         ({"quorum_tick_ms": 6000}, r"quorum_tick_ms \(6000 ms\) exceeds heartbeat_timeout_ms \(5000 ms\)"),

@@ -14,7 +14,7 @@ from tft_coord.core.lighthouse import LighthouseConfig
 from tft_coord.errors import Closed, SettingError
 from tft_coord.security import check_token
 from tft_coord.timeouts import Timeouts
-from tft_coord.transport.address import interface_of, join_host_port
+from tft_coord.transport.address import check_host, interface_of, join_host_port
 from tft_coord.transport.loop import LoopShare
 from tft_coord.wire.limits import MAX_MEMBERS, MAX_NAME_BYTES
 from tft_lighthouse import defaults
@@ -66,6 +66,8 @@ class LighthouseServer:
         token: str | None = None,
     ) -> None:
         host = _host_of(bind)
+        if hostname is not None:
+            check_host("hostname", hostname)
         if min_replicas > MAX_MEMBERS:
             raise SettingError(f"min_replicas is {min_replicas}; give 1 to {MAX_MEMBERS}, the largest quorum")
         timeouts = Timeouts(

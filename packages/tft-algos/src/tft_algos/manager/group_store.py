@@ -34,6 +34,7 @@ HOLDER_KEY = "holder_of_rank"
 GATHER_KEY = "gathered"
 
 RETRY_S = 0.1
+_OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))  # for documentation, so never somebody's
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,17 +210,16 @@ def own_host() -> str:
     name = socket.gethostname()
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
-    except OSError:
+    except (OSError, UnicodeError):
         found = set()
     if found and not any(is_loopback(address) for address in found):
         return name
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            # Reserved for documentation, so never somebody's; connecting a datagram socket sends nothing.
-            probe.connect(("192.0.2.1", 9))
+    for family, outside in _OUTSIDE:
+        # Connecting a datagram socket sends nothing.
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((outside, 9))
             return str(probe.getsockname()[0])
-    except OSError:
-        return "localhost"
+    return "localhost"
 
 
 def is_loopback(host: str) -> bool:
