@@ -192,7 +192,12 @@ def measure_bytes(rounds: int) -> Row:
 
 def measure_heartbeats(turns: int, seconds: int) -> Row:
     """P12. Raises: RuntimeError: h2load (Debian's nghttp2-client) is not installed, or a heartbeat failed."""
-    commands = {"peer": peer.lighthouse_command(), "ours": _our_commands()}
+    bare = [sys.executable, "-m", "benchmarks.bare_handler"]
+    commands: dict[str, Path | Sequence[str]] = {
+        "peer": peer.lighthouse_command(),
+        "ours": _our_commands(),
+        "bare": bare,
+    }
     found: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(turns):
         for name, command in commands.items():
@@ -204,7 +209,7 @@ def measure_heartbeats(turns: int, seconds: int) -> Row:
         what="unary heartbeats, 20 x 10, k/s",
         ours=f"{per_s['ours'] / 1e3:.1f}",
         peer=f"{per_s['peer'] / 1e3:.1f}",
-        other="",
+        other=f"bare grpc.aio {per_s['bare'] / 1e3:.1f}",
         ratio=per_s["ours"] / per_s["peer"],
         bar=f">= {HEARTBEATS_BAR_PER_S / 1e3:.0f} k/s",
         met=per_s["ours"] >= HEARTBEATS_BAR_PER_S,

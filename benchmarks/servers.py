@@ -38,13 +38,14 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def lighthouse(command: Path, *, min_replicas: int, flags: Sequence[str] = ()) -> Iterator[Started]:
-    """Run a lighthouse command while the block lasts.
+def lighthouse(command: Path | Sequence[str], *, min_replicas: int, flags: Sequence[str] = ()) -> Iterator[Started]:
+    """Run a lighthouse's command, a path or words, while the block lasts.
 
     Raises: RuntimeError: it ended, or did not answer within 30 s.
     """
     port = free_port()
-    arguments = [str(command), "--bind", f"[::]:{port}", "--min_replicas", str(min_replicas), *flags]
+    words = [str(command)] if isinstance(command, Path) else command
+    arguments = [*words, "--bind", f"[::]:{port}", "--min_replicas", str(min_replicas), *flags]
     environment = {**os.environ, "RUST_LOG": "error"}
     began = time.perf_counter()
     process = subprocess.Popen(arguments, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
