@@ -45,11 +45,10 @@ def wrap_ddp(arguments: argparse.Namespace, model: nn.Module) -> tuple[nn.Module
 
 
 def wrap_torchft(arguments: argparse.Namespace, model: nn.Module) -> tuple[nn.Module, Any, Closer]:
-    """The peer, through its public API."""
+    """The peer, through its public API, constructed in the order of its own examples: the Manager first."""
     from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    optimizer = torch.optim.AdamW(model.parameters())
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=30)),
         load_state_dict=lambda state: None,
@@ -64,6 +63,7 @@ def wrap_torchft(arguments: argparse.Namespace, model: nn.Module) -> tuple[nn.Mo
         hostname="127.0.0.1",
         init_sync=False,
     )
+    optimizer = torch.optim.AdamW(model.parameters())
     return DistributedDataParallel(manager, model), Optimizer(manager, optimizer), manager.shutdown
 
 
@@ -71,7 +71,6 @@ def wrap_tft(arguments: argparse.Namespace, model: nn.Module) -> tuple[nn.Module
     """Ours, through its public API, with the same settings."""
     from tft_suite import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
-    optimizer = torch.optim.AdamW(model.parameters())
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=30)),
         load_state_dict=lambda state: None,
@@ -82,6 +81,7 @@ def wrap_tft(arguments: argparse.Namespace, model: nn.Module) -> tuple[nn.Module
         hostname="127.0.0.1",
         init_sync=False,
     )
+    optimizer = torch.optim.AdamW(model.parameters())
     return DistributedDataParallel(manager, model), Optimizer(manager, optimizer), manager.shutdown
 
 

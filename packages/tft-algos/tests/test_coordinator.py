@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import DistStoreError, HashStore  # type: ignore[attr-defined]
 
 import tft_coord
 from tft_algos.manager import coordinator as module
@@ -19,16 +19,18 @@ from tft_algos.manager.parts import ServerRestarted
 from tft_algos.testing import plan_of
 from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.types import LeaveRequest, NewcomerAsks, Purpose, QuorumKey, RankRequest, Verdict
-from tft_coord.errors import Closed, DeadlinePassed, GroupLost, Unreachable
+from tft_coord.errors import Closed, DeadlinePassed, GroupLost, SettingError, Unreachable
 
 SECOND = timedelta(seconds=1)
 KEY = QuorumKey(7, 7)
 
 
 class Server:
-    """A manager server that a test can end."""
+    """A manager server that a test can end, and hold while it starts."""
 
     made: list[Server]
+    starts: threading.Event
+    failure: Exception | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.args, self.kwargs = args, kwargs
@@ -37,6 +39,11 @@ class Server:
         self.made.append(self)
 
     def address(self) -> str:
+        assert self.starts.wait(10)
+        if self.closed:
+            raise Closed("it was shut down while it started")
+        if self.failure is not None:
+            raise self.failure
         return f"server:{len(self.made)}"
 
     def link(self) -> None:
@@ -47,17 +54,19 @@ class Server:
 
     def shutdown(self) -> None:
         self.closed = True
+        self.starts.set()
 
 
 class Client:
     """A client whose calls wait until it is closed, unless it has an answer."""
 
     made: list[Client]
+    first_answer: Any
 
     def __init__(self, addr: str, connect_timeout: timedelta, **kwargs: Any) -> None:
         self.addr, self.connect_timeout, self.kwargs = addr, connect_timeout, kwargs
         self.closed = threading.Event()
-        self.answer: Any = None
+        self.answer: Any = self.first_answer
         self.healed_bytes = 0
         self.wishes: list[bool] = []
         self.left: list[tuple[str, int]] = []
@@ -114,6 +123,9 @@ def resolved(**settings: Any) -> ResolvedConfig:
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """`make(**settings)` is a coordinator over stand-ins, with a store of its own."""
     Server.made, Client.made = [], []
+    Server.starts, Server.failure = threading.Event(), None
+    Server.starts.set()
+    Client.first_answer = None
     made: list[GroupCoordinator] = []
     store = HashStore()
     monkeypatch.setattr(module, "ManagerServer", Server)
@@ -124,6 +136,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     def start(**settings: Any) -> GroupCoordinator:
         made.append(GroupCoordinator(resolved(**settings)))
+        if Server.starts.is_set() and Server.failure is None:
+            made[-1]._client_in_use(10 * SECOND)
         return made[-1]
 
     yield start
@@ -139,7 +153,65 @@ def test_whoever_follows_a_step_is_asked_at_once_and_by_every_client_to_come(mak
     coordinator = make()
     said = Progress(3, Phase.OWN, 5)
     coordinator.follow(lambda: said)
-    assert Client.made[0].beats == [said]
+    assert Client.made[0].beats[-1] == said
+
+
+def test_a_server_that_starts_is_waited_for_by_the_first_call_and_by_nothing_before(make: Any) -> None:
+    Server.starts.clear()
+    coordinator = make()
+    said = Progress(3, Phase.OWN, 5)
+    coordinator.follow(lambda: said)
+    coordinator.listen(lambda _: None)
+    with pytest.raises(DeadlinePassed, match=r"has not started within 0\.05 s; look whether the machine"):
+        coordinator.quorum(RankRequest(step=0), SECOND / 20)
+    assert Client.made == []
+    answers: list[Any] = []
+    asks = threading.Thread(target=lambda: answers.append(coordinator.quorum(RankRequest(step=0), 10 * SECOND)))
+    Client.first_answer = plan_of(7)
+    asks.start()
+    Server.starts.set()
+    asks.join(10)
+    assert answers == [Client.first_answer]
+    assert Client.made[0].beats[0] == said
+
+
+@pytest.mark.parametrize("failure", [SettingError("the address is taken"), DistStoreError("no store")])
+def test_a_server_that_does_not_start_is_said_to_whoever_asks_and_to_the_listener(
+    make: Any, failure: Exception
+) -> None:
+    Server.failure = failure
+    coordinator = make()
+    said = f"does not start: {failure}"
+    for _ in range(2):
+        with pytest.raises(GroupLost, match=said) as caught:
+            coordinator.quorum(RankRequest(step=0), SECOND)
+        assert caught.value.__cause__ is failure
+    heard: list[Any] = []
+    coordinator._watch.join(10)
+    coordinator.listen(heard.append)
+    assert [type(news) for news in heard] == [GroupLost]
+    assert said in str(heard[0])
+
+
+def test_whoever_closes_does_not_wait_for_the_start(make: Any) -> None:
+    Server.starts.clear()
+    coordinator = make()
+    coordinator.close()
+    assert Server.made[0].closed
+    with pytest.raises(Closed, match="was shut down; make a new one"):
+        coordinator.quorum(RankRequest(step=0), SECOND)
+
+
+def test_what_ranks_give_each_other_waits_for_the_address_that_the_others_wait_for(make: Any) -> None:
+    """A store makes one call at a time: a rank 0 that waits in it for the others could not tell them where it is."""
+    Server.starts.clear()
+    coordinator = make(rank=0, **TWO)
+    with pytest.raises(DeadlinePassed, match="has not started"):
+        coordinator.gather("shape", "8", SECOND / 20)
+    Server.starts.set()
+    with pytest.raises(DeadlinePassed, match="for what the others of its replica group give for '.*shape'"):
+        coordinator.gather("shape", "8", SECOND / 20)
+    assert coordinator._store.published(0, SECOND) == (coordinator.replica_id, "server:1")
 
 
 def test_what_is_told_before_anybody_listens_is_heard_in_order(make: Any) -> None:

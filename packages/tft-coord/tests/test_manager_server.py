@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import queue
+import re
 import select
 import signal
 import subprocess
@@ -24,6 +25,7 @@ import pytest
 
 from tft_coord import (
     Closed,
+    CoordinationError,
     DeadlinePassed,
     GroupLost,
     ManagerClient,
@@ -53,7 +55,12 @@ T = TypeVar("T")
 
 
 def serve(
-    world_size: int = 1, *, in_process: bool = True, token: str | None = None, timeouts: Timeouts = QUICK
+    world_size: int = 1,
+    *,
+    in_process: bool = True,
+    token: str | None = None,
+    timeouts: Timeouts = QUICK,
+    wait: bool = True,
 ) -> ManagerServer:
     return ManagerServer(
         "group:1",
@@ -65,6 +72,7 @@ def serve(
         timeouts=timeouts,
         token=token,
         in_process=in_process,
+        wait=wait,
     )
 
 
@@ -476,6 +484,54 @@ def test_a_setting_that_cannot_be_is_refused_by_name(change: dict[str, object], 
     }
     with pytest.raises(SettingError, match=says):
         ManagerServer(**{**settings, **change})  # type: ignore[arg-type]
+
+
+def test_a_server_that_is_not_waited_for_tells_its_address_when_it_serves() -> None:
+    with serve(in_process=False, wait=False) as server:
+        assert server.alive()
+        address = server.address()
+        assert server.address() == address
+        with ManagerClient(address, group_rank=0, link=server.link()):
+            pass
+
+
+def test_a_server_that_is_not_waited_for_says_at_once_that_its_port_is_taken() -> None:
+    with serve() as other:
+        port = other.address().rpartition(":")[2]
+        for host in ("127.0.0.1", "[::]"):
+            with pytest.raises(SettingError, match=rf"can't listen at {re.escape(host)}:{port}: the address is taken"):
+                ManagerServer("a", NOBODY, "127.0.0.1", f"{host}:{port}", "", 1, wait=False)
+
+
+def test_a_server_that_can_not_start_says_so_whenever_its_address_is_asked_for() -> None:
+    with ManagerServer("a", NOBODY, "127.0.0.1", "192.0.2.1:0", "", 1, wait=False) as server:
+        for _ in range(2):
+            with pytest.raises(SettingError, match=r"replica a can't listen at 192\.0\.2\.1:0"):
+                server.address()
+
+
+def test_a_server_that_ends_while_it_starts_leaves_nothing_and_whoever_waits_is_told() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    server = serve(in_process=False, wait=False)
+    pid = server._server._process.pid  # type: ignore[union-attr]
+    os.kill(pid, signal.SIGSTOP)  # so that it is surely starting still
+    told: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            server.address()
+        except CoordinationError as error:
+            told.append(error)
+
+    asks = threading.Thread(target=ask)
+    asks.start()
+    threading.Timer(0.1, os.kill, [pid, signal.SIGCONT]).start()
+    server.shutdown()
+    asks.join(10)
+    assert not asks.is_alive()
+    with pytest.raises(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_shutdown_leaves_no_process_and_can_be_said_twice() -> None:

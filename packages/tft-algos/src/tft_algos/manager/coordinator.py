@@ -8,8 +8,10 @@ Law of this file: translating between the Manager and tft_coord; nothing is deci
 
 from __future__ import annotations
 
+import enum
 import logging
 import threading
+import time
 import uuid
 from collections import deque
 from collections.abc import Callable
@@ -35,13 +37,23 @@ NOTICED_WITHIN_S: Final = 1.0
 MAX_UNHEARD: Final = 256
 
 
+class _Stage(enum.Enum):
+    STARTING = enum.auto()  # of the server; to close ends it
+    CONNECTING = enum.auto()  # to it, which takes a moment
+    STARTED = enum.auto()  # or it can't
+
+
 @final
 class GroupCoordinator:
     """One rank's side of its replica group.
 
+    Rank 0 does not wait for its manager server, which starts while the rest of the trainer is constructed: the first
+    call does, and raises what kept it from starting.
+
     Args:
         config: resolved.
-    Raises: Unreachable, DeadlinePassed: the store or the manager server did not answer within connect_timeout.
+    Raises: Unreachable, DeadlinePassed: the store, or on another rank than 0 the manager server, did not answer within
+        connect_timeout. SettingError: a setting can't be, or the manager server's port is taken.
     """
 
     def __init__(self, config: ResolvedConfig) -> None:
@@ -49,7 +61,9 @@ class GroupCoordinator:
         self._server: ManagerServer | None = None
         self._client: ManagerClient | None = None
         self._replaces = ""
-        self._lock = threading.Condition()  # notified when the client has changed
+        self._lock = threading.Condition()  # notified when the client has changed, or none can be had
+        self._stage = _Stage.STARTING
+        self._no_start: Exception | None = None
         self._closing = threading.Event()
         self._listener: Callable[[News], None] | None = None
         self._unheard: deque[News] = deque(maxlen=MAX_UNHEARD)  # that came before there was a listener
@@ -63,12 +77,13 @@ class GroupCoordinator:
                 unique = str(uuid.uuid4())
                 self.replica_id = f"{config.replica_id}:{unique}" if config.replica_id else unique
                 self._server = self._new_server()
-                address = self._server.address()
-                self._store.publish(replica_id=self.replica_id, manager_addr=address)
-                self._watch = threading.Thread(target=self._watch_server, name="tft-watch-server", daemon=True)
+                self._watch = threading.Thread(
+                    target=self._serve, args=[self._server], name="tft-watch-server", daemon=True
+                )
             else:
                 self.replica_id, address = self._store.published(config.rank, config.connect_timeout)
-            self._client = self._new_client(address)
+                self._client = self._new_client(address)
+                self._stage = _Stage.STARTED
         except BaseException:
             self._watch = None
             self.close()
@@ -77,9 +92,11 @@ class GroupCoordinator:
             self._watch.start()
 
     def quorum(self, request: RankRequest, timeout: timedelta) -> Plan | QuorumKey:
-        client = self._client_in_use()
+        give_up_at = time.monotonic() + timeout.total_seconds()
+        client = self._client_in_use(timeout)
+        left = timedelta(seconds=max(give_up_at - time.monotonic(), 0.0))
         try:
-            answer = client.quorum(self._config.rank, request, timeout)
+            answer = client.quorum(self._config.rank, request, left)
         except (Unreachable, Closed) as error:
             raise self._after_the_loss(client, error) from error
         return answer if isinstance(answer, Plan) else answer.key
@@ -90,14 +107,14 @@ class GroupCoordinator:
         rank = self._config.rank
         if self._config.world_size == 1:
             return Verdict(yes, leaving)  # the verdict of one rank is its vote, whoever lives
-        client = self._client_in_use()
+        client = self._client_in_use(timeout)
         try:
             return client.vote(rank, step, yes, timeout, key=key, purpose=purpose, leaving=leaving)
         except (Unreachable, Closed) as error:
             raise self._after_the_loss(client, error) from error
 
     def leave(self, reason: str, serve: timedelta, timeout: timedelta) -> None:
-        client = self._client_in_use()
+        client = self._client_in_use(timeout)
         try:
             client.leave(self._config.rank, reason, int(1_000 * serve.total_seconds()), timeout)
         except (Unreachable, Closed) as error:
@@ -112,11 +129,14 @@ class GroupCoordinator:
 
     def follow(self, progress: Callable[[], Progress]) -> None:
         self._progress = progress
-        self._client_in_use().beat()  # a rank that holds its interpreter's lock before the next one is judged by it
+        client = self._client
+        if client is not None:
+            client.beat()  # a rank that holds its interpreter's lock before the next one is judged by it
 
     def gather(self, name: str, value: str, timeout: timedelta) -> tuple[str, ...]:
         if self._config.world_size == 1:
             return (value,)
+        self._client_in_use(timeout)  # the others wait for its address, and one call at a time is made of the store
         return self._store.gather(
             f"{self.replica_id}/{name}", value, self._config.rank, self._config.world_size, timeout
         )
@@ -134,7 +154,12 @@ class GroupCoordinator:
             client.healed(bytes_total)
 
     def close(self) -> None:
-        self._closing.set()
+        with self._lock:
+            self._closing.set()
+            server = self._server if self._stage is _Stage.STARTING else None
+            self._lock.notify_all()
+        if server is not None:
+            server.shutdown()  # ends the wait for it
         if self._watch is not None:
             self._watch.join()
         with self._lock:
@@ -146,11 +171,18 @@ class GroupCoordinator:
         if server is not None:
             server.shutdown()
 
-    def _client_in_use(self) -> ManagerClient:
+    def _client_in_use(self, timeout: timedelta) -> ManagerClient:
+        """Waits while the server starts. Raises: DeadlinePassed: so long. GroupLost: it can't."""
         with self._lock:  # taken while a new server starts: then it is waited for
+            within_s = timeout.total_seconds()
+            if not self._lock.wait_for(lambda: self._stage is _Stage.STARTED or self._closing.is_set(), within_s):
+                raise DeadlinePassed(
+                    f"the manager server of replica {self.replica_id} has not started within {within_s:g} s; look "
+                    "whether the machine is out of memory or of processor time"
+                )
             client = self._client
         if client is None:
-            raise self._gone()
+            raise self._gone() from self._no_start
         return client
 
     def _told(self, news: News) -> None:
@@ -167,6 +199,8 @@ class GroupCoordinator:
         return self._lost()
 
     def _lost(self) -> GroupLost:
+        if self._no_start is not None:
+            return GroupLost(f"the manager server of replica {self.replica_id} does not start: {self._no_start}")
         return GroupLost(
             f"the manager server of replica {self.replica_id} has ended, and without it its {self._config.world_size} "
             f"ranks can't agree (this is rank {self._config.rank}); end this process and start the group again"
@@ -191,8 +225,31 @@ class GroupCoordinator:
             )
         return self._gone()
 
+    def _serve(self, server: ManagerServer) -> None:
+        """On a thread of rank 0: from the manager server's start to its end."""
+        try:
+            address = server.address()
+            with self._lock:
+                if self._closing.is_set():
+                    return
+                self._stage = _Stage.CONNECTING
+            self._store.publish(replica_id=self.replica_id, manager_addr=address)
+            client = self._new_client(address)
+        except Exception as error:
+            # Whatever it was, somebody waits for the start, and is told instead.
+            self._no_start, client = error, None
+        with self._lock:
+            self._client = client
+            self._stage = _Stage.STARTED
+            self._lock.notify_all()
+        if client is not None:
+            client.beat()  # see follow
+            self._watch_server()
+        elif not self._closing.is_set():
+            self._told(self._lost())
+
     def _watch_server(self) -> None:
-        """On a thread of rank 0: the manager server's end is noticed at once, not by a call that times out."""
+        """The manager server's end is noticed at once, not by a call that times out."""
         while not self._closing.wait(WATCH_INTERVAL_S):
             server = self._server
             if server is None or server.alive():
@@ -236,6 +293,7 @@ class GroupCoordinator:
             timeouts=config.timeouts,
             replaces=self._replaces,
             token=config.token,
+            wait=False,
         )
 
     def _new_client(self, address: str) -> ManagerClient:

@@ -61,6 +61,13 @@ class ManagerServerConfig:
             check_token(self.token)
         targets(self.lighthouse_addr)
 
+    def cannot_listen(self) -> SettingError:
+        """What to raise when `bind` can't be had."""
+        return SettingError(
+            f"replica {self.replica_id} can't listen at {self.bind}: the address is taken or not of this machine; give "
+            "the manager server another port (TORCHFT_MANAGER_PORT), or 0 for a free one"
+        )
+
     def to_json(self) -> str:
         """One line; `from_json` gives the value back."""
         return json.dumps(asdict(self))

@@ -5,6 +5,7 @@ Law of this file: starting, asking after and ending the server, in a child proce
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
@@ -12,6 +13,7 @@ import selectors
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from contextlib import suppress
@@ -22,6 +24,7 @@ from typing import Final, final
 from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, SettingError
 from tft_coord.manager_server.config import ManagerServerConfig
 from tft_coord.timeouts import Timeouts
+from tft_coord.transport.address import host_of
 
 GOODBYE_WITHIN_S: Final = 3.0
 _REPORT_BYTES: Final = 64 * 1024
@@ -60,6 +63,8 @@ class ManagerServer:
         replaces: replica id of this group's predecessor, which is lost from now on, or "".
         token: shared secret of the job, or None.
         in_process: serve on this process's loop thread instead of in a child. For tests.
+        wait: return when it serves. False: return while the child starts, which takes a fraction of a second that the
+            caller has a use for; `address()` waits for it then, and raises what kept it from serving.
     Raises:
         SettingError: an argument can't be, or the address can't be bound.
         DeadlinePassed: the child did not start within connect_timeout.
@@ -83,6 +88,7 @@ class ManagerServer:
         replaces: str = "",
         token: str | None = None,
         in_process: bool = False,
+        wait: bool = True,
     ) -> None:
         if heartbeat_interval <= timedelta(0) or connect_timeout <= timedelta(0):
             raise SettingError("heartbeat_interval and connect_timeout must be longer than nothing")
@@ -102,14 +108,18 @@ class ManagerServer:
         )
         self._replica_id = replica_id
         self._server: _Child | _InProcess | None = (
-            _InProcess(config) if in_process else _Child(config, connect_timeout.total_seconds())
+            _InProcess(config) if in_process else _Child(config, connect_timeout.total_seconds(), wait=wait)
         )
 
     def address(self) -> str:
-        """`http://host:port` of this server. Raises: Closed: it was shut down."""
-        if self._server is None:
+        """`http://host:port` of this server, when it serves.
+
+        Raises: Closed: it was shut down. With `wait=False` also what kept it from serving, as the constructor does.
+        """
+        server = self._server
+        if server is None:
             raise Closed(f"the manager server of replica {self._replica_id} was shut down; make a new one")
-        return f"http://{self._server.address}"
+        return f"http://{server.address()}"
 
     def alive(self) -> bool:
         """Whether it serves; False after shutdown and when its process has ended."""
@@ -145,10 +155,13 @@ class _InProcess:
 
         self._share = LoopShare(f"the manager server of replica {config.replica_id}", at_exit=self.shutdown)
         try:
-            self._shell, self.address = self._share.run(start())
+            self._shell, self._address = self._share.run(start())
         except BaseException:
             self._share.give_back()
             raise
+
+    def address(self) -> str:
+        return self._address
 
     def alive(self) -> bool:
         return True
@@ -164,10 +177,16 @@ class _InProcess:
 class _Child:
     """The child process, and the pipe whose end tells it of ours."""
 
-    def __init__(self, config: ManagerServerConfig, start_within_s: float) -> None:
+    def __init__(self, config: ManagerServerConfig, start_within_s: float, *, wait: bool) -> None:
         if not sys.executable:
             raise SettingError("sys.executable is empty, so that no manager server can be started; use in_process=True")
+        if not wait:
+            _check_free(config)
         self._replica_id = config.replica_id
+        self._start_within_s = start_within_s
+        self._started_s = time.monotonic()
+        self._reading = threading.Lock()
+        self._report: bytes | None = None
         orders_fd, pipe_fd = os.pipe()
         report_fd, childs_fd = os.pipe()
         pipe = _Pipe(pipe_fd)
@@ -192,7 +211,10 @@ class _Child:
             link_fd = childs_link.fileno()
             childs_link.close()
         self._untaken = [link]
-        self._end = weakref.finalize(self, _end, self._process, pipe, self._untaken, os.getpid())
+        self._report_pipe = open(report_fd, "rb", buffering=0)  # noqa: SIM115  # closed by shutdown
+        self._owner_pid = os.getpid()
+        self._end = weakref.finalize(self, _end, self._process, pipe, self._untaken, self._owner_pid)
+        self._close_report = weakref.finalize(self, self._report_pipe.close)
         try:
             boot = {
                 "path": [str(entry) for entry in sys.path],
@@ -203,13 +225,35 @@ class _Child:
             pipe.write(json.dumps(boot).encode() + b"\n")
             # Who starts a server is its client next, and what that needs takes as long to import as the child to start.
             importlib.import_module("tft_coord.client.manager")
-            self.address = self._read_report(report_fd, start_within_s)
+            if wait:
+                self.address()
         except BaseException:
             self._process.kill()
             self.shutdown()
             raise
-        finally:
-            os.close(report_fd)
+
+    def address(self) -> str:
+        with self._reading:
+            if self._report is None and not self._report_pipe.closed:
+                left_s = self._started_s + self._start_within_s - time.monotonic()
+                self._report = _read_line(self._report_pipe.fileno(), left_s)
+            report, is_closed = self._report, self._report_pipe.closed
+        if report is None and is_closed:
+            raise Closed(f"the manager server of replica {self._replica_id} was shut down while it started")
+        if report is None:
+            raise DeadlinePassed(
+                f"the manager server of replica {self._replica_id} did not start within {self._start_within_s:g} s; "
+                "the machine is overloaded, or raise connect_timeout"
+            )
+        if not report:
+            raise CoordinationError(
+                f"the manager server of replica {self._replica_id} ended (exit code {self._process.wait()}) before it "
+                "served; its own words are on standard error"
+            )
+        told = json.loads(report)
+        if "error" in told:
+            raise SettingError(told["error"])
+        return str(told["address"])
 
     def alive(self) -> bool:
         return self._process.poll() is None
@@ -219,23 +263,31 @@ class _Child:
 
     def shutdown(self) -> None:
         self._end()
+        if os.getpid() == self._owner_pid:  # a forked child's copy of the lock may never be let go
+            with self._reading:  # the child has ended, and with it the wait for its report
+                self._close_report()
 
-    def _read_report(self, report_fd: int, within_s: float) -> str:
-        line = _read_line(report_fd, within_s)
-        if line is None:
-            raise DeadlinePassed(
-                f"the manager server of replica {self._replica_id} did not start within {within_s:g} s; "
-                "the machine is overloaded, or raise connect_timeout"
-            )
-        if not line:
-            raise CoordinationError(
-                f"the manager server of replica {self._replica_id} ended (exit code {self._process.wait()}) before it "
-                "served; its own words are on standard error"
-            )
-        report = json.loads(line)
-        if "error" in report:
-            raise SettingError(report["error"])
-        return str(report["address"])
+
+def _check_free(config: ManagerServerConfig) -> None:
+    """A port that is taken is told at once, and not when the child has found out, which has the last word.
+
+    Raises: SettingError: somebody listens there.
+    """
+    port = config.bind.rpartition(":")[2]
+    if not port.isdecimal() or int(port) == 0:
+        return
+    with suppress(OSError):  # what else is wrong with it, the child says
+        for family, kind, protocol, _, place in socket.getaddrinfo(
+            host_of(config.bind), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            with socket.socket(family, kind, protocol) as trial:
+                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    trial.bind(place)
+                except OSError as error:
+                    if error.errno == errno.EADDRINUSE:
+                        raise config.cannot_listen() from error
+                    raise
 
 
 def _read_line(fd: int, within_s: float) -> bytes | None:

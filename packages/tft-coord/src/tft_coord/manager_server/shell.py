@@ -18,7 +18,7 @@ from typing import NoReturn, TypeAlias, cast, final
 from tft_coord.core import effects, events
 from tft_coord.core.group import GroupCore
 from tft_coord.core.types import NewcomerAsks, Plan, Quorum, QuorumKey, Refusal, Verdict
-from tft_coord.errors import ProtocolError, SettingError
+from tft_coord.errors import ProtocolError
 from tft_coord.manager_server.config import ManagerServerConfig
 from tft_coord.manager_server.link import LighthouseLink
 from tft_coord.transport.address import join_host_port
@@ -85,10 +85,7 @@ class ManagerServerShell:
         try:
             port = self._server.bind(config.bind)
         except RuntimeError as error:
-            raise SettingError(
-                f"replica {config.replica_id} can't listen at {config.bind}: the address is taken or not of this "
-                "machine; give the manager server another port (TORCHFT_MANAGER_PORT), or 0 for a free one"
-            ) from error
+            raise config.cannot_listen() from error
         address = join_host_port(config.hostname, port)
         self._core = GroupCore(
             replica_id=config.replica_id,
