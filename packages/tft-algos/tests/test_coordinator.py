@@ -209,7 +209,7 @@ def test_what_ranks_give_each_other_waits_for_the_address_that_the_others_wait_f
     with pytest.raises(DeadlinePassed, match="has not started"):
         coordinator.gather("shape", "8", SECOND / 20)
     Server.starts.set()
-    with pytest.raises(DeadlinePassed, match="for what the others of its replica group give for '.*shape'"):
+    with pytest.raises(DeadlinePassed, match=r"for what the others of its replica group give for '.*shape'"):
         coordinator.gather("shape", "8", SECOND / 20)
     assert coordinator._store.published(0, SECOND) == (coordinator.replica_id, "server:1")
 
