@@ -255,6 +255,7 @@ class TestGroupCore:
         core = self.trained()
         core.handle(events.RankAsked(0, 20, RankRequest(4, 4, held=KEY), 60_000), 1_000)
         core.handle(events.UnchangedArrived(core._last_request, KEY), 1_000)
+        assert core.progress(1_500) == word(OWN, 500, step=4)  # the step that it asked for, not that of the plan
         assert core.is_hung(1_000 + LIMIT_MS)
 
     def test_the_verdict_of_a_commit_ends_the_step_and_no_other(self) -> None:

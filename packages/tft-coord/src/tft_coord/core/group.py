@@ -160,7 +160,7 @@ class GroupCore:
                     self._followed = plan.key
                     progress.planned(rank, plan.step, now_ms, excused=plan.key != key, heals=plan.heal)
                 case effects.AnswerRankUnchanged(_, rank):
-                    progress.planned(rank, self._planned_step, now_ms, excused=False, heals=False)
+                    progress.planned(rank, None, now_ms, excused=False, heals=False)
                 case effects.AnswerVote(_, rank) if verdict:
                     progress.ended(rank, now_ms)
 

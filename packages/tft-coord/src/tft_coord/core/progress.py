@@ -131,10 +131,12 @@ class GroupProgress:
         """
         self._is(rank, Phase.WAITING, step, now_ms, excused=True)
 
-    def planned(self, rank: int, step: int, now_ms: int, *, excused: bool, heals: bool) -> None:
-        """A rank is given its plan and goes on by itself, in a step that may be excused."""
+    def planned(self, rank: int, step: int | None, now_ms: int, *, excused: bool, heals: bool) -> None:
+        """A rank is given its plan and goes on by itself, in a step that may be excused; None: in the one it asked for,
+        as the plan that stands."""
         word = self._words.get(rank)
         if word is not None:
+            step = word.progress.step if step is None else step
             self._is(rank, Phase.OWN, step, now_ms, excused=excused or heals or word.healed)
             word.healed = heals
 
