@@ -836,6 +836,29 @@ def test_a_hundred_configures_and_aborts_leave_nothing_and_touch_nothing_else(be
     assert all(work.wait() for work in works)
 
 
+def test_strangers_at_its_port_end_no_group_and_are_let_go_with_the_next(bench: Bench) -> None:
+    """A port scanner's connections stay open in Gloo, and one that has ended looks like a member's that has."""
+    groups = bench.configured(2)
+    before = len(os.listdir("/proc/self/fd"))
+    for group in groups:
+        for host, port in group._listeners:  # type: ignore[attr-defined]
+            for _ in range(20):
+                socket.create_connection((host, port)).close()
+    for _ in range(2000):  # Gloo's own thread takes them
+        if len(os.listdir("/proc/self/fd")) >= before + 40:
+            break
+        threading.Event().wait(0.005)
+    assert len(os.listdir("/proc/self/fd")) >= before + 40
+    bench.configure(groups)
+    assert [tensor.tolist() for tensor in bench.all(groups, lambda rank, group: reduce(group))] == [[2.0] * 3] * 2
+    assert [group.errored() for group in groups] == [None, None]
+    for _ in range(2000):
+        if len(os.listdir("/proc/self/fd")) <= before:
+            break
+        threading.Event().wait(0.005)
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
 def test_another_group_of_the_same_process_is_left_alone(bench: Bench) -> None:
     one, two = bench.configured(2), bench.configured(2)
     one[0].abort()

@@ -104,6 +104,7 @@ class ProcessGroupGloo(NativeProcessGroup):
         self._hostname = hostname
         self._devices: tuple[object, ...] = ()
         self._listens = _Place()
+        self._listeners: frozenset[Endpoint] = frozenset()  # of the devices, known when a group was built on them
         self._own_name_is_loopback: bool | None = None
 
     def getBackendName(self) -> str:
@@ -116,7 +117,9 @@ class ProcessGroupGloo(NativeProcessGroup):
         mesh = _Mesh(where.rank)
         attempt.break_with(mesh.sever_unfinished)
         place = self._place()
-        if not self._devices or place != self._listens:
+        if not self._devices or place != self._listens or sockets.connected(local=self._listeners, remote=frozenset()):
+            # The group before has no connection any more: these are strangers', whom Gloo neither answers nor lets go,
+            # and the end of one would be taken for a member's.
             self._devices = ()
             self._listens, self._devices = place, place.make_devices()
         options = _Gloo._Options()
@@ -132,6 +135,7 @@ class ProcessGroupGloo(NativeProcessGroup):
         try:
             attempt.check()
             mesh.finish(where.world_size, len(self._devices), threads=_threads() - before)
+            self._listeners = mesh.own()
         except Exception:
             del backend  # or the error would keep it, and its threads
             raise
@@ -308,6 +312,11 @@ class _Mesh:
         with self._lock:
             self._own[device] = _Published.read(record)
 
+    def own(self) -> frozenset[Endpoint]:
+        """Where this rank listens."""
+        with self._lock:
+            return frozenset(own.endpoint for own in self._own.values())
+
     def met(self, record: bytes) -> None:
         with self._lock:
             self._peers.add(_Published.read(record).endpoint)
@@ -366,9 +375,8 @@ class _Mesh:
 
     def _connected(self) -> frozenset[int]:
         with self._lock:
-            local = frozenset(own.endpoint for own in self._own.values())
             remote = frozenset(self._peers)
-        return sockets.connected(local=local, remote=remote)
+        return sockets.connected(local=self.own(), remote=remote)
 
     def _connect_in_place_of_peers(self, own: _Published) -> None:
         place: tuple[object, ...] = own.endpoint
