@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
@@ -110,11 +111,23 @@ def test_the_secret_comes_from_the_environment_or_a_file(tmp_path: Path) -> None
         ({"TFT_TOKEN": ""}, "printable ASCII"),
         ({"TFT_TOKEN": "two words"}, "printable ASCII"),
         ({"TFT_TOKEN_FILE": "/no/such/file"}, "/no/such/file, which can't be read"),
+        ({"TFT_TOKEN_FILE": ""}, "TFT_TOKEN_FILE is empty"),
+        ({"TFT_TOKEN_FILE": "/"}, "names /, which can't be read"),
+        ({"TFT_TOKEN_FILE": "/dev/zero"}, "/dev/zero, which can't be read: it is no regular file"),
     ],
 )
 def test_a_secret_that_is_none_is_refused(environment: dict[str, str], says: str) -> None:
     with pytest.raises(SettingError, match=says):
         read_token(environment)
+
+
+def test_a_file_that_holds_no_secret_is_neither_waited_for_nor_read_whole(tmp_path: Path) -> None:
+    pipe, large = tmp_path / "pipe", tmp_path / "large"
+    os.mkfifo(pipe)
+    large.write_bytes(b"x" * 10_000_000)
+    for path, says in ((pipe, "it is no regular file"), (large, "larger than a shared secret")):
+        with pytest.raises(SettingError, match=f"{path.name}, which can't be read: .*{says}"):
+            read_token({"TFT_TOKEN_FILE": str(path)})
 
 
 def test_who_shows_the_secret_is_admitted_and_nobody_else() -> None:

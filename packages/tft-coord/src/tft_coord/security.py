@@ -9,12 +9,14 @@ Law of this file: the secret, where it comes from, and the comparison; no socket
 from __future__ import annotations
 
 import hmac
+import os
+import stat
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 from tft_coord.errors import SettingError
 
 MAX_TOKEN_BYTES = 4096
+_MAX_FILE_BYTES = MAX_TOKEN_BYTES + 16  # with the ends of its line
 METADATA_KEY = "authorization"
 _PREFIX = "Bearer "
 
@@ -30,11 +32,25 @@ def read_token(environment: Mapping[str, str]) -> str | None:
     if token is not None and path is not None:
         raise SettingError("TFT_TOKEN and TFT_TOKEN_FILE are both set; unset one of them")
     if path is not None:
+        if not path:
+            raise SettingError("TFT_TOKEN_FILE is empty; give the path of a file, or unset it")
         try:
-            token = Path(path).read_text(encoding="utf-8").rstrip("\r\n")
-        except (OSError, UnicodeDecodeError) as error:
+            token = _read_file(path).decode().rstrip("\r\n")
+        except (OSError, ValueError) as error:
             raise SettingError(f"TFT_TOKEN_FILE names {path}, which can't be read: {error}") from error
     return None if token is None else check_token(token)
+
+
+def _read_file(path: str) -> bytes:
+    """What the file holds, if that may be a secret. Raises: OSError, ValueError: it can't be."""
+    # Without O_NONBLOCK a pipe that nobody writes to would be waited for, for ever.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("it is no regular file")
+        found = file.read(_MAX_FILE_BYTES + 1)
+    if len(found) > _MAX_FILE_BYTES:
+        raise ValueError(f"it is larger than a shared secret, which has at most {MAX_TOKEN_BYTES} bytes")
+    return found
 
 
 def check_token(token: str) -> str:
