@@ -8,10 +8,11 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch.distributed import DistStoreError, HashStore  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, DistStoreError, HashStore  # type: ignore[attr-defined]
 
 import tft_coord
 from tft_algos.manager import coordinator as module
+from tft_algos.manager import group_store
 from tft_algos.manager.config import ResolvedConfig, config_of, from_environment
 from tft_algos.manager.coordinator import GroupCoordinator
 from tft_algos.manager.group_store import GroupStore, is_loopback, join_address, open_group_store
@@ -350,6 +351,15 @@ def test_a_group_of_one_hosts_its_own_store() -> None:
     store.publish(replica_id="a", manager_addr="b:1")
     assert store.published(0, SECOND) == ("a", "b:1")
     assert store.predecessor() == "a"
+
+
+def test_a_localhost_that_is_not_of_this_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise DistNetworkError("the client socket has failed to connect to (localhost, 1)\nat a place in C++")
+
+    monkeypatch.setattr(group_store, "TCPStore", refuse)
+    with pytest.raises(Unreachable, match=r"connect to \(localhost, 1\)\); look whether /etc/hosts gives that name"):
+        open_group_store(resolved())
 
 
 def test_a_store_that_nobody_runs_is_named() -> None:

@@ -736,6 +736,52 @@ def test_time_outs_that_do_not_go_together_are_said_once(caplog: pytest.LogCaptu
     assert "is lost" not in caplog.text  # it beats as often as this lighthouse wants
 
 
+def test_torchfts_members_are_described_and_a_drain_of_one_says_that_they_can_not_be_asked() -> None:
+    with (
+        LighthouseServer("127.0.0.1:0", min_replicas=1, quorum_tick_ms=20) as server,
+        LighthouseClient(server.address, LATE) as client,
+    ):
+        assert client.describe().torchft is None
+        client.quorum("theirs", LATE)
+        client.heartbeat("theirs")
+        described = client.describe().torchft
+        assert described is not None
+        assert (described.name, described.num_members) == ("default", 1)
+        with pytest.raises(
+            Refused, match=r"knows no job 'default'.*; theirs of torchft's lives here, whose members can't"
+        ):
+            client.drain("default", "theirs", LATE)
+        with pytest.raises(Refused, match=r"knows no job 'other'; it knows none so far$"):
+            client.drain("other", "theirs", LATE)
+
+
+def test_a_lighthouse_of_another_cluster_is_spoken_of_while_the_own_one_works(caplog: pytest.LogCaptureFixture) -> None:
+    ours, theirs = (
+        LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=2_000, cluster_id=name)
+        for name in ("ours", "theirs")
+    )
+    hosts = [server.address.removeprefix("http://") for server in (ours, theirs)]
+    said = threading.Event()
+
+    class Hears(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "is of cluster theirs and that at" in record.getMessage():
+                said.set()
+
+    logger, hears = logging.getLogger("tft_coord.manager_server.link"), Hears()
+    logger.addHandler(hears)
+    try:
+        with ours, theirs, Trainer("a", ",".join(hosts)) as trainer:
+            trainer.train()
+            assert said.wait(20)
+            trainer.train()
+    finally:
+        logger.removeHandler(hears)
+    told = [record.getMessage() for record in caplog.records if "is of cluster theirs" in record.getMessage()]
+    assert len(told) == 1
+    assert f"the lighthouse at {hosts[1]} is of cluster theirs and that at {hosts[0]} of cluster ours" in told[0]
+
+
 @pytest.mark.parametrize(
     ("bind", "interface"),
     [("[::]:1", ""), ("[::0]:1", ""), ("[0::0]:1", ""), ("0.0.0.0:1", ""), ("[::1]:1", "::1"), ("a-host:1", "a-host")],

@@ -52,6 +52,14 @@ def test_of_a_good_machine_nothing_is_said() -> None:
     assert "problems: none" in text
     assert "job default: quorum 7 of 3, waits for: nobody has asked" in text
     assert "up 60 s" in text
+    assert "torchft" not in text
+
+
+def test_a_job_of_torchfts_is_not_no_job() -> None:
+    description = replace(DESCRIPTION, jobs=(), torchft=DescribedJob("default", 9, 2, "nobody has asked"))
+    text = report(replace(GOOD, lighthouses=lighthouse(description=description)), [])
+    assert "torchft's members: quorum 9 of 2, waits for: nobody has asked" in text
+    assert "no job yet" not in text
 
 
 def lighthouse(**changes: object) -> tuple[LighthouseFacts, ...]:

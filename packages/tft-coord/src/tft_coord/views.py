@@ -64,6 +64,7 @@ class LighthouseDescription:
         min_replicas: smallest quorum.
         join_timeout_ms, heartbeat_timeout_ms, quorum_tick_ms: its time-outs.
         jobs: those it has heard of.
+        torchft: of torchft's members, while one of them lives.
     """
 
     version: str
@@ -75,6 +76,7 @@ class LighthouseDescription:
     heartbeat_timeout_ms: int
     quorum_tick_ms: int
     jobs: tuple[DescribedJob, ...]
+    torchft: DescribedJob | None = None
 
 
 @dataclass(frozen=True, slots=True)

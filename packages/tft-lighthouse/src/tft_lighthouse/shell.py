@@ -22,7 +22,7 @@ import grpc
 import grpc.aio
 
 from tft_coord.core import effects, events
-from tft_coord.core.kinds import Kinds
+from tft_coord.core.kinds import TORCHFT_JOB, Kinds
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.torchft_rule import TorchftCore
 from tft_coord.core.types import LossNotice, Member, Quorum, Refusal
@@ -69,9 +69,10 @@ class LighthouseShell:
             nonces=lambda: secrets.randbits(64),
             now_ms=self._now_ms(),
         )
+        self._theirs = TorchftCore(config, started_ms=self._serves_since_ms)
         self._kinds = Kinds(
             self._core,
-            TorchftCore(config, started_ms=self._serves_since_ms),
+            self._theirs,
             undecided_ms=config.timeouts.heartbeat_timeout_ms,
             now_ms=self._now_ms(),
         )
@@ -329,8 +330,16 @@ class LighthouseShell:
                 heartbeat_timeout_ms=timeouts.heartbeat_timeout_ms,
                 quorum_tick_ms=timeouts.quorum_tick_ms,
                 jobs=jobs,
+                torchft=self._described_theirs(),
             )
         )
+
+    def _described_theirs(self) -> DescribedJob | None:
+        if self._theirs.living(self._now_ms()) is None:
+            return None
+        quorum = self._theirs.previous
+        key, members = (quorum.key.quorum_id, len(quorum.members)) if quorum is not None else (0, 0)
+        return DescribedJob(TORCHFT_JOB, key, members, self._theirs.waiting_for)
 
     def _described(self, job: str) -> DescribedJob:
         quorum = self._core.quorum(job)
@@ -346,7 +355,9 @@ class LighthouseShell:
         orders = self._core.drain(replace(drain, reason=reason))
         for order in orders:
             if isinstance(order, effects.RefuseUnary):
-                await fail(context, order.refusal.value, order.message)
+                theirs = self._theirs.living(self._now_ms()) if drain.job == TORCHFT_JOB else None
+                more = f"; {theirs} of torchft's lives here, whose members can't be asked: end them" if theirs else ""
+                await fail(context, order.refusal.value, order.message + more)
             logger.info("job %s: replica %s is asked to leave: %s", drain.job, drain.replica, reason)
             self._put(order.stream, codec.encode_from_lighthouse(order))
         return b""

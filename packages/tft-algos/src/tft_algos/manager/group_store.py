@@ -134,7 +134,14 @@ def open_group_store(config: ResolvedConfig) -> GroupStore:
     """
     if config.store_addr is None:
         # The store must answer under the name that other replicas are told, and TCPStore listens on all interfaces.
-        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=config.connect_timeout)
+        try:
+            store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=config.connect_timeout)
+        except DistNetworkError as error:
+            raise Unreachable(
+                "this process can't host its replica group's store, which is reached under the name localhost "
+                f"({str(error).partition(chr(10))[0]}); look whether /etc/hosts gives that name an address of this "
+                "machine"
+            ) from error
         return GroupStore(store, join_address(config.hostname, store.port), config.run_scope, config.group_scope)
     where = f"{config.store_addr}:{config.store_port}"
     _reach(config, where)

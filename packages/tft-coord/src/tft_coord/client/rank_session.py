@@ -80,6 +80,7 @@ class RankSession:
         self._outbox: Outbox | None = None
         self._numbers = itertools.count(1)
         self._waiting: dict[int, _Waiting] = {}  # touched on the loop only
+        self._last_trouble = ""
         self._over: CoordinationError | None = None  # why no call will be answered any more
         self._group_lost: GroupLost | None = None
         self._share = LoopShare(self._what, at_exit=self.close)
@@ -169,7 +170,11 @@ class RankSession:
             task.result()
         task.cancel()
         await asyncio.wait([task])
-        raise Unreachable(f"{self._what} was not taken within {within_s:g} s; check the address, or raise the time-out")
+        why = f" ({self._last_trouble})" if self._last_trouble else ""
+        raise Unreachable(
+            f"{self._what} was not taken within {within_s:g} s{why}; check the address, which is the manager server's "
+            "hostname and port, or raise the time-out"
+        )
 
     async def _end(self) -> None:
         self._over = Closed("this manager client was closed; make a new one")
@@ -212,6 +217,7 @@ class RankSession:
                     broken_at = time.monotonic()
                 elif time.monotonic() - broken_at >= self._timeouts.heartbeat_timeout_ms / 1000:
                     self._release_all(Unreachable(f"{self._what} is broken: {error}; the manager server has ended"))
+                self._last_trouble = str(error)
                 # Its traceback holds this frame: kept here it would keep itself, and the channel with grpc's thread.
                 del error
             finally:

@@ -328,6 +328,18 @@ class LighthouseLink:
         except (grpc.aio.AioRpcError, ProtocolError, Unreachable) as error:
             logger.debug("replica %s: the lighthouse at %s: %s", self._replica_id, self._targets[address], error)
             return
+        target = self._targets[address]
+        if said.cluster_id != (self._core.cluster_id or said.cluster_id) and target not in self._strange:
+            self._strange[target] = f"is of cluster {said.cluster_id}"
+            logger.warning(
+                "replica %s: the lighthouse at %s is of cluster %s and that at %s of cluster %s, so that it can't "
+                "stand in for it; start all lighthouses with one --cluster_id",
+                self._replica_id,
+                target,
+                said.cluster_id,
+                self._target,
+                self._core.cluster_id,
+            )
         serves = any(job.name == self._job for job in said.jobs)
         before = self._target
         orders = self._core.looked(address, said.cluster_id, said.started_ms, serves=serves)

@@ -309,15 +309,7 @@ def decode_lighthouse_response(data: bytes) -> Quorum:
 
 def encode_description(description: LighthouseDescription) -> bytes:
     """What a lighthouse says of itself; of more jobs than MAX_JOBS_DESCRIBED the first in order of their names."""
-    jobs = [
-        pb.DescribedJob(
-            name=job.name,
-            quorum_id=job.quorum_id,
-            num_members=job.num_members,
-            waiting_for=fields.clip(job.waiting_for),
-        )
-        for job in sorted(description.jobs, key=lambda job: job.name)[:MAX_JOBS_DESCRIBED]
-    ]
+    jobs = [_job_to_wire(job) for job in sorted(description.jobs, key=lambda job: job.name)[:MAX_JOBS_DESCRIBED]]
     return pb.DescribeResponse(
         version=description.version,
         started_ms=description.started_ms,
@@ -328,21 +320,22 @@ def encode_description(description: LighthouseDescription) -> bytes:
         heartbeat_timeout_ms=description.heartbeat_timeout_ms,
         quorum_tick_ms=description.quorum_tick_ms,
         jobs=jobs,
+        torchft=_job_to_wire(description.torchft) if description.torchft is not None else None,
     ).SerializeToString()
+
+
+def _job_to_wire(job: DescribedJob) -> pb.DescribedJob:
+    return pb.DescribedJob(
+        name=job.name,
+        quorum_id=job.quorum_id,
+        num_members=job.num_members,
+        waiting_for=fields.clip(job.waiting_for),
+    )
 
 
 def decode_description(data: bytes) -> LighthouseDescription:
     """What a lighthouse says of itself. Raises: ProtocolError: damaged or out of bounds."""
     message = fields.parse(pb.DescribeResponse, data)
-    jobs = tuple(
-        DescribedJob(
-            name=fields.checked_printable("job", job.name, MAX_NAME_BYTES),
-            quorum_id=fields.checked_count("quorum_id", job.quorum_id, MAX_INT64),
-            num_members=fields.checked_count("num_members", job.num_members, MAX_MEMBERS),
-            waiting_for=fields.checked_printable("waiting_for", job.waiting_for, MAX_SENTENCE_BYTES),
-        )
-        for job in message.jobs[:MAX_JOBS_DESCRIBED]
-    )
     return LighthouseDescription(
         version=fields.checked_printable("version", message.version, MAX_NAME_BYTES),
         started_ms=fields.checked_count("started_ms", message.started_ms, MAX_INT64),
@@ -352,7 +345,17 @@ def decode_description(data: bytes) -> LighthouseDescription:
         join_timeout_ms=message.join_timeout_ms,
         heartbeat_timeout_ms=message.heartbeat_timeout_ms,
         quorum_tick_ms=message.quorum_tick_ms,
-        jobs=jobs,
+        jobs=tuple(_job_from_wire(job) for job in message.jobs[:MAX_JOBS_DESCRIBED]),
+        torchft=_job_from_wire(message.torchft) if message.HasField("torchft") else None,
+    )
+
+
+def _job_from_wire(job: pb.DescribedJob) -> DescribedJob:
+    return DescribedJob(
+        name=fields.checked_printable("job", job.name, MAX_NAME_BYTES),
+        quorum_id=fields.checked_count("quorum_id", job.quorum_id, MAX_INT64),
+        num_members=fields.checked_count("num_members", job.num_members, MAX_MEMBERS),
+        waiting_for=fields.checked_printable("waiting_for", job.waiting_for, MAX_SENTENCE_BYTES),
     )
 
 

@@ -60,9 +60,11 @@ def _described(lighthouse: LighthouseFacts) -> str:
     if found is None:
         return "something without our service" if lighthouse.is_foreign else "not reached"
     up_s = (found.now_ms - found.started_ms) // 1000
+    named = [(f"job {job.name}", job) for job in found.jobs]
+    if found.torchft is not None:
+        named.append(("torchft's members", found.torchft))
     jobs = "; ".join(
-        f"job {job.name}: quorum {job.quorum_id} of {job.num_members}, waits for: {job.waiting_for}"
-        for job in found.jobs
+        f"{name}: quorum {job.quorum_id} of {job.num_members}, waits for: {job.waiting_for}" for name, job in named
     )
     return (
         f"tft-lighthouse {found.version}, up {up_s} s, min_replicas {found.min_replicas}, join {found.join_timeout_ms} "
