@@ -348,7 +348,8 @@ def test_a_restarted_group_takes_its_predecessors_place_and_not_its_addresses(ma
 def test_a_group_of_one_hosts_its_own_store() -> None:
     store = open_group_store(resolved())
     assert store.address == f"localhost:{store.store.port}"
-    store.publish(replica_id="a", manager_addr="b:1")
+    store.publish_id("a")
+    store.publish_address("b:1")
     assert store.published(0, SECOND) == ("a", "b:1")
     assert store.predecessor() == "a"
 

@@ -76,6 +76,7 @@ class GroupCoordinator:
                 self._replaces = self._store.predecessor()
                 unique = str(uuid.uuid4())
                 self.replica_id = f"{config.replica_id}:{unique}" if config.replica_id else unique
+                self._store.publish_id(self.replica_id)
                 self._server = self._new_server()
                 self._watch = threading.Thread(
                     target=self._serve, args=[self._server], name="tft-watch-server", daemon=True
@@ -233,7 +234,8 @@ class GroupCoordinator:
                 if self._closing.is_set():
                     return
                 self._stage = _Stage.CONNECTING
-            self._store.publish(replica_id=self.replica_id, manager_addr=address)
+            if self._config.world_size > 1:
+                self._store.publish_address(address)
             client = self._new_client(address)
         except Exception as error:
             # Whatever it was, somebody waits for the start, and is told instead.

@@ -53,10 +53,13 @@ class GroupStore:
     group_scope: str
     _given: list[str] = field(default_factory=list, repr=False)  # at most two keys, of the last exchanges
 
-    def publish(self, *, replica_id: str, manager_addr: str) -> None:
-        """Group rank 0 tells the other ranks who they are and where their manager server is."""
+    def publish_id(self, replica_id: str) -> None:
+        """Group rank 0 tells the other ranks, and the starts to come, who they are."""
         self.store.set(f"{self.group_scope}/{REPLICA_ID_KEY}", replica_id)
         self.store.set(f"{self.run_scope}/{REPLICA_ID_KEY}", replica_id)
+
+    def publish_address(self, manager_addr: str) -> None:
+        """And then where their manager server is."""
         self.store.set(f"{self.run_scope}/{MANAGER_ADDR_KEY}", manager_addr)
 
     def published(self, rank: int, timeout: timedelta) -> tuple[str, str]:
