@@ -318,7 +318,9 @@ class LighthouseShell:
 
     async def _answer_describe(self, _request: bytes, _context: Context) -> bytes:
         timeouts = self._config.timeouts
-        jobs = tuple(self._described(name) for name in self._core.jobs)
+        core, theirs = self._core, self._theirs
+        jobs = tuple(_described(name, core.quorum(name), core.waiting_for(name)) for name in core.jobs)
+        lives = theirs.living(self._now_ms()) is not None
         return codec.encode_description(
             LighthouseDescription(
                 version=__version__,
@@ -330,21 +332,9 @@ class LighthouseShell:
                 heartbeat_timeout_ms=timeouts.heartbeat_timeout_ms,
                 quorum_tick_ms=timeouts.quorum_tick_ms,
                 jobs=jobs,
-                torchft=self._described_theirs(),
+                torchft=_described(TORCHFT_JOB, theirs.previous, theirs.waiting_for) if lives else None,
             )
         )
-
-    def _described_theirs(self) -> DescribedJob | None:
-        if self._theirs.living(self._now_ms()) is None:
-            return None
-        quorum = self._theirs.previous
-        key, members = (quorum.key.quorum_id, len(quorum.members)) if quorum is not None else (0, 0)
-        return DescribedJob(TORCHFT_JOB, key, members, self._theirs.waiting_for)
-
-    def _described(self, job: str) -> DescribedJob:
-        quorum = self._core.quorum(job)
-        key, members = (quorum.key.quorum_id, len(quorum.members)) if quorum is not None else (0, 0)
-        return DescribedJob(job, key, members, self._core.waiting_for(job))
 
     async def _answer_drain(self, request: bytes, context: Context) -> bytes:
         try:
@@ -407,3 +397,8 @@ class _Last(Generic[_T]):
         if self._last is None or self._last[0] is not value:
             self._last = (value, self._encode(value))
         return self._last[1]
+
+
+def _described(job: str, quorum: Quorum | None, waiting_for: str) -> DescribedJob:
+    quorum_id, num_members = (quorum.key.quorum_id, len(quorum.members)) if quorum is not None else (0, 0)
+    return DescribedJob(job, quorum_id, num_members, waiting_for)

@@ -129,8 +129,9 @@ class GroupCoordinator:
             self._listener = listener
 
     def follow(self, progress: Callable[[], Progress]) -> None:
-        self._progress = progress
-        client = self._client
+        with self._lock:  # or the client that is just made would be told by neither
+            self._progress = progress
+            client = self._client
         if client is not None:
             client.beat()  # a rank that holds its interpreter's lock before the next one is judged by it
 
@@ -242,10 +243,11 @@ class GroupCoordinator:
             self._no_start, client = error, None
         with self._lock:
             self._client = client
+            if client is not None:
+                client.beat()  # see follow
             self._stage = _Stage.STARTED
             self._lock.notify_all()
         if client is not None:
-            client.beat()  # see follow
             self._watch_server()
         elif not self._closing.is_set():
             self._told(self._lost())
