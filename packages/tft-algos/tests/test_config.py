@@ -151,6 +151,7 @@ def test_a_wrong_setting_gets_one_sentence(settings: dict[str, object], sentence
         ({**LIGHTHOUSE, "TFT_SLOWEST_STEP_SEC": "0.0004"}, "for example 60 or 1.5, or 0 for any time"),
         ({**LIGHTHOUSE, "TFT_SLOWEST_STEP_SEC": "never"}, "TFT_SLOWEST_STEP_SEC is 'never'; give seconds"),
         ({**LIGHTHOUSE, "TFT_JOB_ID": "a/b"}, "TFT_JOB_ID is 'a/b'"),
+        ({**LIGHTHOUSE, "TFT_JOB_ID": " "}, "TFT_JOB_ID is ' '"),
         ({**LIGHTHOUSE, "TFT_TOKEN": "a", "TFT_TOKEN_FILE": "b"}, "both set"),
     ],
 )

@@ -427,7 +427,19 @@ class TestDraining:
         assert asked in table.hello("b")
         table.leave("b")
         assert asked not in table.hello("b", left=True)
-        assert self.drain(table, "b") == []
+        (refused,) = self.drain(table, "b")
+        assert isinstance(refused, effects.RefuseUnary)
+        assert "has no living replica 'b': b left the job (" in refused.message
+        assert refused.message.endswith("; there is a")
+
+    def test_who_is_lost_cannot_be_asked_and_is_to_be_ended(self) -> None:
+        table = Table()
+        table.trains("a", "b")
+        table.give(events.DeathReported(2, "over"))
+        (refused,) = self.drain(table, "b")
+        assert isinstance(refused, effects.RefuseUnary)
+        assert "has no living replica 'b': b is lost (its manager server reports:" in refused.message
+        assert refused.message.endswith("): end it; there is a")
 
     def test_a_name_is_enough_where_one_replica_has_it(self) -> None:
         table = Table()

@@ -369,10 +369,28 @@ def test_a_newer_one_of_the_cluster_that_serves_the_job_is_followed_to() -> None
     assert core.tick(core.next_beat_ms) == [SendBeat(0)]  # not at every beat
     assert core.looked(1, "ours", 49, serves=True) == []
     assert core.looked(1, "ours", 60, serves=False) == []
-    assert core.looked(1, "theirs", 60, serves=True) == []
     assert core.looked(2, "ours", 60, serves=True) == [HangUp()]
     assert dialed(core.stream_broke(9_000)) == 2
     assert serve(core, "ours", 60) == []
+
+
+def test_one_of_another_cluster_that_is_found_by_a_look_is_named_once_and_not_dialed() -> None:
+    core = several(3)
+    core.start(0)
+    assert core.looked(1, "theirs", 60, serves=True) == []  # which cluster is ours is not known yet
+    serve(core, "ours", 50)
+    (said,) = core.looked(1, "theirs", 60, serves=True)
+    assert isinstance(said, Say)
+    assert said.address == 1
+    assert "is of cluster theirs; of several addresses only those of cluster ours are used" in said.message
+    assert core.looked(1, "theirs", 60, serves=True) == []
+    core.stream_broke(70)
+    assert dialed(core.stream_broke(80)) == 2
+    assert core.looked(1, "ours", 90, serves=True) == []  # this one is not served now, and follows nobody
+    serve(core, "ours", 50)
+    assert core.looked(1, "ours", 40, serves=True) == []  # started anew, with the cluster's name
+    core.stream_broke(100)
+    assert [dialed(core.stream_broke(at)) for at in (110, 120)] == [0, 1]
 
 
 def test_with_one_address_there_is_nowhere_else_to_look() -> None:

@@ -37,8 +37,8 @@ def drain(
 
     Returns: a sentence that says so. Raises: SettingError: there is nobody to ask, or all refused.
     """
-    if not replica.strip():
-        raise SettingError("no replica is named; give the id of one, or the name in it")
+    if not replica.strip() or not replica.isprintable():
+        raise SettingError(f"{replica!r} names no replica; give the id of one, or the name in it")
     said = lighthouse or next((environ[name] for name in LIGHTHOUSE if environ.get(name)), "")
     if not said:
         raise SettingError(f"no lighthouse is known; give --lighthouse, or set {LIGHTHOUSE[0]}")

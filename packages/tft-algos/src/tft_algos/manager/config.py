@@ -316,7 +316,7 @@ def from_environment(
     timeouts, timeout_was_said = _timeouts(config, environ)
     retries = config.quorum_retries
     job = config.job or environ.get("TFT_JOB_ID") or DEFAULT_JOB
-    if "/" in job or not job.isprintable():
+    if "/" in job or not job.isprintable() or not job.strip():
         raise SettingError(f"TFT_JOB_ID is {job!r}; give a printable name without a slash")
     group_scope = f"tft/{job}/{environ.get('TORCHELASTIC_RUN_ID', '')}"
     return ResolvedConfig(

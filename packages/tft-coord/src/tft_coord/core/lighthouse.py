@@ -180,7 +180,7 @@ class LighthouseCore:
         return job.handle(event, now_ms, wall_ms)
 
     def drain(self, event: events.DrainRequested) -> list[effects.AskToLeave | effects.RefuseUnary]:
-        """Somebody asks that a replica leave. Returns: whom to ask, nobody if it has left already, or why not."""
+        """Somebody asks that a replica leave. Returns: whom to ask, nobody while it has no stream, or why not."""
         job = self._jobs.get(event.job)
         if job is None:
             known = _listed(self._jobs) or "none so far"
@@ -288,6 +288,11 @@ def _listed(names: Iterable[str]) -> str:
     shown = sorted(names)
     more = len(shown) - NAMES_SHOWN_MOST
     return ", ".join(shown[:NAMES_SHOWN_MOST]) + (f" and {more} more" if more > 0 else "")
+
+
+def _end_of(replica: Replica) -> str:
+    how = f"left the job ({replica.left})" if replica.left is not None else f"is lost ({replica.lost}): end it"
+    return f"{replica.replica_id} {how}"
 
 
 def _nonsense(hello: Hello, wall_ms: int) -> str | None:
@@ -511,23 +516,23 @@ class Job:
         return False
 
     def drain(self, event: events.DrainRequested) -> list[effects.AskToLeave | effects.RefuseUnary]:
-        """Ask a replica to leave, now and on every new stream, until it has."""
-        replicas = self.liveness.replicas
-        living = [replica for replica in replicas.values() if replica.lost is None and not replica.presumed]
-        found = [replica for replica in living if replica.replica_id == event.replica]
-        found = found or [replica for replica in living if replica.replica_id.startswith(f"{event.replica}:")]
-        if len(found) > 1 and any(replica.healthy for replica in found):
-            found = [replica for replica in found if replica.healthy]
+        """Ask a replica to leave, now and on every new stream, until it has. Who is lost or has left can't be asked."""
+        known = [replica for replica in self.liveness.replicas.values() if not replica.presumed]
+        found = [replica for replica in known if replica.replica_id == event.replica]
+        found = found or [replica for replica in known if replica.replica_id.startswith(f"{event.replica}:")]
+        gone = [replica for replica in found if not replica.healthy]
+        found = [replica for replica in found if replica.healthy]
         if len(found) != 1:
-            which = _listed(replica.replica_id for replica in found or living) or "nobody"
-            what = f"has no living replica {event.replica!r}; there is"
             if found:
                 what = f"has {len(found)} replicas of the name {event.replica!r}; give the id of one of them:"
-            message = f"job {self.name} {what} {which}"
+            elif gone:
+                what = f"has no living replica {event.replica!r}: {_end_of(gone[-1])}; there is"
+            else:
+                what = f"has no living replica {event.replica!r}; there is"
+            there = found or [replica for replica in known if replica.healthy]
+            message = f"job {self.name} {what} {_listed(replica.replica_id for replica in there) or 'nobody'}"
             return [effects.RefuseUnary(event.call, Refusal.UNKNOWN, message)]
         replica = found[0]
-        if replica.left is not None:
-            return []
         replica.asked_to_leave = event.reason, event.serve_ms
         return [] if replica.stream is None else [effects.AskToLeave(replica.stream, event.reason, event.serve_ms)]
 

@@ -83,8 +83,9 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """For the log, once: what is wrong with the lighthouse that was dialed."""
+    """For the log, once: what is wrong with the lighthouse at that address."""
 
+    address: int
     message: str
 
 
@@ -133,7 +134,7 @@ class SessionCore:
         self._address_dialed = 0
         self._stays = False  # the lighthouse that was dialed last serves us, or will
         self._next_look_ms = 0
-        self._strangers: set[int] = set()  # addresses at which a lighthouse of another cluster was found
+        self._strangers: set[int] = set()  # addresses at which one of another cluster, or torchft's, was found last
         self.session = session
         self.connected = False
         self.refused: GiveUp | None = None
@@ -281,10 +282,15 @@ class SessionCore:
         """What the lighthouse at another address is. `serves`: it has heard of our job.
 
         Some of the job may have moved to a newer one of the cluster, because they could not reach this one for a
-        moment: two halves would go on, each with its own. So all follow to the newest.
+        moment: two halves would go on, each with its own. So all follow to the newest. One of another cluster can't
+        stand in for this one, which an operator hears while there is time to mend it.
         """
-        newer = cluster_id == self.cluster_id and lighthouse_started_ms > self.lighthouse_started_ms
-        if not self._welcomed or not newer or not serves:
+        if not self._welcomed:
+            return []
+        if cluster_id != self.cluster_id:
+            return self._found_stranger(address, f"is of cluster {cluster_id}") if self.cluster_id else []
+        self._strangers.discard(address)  # it was started anew, with the cluster's name
+        if lighthouse_started_ms <= self.lighthouse_started_ms or not serves:
             return []
         self._address_dialed = address
         self._stays = True
@@ -368,12 +374,15 @@ class SessionCore:
         return next((address for address in turn if address not in self._strangers), turn[0])
 
     def _leave_stranger(self, what: str) -> list[SessionEffect]:
-        address, ours = self._address_dialed, f"those of cluster {self.cluster_id}" if self.cluster_id else "our own"
+        return [*self._found_stranger(self._address_dialed, what), HangUp()]
+
+    def _found_stranger(self, address: int, what: str) -> list[SessionEffect]:
         if address in self._strangers:
-            return [HangUp()]
+            return []
         self._strangers.add(address)
+        ours = f"those of cluster {self.cluster_id}" if self.cluster_id else "our own"
         message = f"{what}; of several addresses only {ours} are used: start all lighthouses with one --cluster_id"
-        return [Say(message), HangUp()]
+        return [Say(address, message)]
 
     def _hello(self) -> SendHello:
         return SendHello(

@@ -229,10 +229,12 @@ class LighthouseLink:
                     looking = self._loop.create_task(self._look(address))
                     self._looking.add(looking)
                     looking.add_done_callback(self._looking.discard)
-                case Say(message):
-                    self._strange[self._target] = message
-                    self._note_trouble("it ended the stream")
-                    logger.warning("replica %s: the lighthouse at %s %s", self._replica_id, self._target, message)
+                case Say(address, message):
+                    target = self._targets[address]
+                    self._strange[target] = message
+                    logger.warning("replica %s: the lighthouse at %s %s", self._replica_id, target, message)
+                    if target == self._target:
+                        self._note_trouble("it ended the stream")
                 case HangUp():
                     if self._call is not None:
                         self._call.cancel()
@@ -274,7 +276,10 @@ class LighthouseLink:
             finally:
                 await channel.close()
         except grpc.aio.AioRpcError as error:
-            self._note_trouble(error.details() or error.code().name)
+            why = error.details() or error.code().name
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                self._refusal = f"refuses this replica: {why}"
+            self._note_trouble(why)
         except (ProtocolError, Unreachable) as error:
             self._note_trouble(str(error))
         finally:
@@ -328,22 +333,12 @@ class LighthouseLink:
         except (grpc.aio.AioRpcError, ProtocolError, Unreachable) as error:
             logger.debug("replica %s: the lighthouse at %s: %s", self._replica_id, self._targets[address], error)
             return
-        target = self._targets[address]
-        if said.cluster_id != (self._core.cluster_id or said.cluster_id) and target not in self._strange:
-            self._strange[target] = f"is of cluster {said.cluster_id}"
-            logger.warning(
-                "replica %s: the lighthouse at %s is of cluster %s and that at %s of cluster %s, so that it can't "
-                "stand in for it; start all lighthouses with one --cluster_id",
-                self._replica_id,
-                target,
-                said.cluster_id,
-                self._target,
-                self._core.cluster_id,
-            )
         serves = any(job.name == self._job for job in said.jobs)
         before = self._target
         orders = self._core.looked(address, said.cluster_id, said.started_ms, serves=serves)
-        if orders:
+        if said.cluster_id == self._core.cluster_id:
+            self._strange.pop(self._targets[address], None)
+        if HangUp() in orders:
             newer = self._targets[address]
             logger.info("replica %s moves from %s to the newer lighthouse at %s", self._replica_id, before, newer)
         self._perform(orders)
@@ -426,7 +421,8 @@ class LighthouseLink:
     def _note_trouble(self, why: str) -> None:
         what = self._refusal or self._strange.get(self._target) or f"can't be reached: {why}"
         self._troubles[self._target] = f"the lighthouse at {self._target} {what}"
-        before, self.trouble = self.trouble, "; ".join(self._troubles.values())
+        never_dialed = {each: f"the lighthouse at {each} {said}" for each, said in self._strange.items()}
+        before, self.trouble = self.trouble, "; ".join({**never_dialed, **self._troubles}.values())
         if self._ended:
             return
         if self.trouble != before:

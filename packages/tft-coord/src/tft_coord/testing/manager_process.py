@@ -330,7 +330,7 @@ class ManagerProcess(Process):
 
     def _looked(self, address: int, cluster_id: str, started_ms: int, serves: bool) -> None:
         orders = self.session.looked(address, cluster_id, started_ms, serves=serves)
-        if orders:
+        if HangUp() in orders:
             self._cluster.marks.hit("a replica followed to a newer lighthouse")
         self._perform_session(orders)
 
