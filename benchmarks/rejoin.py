@@ -78,11 +78,11 @@ def measure_newcomer(turns: int) -> Row:
 
 
 def _measure(turns: int, replicas: int) -> tuple[Turn, Turn]:
-    """Medians of ours and of the peer."""
+    """Medians of ours and of the peer. Who was second in one turn is first in the next: a machine's speed drifts."""
     found: dict[str, list[Turn]] = {"torchft": [], "tft": []}
     for turn in range(turns):
-        for system, so_far in found.items():
-            so_far.append(_turn(system, replicas, victim=turn % replicas))
+        for system in sorted(found, reverse=turn % 2 == 0):
+            found[system].append(_turn(system, replicas, victim=turn // 2 % replicas))
     return _medians(found["tft"]), _medians(found["torchft"])
 
 

@@ -72,19 +72,23 @@ class Client:
         self.wishes: list[bool] = []
         self.left: list[tuple[str, int]] = []
         self.beats: list[Any] = []
+        self.limits: list[timedelta] = []
         self.made.append(self)
 
     def quorum(self, group_rank: int, request: RankRequest, timeout: timedelta) -> Any:
+        self.limits.append(timeout)
         return self._answered()
 
     def vote(
         self, group_rank: int, step: int, yes: bool, timeout: timedelta, *, leaving: bool = False, **_: Any
     ) -> Any:
         self.wishes.append(leaving)
+        self.limits.append(timeout)
         return self._answered()
 
     def leave(self, group_rank: int, reason: str, serve_ms: int, timeout: timedelta) -> None:
         self.left.append((reason, serve_ms))
+        self.limits.append(timeout)
 
     def checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
         return f"state of rank {rank} at {self.addr}"
@@ -174,6 +178,28 @@ def test_a_server_that_starts_is_waited_for_by_the_first_call_and_by_nothing_bef
     asks.join(10)
     assert answers == [Client.first_answer]
     assert Client.made[0].beats[0] == said
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda coordinator, limit: coordinator.quorum(RankRequest(step=0), limit),
+        lambda coordinator, limit: coordinator.vote(0, True, limit, key=KEY, purpose=Purpose.COMMIT),
+        lambda coordinator, limit: coordinator.leave("it is preempted", SECOND, limit),
+    ],
+    ids=["quorum", "vote", "leave"],
+)
+def test_a_call_that_waited_for_the_start_has_only_what_is_left_of_its_time(make: Any, call: Any) -> None:
+    Server.starts.clear()
+    Client.first_answer = plan_of(7)
+    coordinator = make(rank=0, **TWO)
+    waited_s = 0.1
+    start = threading.Timer(waited_s, Server.starts.set)
+    start.start()
+    call(coordinator, 10 * SECOND)
+    start.join()
+    (left,) = Client.made[0].limits
+    assert left <= (10 - waited_s / 2) * SECOND
 
 
 @pytest.mark.parametrize("failure", [SettingError("the address is taken"), DistStoreError("no store")])

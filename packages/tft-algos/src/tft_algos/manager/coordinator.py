@@ -93,9 +93,7 @@ class GroupCoordinator:
             self._watch.start()
 
     def quorum(self, request: RankRequest, timeout: timedelta) -> Plan | QuorumKey:
-        give_up_at = time.monotonic() + timeout.total_seconds()
-        client = self._client_in_use(timeout)
-        left = timedelta(seconds=max(give_up_at - time.monotonic(), 0.0))
+        client, left = self._client_in_use(timeout)
         try:
             answer = client.quorum(self._config.rank, request, left)
         except (Unreachable, Closed) as error:
@@ -108,16 +106,16 @@ class GroupCoordinator:
         rank = self._config.rank
         if self._config.world_size == 1:
             return Verdict(yes, leaving)  # the verdict of one rank is its vote, whoever lives
-        client = self._client_in_use(timeout)
+        client, left = self._client_in_use(timeout)
         try:
-            return client.vote(rank, step, yes, timeout, key=key, purpose=purpose, leaving=leaving)
+            return client.vote(rank, step, yes, left, key=key, purpose=purpose, leaving=leaving)
         except (Unreachable, Closed) as error:
             raise self._after_the_loss(client, error) from error
 
     def leave(self, reason: str, serve: timedelta, timeout: timedelta) -> None:
-        client = self._client_in_use(timeout)
+        client, left = self._client_in_use(timeout)
         try:
-            client.leave(self._config.rank, reason, int(1_000 * serve.total_seconds()), timeout)
+            client.leave(self._config.rank, reason, int(1_000 * serve.total_seconds()), left)
         except (Unreachable, Closed) as error:
             raise self._after_the_loss(client, error) from error
 
@@ -138,10 +136,9 @@ class GroupCoordinator:
     def gather(self, name: str, value: str, timeout: timedelta) -> tuple[str, ...]:
         if self._config.world_size == 1:
             return (value,)
-        self._client_in_use(timeout)  # the others wait for its address, and one call at a time is made of the store
-        return self._store.gather(
-            f"{self.replica_id}/{name}", value, self._config.rank, self._config.world_size, timeout
-        )
+        # The others wait for its address, and one call at a time is made of the store.
+        _, left = self._client_in_use(timeout)
+        return self._store.gather(f"{self.replica_id}/{name}", value, self._config.rank, self._config.world_size, left)
 
     def source_metadata(self, address: str, timeout: timedelta) -> str:
         config = self._config
@@ -173,8 +170,10 @@ class GroupCoordinator:
         if server is not None:
             server.shutdown()
 
-    def _client_in_use(self, timeout: timedelta) -> ManagerClient:
-        """Waits while the server starts. Raises: DeadlinePassed: so long. GroupLost: it can't."""
+    def _client_in_use(self, timeout: timedelta) -> tuple[ManagerClient, timedelta]:
+        """Waits while the server starts. Returns: and what is left of the time, more than nothing. Raises:
+        DeadlinePassed: so long. GroupLost: it can't."""
+        give_up_at = time.monotonic() + timeout.total_seconds()
         with self._lock:  # taken while a new server starts: then it is waited for
             within_s = timeout.total_seconds()
             if not self._lock.wait_for(lambda: self._stage is _Stage.STARTED or self._closing.is_set(), within_s):
@@ -185,7 +184,7 @@ class GroupCoordinator:
             client = self._client
         if client is None:
             raise self._gone() from self._no_start
-        return client
+        return client, timedelta(seconds=max(give_up_at - time.monotonic(), 0.001))
 
     def _told(self, news: News) -> None:
         with self._hearing:
