@@ -186,10 +186,15 @@ def test_a_server_that_starts_is_waited_for_by_the_first_call_and_by_nothing_bef
         lambda coordinator, limit: coordinator.quorum(RankRequest(step=0), limit),
         lambda coordinator, limit: coordinator.vote(0, True, limit, key=KEY, purpose=Purpose.COMMIT),
         lambda coordinator, limit: coordinator.leave("it is preempted", SECOND, limit),
+        lambda coordinator, limit: coordinator.gather("shape", "8", limit),
     ],
-    ids=["quorum", "vote", "leave"],
+    ids=["quorum", "vote", "leave", "gather"],
 )
-def test_a_call_that_waited_for_the_start_has_only_what_is_left_of_its_time(make: Any, call: Any) -> None:
+def test_a_call_that_waited_for_the_start_has_only_what_is_left_of_its_time(
+    make: Any, monkeypatch: pytest.MonkeyPatch, call: Any
+) -> None:
+    gathers: list[timedelta] = []
+    monkeypatch.setattr(GroupStore, "gather", lambda *arguments: gathers.append(arguments[-1]))
     Server.starts.clear()
     Client.first_answer = plan_of(7)
     coordinator = make(rank=0, **TWO)
@@ -198,7 +203,7 @@ def test_a_call_that_waited_for_the_start_has_only_what_is_left_of_its_time(make
     start.start()
     call(coordinator, 10 * SECOND)
     start.join()
-    (left,) = Client.made[0].limits
+    (left,) = [*Client.made[0].limits, *gathers]
     assert left <= (10 - waited_s / 2) * SECOND
 
 
