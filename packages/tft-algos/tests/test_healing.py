@@ -13,6 +13,7 @@ import pytest
 from tft_algos.errors import HealingFailed
 from tft_algos.manager import healing
 from tft_algos.manager.healing import Fetch, state_key
+from tft_algos.manager.manager import PREPARED_AFTER_ATTEMPTS
 from tft_algos.testing import MemoryTransport, plan_of
 from tft_coord.core.types import QuorumKey
 from tft_coord.errors import DeadlinePassed, Unreachable
@@ -139,28 +140,17 @@ def test_state_that_is_registered_right_after_a_healing_is_healed_too(rigs: Any,
     assert member.coordinator.requests[-1].torn == (attempts_later == 0)
 
 
-def test_who_has_healed_gets_ready_to_serve_in_its_next_step(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared: list[object] = []
-    monkeypatch.setattr(MemoryTransport, "prepare_to_send", lambda transport: prepared.append(transport))
-    shelf: dict[Any, Any] = {}
-    assert rigs(plan_of(7, size=2, healing=[1]), checkpoint_transport=MemoryTransport(shelf)).step()
-    again = [QuorumKey(7, 7)] * 2
-    member = rigs(plan_of(7, rank=1, size=2, healing=[1]), *again, checkpoint_transport=MemoryTransport(shelf))
-    assert member.step()
-    assert prepared == []
-    assert member.step()
-    assert member.step()
-    assert len(prepared) == 1
-
-
-def test_who_began_with_the_job_gets_ready_to_serve_in_its_second_step(
-    rigs: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("heals", [False, True])
+def test_who_is_new_gets_ready_to_serve_when_nobody_waits_for_it_any_more(
+    rigs: Any, monkeypatch: pytest.MonkeyPatch, heals: bool
 ) -> None:
-    prepared: list[object] = []
-    monkeypatch.setattr(MemoryTransport, "prepare_to_send", lambda transport: prepared.append(transport))
-    member = rigs(plan_of(7, size=2), *[QuorumKey(7, 7)] * 2)
-    assert member.step()
-    assert prepared == []
-    assert member.step()
-    assert member.step()
-    assert len(prepared) == 1
+    prepared: list[int] = []
+    monkeypatch.setattr(MemoryTransport, "prepare_to_send", lambda _: prepared.append(member.manager.attempt))
+    shelf: dict[Any, Any] = {}
+    healing = [1] if heals else []
+    assert rigs(plan_of(7, size=2, healing=healing), checkpoint_transport=MemoryTransport(shelf)).step()
+    again = [QuorumKey(7, 7)] * (2 + PREPARED_AFTER_ATTEMPTS)
+    member = rigs(plan_of(7, rank=1, size=2, healing=healing), *again, checkpoint_transport=MemoryTransport(shelf))
+    for _ in range(3 + PREPARED_AFTER_ATTEMPTS):
+        assert member.step()
+    assert prepared == [1 + PREPARED_AFTER_ATTEMPTS]

@@ -100,6 +100,19 @@ def test_messages_of_any_length_pass_both_ways_in_order() -> None:
     in_loop(test)
 
 
+def test_no_message_waits_for_the_acknowledgement_of_the_one_before() -> None:
+    """The other host delays it by 40 ms, and a newcomer's name goes just before the quorum that has it."""
+
+    async def test() -> None:
+        async with pair() as (client, server):
+            for end in (client, server):
+                assert end._transport is not None
+                own: socket.socket = end._transport.get_extra_info("socket")
+                assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+
+    in_loop(test)
+
+
 def test_what_is_said_right_after_the_greeting_may_be_longer_than_one() -> None:
     """It comes in one piece with the greeting, of which no more than a few bytes are taken."""
 

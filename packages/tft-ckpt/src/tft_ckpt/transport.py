@@ -150,8 +150,8 @@ class CheckpointTransport(ABC, Generic[T]):
     def prepare_to_send(self, num_bytes: int = 0) -> None:
         """Get ready, in the background, to send a state; a hint, and no more.
 
-        Who has trained a step may be a source in any step from then on, so may who has healed, and who has lost a
-        member, which may come back; and a first transfer costs more than a later one.
+        Who has trained some steps may be a source in any step from then on, so may who has healed a while ago, and who
+        has lost a member, which may come back; and a first transfer costs more than a later one.
 
         Args:
             num_bytes: how large the state is, about; 0: as the one that was received last.

@@ -88,6 +88,9 @@ T = TypeVar("T")
 LEAVE_TAKEN_WITHIN = timedelta(seconds=5)
 LONGEST_TIMEOUT = timedelta(milliseconds=LONGEST_MS)
 LAST_WORDS_S = 1.0
+# In its first step, and in the one in which it catches up, all wait for a replica that is new or has healed: it has
+# better to do then than to get ready to send what it has just received.
+PREPARED_AFTER_ATTEMPTS = 4
 
 
 @final
@@ -348,8 +351,8 @@ class Manager:
         self._negotiation.start(request, limit)
         if takes_early:
             self._early.take(self._core.boundary_state())
-        if self.attempt == 2 or self._exchange.has_just_healed:
-            self._transport.prepare_to_send()  # now that nobody waits for this replica's first step any more
+        if self.attempt - (self._exchange.healed_in or 1) == PREPARED_AFTER_ATTEMPTS:
+            self._transport.prepare_to_send()
         if not self._core.is_asynchronous:
             self.wait_quorum()
             self._exchange.perform()
