@@ -310,6 +310,8 @@ def test_a_look_sees_what_a_forward_may_change() -> None:
     state = {
         "small": torch.zeros(4),
         "long": torch.zeros(LOOKED_AT_BYTES),
+        "long at its beginning": torch.zeros(LOOKED_AT_BYTES),
+        "as long as is looked at": torch.zeros(LOOKED_AT_BYTES, dtype=torch.uint8),
         "strided": torch.zeros(4, 4).t(),
         "whole": torch.zeros(2, dtype=torch.int64),
         "plain": {"seen": 3, "name": "x"},
@@ -319,10 +321,19 @@ def test_a_look_sees_what_a_forward_may_change() -> None:
     assert look_at(state) == before
     state["small"].numpy()[2] = 1.0
     state["long"][-1] = 1.0  # not at the beginning, and torch counts it
+    state["long at its beginning"].numpy()[1] = 1.0
+    state["as long as is looked at"].numpy()[-1] = 1
     state["strided"].numpy()[1, 2] = 1.0
     state["plain"]["seen"] = 4  # type: ignore[index]
     after = look_at(state)
-    assert sorted(path for path in after if after[path] != before[path]) == ["long", "plain.seen", "small", "strided"]
+    assert {path for path in after if after[path] != before[path]} == {
+        "as long as is looked at",
+        "long",
+        "long at its beginning",
+        "plain.seen",
+        "small",
+        "strided",
+    }
 
 
 def test_a_look_takes_any_tensor() -> None:

@@ -35,9 +35,10 @@ from tft_coord.core.types import Plan, QuorumKey
 
 # After a healing everybody has enough to do; a look that comes a little later delays nobody twice.
 LOOK_AFTER_ATTEMPTS: Final = 8
-# A tensor up to so long is looked at as a whole: what a forward pass keeps of its batches is small. Of a longer one the
-# beginning is, and torch's own count of its changes.
+# A tensor up to so long is looked at as a whole: what a forward pass keeps of its batches is small. Of a longer one so
+# much of the beginning is, and torch's own count of its changes.
 LOOKED_AT_BYTES: Final = 64 << 10
+BEGINNING_BYTES: Final = 4 << 10
 ROOM_BYTES: Final = 64  # what a transport may leave between two tensors
 
 Log = Callable[..., None]
@@ -249,8 +250,10 @@ def _digest(leaf: Any, path: str) -> bytes:
         part = local_part(leaf, path)
         total.update(f"{part.dtype} {tuple(part.shape)} {part._version}\0".encode())
         if part.numel():
-            head = part.reshape(-1)[: LOOKED_AT_BYTES // part.element_size()] if part.is_contiguous() else part
-            total.update(as_octets(head)[:LOOKED_AT_BYTES].cpu().numpy().tobytes())
+            is_long = part.numel() * part.element_size() > LOOKED_AT_BYTES
+            most_bytes = BEGINNING_BYTES if is_long else LOOKED_AT_BYTES
+            head = part.reshape(-1)[: most_bytes // part.element_size()] if part.is_contiguous() else part
+            total.update(as_octets(head)[:most_bytes].cpu().numpy().tobytes())
     else:
         total.update(f"{type(leaf).__qualname__} {leaf!r}".encode())
     return total.digest()
