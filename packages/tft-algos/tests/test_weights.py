@@ -156,9 +156,9 @@ def test_weights_that_sum_to_zero_fail_the_step(rigs: Any, plan: dict[str, Any])
 
 
 def test_weights_whose_sum_is_not_finite_fail_the_step(rigs: Any) -> None:
-    rig = rigs(plan_of(7, size=2), others=1.7e308)
+    rig = rigs(plan_of(7, size=2), others=float("inf"))
     rig.manager.start_quorum()
-    assert not rig.manager.allreduce(torch.ones(2, dtype=torch.float64), weight=1.7e308).wait()
+    assert not rig.manager.allreduce(torch.ones(2, dtype=torch.float64), weight=1.0).wait()
     assert not rig.manager.should_commit()
 
 
@@ -170,6 +170,8 @@ def test_weights_whose_sum_is_not_finite_fail_the_step(rigs: Any) -> None:
         (float("inf"), "weight is inf; give a finite number"),
         pytest.param(10**400, "weight is inf; give a finite number", id="above all floats"),
         ("3", "weight is a str; give a number"),
+        (1e19, "weight is 1e.19, by which a gradient can't be multiplied in its own dtype; give zero, or a number"),
+        (1e-19, "weight is 1e-19, by which a gradient can't be multiplied"),
         (True, "weight is a bool; give a number"),
         (1j, "weight is a complex; give a number"),
         (torch.tensor(3.0), "weight is a Tensor; give a number"),

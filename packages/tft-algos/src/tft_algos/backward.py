@@ -10,6 +10,7 @@ Law of this file: the order and the waiting; what is reduced, and when it is rea
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection
@@ -61,8 +62,8 @@ def check_model(manager: object, module: object, strategy: str) -> None:
         manager: any that has an allreduce; whoever composes a strategy has one of their own.
         module: the model.
         strategy: its name, for messages.
-    Raises: SettingError: the one is no Manager, the other no module, or has parameters on the meta device. Unsupported:
-        a part of the module makes sparse gradients.
+    Raises: SettingError: the one is no Manager, the other no module, or has parameters on the meta device, or parts
+        that fully_shard has sharded. Unsupported: a part of the module makes sparse gradients.
     """
     if not callable(getattr(manager, "allreduce", None)) or not isinstance(module, torch.nn.Module):
         raise SettingError(
@@ -75,6 +76,12 @@ def check_model(manager: object, module: object, strategy: str) -> None:
                 f"parameter {name} is on the meta device and has no gradients to reduce; materialize the module before "
                 f"it is given to {strategy}, because that makes new parameters"
             )
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has sharded nothing
+    if any(isinstance(part, getattr(fsdp, "FSDPModule", ())) for part in module.modules()):
+        raise SettingError(
+            f"the module is sharded by fully_shard, which reduces its gradients where {strategy} sees none of them; "
+            "call reduce_across(manager, module) in its place, or shard over a mesh from extend_mesh"
+        )
     embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     if any(isinstance(part, embeddings) and part.sparse for part in module.modules()):
         raise Unsupported("sparse gradients are not reduced across replicas; make the Embedding with sparse=False")
@@ -124,6 +131,11 @@ class BackwardReductions:
     def add(self, model: Model) -> None:
         """One more makes its reductions in this row."""
         self._models.add(model)
+
+    @property
+    def has_models(self) -> bool:
+        """Whether there is any."""
+        return len(self._models) > 0
 
     def pass_has_raised(self) -> bool:
         """Asked outside of backward passes: whether the last one of a model has left out some of its reductions."""

@@ -105,7 +105,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self._keeps_layout = maps is not None
         self._knows_graph = not static
         self._manager = manager
-        self._begun_attempt = self._begun_step = 0
+        self._used_in = 0, 0  # the attempt, and its step, of the last forward pass, or bucket, whichever came later
+        self._refused = False  # whether that was a pass in which nothing may be reduced
         super().__init__(module, process_group=maps or group, **kwargs)
         if self._use_python_reducer:
             raise Unsupported(
@@ -118,7 +119,10 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             """Its future is done at once, because the end of the pass waits before torch reads the bucket."""
             buffer = bucket.buffer()
             self._knows_graph = True
+            self._used_in = manager.attempt, manager.current_step()
+            self._refused = True
             row.start(manager, buffer, group=process_group)
+            self._refused = False
             done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             done.set_result(buffer)
             return done
@@ -157,25 +161,29 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                 "no_sync(); do the first step of this process without no_sync(), or leave static_graph out"
             )
         self._frozen.check()
-        attempt = self._manager.attempt
-        if attempt != self._begun_attempt:
-            step = self._manager.current_step()
-            if self._begun_attempt and step == self._begun_step:
-                self._forget_pass_that_raised()
-            self._begun_attempt, self._begun_step = attempt, step
+        self._forget_pass_that_raised()
+        self._used_in = self._manager.attempt, self._manager.current_step()
         return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def _forget_pass_that_raised(self) -> None:
-        """After a step that did not commit: torch still waits for the gradients of a pass that raised, if one did.
+        """Torch still waits for the gradients of a pass that raised, if one did, in a step that is over.
 
-        After one that committed it would be a parameter that was not used, and torch's error says so.
+        After a pass in the step before, which committed, it would be a parameter that was not used, and torch's error
+        says so; unless it was a pass that came after the vote.
         """
-        if self.is_in_pass():
+        attempt, step = self._used_in
+        if (attempt == self._manager.attempt and not self._refused) or not self._is_unfinished():
+            return
+        committed = self._manager.attempt == attempt + 1 and self._manager.current_step() > step
+        if self._refused or not committed:
             self.reducer._reset_state()
             self._lay_out_buckets()
 
     def is_in_pass(self) -> bool:
-        """Whether a backward pass has begun to fill buckets and has not filled all of them."""
+        """Whether a backward pass of this attempt has begun to fill buckets and has not filled all of them."""
+        return self._used_in[0] == self._manager.attempt and self._is_unfinished()
+
+    def _is_unfinished(self) -> bool:
         try:
             self.reducer._check_reducer_finalized()
         except RuntimeError:

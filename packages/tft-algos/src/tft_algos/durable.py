@@ -120,11 +120,17 @@ class DurableCheckpoint:
         keep: int = 2,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        if not callable(getattr(manager, "participating_rank", None)):
+            raise SettingError(f"the manager is a {type(manager).__name__}; give a Manager, and a directory after it")
+        if not isinstance(directory, str | os.PathLike):
+            raise SettingError(f"directory is {directory!r}; give a path")
         for name, value in (("every", every), ("keep", keep)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise SettingError(f"{name} is {value!r}; give a whole number, at least 1")
         if not isinstance(model, torch.nn.Module):
             raise SettingError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+        if not isinstance(optimizers, torch.optim.Optimizer | Sequence):
+            raise SettingError(f"optimizers is a {type(optimizers).__name__}; give torch.optim.Optimizers")
         listed = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
         for each in listed:
             if not isinstance(each, torch.optim.Optimizer):
@@ -133,6 +139,8 @@ class DurableCheckpoint:
         if not isinstance(others, Mapping):
             raise SettingError(f"others is a {type(others).__name__}; give a mapping of names to what is saved")
         for key, other in others.items():
+            if not isinstance(key, str):
+                raise SettingError(f"others has the key {key!r}; give texts")
             if not isinstance(other, Stateful):
                 raise SettingError(
                     f"others has a {type(other).__name__} under {key!r}, whose state can't be saved; give what has "
@@ -186,17 +194,21 @@ class DurableCheckpoint:
         Raises: CheckpointFailed: on every rank; nothing is left of it, and the earlier ones are as they were.
         """
         manager = self._manager
-        if not manager.verdict or manager.torn or manager.participating_rank() != 0:
+        if not manager.verdict or manager.participating_rank() != 0:
+            return None
+        # What one rank alone knows, all have to know: the others would wait for it in what follows.
+        if not self._all_say(not manager.torn):
             return None
         step = manager.current_step()
         begun = time.monotonic()
+        state = self._taken(step)
         writer = _Writer(self._directory, f"{manager.replica_id} {manager.attempt}", step)
         try:
             with self._explaining(step, "write"):
                 self._on_rank_0(writer.begin, step)
                 with _without_dcp_warnings():
                     save(
-                        self._state(),
+                        state,
                         storage_writer=FileSystemWriter(writer.place),
                         process_group=self._group,
                         no_dist=self._group is None,
@@ -231,8 +243,11 @@ class DurableCheckpoint:
         Args:
             step: that very checkpoint; None: the newest. What is newer stays, and would be taken the next time.
         Returns: its committed steps; None: the directory has no checkpoint, so there is nothing to go on from.
-        Raises: CheckpointFailed: there are checkpoints and none is whole, or it does not fit this model.
+        Raises: CheckpointFailed: there are checkpoints and none is whole, or it does not fit this model, as one of a
+            model that has more. SettingError: step is no whole number.
         """
+        if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
+            raise SettingError(f"step is {step!r}; give a whole number, or None for the newest checkpoint")
         with contextlib.ExitStack() as reading:
             return self._load(step, reading)
 
@@ -256,8 +271,10 @@ class DurableCheckpoint:
         with self._explaining(step, "load", path):
             state = self._state()
             reader = FileSystemReader(path)
+            saved = reader.read_metadata().planner_data
+            self._check_wanted(state, saved or {})
             if self._optimizers:
-                without = _leave_out(state["optimizer"]["state"], reader.read_metadata().planner_data)
+                without = _leave_out(state["optimizer"]["state"], saved)
                 if without:
                     logger.info(
                         "[%s/%d] no gradient had reached %s by step %d, so no optimizer state is there for them",
@@ -296,6 +313,62 @@ class DurableCheckpoint:
             state["others"] = {key: (other.state_dict(),) for key, other in self._others.items()}
         return state
 
+    def _check_wanted(self, state: Mapping[str, Any], saved: Mapping[str, Sequence[Any]]) -> None:
+        """Torch reads what is asked for, and says nothing of what else is there.
+
+        Raises: ValueError: parameters or buffers of another, larger model.
+        """
+        there: dict[str, set[str]] = {"model": set(), "others": set()}
+        for keys in saved.values():
+            if len(keys) > 1 and keys[0] in there:
+                there[keys[0]].add(str(keys[1]))
+        unread = sorted(there["model"] - set(state["model"]))
+        if unread:
+            more = ", ..." if len(unread) > MOST_NAMED else ""
+            raise ValueError(
+                f"it is of a model that has {', '.join(unread[:MOST_NAMED])}{more}, which this one has not"
+            )
+        if unread := sorted(there["others"] - set(self._others)):
+            logger.warning(
+                "[%s/%d] the checkpoint has the state of %s, of which there is nothing here, so it is not read",
+                self._manager.replica_id,
+                self._rank,
+                ", ".join(unread[:MOST_NAMED]),
+            )
+
+    def _taken(self, step: int) -> dict[str, Any]:
+        """What is saved. Raises: CheckpointFailed: on every rank, if one can't give its state."""
+        error: CheckpointFailed | None = None
+        state: dict[str, Any] = {}
+        try:
+            with self._explaining(step, "take"):
+                state = self._state()
+        except CheckpointFailed as failure:
+            error = failure
+        if not self._all_say(error is None) and error is None:
+            error = CheckpointFailed(
+                f"another rank of replica {self._manager.replica_id} could not give its state of step {step} for the "
+                "checkpoint; its own error says why, and the earlier checkpoints are as they were",
+                path=str(self._directory),
+                step=step,
+            )
+        if error is not None:
+            raise error
+        return state
+
+    def _all_say(self, yes: bool) -> bool:
+        """Whether all ranks of this group say yes."""
+        if self._group is None:
+            return yes
+        said = self._on_its_device(torch.full((1,), int(yes), dtype=torch.int64))
+        dist.all_reduce(said, dist.ReduceOp.MIN, group=self._group)
+        return bool(said.item())
+
+    def _on_its_device(self, told: torch.Tensor) -> torch.Tensor:
+        """Where the process group takes it."""
+        on_cpu = "cpu:" in str(dist.get_backend_config(self._group))
+        return told if on_cpu else told.to(torch.accelerator.current_accelerator())
+
     def _on_rank_0(self, act: Any, step: int | None) -> int:
         """Have rank 0 do something, and all ranks know its number, or that it failed.
 
@@ -309,8 +382,7 @@ class DurableCheckpoint:
             except Exception as raised:
                 error = raised
         if self._group is not None:
-            on_cpu = "cpu:" in str(dist.get_backend_config(self._group))
-            told = told if on_cpu else told.to(torch.accelerator.current_accelerator())
+            told = self._on_its_device(told)
             dist.broadcast(told, group_src=0, group=self._group)
         if error is not None:
             raise error
@@ -337,6 +409,7 @@ class DurableCheckpoint:
                 rank, (cause, _) = min(error.failures.items())
                 of_step += f" (rank {rank})"
             advice = {
+                "take": "mend what raised it; nothing was written, and the earlier checkpoints are as they were",
                 "write": "make room or mend the permissions; the earlier checkpoints are as they were",
                 "read": "mend the permissions, or give another directory",
                 "load": "give the model, the optimizers and the others that were saved",
@@ -624,8 +697,10 @@ def _read_manifest(path: Path) -> _Manifest:
         files = {name: (int(size), str(digest)) for name, (size, digest) in said["files"].items()}
         if said["manager"]["step"] != said["step"]:
             raise _Unfit(f"it has the state of a Manager at step {said['manager']['step']}")
+        if any(type(said["manager"][name]) is not int for name in ("step", "batches_committed")):
+            raise _Unfit("the state of its Manager is not of whole numbers")
         return _Manifest(int(said["step"]), dict(said["manager"]), files)
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise _Unfit(f"its manifest is none of ours: {error!r}") from error
 
 

@@ -84,6 +84,9 @@ class Optimizer(torch.optim.Optimizer):
         self._has_stepped = False
         self._inside: str | None = None  # which of the wrapped optimizer's methods runs
         self._initialized_state = False
+        describe = getattr(manager, "describe_optimizer", None)  # not one of the user's own
+        if describe is not None:
+            describe(optim)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begin a step: start the quorum, and clear the gradients.
@@ -116,7 +119,8 @@ class Optimizer(torch.optim.Optimizer):
         Returns: whether it stepped.
         Raises: UsageError: a closure was given, which would run the model again, outside the step that is committed; no
             zero_grad came before, or another optimizer has begun another step since; this one has stepped already; a
-            backward pass of this step has left out gradients, because it raised or because parameters were not used;
+            backward pass of this step has left out gradients, because it raised or because parameters were not used,
+            or no pass has reduced any though a wrapped model does;
             or it is called by the wrapped optimizer's own step. Also what `Manager.should_commit` and the wrapped
             optimizer raise; if the latter, this replica heals before its gradients count again.
         """
@@ -136,6 +140,12 @@ class Optimizer(torch.optim.Optimizer):
                     f"step() was called after a backward pass of attempt {self._attempt} that did not reduce all "
                     "gradients; if it raised, give its error to Manager.report_error, or go on with zero_grad(); "
                     "if the loss does not depend on all parameters, say find_unused_parameters=True"
+                )
+            if reductions_of(self.manager).has_models and self.manager.verdict is None and self.manager.is_untouched:
+                raise UsageError(
+                    f"step() was called in attempt {self._attempt}, in which no gradient was reduced, so that this "
+                    "replica would commit what no other one has; if the pass raised, go on with zero_grad() and the "
+                    "next batch; where gradients add up, let the last pass run outside no_sync()"
                 )
             try:
                 return self._vote_and_step(_scaler_that_calls())

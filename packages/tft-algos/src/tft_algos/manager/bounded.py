@@ -31,6 +31,7 @@ class BoundedFutures:
         self._clock = clock
         self._report = report
         self._alarms: dict[object, Callable[[], object]] = {}  # of those that are not done
+        self._give_up: dict[object, Callable[[], object]] = {}  # the same ones
 
     def wrap(
         self, future: torch.futures.Future[T], default: T, limit_s: float, name: StepName
@@ -49,6 +50,7 @@ class BoundedFutures:
         def end(error: Exception | None, result: T) -> None:
             if not once.acquire(blocking=False):
                 return
+            self._give_up.pop(wrapped, None)
             if error is not None:
                 self._report(error, name)
             wrapped.set_result(result)
@@ -69,11 +71,14 @@ class BoundedFutures:
                 end(None, result)
 
         if not future.done():
+            self._give_up[wrapped] = lambda: end(None, default)
             self._alarms[wrapped] = self._clock.after(limit_s, expired)
         future.add_done_callback(done)
         return wrapped
 
     def close(self) -> None:
-        """No alarm rings any more."""
+        """No alarm rings any more: whoever waits has the default, and it is no error of a step."""
         for no_alarm in list(self._alarms.values()):
             no_alarm()
+        for give_up in list(self._give_up.values()):
+            give_up()

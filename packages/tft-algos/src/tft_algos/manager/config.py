@@ -155,6 +155,11 @@ class ManagerConfig:
         if self.timeouts is not None and not isinstance(self.timeouts, Timeouts):
             raise SettingError(f"timeouts is a {type(self.timeouts).__name__}; give a tft_coord.Timeouts")
         check_part("checkpoint_transport", self.checkpoint_transport, "send_checkpoint", "shutdown")
+        if not isinstance(self.checkpoint_transport, CheckpointTransport | None):
+            raise SettingError(
+                f"checkpoint_transport is a {type(self.checkpoint_transport).__name__}; make that class a subclass of "
+                "tft_ckpt.CheckpointTransport, which has what it need not do itself"
+            )
         self._check_fingerprint()
         if self.job is not None and (not self.job or "/" in self.job):
             raise SettingError(f"job is {self.job!r}; give a name without a slash")
@@ -242,6 +247,28 @@ class ResolvedConfig:
     @property
     def heal_timeout(self) -> timedelta:
         return timedelta(milliseconds=self.timeouts.heal_timeout_ms)
+
+
+COORDINATOR_METHODS: Final = (
+    "quorum",
+    "vote",
+    "listen",
+    "leave",
+    "follow",
+    "gather",
+    "source_metadata",
+    "healed",
+    "close",
+)
+
+
+def check_made_coordinator(made: object) -> None:
+    """Raises: SettingError: what a user's own function made, or gave, speaks for no replica group."""
+    if made is None:
+        raise SettingError("coordinator is a function that returned None; have it return what it made")
+    check_part("coordinator", made, *COORDINATOR_METHODS)
+    if not isinstance(getattr(made, "replica_id", None), str):
+        raise SettingError(f"coordinator is a {type(made).__name__} whose replica_id is no text; give it one")
 
 
 def check_part(name: str, part: object, *methods: str) -> None:

@@ -124,10 +124,12 @@ class StateExchange:
 
     def _serve(self, plan: Plan) -> None:
         if not self._user.readable:
-            raise StateUnavailable(
+            sentence = (
                 f"replicas {list(plan.recover_dst_replica_ranks)} heal from replica {self._coordinator.replica_id}, "
                 "whose state was declared half written by disallow_state_dict_read; call allow_state_dict_read first"
             )
+            self._refuse(plan, sentence)  # they go on without it, for nobody knows when it is allowed again
+            raise StateUnavailable(sentence)
         begun = self._clock.monotonic()
         try:
             state = {"user": self._take_for_others(plan), "tft": self._core.snapshot_state()}

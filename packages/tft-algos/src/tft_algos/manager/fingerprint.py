@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Iterable
 from typing import Final, final
 
 import torch
@@ -19,6 +20,7 @@ from tft_algos.manager.config import ResolvedConfig
 from tft_coord.core.fingerprint import OF_A_RANK, PROTOCOL_VERSION, Fingerprint, fingerprint_of
 
 USER: Final = "user/"
+_UNKNOWN: Final = "not initialized"
 COMPILED: Final = "_orig_mod"  # what torch.compile puts between a module and its own names
 
 
@@ -46,6 +48,7 @@ class OwnFingerprint:
         self._whole: Fingerprint = ()  # of the parts; empty: to be made anew
         self._said: Fingerprint = ()
         self._num_models = 0
+        self._num_optimizers = 0
         for name, value in config.fingerprint.items():
             self.add(USER + name, value)
 
@@ -77,6 +80,16 @@ class OwnFingerprint:
         for name, words in described:
             self.add(f"{prefix}/{name}", words)
 
+    def add_optimizer(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Add the dtypes and shapes of what one more optimizer steps, which a model may have said already, or not."""
+        described = [_dtype_and_shape(parameter) for parameter in parameters]
+        whole = hashlib.sha256("\n".join(described).encode()).hexdigest()
+        self.add(
+            f"{OF_A_RANK}optimizer {self._num_optimizers}",
+            f"{len(described)} parameters, their dtypes, shapes and order {whole[:16]}",
+        )
+        self._num_optimizers += 1
+
     def unsaid(self) -> Fingerprint:
         """What goes with the next request; empty when all of it was said."""
         with self._lock:
@@ -102,8 +115,12 @@ def uncompiled(name: str) -> str:
 
 
 def _describe(parameter: torch.nn.Parameter) -> str:
-    """Dtype and shape; of a DTensor, the global one."""
+    words = _dtype_and_shape(parameter)
+    return words if parameter.requires_grad or words == _UNKNOWN else f"{words}, frozen"
+
+
+def _dtype_and_shape(parameter: torch.Tensor) -> str:
+    """Of a DTensor, the global one."""
     if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
-        return "not initialized"
-    words = f"{str(parameter.dtype).removeprefix('torch.')} {[int(size) for size in parameter.shape]}"
-    return words if parameter.requires_grad else f"{words}, frozen"
+        return _UNKNOWN
+    return f"{str(parameter.dtype).removeprefix('torch.')} {[int(size) for size in parameter.shape]}"

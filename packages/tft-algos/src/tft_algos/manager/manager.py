@@ -41,9 +41,11 @@ from tft_algos.manager.bounded import BoundedFutures
 from tft_algos.manager.breaking import Breaker
 from tft_algos.manager.clock import SystemClock
 from tft_algos.manager.config import (
+    COORDINATOR_METHODS,
     ManagerConfig,
     ResolvedConfig,
     WorldSizeMode,
+    check_made_coordinator,
     check_part,
     config_of,
     from_environment,
@@ -135,12 +137,13 @@ class Manager:
         if (load_state_dict is None) != (state_dict is None):
             raise SettingError("load_state_dict and state_dict belong together; give both or neither")
         if not callable(coordinator):
-            check_part("coordinator", coordinator, "quorum", "vote")
+            check_part("coordinator", coordinator, *COORDINATOR_METHODS)
         check_part("clock", clock, "monotonic", "wait", "after")
         self._config: ResolvedConfig = from_environment(config_of(config, settings), os.environ, own_host=own_host)
         check_transport(self._config)
         pg = Bystander(pg) if self._config.stands_by else pg
         self._pg = pg
+        self._pid = os.getpid()
         self._fingerprint = OwnFingerprint(self._config)
         self._leaving = Leaving()
         self._core = StepCore(_core_settings(self._config))
@@ -172,6 +175,8 @@ class Manager:
         try:
             made = coordinator or GroupCoordinator
             self._coordinator: Coordinator = made(self._config) if callable(made) else made
+            if made is not GroupCoordinator:
+                check_made_coordinator(self._coordinator)
         except BaseException:
             self._transport.shutdown(wait=False)
             raise
@@ -225,7 +230,7 @@ class Manager:
         """Add a piece of user state that a healing member takes from its source.
 
         It may come as late as after the first step. A replica that has healed in that step has not got this piece then,
-        so it heals once more.
+        so it heals once more. Of what comes later nothing is made alike: a warning says so where it is to be compared.
 
         Args:
             key: its name, the same on every replica.
@@ -233,9 +238,19 @@ class Manager:
             state_dict: gives it; called on the training thread, as the Manager's own argument.
             compared: it is the same on every replica after every commit, so `check_state_every` may compare it. False
                 for what differs rightly, such as a replica's place in its own data.
-        Raises: SettingError: there is a piece of that name already, the name is no text, or these are no functions.
+        Raises: Closed. SettingError: there is a piece of that name already, the name is no text, or these are no
+            functions.
         """
+        self._check_open()
         self._user.register(key, load_state_dict, state_dict, compared=compared)
+        if self.attempt > 1 and self._exchange.healed_in != self.attempt and compared:
+            self._reports.log(
+                logging.WARNING,
+                "state was registered under %r in attempt %d: it has to be the same on all replicas already, for only "
+                "who heals later takes it from another; register it before the first step",
+                key,
+                self.attempt,
+            )
         if self._exchange.healed_in == self.attempt:
             self._core.optimizer_raised()
             self._reports.log(
@@ -262,6 +277,14 @@ class Manager:
         on every replica, before the first step.
         """
         self._fingerprint.add_model(model)
+
+    def describe_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Add dtypes and (global) shapes of what an optimizer steps to the fingerprint.
+
+        `Optimizer` does it itself, so that it is known also of models whose wrapper is torch's own, as with
+        `extend_mesh`. In the same order on every replica, before the first step.
+        """
+        self._fingerprint.add_optimizer(parameter for group in optimizer.param_groups for parameter in group["params"])
 
     def set_state_dict_fns(self, load_state_dict: LoadState, state_dict: TakeState) -> None:
         """Deprecated: use register_state_dict_fn, which takes a key."""
@@ -314,8 +337,9 @@ class Manager:
             use_async_quorum: of this step, the same on every replica; None: the config's. A strategy whose members heal
                 while they already give zeros says True, whatever the config says.
         Raises: Closed. LeftJob: this replica has left. SettingError: timeout is no timedelta above zero and of at most
-            a week; in these cases nothing has begun. Synchronous: what the quorum raised; the Manager stays usable.
-            Asynchronous: nothing else, it is recorded, and should_commit raises it if this process can't go on.
+            a week, or an argument is no bool; in these cases nothing has begun. Synchronous: what the quorum raised;
+            the Manager stays usable. Asynchronous: nothing else, it is recorded, and should_commit raises it if this
+            process can't go on.
         """
         self._check_open()
         if self._leaving.left:
@@ -324,6 +348,11 @@ class Manager:
                 "`while not manager.left`"
             )
         limit = self._limit(timeout, self._config.quorum_timeout)
+        for name, said in (("allow_heal", allow_heal), ("shrink_only", shrink_only)):
+            if not isinstance(said, bool):
+                raise SettingError(f"{name} is {said!r}; give True or False")
+        if use_async_quorum is not None and not isinstance(use_async_quorum, bool):
+            raise SettingError(f"use_async_quorum is {use_async_quorum!r}; give True, False or None")
         if self._core.num_deferred and self._core.phase is not Phase.IDLE:
             raise UsageError(
                 "start_quorum was called in a step that is open, beside others that are in flight; call defer() first"
@@ -433,15 +462,17 @@ class Manager:
             reduce_op: AVG is the sum divided by the number of participants; SUM, MAX, MIN, PRODUCT and the bitwise ones
                 as they are.
             weight: of this replica group in an AVG, such as the number of samples or tokens in its batch: the result is
-                sum(weight * tensor) / sum(weight). Every replica says one, or none does. None: that of `set_weight`.
+                sum(weight * tensor) / sum(weight). Every replica says one, or none does: see `set_weight`, whose it is
+                by default.
             timeout: for this reduction. When it passes, the reduction has failed, and what runs in the process group is
                 ended. None: the process group's own.
         Returns: a Work whose wait() is True if the tensor holds the result and False if not. Its future, done at the
             same time, is of `[tensor]` and holds no error.
-        Raises: Unsupported: should_quantize. ValueError: AVG of whole numbers. UsageError: no quorum was started, or
-            the tensor or the operation is none. SettingError: the weight is no finite number, is below zero, or belongs
-            to another operation than AVG; or timeout is no timedelta above zero and of at most a week.
+        Raises: Closed. Unsupported: should_quantize, or PREMUL_SUM. ValueError: AVG of whole numbers. UsageError: no
+            quorum was started, or the tensor or the operation is none. SettingError: the weight can't be one, or
+            belongs to another operation than AVG; or timeout is no timedelta above zero and of at most a week.
         """
+        self._check_open()
         if should_quantize:
             raise Unsupported(
                 "quantized reductions do not exist here, and nothing is sent unquantized in their place; call "
@@ -451,6 +482,8 @@ class Manager:
             raise UsageError(f"allreduce was given a {type(tensor).__name__}; give one tensor")
         if not isinstance(reduce_op, dist.ReduceOp | dist.ReduceOp.RedOpType):
             raise UsageError(f"reduce_op is {reduce_op!r}; give one of torch's, such as torch.distributed.ReduceOp.AVG")
+        if reduce_op == dist.ReduceOp.PREMUL_SUM:
+            raise Unsupported("PREMUL_SUM does not exist here; multiply the tensor, and reduce it with ReduceOp.SUM")
         average = reduce_op == dist.ReduceOp.AVG
         if average and not (tensor.is_floating_point() or tensor.is_complex()):
             raise ValueError(
@@ -498,8 +531,10 @@ class Manager:
         the weights is reduced once a step, beside the first such AVG. The step's end forgets the weight.
 
         Args:
-            weight: not below zero. Every replica says one in the same steps, and every rank of this group the same one.
-        Raises: SettingError: it is no finite number or below zero. UsageError: outside a step, or another one than that
+            weight: zero, or 1e-18 to 1e18. Every replica says one in the same steps, and every rank of this group the
+                same one. Where only some do, their reductions meet others than they should: the steps fail, or Gloo
+                ends the process ("gloo::EnforceNotMet"), which torch can't be kept from. So say it in every step.
+        Raises: Closed. SettingError: it is no such number. UsageError: outside a step, or another one than that
             with which a reduction of this step was weighted already.
         """
         self._check_open()
@@ -510,12 +545,16 @@ class Manager:
     ) -> torch.futures.Future[T]:
         """A future that never fails: on an error or a time-out, that is reported and the result is `default`.
 
+        So it is for what is pending at `shutdown`, of which nothing is reported.
+
         Args:
             fut: any future.
             default: the result in place of an error.
             timeout: None: the Manager's.
-        Raises: SettingError: timeout is no timedelta above zero and of at most a week. UsageError: fut is no future.
+        Raises: Closed. SettingError: timeout is no timedelta above zero and of at most a week. UsageError: fut is no
+            future.
         """
+        self._check_open()
         if not isinstance(fut, torch.futures.Future):
             raise UsageError(f"wrap_future was given a {type(fut).__name__}; give a torch.futures.Future")
         limit = self._limit(timeout, self._config.timeout)
@@ -712,10 +751,16 @@ class Manager:
         if outcome.exhausted:
             raise TooManyFailures(
                 f"replica {self.replica_id} failed to commit {outcome.failures} times in a row, and max_retries is "
-                f"{self._config.max_retries}; the last error was: {error}",
+                f"{self._config.max_retries}; {self._last_failure(error, plan)}",
                 failures=outcome.failures,
             ) from error
         return outcome.committed
+
+    @staticmethod
+    def _last_failure(error: BaseException | None, plan: Plan | None) -> str:
+        if error is None and plan is not None and plan.num_participants < plan.min_replica_size:
+            return f"{plan.num_participants} replicas take part, and min_replica_size is {plan.min_replica_size}"
+        return f"the last error was: {error}" if error is not None else "another rank of the group voted no"
 
     # --- several steps in flight ---------------------------------------------------------------------------------
 
@@ -952,9 +997,10 @@ class Manager:
         Args:
             signals: none said: SIGTERM.
             deadline: as in `leave`.
-        Raises: UsageError: this is not the main thread, which alone may handle signals. SettingError: one of them is no
-            signal that a process can handle, or the deadline is none; nothing has changed then.
+        Raises: Closed. UsageError: this is not the main thread, which alone may handle signals. SettingError: one of
+            them is no signal that a process can handle, or the deadline is none; nothing has changed then.
         """
+        self._check_open()
         if threading.current_thread() is not threading.main_thread():
             raise UsageError("leave_on_signal was called outside the main thread; call it there, once")
         self._deadline(deadline)
@@ -1017,30 +1063,39 @@ class Manager:
 
         Args:
             wait: until all of it has ended.
+        Raises: what the process group, or another part of the user's own, raises at its end; all else has ended then.
         """
-        if self._closing.is_set():
-            return
-        if self._leaving.wished and not self._leaving.left and self._core.phase is Phase.IDLE:
-            self._leave_now()
-        if self._leaving.left:
-            self._serve_to_the_end()
-        self._closing.set()
+        if self._closing.is_set() or os.getpid() != self._pid:
+            return  # what a forked child has a copy of is its parent's
+        try:
+            if self._leaving.wished and not self._leaving.left and self._core.phase is Phase.IDLE:
+                self._leave_now()
+            if self._leaving.left:
+                self._serve_to_the_end()
+        finally:
+            self._closing.set()
+            self._end_parts(wait)
+
+    def _end_parts(self, wait: bool) -> None:
         if self._giver_up is not None:
             self._giver_up.join()
-        self._exchange.close()
-        self._breaker.close(wait=wait)
-        self._futures.close()
-        self._reducer.release()
-        for step in self._deferred:
-            step.started.let_go()
-        self._pg.shutdown()
-        self._coordinator.close()
-        self._early.drop()
-        self._transport.shutdown(wait)
-        self._negotiation.close(wait=wait)
-        self._signals.give_back()  # not before: a launcher that says it twice would end this process in the midst of it
+        with contextlib.ExitStack() as rest:  # whatever one of them raises, the others end; the last one comes first
+            # Not before: a launcher that sends a signal twice would end this process in the midst of it.
+            rest.callback(self._signals.give_back)
+            rest.callback(self._negotiation.close, wait=wait)
+            rest.callback(self._transport.shutdown, wait)
+            rest.callback(self._early.drop)
+            rest.callback(self._coordinator.close)
+            rest.callback(self._pg.shutdown)
+            for step in self._deferred:
+                rest.callback(step.started.let_go)
+            rest.callback(self._reducer.release)
+            rest.callback(self._futures.close)
+            rest.callback(self._breaker.close, wait=wait)
+            rest.callback(self._exchange.close)
 
     def __enter__(self) -> Manager:
+        self._check_open()
         return self
 
     def __exit__(
@@ -1064,11 +1119,16 @@ class Manager:
     def _check_open(self) -> None:
         if self._closing.is_set():
             raise Closed(f"the Manager of replica {self.replica_id} was shut down; make a new one")
+        if os.getpid() != self._pid:  # none of its threads is here
+            raise UsageError(
+                f"the Manager of replica {self.replica_id} belongs to process {self._pid}, of which this one was "
+                "forked; use it there, or make one here"
+            )
 
 
 def _check_group(pg: object) -> None:
     """Raises: SettingError: it is no process group that a Manager can use."""
-    needed = ("configure", "allreduce", "abort", "errored", "set_timeout")
+    needed = ("configure", "allreduce", "abort", "errored", "set_timeout", "shutdown")
     if isinstance(pg, type) or not all(callable(getattr(pg, name, None)) for name in needed):
         what = f"the class {pg.__name__}" if isinstance(pg, type) else f"a {type(pg).__name__}"
         raise SettingError(f"pg is {what}; give a process group that can be configured: ProcessGroupGloo()")

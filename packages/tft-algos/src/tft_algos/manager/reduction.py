@@ -23,11 +23,12 @@ from typing import Any, Final, final
 import torch
 import torch.distributed as dist
 
-from tft_algos.errors import NoWeight, SettingError
+from tft_algos.errors import NoWeight, SettingError, UsageError
 from tft_algos.manager.parts import Clock
 from tft_pg.errors import DeadlinePassed
 
 # A product of one of these with a number of tokens overflows, so they are reduced in a wider copy.
+MOST_WEIGHT: Final = 1e18  # so that neither the product with a gradient nor its sum leaves a float32's range soon
 _WIDER: Final = {torch.float16: torch.float32, torch.complex32: torch.complex64}
 
 
@@ -79,6 +80,11 @@ def check_weight(weight: object) -> float:
         value = math.inf
     if not 0.0 <= value < math.inf:
         raise SettingError(f"weight is {value:g}; give a finite number that is not below zero")
+    if value != 0.0 and not 1.0 / MOST_WEIGHT <= value <= MOST_WEIGHT:
+        raise SettingError(
+            f"weight is {value:g}, by which a gradient can't be multiplied in its own dtype; give zero, or a number "
+            f"between {1.0 / MOST_WEIGHT:g} and {MOST_WEIGHT:g}"
+        )
     return value
 
 
@@ -219,7 +225,10 @@ class Reduction(dist.Work):
                 the reduction has failed, and what runs in the process group is ended, because the others may have what
                 is lacking here.
         Returns: False if the reduction failed; the failure was reported and the step will not commit.
+        Raises: UsageError: timeout is no timedelta.
         """
+        if timeout is not None and not isinstance(timeout, timedelta):
+            raise UsageError(f"wait was given the time-out {timeout!r}; give a timedelta: timedelta(seconds=5)")
         if self._ended is not None:
             return self._ended
         no_alarm = self._alarm(timeout) if timeout else None
