@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import sys
 import warnings
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from tft_algos import (
     UsageError,
     backward,
 )
+from tft_algos.backward import reductions_of
 from tft_algos.testing import plan_of
 from tft_coord.core.types import LossNotice, QuorumKey
 from tft_coord.errors import GroupLost
@@ -691,3 +694,73 @@ def test_join_and_copies_are_refused() -> None:
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"save the module's state_dict\(\)"):
             copied(model)
+
+
+@pytest.mark.parametrize("others_commit", [0, 3])
+def test_a_pass_that_raised_in_one_model_stops_no_other_one(others_commit: int) -> None:
+    """As with the two networks of a GAN, each with an optimizer of its own."""
+
+    def fail(_: torch.Tensor) -> torch.Tensor:
+        raise MemoryError("no room")
+
+    torch.manual_seed(0)
+    manager, first, second = Sums(), OtherOrder(), torch.nn.Linear(4, 1)
+    model = DistributedDataParallel(manager, first, bucket_cap_mb=0.5)  # type: ignore[arg-type]
+    other = DistributedDataParallel(manager, second)  # type: ignore[arg-type]
+    handle = first.a.weight.register_hook(fail)
+    with pytest.raises(MemoryError):
+        model(torch.ones(2, 300)).sum().backward()
+    handle.remove()
+    assert reductions_of(manager).pass_has_raised()  # type: ignore[arg-type]
+    for _ in range(others_commit):
+        manager.attempt += 1
+        other(torch.ones(1, 4)).sum().backward()
+        assert not reductions_of(manager).pass_has_raised()  # type: ignore[arg-type]
+        manager.step += 1
+    manager.attempt += 1
+    model(torch.ones(2, 300)).sum().backward()
+    assert not reductions_of(manager).pass_has_raised()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [0.5, 25])
+def test_after_a_backward_pass_that_came_too_late_the_next_step_is_like_every_other(bucket_cap_mb: float) -> None:
+    torch.manual_seed(0)
+    manager, module = Sums(), OtherOrder()
+    model = DistributedDataParallel(manager, module, bucket_cap_mb=bucket_cap_mb)  # type: ignore[arg-type]
+    model(torch.ones(2, 300)).sum().backward()
+    manager.verdict, manager.step = True, manager.step + 1
+    for _ in range(2):
+        with pytest.raises(UsageError, match="was voted on"):
+            model(torch.ones(2, 300)).sum().backward()
+    manager.verdict, manager.attempt = None, manager.attempt + 1
+    manager.sizes.clear()
+    model(torch.ones(2, 300)).sum().backward()
+    assert sum(manager.sizes) == sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, PureDistributedDataParallel])
+def test_a_step_in_which_nothing_was_reduced_is_not_committed_alone(rigs: Any, wrapper: Any) -> None:
+    rig = rigs(plan_of(7, size=2), others=0)
+    module = torch.nn.Linear(4, 1)
+    model = wrapper(rig.manager, module)
+    optimizer = Optimizer(rig.manager, torch.optim.SGD(module.parameters(), lr=0.1))
+    optimizer.zero_grad()
+    with model.no_sync():
+        model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(UsageError, match=r"no gradient was reduced, so that this replica would commit what no other"):
+        optimizer.step()
+    assert rig.coordinator.votes == []
+    model(torch.ones(1, 4)).sum().backward()
+    assert optimizer.step()
+
+
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, PureDistributedDataParallel])
+def test_a_module_that_is_sharded_is_refused(wrapper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradients come elsewhere, so each replica would go its own way, and all would commit."""
+
+    class Sharded(torch.nn.Linear):
+        pass
+
+    monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", SimpleNamespace(FSDPModule=Sharded))
+    with pytest.raises(SettingError, match=r"sharded by fully_shard.*call reduce_across\(manager, module\)"):
+        wrapper(Sums(), torch.nn.Sequential(Sharded(2, 2)))

@@ -495,3 +495,82 @@ def test_with_a_manager_and_a_wrapped_optimizer(tmp_path: Path, rigs: Any) -> No
     again = rigs().manager
     assert DurableCheckpoint(again, tmp_path, model=model, optimizers=[optimizer]).load() == 1
     assert (again.current_step(), again.state_dict()) == (1, manager.state_dict())
+
+
+def test_a_checkpoint_of_a_larger_model_is_refused(tmp_path: Path) -> None:
+    """Torch reads what it is asked for, and would say nothing of the rest."""
+    large, small = Job(tmp_path), Job(tmp_path)
+    large.checkpoint._model = torch.nn.Sequential(large.model, torch.nn.Linear(2, 2))
+    large.checkpoint._optimizers = []
+    large.manager.step = 4
+    assert large.checkpoint.save() is not None
+    small.checkpoint._model = torch.nn.Sequential(small.model)
+    small.checkpoint._optimizers = []
+    before = digest(small.model.state_dict())
+    with pytest.raises(CheckpointFailed, match=r"it is of a model that has 1.bias, 1.weight, which this one has not"):
+        small.checkpoint.load()
+    assert (digest(small.model.state_dict()), small.manager.loaded) == (before, None)
+
+
+def test_what_a_checkpoint_has_beside_what_is_asked_for_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(tmp_path)
+    job.manager.step = 4
+    job.checkpoint.save()
+    job.checkpoint._others = {}
+    assert job.checkpoint.load() == 4
+    assert "has the state of scheduler, of which there is nothing here" in caplog.text
+
+
+def test_a_state_that_can_t_be_given_is_said_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(tmp_path)
+    job.manager.step = 4
+    monkeypatch.setattr(job.scheduler, "state_dict", lambda: 1 / 0)
+    with pytest.raises(CheckpointFailed, match=r"could not take the checkpoint of step 4.*nothing was written"):
+        job.checkpoint.save()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda said: said["files"].update({next(iter(said["files"])): [float("inf"), ""]}),
+        lambda said: said["manager"].update(batches_committed="x"),
+        lambda said: said["manager"].update(step=4.0),
+    ],
+    ids=["a size without end", "batches", "a broken step"],
+)
+def test_a_manifest_that_is_signed_and_odd_is_no_whole_checkpoint(tmp_path: Path, change: Any) -> None:
+    job = Job(tmp_path)
+    job.manager.step = 4
+    path = job.checkpoint.save()
+    assert path is not None
+    said = json.loads((path / durable.MANIFEST).read_bytes().partition(b"\n")[2])
+    change(said)
+    body = json.dumps(said).encode()
+    (path / durable.MANIFEST).write_bytes(hashlib.blake2b(body, digest_size=32).hexdigest().encode() + b"\n" + body)
+    with pytest.raises(CheckpointFailed):
+        job.checkpoint.load()
+    assert job.manager.loaded is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"manager": None}, "the manager is a NoneType; give a Manager"),
+        ({"directory": 5}, "directory is 5; give a path"),
+        ({"optimizers": None}, "optimizers is a NoneType"),
+        ({"others": {1: SimpleNamespace(state_dict=dict, load_state_dict=dict)}}, "others has the key 1; give texts"),
+    ],
+)
+def test_what_can_t_be_an_argument_is_named(tmp_path: Path, changed: dict[str, Any], says: str) -> None:
+    arguments = {"manager": StepSource(), "directory": tmp_path, "model": torch.nn.Linear(1, 1), **changed}
+    with pytest.raises(SettingError, match=says):
+        DurableCheckpoint(arguments.pop("manager"), arguments.pop("directory"), **arguments)
+
+
+@pytest.mark.parametrize("step", [True, "2", 2.0])
+def test_a_step_is_a_whole_number(tmp_path: Path, step: Any) -> None:
+    with pytest.raises(SettingError, match="give a whole number, or None for the newest"):
+        Job(tmp_path).checkpoint.load(step)

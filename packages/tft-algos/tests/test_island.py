@@ -243,6 +243,7 @@ HEALED: Final = [
     (True, Purpose.STAGED),
     (True, Purpose.SPREAD),
     (True, Purpose.MATCHED),
+    (True, Purpose.LOADED),
     (True, Purpose.COMMIT),
 ]
 

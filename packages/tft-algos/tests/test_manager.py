@@ -610,10 +610,15 @@ def test_those_that_heal_are_named_to_the_transport_that_refuses_them_and_it_may
 
 def test_a_state_that_was_declared_half_written_is_not_served(rigs: Any) -> None:
     rig = rigs(plan_of(7, size=2, healing=[1]), plan_of(8, size=2, healing=[1]))
+    refused: list[tuple[int, str, list[int]]] = []
+    rig.transport.refuse_checkpoint = lambda step, why, *, key, dst_ranks: refused.append((step, why, list(dst_ranks)))
     rig.manager.disallow_state_dict_read()
     rig.manager.start_quorum()
     with pytest.raises(StateUnavailable, match="call allow_state_dict_read first"):
         rig.manager.should_commit()
+    ((step, why, told),) = refused
+    assert (step, told) == (0, [1]), "who heals does not wait for it"
+    assert "was declared half written" in why
     rig.manager.allow_state_dict_read()
     assert rig.step()
 
@@ -750,6 +755,75 @@ def test_shutdown_ends_all_parts_and_may_be_repeated(rigs: Any) -> None:
         rig.manager.start_quorum()
 
 
+@pytest.mark.parametrize("broken", ["group", "transport"])
+def test_a_part_that_raises_at_its_end_keeps_no_other_from_ending(
+    rigs: Any, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("mine")
+
+    rig = rigs(plan_of(7))
+    monkeypatch.setattr(getattr(rig, broken), "shutdown", fail)
+    with pytest.raises(RuntimeError, match="mine"):
+        rig.manager.shutdown()
+    closed = {"group": rig.group.closed, "coordinator": rig.coordinator.closed, "transport": rig.transport.closed}
+    assert closed == {**dict.fromkeys(closed, True), broken: False}
+    rig.manager.shutdown()
+
+
+def test_a_forked_child_is_told_that_the_manager_is_its_parents(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = rigs(plan_of(7))
+    monkeypatch.setattr("os.getpid", lambda: -1)
+    with pytest.raises(UsageError, match="of which this one was forked; use it there, or make one here"):
+        rig.manager.start_quorum()
+    rig.manager.shutdown()
+    assert not rig.coordinator.closed
+    monkeypatch.undo()
+    assert rig.step()
+
+
+def test_after_shutdown_nothing_is_begun(rigs: Any) -> None:
+    manager = rigs(plan_of(7)).manager
+    manager.shutdown()
+    for call in (
+        lambda: manager.allreduce(torch.ones(1)),
+        lambda: manager.wrap_future(torch.futures.Future(), 1),
+        lambda: manager.register_state_dict_fn("late", lambda _: None, dict),
+        manager.leave_on_signal,
+        manager.__enter__,
+    ):
+        with pytest.raises(Closed, match="was shut down; make a new one"):
+            call()
+
+
+def test_what_is_pending_at_shutdown_has_its_default(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
+    rig = rigs(plan_of(7))
+    bounded = rig.manager.wrap_future(torch.futures.Future(), "default")
+    rig.manager.shutdown()
+    assert (bounded.done(), bounded.value(), caplog.records) == (True, "default", [])
+
+
+def test_too_few_participants_are_what_max_retries_names(rigs: Any) -> None:
+    rig = rigs(plan_of(7, min_replica_size=2), max_retries=0)
+    rig.manager.start_quorum()
+    with pytest.raises(TooManyFailures, match="1 replicas take part, and min_replica_size is 2"):
+        rig.manager.should_commit()
+
+
+@pytest.mark.parametrize("heals", [False, True])
+def test_state_that_is_registered_late_is_warned_of_where_nothing_makes_it_alike(
+    rigs: Any, caplog: pytest.LogCaptureFixture, heals: bool
+) -> None:
+    rig = rigs(plan_of(7, size=2), *[QuorumKey(7, 7)] * 2)
+    rig.manager.register_state_dict_fn("first", lambda _: None, dict)
+    rig.step()
+    rig.manager.register_state_dict_fn("in the first step", lambda _: None, dict)
+    rig.step()
+    assert "was registered" not in caplog.text
+    rig.manager.register_state_dict_fn("late", lambda _: None, dict, compared=not heals)
+    assert ("state was registered under 'late' in attempt 2" in caplog.text) is not heals
+
+
 # --- what can't be ----------------------------------------------------------------------------------------------------
 
 
@@ -762,11 +836,22 @@ def test_what_is_no_process_group_is_refused_by_name(pg: Any, says: str) -> None
         Manager(pg, lighthouse_addr="nowhere:1")
 
 
+class Lookalike:
+    """What a transport of torchft's has."""
+
+    def send_checkpoint(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("part", "says"),
     [
         ({"config": 3}, "config is a int; give a ManagerConfig"),
         ({"coordinator": 3}, "coordinator is a int; give an object that has quorum and vote"),
+        ({"coordinator": lambda _: None}, "coordinator is a function that returned None; have it return what it made"),
+        ({"coordinator": lambda _: 3}, "coordinator is a int; give an object that has quorum and vote"),
+        ({"checkpoint_transport": Lookalike()}, "checkpoint_transport is a Lookalike; make that class a subclass"),
         (
             {"clock": ManualClock},
             "clock is the class ManualClock; give an object that has monotonic and wait and after",
@@ -776,6 +861,28 @@ def test_what_is_no_process_group_is_refused_by_name(pg: Any, says: str) -> None
 def test_what_is_no_part_of_a_manager_is_refused_by_name(part: dict[str, Any], says: str) -> None:
     with pytest.raises(SettingError, match=says):
         Manager(FakeGroup(), lighthouse_addr="nowhere:1", **part)
+
+
+@pytest.mark.parametrize("said", [{"allow_heal": "no"}, {"shrink_only": 2}, {"use_async_quorum": 0}])
+def test_a_flag_that_is_none_is_refused_by_name_and_nothing_is_begun(rigs: Any, said: dict[str, Any]) -> None:
+    manager = rigs(plan_of(7)).manager
+    with pytest.raises(SettingError, match=f"{next(iter(said))} is .*; give True"):
+        manager.start_quorum(**said)
+    assert manager.attempt == 0
+
+
+def test_a_wait_without_a_timedelta_is_refused(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2))
+    rig.manager.start_quorum()
+    with pytest.raises(UsageError, match=r"wait was given the time-out 5; give a timedelta"):
+        rig.manager.allreduce(torch.ones(2)).wait(5)
+
+
+def test_premul_sum_is_refused_alone_too(rigs: Any) -> None:
+    rig = rigs(plan_of(7))
+    rig.manager.start_quorum()
+    with pytest.raises(Unsupported, match="PREMUL_SUM does not exist here; multiply the tensor"):
+        rig.manager.allreduce(torch.ones(2), reduce_op=dist._make_nccl_premul_sum(2.0))
 
 
 @pytest.mark.parametrize("key", [3, "", None, ("model",)])
@@ -890,3 +997,12 @@ def test_a_reduction_by_what_is_no_operation_is_refused_alone_too(rigs: Any, red
     with pytest.raises(UsageError, match=r"reduce_op is .*; give one of torch's"):
         rig.manager.allreduce(torch.ones(1), reduce_op=reduce_op)
     assert rig.manager.should_commit()
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(2, device="meta"), torch.zeros(2).to_sparse()], ids=["meta", "sparse"])
+def test_what_can_not_be_reduced_fails_the_step_alone_too(rigs: Any, tensor: torch.Tensor) -> None:
+    rig = rigs(plan_of(7))
+    rig.manager.start_quorum()
+    assert not rig.manager.allreduce(tensor).wait()
+    assert "can't be reduced; give a dense one" in str(rig.manager.errored())
+    assert not rig.manager.should_commit()

@@ -309,9 +309,27 @@ def test_all_ranks_of_a_group_take_their_state_together_and_load_together(rigs: 
         (True, Purpose.STAGED),
         (False, Purpose.WITHOUT_OWN),
         (True, Purpose.MATCHED),
+        (True, Purpose.LOADED),
         (True, Purpose.COMMIT),
     ]
     assert len(own.loaded) == 1
+
+
+def test_where_another_rank_could_not_load_this_one_heals_again_and_votes_with_it(rigs: Any) -> None:
+    member, _, own = healing(rigs, verdicts=[True, False, True, False, False], **TWO)
+    assert not member.step()
+    assert votes(member)[-2:] == [(True, Purpose.LOADED), (False, Purpose.COMMIT)]
+    assert member.coordinator.votes[-1][1] == 0, "of the step of the rank that has not loaded"
+    assert (len(own.loaded), member.manager.torn) == (1, True)
+    assert "could not load step 0; a group heals whole" in str(member.manager.errors()[0])
+
+
+def test_a_load_function_that_raises_is_told_to_the_other_ranks(rigs: Any) -> None:
+    member, _, own = healing(rigs, verdicts=[True, False, True, False, False], **TWO)
+    member.manager._user._functions["model"] = (lambda _: 1 / 0, own.take)
+    assert not member.step()
+    assert votes(member)[-2:] == [(False, Purpose.LOADED), (False, Purpose.COMMIT)]
+    assert member.manager.torn
 
 
 def test_a_rank_that_fetched_no_parts_takes_its_state_where_another_needs_its_own(rigs: Any) -> None:

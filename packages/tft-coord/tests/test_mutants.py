@@ -285,14 +285,6 @@ def takes_rank_0_for_all(self: GroupCore) -> tuple[Member, QuorumKey | None]:
     return replace(member, torn=False, step=first.step, lineage=first.lineage), held
 
 
-def holds_what_all_ranks_hold(self: GroupCore) -> tuple[Member, QuorumKey | None]:
-    member, held = right_merge(self)
-    requests = [asked.request for asked in self._asked.values()]
-    if all(request.held == held for request in requests):
-        return member, held
-    return replace(member, needs_configure=any(request.needs_configure for request in requests)), None
-
-
 def goes_on_in_another_quorum(self: Syncs, plan: Plan) -> None:
     return None
 
@@ -787,7 +779,6 @@ MUTANTS = [
     Mutant(Syncs, "_fragment", counts_none_in_flight, "F1", 0),
     Mutant(Syncs, "_results", takes_what_it_has_got, "I3 I5", 12),
     Mutant(GroupCore, "_given_before", asks_the_lighthouse_again, "F1", SYNCS),
-    Mutant(GroupCore, "_merge", holds_what_all_ranks_hold, "I2", 779_240),
     Mutant(Job, "_lost_the_answer", tells_a_lost_answer_by_its_step, "F1 I3", 450_090),
     # Section 2, several lighthouses; section 6, torchft's lighthouse.
     Mutant(SessionCore, "looked", follows_nobody, "I6", 0, WITH_STANDBY),

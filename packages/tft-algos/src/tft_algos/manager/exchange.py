@@ -1,7 +1,8 @@
 """Live state between replicas: given to those that heal, or taken from one that has it.
 
 Both happen on the training thread, at a step boundary, whole groups at a time: all ranks of a group have staged what
-they fetched, and found where it belongs, before one of them loads. Only the fetching itself runs in the background.
+they fetched, and found where it belongs, before one of them loads, and all have loaded before one goes on. Only the
+fetching itself runs in the background.
 
 Law of this file: one step's exchange. Whether there is one is said by the plan; what a healing means for the step is
 `core`'s, and how a state crosses is the transport's.
@@ -191,7 +192,7 @@ class StateExchange:
     # --- taking -------------------------------------------------------------------------------------------------------
 
     def _heal(self, plan: Plan) -> None:
-        """Stage, agree inside the group that all have staged, load; all or none."""
+        """Stage, agree inside the group that all have staged, load, agree that all have loaded; all or none."""
         fetch = self._fetch  # which stays until `settle`: the loss of its source must reach it, and it may end late
         assert fetch is not None or self._config.stands_by, "a plan that heals has no fetch"
         error: Exception | None = None
@@ -223,6 +224,10 @@ class StateExchange:
             self._check.explain(plan, state)
             self._core.load_began()
             error = self._user.load(state["user"])
+            # Who has loaded would vote on another step than who has not, and each would wait for the other.
+            if not self._agree(plan, error is None, Purpose.LOADED):
+                self._reports.raise_fatal()
+                error = error or self._other_rank_failed(plan, "load")
         if error is None:
             self._core.healed(state["tft"])
             self.healed_in = self._core.name.attempt

@@ -19,7 +19,7 @@ from typing import Final, TypeAlias, final
 import torch
 import torch.distributed as dist
 
-from tft_algos.errors import NoWeight, UsageError
+from tft_algos.errors import NoWeight, Unsupported, UsageError
 from tft_algos.manager.attempt import StepName
 from tft_algos.manager.core import Phase, StepCore
 from tft_algos.manager.parts import Clock, Group
@@ -235,6 +235,10 @@ class Reducer:
         return denominator
 
     def _alone(self, tensor: torch.Tensor, weight: float | None, name: StepName) -> dist.Work:
+        if tensor.layout is not torch.strided or tensor.is_meta:  # what fails with others is not right without them
+            kind = "on the meta device" if tensor.is_meta else f"{tensor.layout}"
+            self._report(Unsupported(f"a tensor that is {kind} can't be reduced; give a dense one with memory"), name)
+            return LostReduction(tensor)
         if weight == 0.0:
             self._report(
                 NoWeight(

@@ -377,8 +377,8 @@ class Purpose(enum.Enum):
 
     COMMIT: the step counts. Of a healing, in this order. STAGED: each rank has fetched its part. SPREAD: where rank 0
     fetches for all, each rank has what it fetched. WITHOUT_OWN: no rank needs its own state to make use of what was
-    fetched. MATCHED: each rank's own state fits that. Of who serves, where rank 0 gives for all. TAKEN: each rank could
-    take its state, so that they can put it together.
+    fetched. MATCHED: each rank's own state fits that. LOADED: each rank has loaded it. Of who serves, where rank 0
+    gives for all. TAKEN: each rank could take its state, so that they can put it together.
     """
 
     COMMIT = "commit"
@@ -387,3 +387,4 @@ class Purpose(enum.Enum):
     MATCHED = "matched"
     SPREAD = "spread"
     TAKEN = "taken"
+    LOADED = "loaded"

@@ -109,6 +109,7 @@ class Chance:
         spread_ms: after which a member learns that a reduction is complete.
         chunk_ms: of a transfer, by the name of the rank that fetches.
         optimizer_raises: whether a rank's optimizer raises after this commit.
+        load_raises: whether it raises as a rank of several loads what it has fetched, by the rank's name.
     """
 
     network: random.Random = field(default_factory=lambda: random.Random("network"))
@@ -119,6 +120,7 @@ class Chance:
     spread_ms: Callable[[], int] = lambda: 1
     chunk_ms: Callable[[str], int] = lambda _: 20
     optimizer_raises: Callable[[str], bool] = lambda _: False
+    load_raises: Callable[[str], bool] = lambda _: False
 
 
 @dataclass(slots=True)

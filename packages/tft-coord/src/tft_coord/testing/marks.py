@@ -71,6 +71,7 @@ SCENARIO_MARKS: Mapping[int, tuple[str, ...]] = {
     10: (
         "a healing took longer than join_timeout",
         "half of a group had fetched",
+        "a rank of a group could not load",
         "a transfer lost its last source",
         "waited: heals and its bytes arrive",
     ),

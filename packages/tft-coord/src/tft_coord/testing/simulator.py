@@ -71,6 +71,7 @@ class Report:
 
 FOREIGN_SHARE = 0.1  # of the jobs run on torchft's lighthouse
 STANDBY_SHARE = 0.1  # have two lighthouses
+LOAD_ERRORS = 0.1  # of the loads on a rank of a group of several
 SYNCS_SHARE = 0.2  # synchronize now and then
 TWIN = "twin"  # whoever was started a second time under one replica id
 STRANGER = "stranger"  # whoever was started with other settings than the rest
@@ -129,6 +130,7 @@ class Simulation:
         self._config = config
         self._faults = self._rng("faults")
         self._compiles = self._rng("compiles")
+        self._loads = self._rng("loads")
         self._hangs = self._rng("hangs")
         workload = self._rng("workload")
         nonces = self._rng("nonces")
@@ -200,6 +202,7 @@ class Simulation:
             spread_ms=lambda: groups.randint(1, 60),
             chunk_ms=lambda _: groups.randint(5, 120 if self._calm else slow_chunk_ms),
             optimizer_raises=self._optimizer_raises,
+            load_raises=lambda _: not self._calm and self._loads.random() < LOAD_ERRORS,
         )
         self.cluster = Cluster(
             cluster_config, chance, on_end=self._ended, on_line=on_line, log_lines=config.verbose_lines

@@ -172,6 +172,9 @@ class Outside:
     def optimizer_raises(self, trainer: Trainer) -> bool:
         return self.cluster.chance.optimizer_raises(self.replica.name)
 
+    def load_raises(self, trainer: Trainer) -> bool:
+        return self.cluster.chance.load_raises(trainer.name)
+
     def hangs(self, trainer: Trainer) -> None:
         self.cluster.hangs.begins(self.replica, trainer)
 

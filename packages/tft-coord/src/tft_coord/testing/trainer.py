@@ -263,6 +263,9 @@ class Surroundings(Protocol):
     def optimizer_raises(self, trainer: Trainer) -> bool:
         """Whether the optimizer raises after this commit."""
 
+    def load_raises(self, trainer: Trainer) -> bool:
+        """Whether a function that loads what was fetched raises, on a rank of a group of several."""
+
     def hangs(self, trainer: Trainer) -> None:
         """The trainer hangs, or is stopped inside its step, from now on."""
 
@@ -807,7 +810,7 @@ class Trainer(Process):
         self.snapshot = Snapshot(plan.key, early)
 
     def heal(self, plan: Plan, vote: Round) -> Life:
-        """Fetch, agree with the other ranks that all have, load; all or none."""
+        """Fetch, agree with the other ranks that all have, load, agree that all have; all or none."""
         self.phase = "heal"
         started_ms = self.clock.now_ms
         fetched = yield from self._fetch(plan)
@@ -821,7 +824,21 @@ class Trainer(Process):
             self.outside.note(self, "could not heal")
             return False
         self.outside.invariants.loads(self.host, self.rank, replace(vote, purpose=Purpose.STAGED))
-        if self.torn:
+        was_torn = self.torn
+        if self.world_size > 1:
+            raises = self.outside.load_raises(self)
+            if raises:
+                self.torn = True
+                self.weights = f"torn/{self.name}"
+            loaded = yield from self.vote(replace(vote, purpose=Purpose.LOADED), not raises)
+            if not loaded.yes:
+                self.torn = True  # what it holds may be whole, and is not what the others hold
+                self.weights = f"torn/{self.name}"
+                self.failed_heals += 1
+                self.outside.marks.hit("a rank of a group could not load")
+                self.outside.note(self, "could not load what it fetched, or another rank could not")
+                return False
+        if was_torn:
             self.outside.marks.hit("a torn group healed")
         self.step, self.lineage, self.weights = plan.step, plan.lineage, fetched.weights
         self.live = True

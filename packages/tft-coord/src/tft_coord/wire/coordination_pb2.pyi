@@ -18,6 +18,7 @@ class Purpose(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MATCHED: _ClassVar[Purpose]
     SPREAD: _ClassVar[Purpose]
     TAKEN: _ClassVar[Purpose]
+    LOADED: _ClassVar[Purpose]
 
 class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -31,6 +32,7 @@ WITHOUT_OWN: Purpose
 MATCHED: Purpose
 SPREAD: Purpose
 TAKEN: Purpose
+LOADED: Purpose
 OUTSIDE: Phase
 OWN: Phase
 WAITING: Phase

@@ -42,6 +42,7 @@ _PURPOSES = {
     Purpose.MATCHED: pb.MATCHED,
     Purpose.SPREAD: pb.SPREAD,
     Purpose.TAKEN: pb.TAKEN,
+    Purpose.LOADED: pb.LOADED,
 }
 
 
