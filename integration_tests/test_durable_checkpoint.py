@@ -29,6 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from integration_tests.conftest import Kill, Launch, Spawn
 from tft_algos import DistributedDataParallel, Manager, Optimizer
 from tft_algos.durable import REMOVING, WRITING, DurableCheckpoint
+from tft_algos.errors import CheckpointFailed
 from tft_algos.testing import digest
 from tft_lighthouse import LighthouseServer
 from tft_pg import ProcessGroupGloo
@@ -177,6 +178,64 @@ def test_a_writer_killed_at_any_call_leaves_a_whole_checkpoint(spawn: Spawn, tmp
     assert 1 <= written < num_killed
     assert len(list(tmp_path.iterdir())) == 2
     assert not [path for path in tmp_path.iterdir() if path.name.startswith((WRITING, REMOVING))]
+
+
+# --- what one rank alone finds out -----------------------------------------------------------------------------------
+
+
+def save_as_one_of_two(directory: Path, rank: int, port: int, what: str, connection: Connection) -> None:
+    """A rank whose state can't be given, or is torn, on rank 1 alone; then both save."""
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=PATIENCE_S))
+    is_odd = rank == 1
+
+    def state() -> dict[str, int]:
+        if is_odd and what == "raises":
+            raise OSError("no such place")
+        return {"seen": 3}
+
+    committed: Any = Committed(
+        replica_id="both",
+        attempt=4,
+        verdict=True,
+        torn=is_odd and what == "torn",
+        config=SimpleNamespace(rank=rank, world_size=2),
+    )
+    others: Any = {"counter": SimpleNamespace(state_dict=state, load_state_dict=lambda _: None)}
+    checkpoint = DurableCheckpoint(committed, directory, model=torch.nn.Linear(8, 8), others=others)
+    for _ in range(2):
+        try:
+            connection.send(str(checkpoint.save()))
+        except CheckpointFailed as error:
+            connection.send(str(error))
+        is_odd = committed.torn = False
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("torn", ("None", "None")),
+        ("raises", ("another rank of replica both could not give its state of step 4", "OSError: no such place")),
+    ],
+)
+def test_what_one_rank_alone_finds_out_keeps_all_from_saving(
+    spawn: Spawn, tmp_path: Path, what: str, says: tuple[str, str]
+) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    heard: list[Connection] = []
+    for rank in range(2):
+        ours, theirs = multiprocessing.connection.Pipe()
+        spawn(save_as_one_of_two, tmp_path, rank, store.port, what, theirs)
+        theirs.close()
+        heard.append(ours)
+    for connection, words in zip(heard, says, strict=True):
+        assert connection.poll(PATIENCE_S)
+        assert words in connection.recv()
+    for connection in heard:
+        assert connection.poll(PATIENCE_S)
+        assert connection.recv() == str(tmp_path / "step-4"), "the next one is whole"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-4"]
 
 
 # --- jobs that end and go on -----------------------------------------------------------------------------------------

@@ -76,6 +76,20 @@ def test_a_shell_that_is_killed_and_started_again_heals_and_the_loss_falls(
     assert at_last < at_first - 0.5
 
 
+@pytest.mark.parametrize("lighthouse", [1], indirect=True)
+def test_a_group_with_another_model_is_refused_and_harms_nobody(spawn: Spawn, lighthouse: LighthouseServer) -> None:
+    """Before its first reduction, which would end the process of whoever gets more bytes than it has room for."""
+    words = ["--steps=1000000", *SMALL]
+    with Shells(spawn, EXAMPLE, shell(0, lighthouse)) as shells:
+        (first,) = shells.start(0, words)
+        first.wait_for(r"step 10 .*participants 1 loss")
+        for other in ("--width=64", "--layers=2"):
+            (second,) = shells.start(1, [*words, other])
+            second.wait_for(r"differs from replica_0:\S+ of job 'default': parameter/optimizer 0 is")
+        step = int(first.wait_for(r"step (\d+) participants 1 loss")[1])
+        first.wait_for(rf"step {step + 20} participants 1 loss")
+
+
 @pytest.mark.parametrize("lighthouse", [2], indirect=True)
 def test_torchrun_starts_a_killed_process_again_and_both_groups_end_with_the_same_loss(
     launch: Launch, kill: Kill, lighthouse: LighthouseServer
