@@ -280,7 +280,7 @@ class DurableCheckpoint:
                         "[%s/%d] no gradient had reached %s by step %d, so no optimizer state is there for them",
                         self._manager.replica_id,
                         self._rank,
-                        ", ".join(without[:MOST_NAMED]) + (", ..." if len(without) > MOST_NAMED else ""),
+                        _named(without),
                         step,
                     )
             with _without_dcp_warnings():
@@ -324,16 +324,13 @@ class DurableCheckpoint:
                 there[keys[0]].add(str(keys[1]))
         unread = sorted(there["model"] - set(state["model"]))
         if unread:
-            more = ", ..." if len(unread) > MOST_NAMED else ""
-            raise ValueError(
-                f"it is of a model that has {', '.join(unread[:MOST_NAMED])}{more}, which this one has not"
-            )
+            raise ValueError(f"it is of a model that has {_named(unread)}, which this one has not")
         if unread := sorted(there["others"] - set(self._others)):
             logger.warning(
                 "[%s/%d] the checkpoint has the state of %s, of which there is nothing here, so it is not read",
                 self._manager.replica_id,
                 self._rank,
-                ", ".join(unread[:MOST_NAMED]),
+                _named(unread),
             )
 
     def _taken(self, step: int) -> dict[str, Any]:
@@ -420,6 +417,11 @@ class DurableCheckpoint:
                 path=str(where),
                 step=step,
             ) from error
+
+
+def _named(names: Sequence[str]) -> str:
+    """The first of them, for a message."""
+    return ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
 
 
 def _leave_out(wanted: dict[str, Any], saved: Mapping[str, Sequence[Any]] | None) -> list[str]:

@@ -141,7 +141,7 @@ class Optimizer(torch.optim.Optimizer):
                     "gradients; if it raised, give its error to Manager.report_error, or go on with zero_grad(); "
                     "if the loss does not depend on all parameters, say find_unused_parameters=True"
                 )
-            if reductions_of(self.manager).has_models and self.manager.verdict is None and self.manager.is_untouched:
+            if reductions_of(self.manager).has_models and self.manager.is_untouched:
                 raise UsageError(
                     f"step() was called in attempt {self._attempt}, in which no gradient was reduced, so that this "
                     "replica would commit what no other one has; if the pass raised, go on with zero_grad() and the "

@@ -27,8 +27,8 @@ from tft_algos.errors import NoWeight, SettingError, UsageError
 from tft_algos.manager.parts import Clock
 from tft_pg.errors import DeadlinePassed
 
-# A product of one of these with a number of tokens overflows, so they are reduced in a wider copy.
 MOST_WEIGHT: Final = 1e18  # so that neither the product with a gradient nor its sum leaves a float32's range soon
+# A product of one of these with a number of tokens overflows, so they are reduced in a wider copy.
 _WIDER: Final = {torch.float16: torch.float32, torch.complex32: torch.complex64}
 
 

@@ -824,12 +824,8 @@ class Trainer(Process):
             self.outside.note(self, "could not heal")
             return False
         self.outside.invariants.loads(self.host, self.rank, replace(vote, purpose=Purpose.STAGED))
-        was_torn = self.torn
         if self.world_size > 1:
             raises = self.outside.load_raises(self)
-            if raises:
-                self.torn = True
-                self.weights = f"torn/{self.name}"
             loaded = yield from self.vote(replace(vote, purpose=Purpose.LOADED), not raises)
             if not loaded.yes:
                 self.torn = True  # what it holds may be whole, and is not what the others hold
@@ -838,7 +834,7 @@ class Trainer(Process):
                 self.outside.marks.hit("a rank of a group could not load")
                 self.outside.note(self, "could not load what it fetched, or another rank could not")
                 return False
-        if was_torn:
+        if self.torn:
             self.outside.marks.hit("a torn group healed")
         self.step, self.lineage, self.weights = plan.step, plan.lineage, fetched.weights
         self.live = True
