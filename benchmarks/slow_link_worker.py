@@ -86,6 +86,10 @@ class Way:
         self._adam = torch.optim.AdamW(self._model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
         self._wrapped = wrap(self._model, self._adam)
 
+    def obey(self, order: dict[str, Any]) -> float:
+        """Train if the order has a number of steps, else tell the loss."""
+        return self.train(order["steps"]) if "steps" in order else self.loss()
+
     def train(self, steps: int) -> float:
         """So many steps more. Returns: how long they took, in seconds."""
         began_s = time.perf_counter()
@@ -154,11 +158,13 @@ def ways(arguments: argparse.Namespace) -> Iterator[dict[str, Way]]:
             )
             return model
 
-        yield {
+        made = {
             "alone": Way(text, arguments.steps, lambda model, _: model),
             "ddp": Way(text, arguments.steps, ddp_of_torch),
             "diloco": Way(text, arguments.steps, streaming_diloco),
         }
+        yield made
+        made.clear()  # torch's DDP must not be the last that holds a Gloo group (docs/troubleshooting.md)
     dist.destroy_process_group()
 
 
@@ -176,8 +182,7 @@ def main() -> None:
         tell(gradient_bytes=sum(parameter.nbytes for parameter in make_model().parameters()))
         for line in sys.stdin:
             order: dict[str, Any] = json.loads(line)
-            way = trained[order["way"]]
-            tell(answer=way.train(order["steps"]) if "steps" in order else way.loss())
+            tell(answer=trained[order["way"]].obey(order))
 
 
 if __name__ == "__main__":

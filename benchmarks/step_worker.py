@@ -125,6 +125,7 @@ def main() -> None:
     committed = manager.current_step() if manager is not None else arguments.warmup + arguments.steps
     tell(times_ms=times_ms, committed=committed)
     sys.stdin.readline()  # the other replica may still need this one
+    del model  # torch's DDP must not be the last that holds a Gloo group (docs/troubleshooting.md)
     close()
 
 

@@ -223,6 +223,8 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
                     told = digest(whole(strategy.state_dict()))
                     tell(Event("commit", committed, lineage, told, manager.num_participants()))
         tell(Event("loss", manager.current_step()))
+    # Were torch's DDP the last that holds a Gloo group, this thread could wait for one that waits for Python's lock.
+    del forward
     dist.destroy_process_group()
 
 
