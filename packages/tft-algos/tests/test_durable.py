@@ -523,6 +523,20 @@ def test_what_a_checkpoint_has_beside_what_is_asked_for_is_said(
     assert "has the state of scheduler, of which there is nothing here" in caplog.text
 
 
+def test_a_model_of_another_dtype_is_loaded_and_that_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(tmp_path)
+    job.manager.step = 4
+    job.checkpoint.save()
+    job.checkpoint.load()
+    said = "2 tensors of the model have another dtype in the checkpoint and are converted"
+    assert said not in caplog.text
+    written = job.model.weight.detach().clone()
+    job.model.bfloat16()
+    assert job.checkpoint.load() == 4
+    assert torch.equal(job.model.weight, written.bfloat16())
+    assert f"{said}: weight from torch.float32 to torch.bfloat16, bias from" in caplog.text
+
+
 def test_a_state_that_can_t_be_given_is_said_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(tmp_path)
     job.manager.step = 4

@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -271,8 +272,9 @@ class DurableCheckpoint:
         with self._explaining(step, "load", path):
             state = self._state()
             reader = FileSystemReader(path)
-            saved = reader.read_metadata().planner_data
-            self._check_wanted(state, saved or {})
+            metadata = reader.read_metadata()
+            saved = metadata.planner_data
+            self._check_wanted(state, metadata)
             if self._optimizers:
                 without = _leave_out(state["optimizer"]["state"], saved)
                 if without:
@@ -313,15 +315,31 @@ class DurableCheckpoint:
             state["others"] = {key: (other.state_dict(),) for key, other in self._others.items()}
         return state
 
-    def _check_wanted(self, state: Mapping[str, Any], saved: Mapping[str, Sequence[Any]]) -> None:
-        """Torch reads what is asked for, and says nothing of what else is there.
+    def _check_wanted(self, state: Mapping[str, Any], metadata: Metadata) -> None:
+        """Torch reads what is asked for, as what is asked for, and says nothing of what else is there.
 
         Raises: ValueError: parameters or buffers of another, larger model.
         """
         there: dict[str, set[str]] = {"model": set(), "others": set()}
-        for keys in saved.values():
-            if len(keys) > 1 and keys[0] in there:
-                there[keys[0]].add(str(keys[1]))
+        converted: list[str] = []
+        for leaf, keys in (metadata.planner_data or {}).items():
+            if len(keys) < 2 or keys[0] not in there:
+                continue
+            there[keys[0]].add(str(keys[1]))
+            written = metadata.state_dict_metadata.get(leaf)
+            wanted = state["model"].get(keys[1]) if keys[0] == "model" else None
+            if isinstance(written, TensorStorageMetadata) and isinstance(wanted, torch.Tensor):
+                dtypes = (written.properties.dtype, wanted.dtype)
+                if dtypes[0] != dtypes[1]:
+                    converted.append(f"{keys[1]} from {dtypes[0]} to {dtypes[1]}")
+        if converted:
+            logger.warning(
+                "[%s/%d] %d tensors of the model have another dtype in the checkpoint and are converted: %s",
+                self._manager.replica_id,
+                self._rank,
+                len(converted),
+                _named(converted),
+            )
         unread = sorted(there["model"] - set(state["model"]))
         if unread:
             raise ValueError(f"it is of a model that has {_named(unread)}, which this one has not")
