@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -33,11 +34,11 @@ from integration_tests.hostile import (
     Watched,
     crowd,
     damaged,
-    must_have_reached,
     openings,
     program,
     say,
     serving,
+    until_heard,
 )
 from integration_tests.strangers import HELD, RANK, SCRIPTS, a_round
 from tft_algos import Manager
@@ -457,24 +458,31 @@ SPARES: Final = 0.75  # of the time: nothing is said that ends a group
 
 def fuzz(port: str, server: Watched, honest: Callable[[], object], *, seed: int, seconds: float) -> int:
     """Damaged messages for so long, and good ones between them. Returns: how many attacks."""
-    rng, began = random.Random(seed), time.monotonic()
+    rng, number = random.Random(seed), 0
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         fuzzer = Fuzzer(channel, rng, SCRIPTS[port]) if port in SCRIPTS else None
         if fuzzer is not None:
             fuzzer.begin()
-        for number in itertools.count(1):
-            passed = (time.monotonic() - began) / seconds
+
+        def attack(*, spares: bool) -> None:
+            nonlocal number
+            number += 1
             if fuzzer is not None:
-                fuzzer.attack(spares=passed < SPARES)
+                fuzzer.attack(spares=spares)
             else:
                 say(server.port, damaged(rng, rng.choice(REQUESTS)))
-            if number % 50 == 0 or passed > 1:
+            if number % 50 == 0:
                 server.check(honest, f"{number} damaged messages of seed {seed}")
-            if passed > 1:
-                break
+
+        for share, spares in ((SPARES, True), (1 - SPARES, False)):
+            end = time.monotonic() + share * seconds
+            while time.monotonic() < end:
+                attack(spares=spares)
+            if spares and fuzzer is not None:
+                until_heard(partial(attack, spares=True), REACHES[port], fuzzer.told, number)
+        server.check(honest, f"all {number} damaged messages of seed {seed}")
     if fuzzer is not None:
         print(f"{number} attacks on the {port}: {dict(fuzzer.told)}")
-        must_have_reached(REACHES[port], fuzzer.told, number)
     return number
 
 
