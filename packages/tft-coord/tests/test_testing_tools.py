@@ -169,6 +169,15 @@ class TestNetwork:
         clock.run_until(before_ms + 100)
         assert heard == [1]
 
+    def test_an_end_that_knows_that_a_stream_has_ended_reads_nothing_more(self) -> None:
+        clock, network, a, b, heard, answered = cable()
+        stream = stream_of(clock, network, a, b, heard, answered)
+        network.add(Rule("a", "b", Fate.DELAY, 100, 100))
+        stream.send(a, "late")
+        network.break_streams("a", "b", server_late_ms=50)
+        clock.run_until(clock.now_ms + 500)
+        assert heard == answered == ["closed"]
+
     def test_the_killed_are_noticed_at_once_and_the_vanished_after_the_keepalive(self) -> None:
         for vanish, noticed_ms in ((False, 10), (True, 1_010)):
             clock, network, a, b, heard, answered = cable(keepalive_ms=1_000)

@@ -79,6 +79,7 @@ class Stream:
         self._early: dict[str, list[Any]] = {client.name: [], server.name: []}  # what came before anybody listened
         self._on_message: dict[str, Callable[[Any], None]] = {}
         self._on_closed: dict[str, Callable[[], None]] = {}
+        self._closed: set[str] = set()  # ends that know that it has ended
 
     def listen(self, end: Process, on_message: Callable[[Any], None], on_closed: Callable[[], None]) -> None:
         """Say what that end does with messages and with the end of the stream."""
@@ -89,7 +90,9 @@ class Stream:
             on_message(message)
 
     def hear(self, end: Process, message: Any) -> None:
-        """A message has arrived at that end."""
+        """A message has arrived at that end, which reads nothing more once it knows that the stream has ended."""
+        if end.name in self._closed:
+            return
         on_message = self._on_message.get(end.name)
         if on_message is None:
             self._early[end.name].append(message)
@@ -108,6 +111,7 @@ class Stream:
 
     def closes(self, end: Process) -> None:
         """That end learns that the stream has ended."""
+        self._closed.add(end.name)
         on_closed = self._on_closed.get(end.name)
         if on_closed is not None:
             end.run(on_closed)
