@@ -910,6 +910,37 @@ class TestWithoutMemory:
         table.ask("b", 6, live=True)
         assert formed(table.ask("c", 6, live=True)) == [(("b", "c", "x"), "x joined, a is gone")]
 
+    @pytest.mark.parametrize("how", ["no longer held", "stream broke"])
+    def test_where_nobody_can_say_who_trained_they_have_their_time_to_come(self, how: str) -> None:
+        """a held a quorum and is gone; b, which was in it, is slow to dial. A fresh replica must not start over."""
+        table = Table()
+        self.comes_back(table, "a")
+        assert formed(table.close("a") if how == "stream broke" else table.give(events.QuorumReported(1, None))) == []
+        table.hello("x")
+        table.ask("x")
+        assert formed(table.pass_ms(4_800, "x")) == []
+        assert table.core.waiting_for("job").startswith("the members of quorum 900000.")
+        self.comes_back(table, "b")
+        assert formed(table.give(events.QuorumReported(2, self.OLD))) == []
+        assert formed(table.ask("b", 6, live=True)) == []  # c has its time, too
+        assert formed(table.pass_ms(5_000, "b", "x")) == [(("b", "x"), "x joined, a is gone, c is gone")]
+
+    def test_but_no_longer_than_anybody_is_waited_for(self) -> None:
+        table = Table()
+        self.comes_back(table, "a")
+        table.close("a")
+        table.hello("x")
+        table.ask("x")
+        assert formed(table.pass_ms(4_900, "x")) == []
+        assert formed(table.pass_ms(200, "x")) == [(("x",), "it is the first quorum")]
+
+    def test_nor_where_one_that_has_trained_asks(self) -> None:
+        table = Table()
+        self.comes_back(table, "a")
+        table.give(events.QuorumReported(1, None))
+        table.ask("a", 6, live=True)
+        assert formed(table.pass_ms(GRACE_MS, "a")) == [(("a",), "it is the first quorum")]
+
     def test_ids_go_above_every_id_reported(self) -> None:
         table = Table()
         ahead = QuorumKey(STARTED_MS + 5_000, 1)
@@ -928,6 +959,7 @@ class TestWithoutMemory:
         table.pass_ms(400)
         table.hello("x")
         table.ask("x")
+        table.pass_ms(4_600, "x")
         quorum = table.core.quorum("job")
         assert quorum is not None
         assert quorum.key.quorum_id == STARTED_MS + 5_001
@@ -1226,7 +1258,7 @@ class TestSeveralLighthouses:
         table.pass_ms(400, "a")
         table.hello("b", held=held)
         table.give(events.QuorumReported(2, None))
-        table.ask("b")
+        table.ask("b", 1, live=True)
         table.ask("a")
         quorum = table.core.quorum("job")
         assert quorum is not None

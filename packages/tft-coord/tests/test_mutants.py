@@ -285,6 +285,10 @@ def takes_rank_0_for_all(self: GroupCore) -> tuple[Member, QuorumKey | None]:
     return replace(member, torn=False, step=first.step, lineage=first.lineage), held
 
 
+def starts_over_at_once(self: Job, waiting: Collection[Any], now_ms: int) -> bool:
+    return False
+
+
 def goes_on_in_another_quorum(self: Syncs, plan: Plan) -> None:
     return None
 
@@ -782,6 +786,7 @@ MUTANTS = [
     Mutant(Job, "_lost_the_answer", tells_a_lost_answer_by_its_step, "F1 I3", 450_090),
     # Section 2, several lighthouses; section 6, torchft's lighthouse.
     Mutant(SessionCore, "looked", follows_nobody, "I6", 0, WITH_STANDBY),
+    Mutant(Job, "_starts_over", starts_over_at_once, "transcript", "nobody_names_the_quorum"),
     Mutant(Job, "_holds_newer", gives_an_older_quorum, "I1", 402_251),
     Mutant(
         LighthouseCore, "_is_succeeded_by", serves_on_beside_a_newer_one, "transcript", "scenario_05_two_lighthouses"

@@ -25,6 +25,7 @@ NEEDED = {
     "commit_failure",
     "last_holder",
     "last_holder_without_memory",
+    "nobody_names_the_quorum",
     "scenario_01_snapshot",
     "scenario_02_verdict",
     "scenario_03_lighthouse_without_memory",

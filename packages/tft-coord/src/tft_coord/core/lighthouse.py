@@ -364,6 +364,7 @@ class Job:
         self._reported_last: _Answer | None = None  # where the newest quorum was formed elsewhere
         self._now_ms = now_ms
         self._handshake = Handshake(name, self._standing, room)
+        self._held: QuorumKey | None = None  # the newest that anybody said to hold
         self._asked_in_vain: set[int] = set()  # streams that could not say the members of the quorum they hold
         self._serving: set[str] = set()  # who has left, and may still be healed from
         self._asker = ""  # who asks just now, if it has trained
@@ -408,6 +409,7 @@ class Job:
         out += self._dead_for_ever(hello.replaces)
         if hello.held is not None:
             self.last_id = max(self.last_id, hello.held.quorum_id)
+            self._held = max(hello.held, self._held or hello.held)
             if all((hello.held, hello.num_answers) > known for known in self._known_answers()):
                 out += self._ask_for_newest(now_ms)
         # Who has only come makes nothing possible that was not; thousands come together.
@@ -956,12 +958,22 @@ class Job:
         if self._asking is not None:
             self.waiting_for = f"the members of quorum {self._asking[1][0]}, which a replica holds"
             return out
+        if self._starts_over(waiting, now_ms):
+            self.waiting_for = f"the members of quorum {self._held}, whom nobody here can name"
+            return out
         decision = decide(self._situation(waiting, now_ms))
         if not isinstance(decision, Form):
             self.waiting_for = decision.reason
             self._more = decision.more
             return out
         return out + self._formed(decision.members, now_ms, wall_ms)
+
+    def _starts_over(self, waiting: list[tuple[Replica, OpenRequest]], now_ms: int) -> bool:
+        """Who was in the quorum that somebody held before this lighthouse started has a heartbeat_timeout to come, also
+        where that one went before it could say who they are: a fresh replica would start the job over without them."""
+        if self.previous is not None or self._held is None or any(request.member.live for _, request in waiting):
+            return False
+        return now_ms - self._presumed_from_ms < self._timeouts.heartbeat_timeout_ms
 
     def _situation(self, waiting: list[tuple[Replica, OpenRequest]], now_ms: int) -> Situation:
         replicas = self.liveness.replicas.values()

@@ -36,6 +36,7 @@ WAITS = (
     "join_timeout ends",
     "has just started",
     "the members of quorum",
+    "whom nobody here can name",
 )
 
 
