@@ -9,6 +9,7 @@ Law of this file: one process and what it computes; the link, the order of the w
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -163,8 +164,11 @@ def ways(arguments: argparse.Namespace) -> Iterator[dict[str, Way]]:
             "ddp": Way(text, arguments.steps, ddp_of_torch),
             "diloco": Way(text, arguments.steps, streaming_diloco),
         }
-        yield made
-        made.clear()  # torch's DDP must not be the last that holds a Gloo group (docs/troubleshooting.md)
+        try:
+            yield made
+        finally:
+            made.clear()  # torch's DDP must not be the last that holds a Gloo group (docs/troubleshooting.md)
+            gc.collect()
     dist.destroy_process_group()
 
 

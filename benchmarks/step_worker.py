@@ -9,6 +9,7 @@ Law of this file: imports nothing of ours or the peer's before it knows which sy
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -126,6 +127,7 @@ def main() -> None:
     tell(times_ms=times_ms, committed=committed)
     sys.stdin.readline()  # the other replica may still need this one
     del model  # torch's DDP must not be the last that holds a Gloo group (docs/troubleshooting.md)
+    gc.collect()
     close()
 
 

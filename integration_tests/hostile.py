@@ -46,7 +46,7 @@ SOON_S: Final = 0.02
 BESIDE_S: Final = 10.0
 LINE_BYTES: Final = 1_000
 HEARD_ENOUGH: Final = 25
-HEARD_WITHIN_S: Final = 30.0
+HEARD_WITHIN_S: Final = 20.0
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _SETTINGS: Final = b"\0\0\0\4\0\0\0\0\0"
 

@@ -6,6 +6,7 @@ the same on every rank of every island, however many ranks there are and however
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import warnings
@@ -225,6 +226,7 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
         tell(Event("loss", manager.current_step()))
     # Were torch's DDP the last that holds a Gloo group, this thread could wait for one that waits for Python's lock.
     del forward
+    gc.collect()  # it may be in a cycle
     dist.destroy_process_group()
 
 

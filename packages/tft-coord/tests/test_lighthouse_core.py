@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -915,11 +916,13 @@ class TestWithoutMemory:
         """a held a quorum and is gone; b, which was in it, is slow to dial. A fresh replica must not start over."""
         table = Table()
         self.comes_back(table, "a")
-        assert formed(table.close("a") if how == "stream broke" else table.give(events.QuorumReported(1, None))) == []
+        if how == "no longer held":
+            table.give(events.QuorumReported(1, None))
+        table.close("a")
         table.hello("x")
         table.ask("x")
         assert formed(table.pass_ms(4_800, "x")) == []
-        assert table.core.waiting_for("job").startswith("the members of quorum 900000.")
+        assert table.core.waiting_for("job").startswith("who was in quorum 900000.")
         self.comes_back(table, "b")
         assert formed(table.give(events.QuorumReported(2, self.OLD))) == []
         assert formed(table.ask("b", 6, live=True)) == []  # c has its time, too
@@ -933,6 +936,51 @@ class TestWithoutMemory:
         table.ask("x")
         assert formed(table.pass_ms(4_900, "x")) == []
         assert formed(table.pass_ms(200, "x")) == [(("x",), "it is the first quorum")]
+
+    def test_nor_does_a_lighthouse_that_stalls_now_and_then_wait_for_ever(self) -> None:
+        table = Table()
+        self.comes_back(table, "a")
+        table.close("a")
+        table.hello("x")
+        table.ask("x")
+        for _ in range(2):
+            assert formed(table.pass_ms(2_000, "x")) == []
+            table.now_ms += 500
+            table.give(events.BeatReceived(table.streams["x"]))
+        assert formed(table.pass_ms(1_100, "x")) == [(("x",), "it is the first quorum")]
+
+    @pytest.mark.parametrize("state", [{"torn": True}, {"failed_heals": 3}], ids=["torn", "not eligible"])
+    def test_a_state_that_can_not_be_gone_on_from_does_not_count(self, state: dict[str, Any]) -> None:
+        table = Table()
+        self.comes_back(table, "a", "b")
+        table.give(events.QuorumReported(1, None))
+        table.give(events.QuorumReported(2, None))
+        table.ask("b", 6, live=True, **state)
+        table.hello("x")
+        table.ask("x")
+        assert formed(table.pass_ms(4_900, "b", "x")) == []
+
+    def test_nor_does_an_older_quorum_that_is_known(self) -> None:
+        table = Table()
+        older = Quorum(QuorumKey(800_000, 7), (Member("x", session=1, address="x:1", init_sync=False),))
+        self.comes_back(table, "a")
+        table.close("a")
+        self.comes_back(table, "x", held=older.key)
+        table.give(events.QuorumReported(table.streams["x"], older))
+        table.ask("x")
+        assert formed(table.pass_ms(4_900, "x")) == []
+        assert "nobody here can name" in table.core.waiting_for("job")
+
+    def test_a_quorum_that_is_named_in_a_request_alone_counts(self) -> None:
+        """Its manager server is a new one."""
+        table = Table()
+        table.hello("a")
+        table.held["a"] = self.OLD.key
+        table.ask("a", 6, live=True)
+        table.give(events.DeathReported(1, "rank 0 ended"))
+        table.hello("x")
+        table.ask("x")
+        assert formed(table.pass_ms(4_900, "x")) == []
 
     def test_nor_where_one_that_has_trained_asks(self) -> None:
         table = Table()

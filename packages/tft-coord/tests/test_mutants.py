@@ -285,7 +285,7 @@ def takes_rank_0_for_all(self: GroupCore) -> tuple[Member, QuorumKey | None]:
     return replace(member, torn=False, step=first.step, lineage=first.lineage), held
 
 
-def starts_over_at_once(self: Job, waiting: Collection[Any], now_ms: int) -> bool:
+def starts_over_at_once(self: Job, members: Collection[Member], now_ms: int) -> bool:
     return False
 
 

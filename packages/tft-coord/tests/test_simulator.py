@@ -33,7 +33,7 @@ REACHED = (
     "waited: a majority is needed",
     "waited: a survivor of the last quorum",
     "waited: of min_replicas",
-    "waited: whom nobody here can name",
+    "waited: nobody here can name",
     "unchanged was answered",
     "a group healed",
     "a healing failed",

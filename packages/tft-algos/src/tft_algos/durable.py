@@ -332,6 +332,9 @@ class DurableCheckpoint:
                 dtypes = (written.properties.dtype, wanted.dtype)
                 if dtypes[0] != dtypes[1]:
                     converted.append(f"{keys[1]} from {dtypes[0]} to {dtypes[1]}")
+        unread = sorted(there["model"] - set(state["model"]))
+        if unread:
+            raise ValueError(f"it is of a model that has {_named(unread)}, which this one has not")
         if converted:
             logger.warning(
                 "[%s/%d] %d tensors of the model have another dtype in the checkpoint and are converted: %s",
@@ -340,9 +343,6 @@ class DurableCheckpoint:
                 len(converted),
                 _named(converted),
             )
-        unread = sorted(there["model"] - set(state["model"]))
-        if unread:
-            raise ValueError(f"it is of a model that has {_named(unread)}, which this one has not")
         if unread := sorted(there["others"] - set(self._others)):
             logger.warning(
                 "[%s/%d] the checkpoint has the state of %s, of which there is nothing here, so it is not read",

@@ -209,7 +209,7 @@ class LighthouseCore:
         if now_ms - self._last_tick_ms >= timeouts.quorum_tick_ms + timeouts.reconnect_grace_ms:
             self._birth = replace(self._birth, listens_ms=now_ms)
             for job in self._jobs.values():
-                job.was_away(now_ms)
+                job.was_away(now_ms, now_ms - self._last_tick_ms)
         self._last_tick_ms = now_ms
 
     def _is_succeeded_by(self, hello: Hello) -> bool:
@@ -345,6 +345,7 @@ class Job:
         # back, from now if it has forgotten the job since.
         late = now_ms - birth.listens_ms >= config.timeouts.heartbeat_timeout_ms
         self._presumed_from_ms = now_ms if late else birth.listens_ms
+        self._unnamed_until_ms = self._presumed_from_ms + config.timeouts.heartbeat_timeout_ms
         self._members: dict[str, Member] = {}  # of the newest quorum
         self._broken: str | None = None
         self._losses: dict[str, LossNotice] = {}  # of its members, by replica id
@@ -370,9 +371,10 @@ class Job:
         self._asker = ""  # who asks just now, if it has trained
         self._heals_last = ""  # who was found to heal when that was last asked
 
-    def was_away(self, now_ms: int) -> None:
-        """The lighthouse was, and nobody is lost by it, nor who will be named only now."""
+    def was_away(self, now_ms: int, away_ms: int) -> None:
+        """The lighthouse was, for so long, and nobody is lost by it, nor who will be named only now."""
         self._presumed_from_ms = now_ms
+        self._unnamed_until_ms += away_ms  # and no more: for whom nobody has named a job must not wait for ever
         self.liveness.excuse_all(now_ms)
         self.hangs.forget()
 
@@ -408,8 +410,7 @@ class Job:
             out += self._break_quorum(hello.replica_id, session_before, f"session {hello.session} has taken its place")
         out += self._dead_for_ever(hello.replaces)
         if hello.held is not None:
-            self.last_id = max(self.last_id, hello.held.quorum_id)
-            self._held = max(hello.held, self._held or hello.held)
+            self._has_heard_of(hello.held)
             if all((hello.held, hello.num_answers) > known for known in self._known_answers()):
                 out += self._ask_for_newest(now_ms)
         # Who has only come makes nothing possible that was not; thousands come together.
@@ -698,6 +699,10 @@ class Job:
         self._asking = (best[1], best[0], now_ms)
         return [effects.AskForQuorum(best[1], best[0][0])]
 
+    def _has_heard_of(self, held: QuorumKey) -> None:
+        self.last_id = max(self.last_id, held.quorum_id)
+        self._held = max(held, self._held or held)
+
     @property
     def _previous_key(self) -> QuorumKey | None:
         return self.previous.key if self.previous is not None else None
@@ -794,7 +799,7 @@ class Job:
         replica.ready = True
         self.hangs.heard(replica.replica_id, None, now_ms)  # whoever asks has moved
         if event.held is not None:
-            self.last_id = max(self.last_id, event.held.quorum_id)
+            self._has_heard_of(event.held)
         patience_ms = self._timeouts.heartbeat_timeout_ms
         request = OpenRequest(event.request, member, event.held, replica.asked_ms(now_ms, patience_ms))
         if self._lost_the_answer(replica, request):
@@ -958,22 +963,25 @@ class Job:
         if self._asking is not None:
             self.waiting_for = f"the members of quorum {self._asking[1][0]}, which a replica holds"
             return out
-        if self._starts_over(waiting, now_ms):
-            self.waiting_for = f"the members of quorum {self._held}, whom nobody here can name"
-            return out
         decision = decide(self._situation(waiting, now_ms))
+        if isinstance(decision, Form) and self._starts_over(decision.members, now_ms):
+            left_ms = self._unnamed_until_ms - now_ms
+            self.waiting_for = f"who was in quorum {self._held}, whom nobody here can name; {left_ms} ms are left"
+            return out
         if not isinstance(decision, Form):
             self.waiting_for = decision.reason
             self._more = decision.more
             return out
         return out + self._formed(decision.members, now_ms, wall_ms)
 
-    def _starts_over(self, waiting: list[tuple[Replica, OpenRequest]], now_ms: int) -> bool:
+    def _starts_over(self, members: tuple[Member, ...], now_ms: int) -> bool:
         """Who was in the quorum that somebody held before this lighthouse started has a heartbeat_timeout to come, also
         where that one went before it could say who they are: a fresh replica would start the job over without them."""
-        if self.previous is not None or self._held is None or any(request.member.live for _, request in waiting):
+        if self._held is None or self._formed_here or (self.previous is not None and self.previous.key >= self._held):
             return False
-        return now_ms - self._presumed_from_ms < self._timeouts.heartbeat_timeout_ms
+        if any(member.live and not member.torn for member in members):
+            return False
+        return now_ms < self._unnamed_until_ms
 
     def _situation(self, waiting: list[tuple[Replica, OpenRequest]], now_ms: int) -> Situation:
         replicas = self.liveness.replicas.values()

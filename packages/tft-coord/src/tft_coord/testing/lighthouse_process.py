@@ -36,7 +36,7 @@ WAITS = (
     "join_timeout ends",
     "has just started",
     "the members of quorum",
-    "whom nobody here can name",
+    "nobody here can name",
 )
 
 
@@ -134,7 +134,7 @@ class LighthouseProcess(Process):
         starts = now_ms - self._born_ms < timeouts.reconnect_grace_ms
         for job in self._cluster.jobs:
             waits = self.core.waiting_for(job)
-            if not starts and not waits.startswith("the members of quorum"):
+            if not starts and not waits.startswith("the members of quorum") and "nobody here can name" not in waits:
                 self.attendance_of(job).nobody_else_is_waited_for(waits, now_ms)
         self.after(timeouts.quorum_tick_ms, self._tick)
 
