@@ -332,6 +332,21 @@ def test_a_reader_that_comes_before_any_use_is_answered() -> None:
     assert listener.fileno() == -1
 
 
+def test_nothing_is_left_where_a_connection_can_not_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(_: object) -> None:
+        raise OSError("an end that failed")
+
+    monkeypatch.setattr("aiohttp.web.AppRunner.cleanup", fails)
+    listener = listen("127.0.0.1", 0)
+    server = StateServer(listener, token=None, chunk_bytes=4096, limits=Limits(), silence_s=BOUND_S)
+    with reader(int(listener.getsockname()[1])) as sock:
+        assert sock.recv(1 << 16).startswith(b"HTTP/1.1 503 ")
+        server.close(wait=True)
+        assert sock.recv(1) == b""
+    assert listener.fileno() == -1
+    assert asyncio.all_tasks(server._loop) == set()
+
+
 class SlowApp:
     """In the web server's place: it takes a while to be there, and notes what it is told."""
 

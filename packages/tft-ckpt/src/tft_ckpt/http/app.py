@@ -156,19 +156,27 @@ class App:
         except BaseException:
             self._listener.close()
             raise
-        self._loop.create_task(self._send_off_the_idle(runner.server), name="tft-ckpt-idle")
+        server = runner.server
+        self._loop.create_task(self._send_off_the_idle(server), name="tft-ckpt-idle")
         await self._stop.wait()
-        with self._lock:
-            held = self._shelf.clear()
-        self.send_off([*held, *self._relays.values()])
-        self.wake()
-        # First no more are accepted, and those just accepted become known to the runner, which will close them: asyncio
-        # (of 3.11 at least) forgets to close a connection whose listener was closed in the turn that accepted it.
-        self._loop.remove_reader(self._listener.fileno())
-        await _turns()
-        accepting.close()
-        await runner.cleanup()
-        await self._end_tasks()
+        try:
+            with self._lock:
+                held = self._shelf.clear()
+            self.send_off([*held, *self._relays.values()])
+            self.wake()
+            # First no more are accepted, and those just accepted become known to the runner, which will close them:
+            # asyncio (of 3.11 at least) forgets to close a connection whose listener was closed in the turn that
+            # accepted it.
+            self._loop.remove_reader(self._listener.fileno())
+            await _turns()
+            accepting.close()
+            await runner.cleanup()
+        finally:  # whatever one connection raises as it is ended, none is left
+            accepting.close()
+            await _turns()
+            for connection in server.connections:
+                connection.force_close()
+            await self._end_tasks()
 
     async def _end_tasks(self) -> None:
         tasks = asyncio.all_tasks(self._loop) - {asyncio.current_task(self._loop)}
