@@ -45,6 +45,7 @@ SILENT_S: Final = 0.1
 SOON_S: Final = 0.02
 BESIDE_S: Final = 10.0
 LINE_BYTES: Final = 1_000
+SPARES: Final = 0.75  # of the time: nothing is said that ends a group
 HEARD_ENOUGH: Final = 25
 HEARD_WITHIN_S: Final = 20.0
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -331,7 +332,22 @@ def call_name(method: str) -> str:
     return method.rpartition("/")[2]
 
 
-def until_heard(attack: Callable[[], None], least: Mapping[str, int], told: Mapping[str, int], attacks: int) -> None:
+def fuzz_for(seconds: float, attack: Callable[[bool], int], least: Mapping[str, int], told: Mapping[str, int]) -> None:
+    """Attack for so long, first without what ends a group, and there until the fuzz was heard.
+
+    Args:
+        attack: makes some more, which spare what later ones are to reach or not; returns how many were made so far.
+        least, told: of `until_heard`.
+    """
+    for share, spares in ((SPARES, True), (1 - SPARES, False)):
+        attacks, end = 0, time.monotonic() + share * seconds
+        while time.monotonic() < end:
+            attacks = attack(spares)
+        if spares:
+            until_heard(lambda: attack(True), least, told, attacks)
+
+
+def until_heard(attack: Callable[[], object], least: Mapping[str, int], told: Mapping[str, int], attacks: int) -> None:
     """Attack until a fuzz was heard, and not turned away at the door.
 
     How many answers are listened to until they come is a matter of how fast the machine is at that moment.

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -34,11 +33,11 @@ from integration_tests.hostile import (
     Watched,
     crowd,
     damaged,
+    fuzz_for,
     openings,
     program,
     say,
     serving,
-    until_heard,
 )
 from integration_tests.strangers import HELD, RANK, SCRIPTS, a_round
 from tft_algos import Manager
@@ -453,7 +452,6 @@ REACHES: Final = {
         "CheckpointMetadata": 60,
     },
 }
-SPARES: Final = 0.75  # of the time: nothing is said that ends a group
 
 
 def fuzz(port: str, server: Watched, honest: Callable[[], object], *, seed: int, seconds: float) -> int:
@@ -464,7 +462,7 @@ def fuzz(port: str, server: Watched, honest: Callable[[], object], *, seed: int,
         if fuzzer is not None:
             fuzzer.begin()
 
-        def attack(*, spares: bool) -> None:
+        def attack(spares: bool) -> int:
             nonlocal number
             number += 1
             if fuzzer is not None:
@@ -473,13 +471,10 @@ def fuzz(port: str, server: Watched, honest: Callable[[], object], *, seed: int,
                 say(server.port, damaged(rng, rng.choice(REQUESTS)))
             if number % 50 == 0:
                 server.check(honest, f"{number} damaged messages of seed {seed}")
+            return number
 
-        for share, spares in ((SPARES, True), (1 - SPARES, False)):
-            end = time.monotonic() + share * seconds
-            while time.monotonic() < end:
-                attack(spares=spares)
-            if spares and fuzzer is not None:
-                until_heard(partial(attack, spares=True), REACHES[port], fuzzer.told, number)
+        least, told = (REACHES[port], fuzzer.told) if fuzzer is not None else ({}, {})
+        fuzz_for(seconds, attack, least, told)
         server.check(honest, f"all {number} damaged messages of seed {seed}")
     if fuzzer is not None:
         print(f"{number} attacks on the {port}: {dict(fuzzer.told)}")

@@ -33,11 +33,11 @@ from integration_tests.hostile import (
     Watched,
     call_name,
     damaged,
+    fuzz_for,
     seconds_of,
-    until_heard,
 )
 from integration_tests.strangers import SCRIPTS, Script
-from integration_tests.test_bad_input import PORTS, SPARES
+from integration_tests.test_bad_input import PORTS
 from tft_coord.errors import CoordinationError
 from tft_coord.transport import steady
 from tft_coord.transport.frames import framed
@@ -307,21 +307,17 @@ def fuzz(name: str, folder: Path, seed: int, seconds: float, *, pool_more: int =
         threads, descriptors = Counter(thread_names(server.pid)), process.num_fds()
         number = 2
 
-        def attack(*, spares: bool) -> None:
+        def attack(spares: bool) -> int:
             nonlocal number
             attacker.attack(number, spares=spares)
             number += 1
             if number % 20 == 0:
                 made = number * AT_ONCE
                 server.check(honest, f"{made} connections of seed {seed}", connections=made)
+            return number * AT_ONCE
 
         with Honest(honest) as client:
-            for share, spares in ((SPARES, True), (1 - SPARES, False)):
-                end = time.monotonic() + share * seconds
-                while time.monotonic() < end:
-                    attack(spares=spares)
-                if spares:
-                    until_heard(partial(attack, spares=True), target.reaches, attacker.told, number * AT_ONCE)
+            fuzz_for(seconds, attack, target.reaches, attacker.told)
         assert client.failed is None, f"seed {seed}: {client.failed!r}"
         assert client.served > 0
         # Many times what a busy machine costs it; a server that waits for a stranger takes as long as that likes.

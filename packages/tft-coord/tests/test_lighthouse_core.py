@@ -928,21 +928,22 @@ class TestWithoutMemory:
         assert formed(table.ask("b", 6, live=True)) == []  # c has its time, too
         assert formed(table.pass_ms(5_000, "b", "x")) == [(("b", "x"), "x joined, a is gone, c is gone")]
 
-    def test_but_no_longer_than_anybody_is_waited_for(self) -> None:
+    def fresh_beside_the_unnamed(self) -> Table:
+        """a, which held a quorum, is gone before it could say who was in it; x asks, which is fresh."""
         table = Table()
         self.comes_back(table, "a")
         table.close("a")
         table.hello("x")
         table.ask("x")
+        return table
+
+    def test_but_no_longer_than_anybody_is_waited_for(self) -> None:
+        table = self.fresh_beside_the_unnamed()
         assert formed(table.pass_ms(4_900, "x")) == []
         assert formed(table.pass_ms(200, "x")) == [(("x",), "it is the first quorum")]
 
     def test_nor_does_a_lighthouse_that_stalls_now_and_then_wait_for_ever(self) -> None:
-        table = Table()
-        self.comes_back(table, "a")
-        table.close("a")
-        table.hello("x")
-        table.ask("x")
+        table = self.fresh_beside_the_unnamed()
         for _ in range(2):
             assert formed(table.pass_ms(2_000, "x")) == []
             table.now_ms += 500

@@ -964,13 +964,13 @@ class Job:
             self.waiting_for = f"the members of quorum {self._asking[1][0]}, which a replica holds"
             return out
         decision = decide(self._situation(waiting, now_ms))
-        if isinstance(decision, Form) and self._starts_over(decision.members, now_ms):
-            left_ms = self._unnamed_until_ms - now_ms
-            self.waiting_for = f"who was in quorum {self._held}, whom nobody here can name; {left_ms} ms are left"
-            return out
         if not isinstance(decision, Form):
             self.waiting_for = decision.reason
             self._more = decision.more
+            return out
+        if self._starts_over(decision.members, now_ms):
+            left_ms = self._unnamed_until_ms - now_ms
+            self.waiting_for = f"who was in quorum {self._held}, whom nobody here can name; {left_ms} ms are left"
             return out
         return out + self._formed(decision.members, now_ms, wall_ms)
 
