@@ -21,7 +21,6 @@ The law of this file: meshes; who is reduced over, and how, is the group's.
 from __future__ import annotations
 
 import copy
-import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, final
@@ -34,11 +33,12 @@ from torch.distributed.distributed_c10d import GroupName
 from tft_pg import registry
 from tft_pg.base import ProcessGroup, check_name
 from tft_pg.errors import Closed, InvalidSetting, Unsupported
+from tft_pg.forks import fork_safe_lock
 
 __all__ = ["extend_device_mesh"]
 
 _ABOVE_ALL_STRIDES = 1 << 32
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 _numbers: dict[GroupName, int] = {}  # of each name that a group in a mesh has had; under the lock
 
 

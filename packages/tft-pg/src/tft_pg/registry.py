@@ -10,18 +10,19 @@ The law of this file: nothing but the way into torch's tables and out of them; t
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.distributed_c10d import GroupName
 
+from tft_pg.forks import fork_safe_lock
+
 __all__ = ["enter", "is_entered", "is_known_as", "leave"]
 
 _DEVICES = ("cpu", "cuda", "xpu")
 
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 _entering: list[dist.ProcessGroup] = []  # at most one, under the lock
 
 

@@ -11,6 +11,7 @@ Linux: it reads /proc.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -29,6 +30,9 @@ __all__ = [
     "Traffic",
     "connected",
     "connecting",
+    "descriptors",
+    "forget_holds",
+    "hide_from_programs",
     "hold",
     "let_go",
     "shut_down",
@@ -74,7 +78,7 @@ def supported() -> bool:
 
 
 # A duplicate of ours looks like another owner's descriptor. So they are known, and none comes or goes during a look.
-_lock = threading.Lock()
+_lock = threading.Lock()  # made anew in a forked child, see `forget_holds`
 _ours: set[int] = set()
 
 
@@ -147,6 +151,47 @@ def _table_endpoint(field: str) -> Endpoint:
     packed = b"".join(struct.pack(">I", word) for (word,) in struct.iter_unpack("=I", words))
     family = socket.AF_INET if len(packed) == 4 else socket.AF_INET6
     return Endpoint.of((socket.inet_ntop(family, packed), int(port, 16)))
+
+
+def descriptors(
+    *, inodes: Collection[int] = (), local: Collection[Endpoint] = (), remote: Collection[Endpoint] = ()
+) -> set[int]:
+    """The descriptors of the sockets with one of these inodes, or with one of these addresses at that end.
+
+    Unlike `connected` it finds listening sockets, those that still connect, and our own duplicates too. For a process
+    of one thread, such as a child that was forked a moment ago.
+    """
+    if not (inodes or local or remote):
+        return set()
+    wanted = set(inodes) | (connecting(remote=remote) if remote else set())
+    found = set()
+    for name in os.listdir(_DESCRIPTORS):
+        descriptor = int(name)
+        inode = _inode(descriptor)
+        if inode is not None and (
+            inode in wanted or _end(descriptor, remote=False) in local or _end(descriptor, remote=True) in remote
+        ):
+            found.add(descriptor)
+    return found
+
+
+def forget_holds() -> None:
+    """In a forked child: no duplicate of the parent's is ours, and no thread holds the lock."""
+    _lock._at_fork_reinit()  # type: ignore[attr-defined]  # as threading and logging do with theirs
+    _ours.clear()
+
+
+def hide_from_programs(*, local: Collection[Endpoint], remote: Collection[Endpoint]) -> None:
+    """Have no program that this process starts inherit the sockets with one of these addresses at that end.
+
+    Gloo (of torch 2.13) leaves them open for `os.system` and for `subprocess` with `close_fds=False`.
+    """
+    with _lock:
+        for descriptor, inode in _inodes():
+            if _end(descriptor, remote=False) in local or _end(descriptor, remote=True) in remote:
+                with contextlib.suppress(OSError):  # closed since the look
+                    if _inode(descriptor) == inode:
+                        os.set_inheritable(descriptor, False)
 
 
 class Traffic(NamedTuple):

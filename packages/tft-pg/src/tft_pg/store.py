@@ -24,6 +24,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from tft_pg import sockets
 from tft_pg.errors import ProcessGroupError, StoreAddressError, StoreUnreachable
+from tft_pg.forks import Inheritance, let_go_in_child
 from tft_pg.sockets import Endpoint
 
 __all__ = ["StoreAddress", "StoreClient", "create_store_client", "format_store_addr", "parse_store_addr"]
@@ -153,6 +154,12 @@ class StoreClient:
         self._before: frozenset[int] = frozenset()
         self._own: frozenset[int] = frozenset()
         self._silent_since_s: dict[int, float] = {}
+        let_go_in_child(self)
+
+    def forked(self) -> Inheritance:
+        """In a child: the connection is the parent's."""
+        self._lock = threading.Lock()
+        return Inheritance(inodes=self._own, kept=() if self._store is None else [self._store])
 
     def connect(self, timeout: timedelta, *, keep_trying: Callable[[], None]) -> None:
         """Connect; blocks until the store has answered.

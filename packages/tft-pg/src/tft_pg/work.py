@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tft_pg.errors import ProcessGroupError
+from tft_pg.forks import fork_safe_lock
 
 __all__ = ["ConvertsErrors", "DummyWork", "FailedWork", "GuardedWork", "PendingWork", "let_waits_rest"]
 
@@ -25,7 +26,7 @@ _Future = torch.futures.Future[Any]
 _LOOK_S = 0.03
 _REST_S = 0.3
 _LOOK = timedelta(seconds=_LOOK_S)
-_promising = threading.Lock()
+_promising = fork_safe_lock()
 
 # Who waits in shares at this moment. A daemon thread must not come back from C++ while the interpreter ends, because
 # Python ends such a thread where it stands, and C++ ends the process for that.

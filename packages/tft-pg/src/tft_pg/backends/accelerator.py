@@ -43,6 +43,7 @@ from tft_pg.errors import ConfigureFailed, DeadlinePassed, OperationRefused, Pee
 from tft_pg.forwarding import forward
 from tft_pg.futures import timer, watchdog_timeout
 from tft_pg.ops import Collective
+from tft_pg.threads import join_within
 
 __all__ = ["AcceleratorBackend", "AcceleratorProcessGroup", "Communicator"]
 
@@ -322,7 +323,7 @@ class _Orders:
         self.wait_until_over()
         self._lifeline.settle()
         if self._aborting is not None and self._over.is_set():
-            self._aborting.join()
+            join_within(self._aborting)
         self._communicator = None
 
     def is_over(self) -> bool:
@@ -674,7 +675,7 @@ class _Connecting:
                 attempt.stop(copy.copy(error))  # breaks what the library waits for in the store
             self._abandon()
             raise
-        self._thread.join()
+        join_within(self._thread)
         assert self._communicator is not None
         return self._communicator
 

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import final
 
 from tft_pg.errors import ConfigureFailed, ProcessGroupError, Where
+from tft_pg.threads import join_within
 
 __all__ = ["Attempt"]
 
@@ -53,7 +54,7 @@ class Attempt:
         with self._changed:
             self._finished = True
             self._changed.notify_all()
-        self._thread.join()
+        join_within(self._thread)
 
     def stop(self, error: ProcessGroupError) -> None:
         """Make the builder come out with this error; returns at once; the first error counts."""

@@ -52,6 +52,7 @@ from tft_pg.errors import (
     Unsupported,
     Where,
 )
+from tft_pg.forks import Inheritance, let_go_in_child
 from tft_pg.forwarding import forward
 from tft_pg.ops import Collective
 from tft_pg.sockets import Endpoint
@@ -175,6 +176,11 @@ class ProcessGroupGloo(NativeProcessGroup):
         # After a failure a listener may hold connections for a group that never was.
         self._devices = ()
         self._own_name_is_loopback = None
+
+    def forked(self) -> Inheritance:
+        super().forked()
+        devices, self._devices = self._devices, ()
+        return Inheritance(local=self._listeners, kept=devices)
 
     def _place(self) -> _Place:
         """Where to listen; the listeners stay from one group to the next as long as that is the same."""
@@ -307,6 +313,7 @@ class _Mesh:
         self._inodes: frozenset[int] = frozenset()
         self._threads: frozenset[str] = frozenset()
         self._watch: Watch | None = None
+        let_go_in_child(self)
 
     def published(self, device: str, record: bytes) -> None:
         with self._lock:
@@ -332,6 +339,7 @@ class _Mesh:
         """
         self._threads = threads
         self._inodes = self._connected()
+        sockets.hide_from_programs(local=self.own(), remote=self._peers)
         expected = (world_size - 1) * num_devices
         if len(self._inodes) < expected:
             raise ConfigureFailed(
@@ -361,6 +369,11 @@ class _Mesh:
     def settle(self) -> None:
         if self._watch is not None:
             self._watch.join()
+
+    def forked(self) -> Inheritance:
+        """In a child: neither listens nor is connected."""
+        self._lock = threading.Lock()
+        return Inheritance(local=self.own(), remote=self._peers)
 
     def sever_unfinished(self) -> None:
         """End what the building waits on; to be repeated, because the builder then goes on to the next wait."""

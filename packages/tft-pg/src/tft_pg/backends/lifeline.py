@@ -26,6 +26,9 @@ from typing import final
 
 from tft_pg.backends.attempt import Attempt
 from tft_pg.errors import ConfigureFailed
+from tft_pg.forks import Inheritance, let_go_in_child
+from tft_pg.sockets import Endpoint
+from tft_pg.threads import join_within
 
 __all__ = ["Lifeline"]
 
@@ -92,7 +95,8 @@ class Lifeline:
         self._listener: socket.socket | None = None
         self._lock = threading.Lock()
         self._ended = False
-        self._wake_write = -1
+        self._wakes = (-1, -1)  # the read end and the write end of a pipe
+        self._called: set[Endpoint] = set()
         self._thread: threading.Thread | None = None
         port = 0
         if world_size > 1:
@@ -104,6 +108,7 @@ class Lifeline:
             self._listener.setblocking(False)
             port = self._listener.getsockname()[1]
         self._invitation = _Invitation(self._token, port, address)
+        let_go_in_child(self)
 
     def record(self) -> bytes:
         """What the other ranks must know; no two are the same."""
@@ -130,6 +135,7 @@ class Lifeline:
                 self._listener.close()
 
     def _call(self, rank: int, invitation: _Invitation, attempt: Attempt) -> socket.socket:
+        self._called.add(Endpoint.of((invitation.address, invitation.port)))
         family = socket.AF_INET6 if ":" in invitation.address else socket.AF_INET
         connection = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -231,10 +237,10 @@ class Lifeline:
         """
         if not self._peers:
             return
-        wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._wakes = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         # The thread holds the connections, not this object: one that nobody holds any more ends its thread too.
         self._thread = threading.Thread(
-            target=_watch, args=(dict(self._peers), wake_read, on_cut), name="tft-pg-lifeline", daemon=True
+            target=_watch, args=(dict(self._peers), self._wakes, on_cut), name="tft-pg-lifeline", daemon=True
         )
         self._thread.start()
 
@@ -250,14 +256,23 @@ class Lifeline:
                 for peer in self._peers.values():
                     peer.close()
             else:
-                os.close(self._wake_write)
+                # Written, not closed: a forked child may hold this end of the pipe too.
+                os.write(self._wakes[1], b"x")
         if self._listener is not None:
             self._listener.close()
 
     def settle(self) -> None:
-        """Wait until nothing is left, after `end`."""
+        """Wait until nothing is left, after `end`; some seconds at most."""
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            join_within(self._thread)
+
+    def forked(self) -> Inheritance:
+        """In a child: no connection is held, and `end` cuts nothing of the parent's."""
+        wakes = () if self._ended else self._wakes  # after its end the thread closes them
+        self._ended = True
+        self._lock = threading.Lock()
+        own = Endpoint.of((self._invitation.address, self._invitation.port))
+        return Inheritance(wakes, local={own} if own.port else (), remote=self._called)
 
     def __del__(self) -> None:
         self.end()
@@ -279,7 +294,8 @@ def _cut(connection: socket.socket) -> None:
         return
 
 
-def _watch(peers: dict[int, socket.socket], wake_read: int, on_cut: Callable[[int], None]) -> None:
+def _watch(peers: dict[int, socket.socket], wakes: tuple[int, int], on_cut: Callable[[int], None]) -> None:
+    wake_read, wake_write = wakes
     poll = select.poll()
     poll.register(wake_read, select.POLLIN)
     ranks = {peer.fileno(): rank for rank, peer in peers.items()}
@@ -294,3 +310,4 @@ def _watch(peers: dict[int, socket.socket], wake_read: int, on_cut: Callable[[in
     for peer in peers.values():
         peer.close()
     os.close(wake_read)
+    os.close(wake_write)

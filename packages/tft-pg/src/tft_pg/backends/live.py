@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import copy
-import ctypes
 import threading
 import time
 import weakref
@@ -29,6 +28,7 @@ from tft_pg.errors import (
     ProcessGroupError,
     Where,
 )
+from tft_pg.forks import Inheritance, fork_safe_lock, keep_for_ever, let_go_in_child
 from tft_pg.forwarding import forward
 from tft_pg.ops import Collective
 from tft_pg.work import GuardedWork, let_waits_rest
@@ -54,7 +54,7 @@ _SENTENCES: Mapping[_Fault, str] = {
 _left: list[tuple[dist.ProcessGroup, tuple[dist.Work, ...]]] = []
 # The groups whose operations the end of the process does not wait for.
 _kept_at_exit: weakref.WeakSet[LiveGroup] = weakref.WeakSet()
-_left_lock = threading.Lock()
+_left_lock = fork_safe_lock()
 _exit_is_known = False
 
 
@@ -79,12 +79,8 @@ def _end_of_process() -> None:
         for live in _kept_at_exit:
             live.keep_for_ever()
         for torch_group, _ in _left:
-            _keep_for_ever(torch_group)
+            keep_for_ever(torch_group)
     let_waits_rest()
-
-
-def _keep_for_ever(torch_group: dist.ProcessGroup) -> None:
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(torch_group))
 
 
 def reap() -> int:
@@ -144,6 +140,7 @@ class LiveGroup:
         self._running: deque[dist.Work] = deque()
         self._ended: ProcessGroupError | None = None
         self._failed: ProcessGroupError | None = None
+        let_go_in_child(self)
 
     @property
     def error(self) -> ProcessGroupError | None:
@@ -230,7 +227,18 @@ class LiveGroup:
         """Have nothing destroy the torch group, because the process ends."""
         torch_group = self._torch_group
         if torch_group is not None:
-            _keep_for_ever(torch_group)
+            keep_for_ever(torch_group)
+
+    def forked(self) -> Inheritance:
+        """In a child: of no use, and the torch group is never destroyed."""
+        self._lock = threading.Lock()
+        torch_group, self._torch_group = self._torch_group, None
+        self._ended = self._ended or Closed(
+            f"the group ({self.where}) belongs to the process that this one was forked from; use it there",
+            where=self.where,
+        )
+        kept = (torch_group, *self._running, *(left for left, _ in _left))
+        return Inheritance(kept=[each for each in kept if each is not None])
 
     def end(self, why: ProcessGroupError) -> None:
         """End what runs, at once; the first call counts. Any thread, also one of the group's own."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import abc
 import copy
+import logging
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -28,11 +30,16 @@ from tft_pg.errors import (
     ProcessGroupError,
     Where,
 )
+from tft_pg.forks import Inheritance, let_go_in_child
 from tft_pg.ops import Collective
 from tft_pg.settings import always_leaves_an_error, checked_timeout, place_first
 from tft_pg.store import StoreAddress, StoreClient, parse_store_addr
 
 __all__ = ["NativeProcessGroup"]
+
+logger = logging.getLogger(__name__)
+
+_STOPPED_WITHIN_S = 10.0
 
 
 class NativeProcessGroup(ProcessGroup):
@@ -54,6 +61,8 @@ class NativeProcessGroup(ProcessGroup):
         self._where = Where()
         self._store_client: StoreClient | None = None
         self._given_up: list[StoreClient] = []  # may still be connecting
+        self._parent_pid = 0  # in a forked child: whose group this is a copy of
+        let_go_in_child(self)
 
     @abc.abstractmethod
     def _build(self, store: Store, attempt: Attempt, timeout: timedelta) -> LiveGroup:
@@ -184,6 +193,12 @@ class NativeProcessGroup(ProcessGroup):
         return kind(f"{operation} found no group: {error}", where=error.where)
 
     def _because_closed(self, operation: str) -> Closed:
+        if self._parent_pid:
+            return Closed(
+                f"{operation} was called in process {os.getpid()}, which was forked from process {self._parent_pid}, "
+                f"the owner of this group ({self._where}); use the group there, or make a new one here",
+                where=self._where,
+            )
         return Closed(f"{operation} came after shutdown ({self._where}); make a new group", where=self._where)
 
     @always_leaves_an_error
@@ -215,11 +230,26 @@ class NativeProcessGroup(ProcessGroup):
         if live is not None:
             live.end(why)
             live.release()
-        with self._configuring:  # an attempt that was stopped is out in milliseconds
+        # An attempt that was stopped is out in milliseconds.
+        if not self._configuring.acquire(timeout=_STOPPED_WITHIN_S):
+            logger.warning("a configure did not end within %g s of shutdown (%s)", _STOPPED_WITHIN_S, self._where)
+            return
+        try:
             self._store_client = None
             self._discard()
+        finally:
+            self._configuring.release()
         for client in self._given_up:
             client.settle()
+
+    def forked(self) -> Inheritance:
+        """In a child: closed, and nothing of the parent's is ended or destroyed."""
+        self._parent_pid = os.getppid()
+        self._configuring, self._lock = threading.Lock(), threading.Lock()
+        self._closed, self._attempt, self._live = True, None, None
+        self._store_client, self._given_up = None, []
+        self._error = self._because_closed("an operation")
+        return Inheritance()
 
     def set_timeout(self, timeout: timedelta) -> None:
         with self._lock:

@@ -32,6 +32,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tft_pg.backends.accelerator import AcceleratorBackend, Communicator
 from tft_pg.errors import InvalidSetting, Unsupported
+from tft_pg.forks import fork_safe_lock
 
 __all__ = ["Library", "TorchLibrary", "checked_device"]
 
@@ -43,7 +44,7 @@ _CAPTURE_MODE_THREAD_LOCAL = 1  # the driver's number for it
 _NO = frozenset({"0", "n", "no", "f", "false"})
 
 _log = logging.getLogger("tft_pg")
-_environment = threading.Lock()
+_environment = fork_safe_lock()
 
 
 @dataclass(frozen=True)

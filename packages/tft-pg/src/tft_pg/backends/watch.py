@@ -22,6 +22,8 @@ from collections.abc import Callable, Collection
 from typing import final
 
 from tft_pg import sockets
+from tft_pg.forks import Inheritance, let_go_in_child
+from tft_pg.threads import join_within
 
 __all__ = ["Watch"]
 
@@ -53,8 +55,10 @@ class Watch:
         self._on_severed = on_severed
         self._severed_s: float | None = None
         self._stopped = False
+        self._closed = False
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="tft-pg-watch", daemon=True)
+        let_go_in_child(self)
         self._thread.start()
 
     @property
@@ -68,11 +72,19 @@ class Watch:
             if self._stopped:
                 return
             self._stopped = True
-            os.close(self._wake_write)
+            # Written, not closed: a forked child may hold this end of the pipe too.
+            os.write(self._wake_write, b"x")
 
     def join(self) -> None:
-        """Wait until the watch has let go of everything, after `end`."""
-        self._thread.join()
+        """Wait until the watch has let go of everything, after `end`; some seconds at most."""
+        join_within(self._thread)
+
+    def forked(self) -> Inheritance:
+        """In a child: no connection is held, and `end` ends nothing of the parent's."""
+        self._stopped = True
+        self._lock = threading.Lock()
+        wakes = () if self._closed else (self._wake_read, self._wake_write)
+        return Inheritance(wakes, inodes={held.inode for held in self._held})
 
     def _run(self) -> None:
         poll = select.poll()
@@ -90,9 +102,11 @@ class Watch:
         self._severed_s = time.monotonic()
         self._on_severed()
         wake.poll()
-        with self._lock:
+        with self._lock:  # `end` writes under it
+            self._closed = True  # first: a child that is forked from here on must not take these numbers for ours
             sockets.let_go(self._held)
             os.close(self._wake_read)
+            os.close(self._wake_write)
 
     def _sever(self) -> None:
         """First no more is read, so that Gloo lets go by itself: it forgets who sends before it has read the end."""
