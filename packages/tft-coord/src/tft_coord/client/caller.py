@@ -5,14 +5,15 @@ Law of this file: attempts, deadlines and the translation of failures; no meanin
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from datetime import timedelta
 from typing import final
 
-import grpc
-
 from tft_coord.errors import Closed, DeadlinePassed, SettingError, Unreachable
+from tft_coord.forks import Inheritance, let_go_in_child
+from tft_coord.rpc import grpc
 from tft_coord.security import call_metadata
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.address import target
@@ -66,7 +67,9 @@ class Caller:
         self._metadata = call_metadata(token)
         within_s = seconds(connect_timeout, "connect_timeout")
         self._closed = False
+        self._parent_pid = 0  # in a forked child: whose client this is a copy of
         self._channel = grpc.insecure_channel(self.target, options=channel_options(timeouts))
+        let_go_in_child(self)
         try:
             if not is_known:
                 self._probe(within_s)
@@ -115,10 +118,22 @@ class Caller:
 
     def close(self) -> None:
         """Calls under way end with Closed. Idempotent."""
+        if self._closed:
+            return
         self._closed = True
         self._channel.close()
 
+    def forked(self) -> Inheritance:
+        """In a child: closed, and the connection is the parent's."""
+        was_closed, self._closed, self._parent_pid = self._closed, True, os.getppid()
+        return Inheritance(targets=() if was_closed else (self.target,), kept=[self._channel])
+
     def _check_open(self, what: str) -> None:
+        if self._parent_pid:
+            raise Closed(
+                f"{what}: this client belongs to process {self._parent_pid}, from which process {os.getpid()} was "
+                "forked; use it there, or make a new one here"
+            )
         if self._closed:
             raise Closed(f"{what}: this client was closed; make a new one")
 

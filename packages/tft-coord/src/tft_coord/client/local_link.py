@@ -16,6 +16,7 @@ from typing import Final, final
 
 from tft_coord.core.types import Plan, QuorumKey, Verdict
 from tft_coord.errors import Closed, DeadlinePassed, ProtocolError, Unreachable
+from tft_coord.forks import Inheritance, let_go_in_child
 from tft_coord.transport.frames import FrameReader, framed
 from tft_coord.transport.settings import error_of_code
 from tft_coord.wire import rank_codec
@@ -41,6 +42,7 @@ class LocalLink:
         self._frames = FrameReader()
         self._arrived: list[bytes] = []
         self._closed = False
+        let_go_in_child(self)
 
     def call(
         self, asked: rank_codec.Ask | rank_codec.Vote | rank_codec.Leave, timeout_s: float, what: str
@@ -80,6 +82,12 @@ class LocalLink:
             self._connection.shutdown(socket.SHUT_RDWR)  # wakes whoever waits in it; a close alone does not
         with self._lock:
             self._connection.close()
+
+    def forked(self) -> Inheritance:
+        """In a child: closed, and a thread of the parent's that waits here holds no lock."""
+        self._closed = True
+        self._lock = threading.Lock()
+        return Inheritance([self._connection.fileno()])
 
     def _send(self, message: rank_codec.FromRank, deadline: float) -> None:
         """Raises: TimeoutError: nobody reads; the link has ended then."""

@@ -19,12 +19,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import final
 
-import grpc.aio
-
 from tft_coord.core.progress import Progress
 from tft_coord.core.types import KillOrder, LeaveRequest, LossNotice, NewcomerAsks, Plan, QuorumKey, Released, Verdict
 from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, GroupLost, Unreachable
 from tft_coord.news import News
+from tft_coord.rpc import grpc
 from tft_coord.security import call_metadata
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.dial import cancelled, dial
@@ -133,7 +132,7 @@ class RankSession:
         """Say goodbye and end. Calls under way end with Closed."""
         if self._share.inherited:
             return
-        self._share.run(self._end())
+        self._share.run_last(self._end())
         self._share.give_back()
 
     # --- on the loop ---------------------------------------------------------------------------------------------

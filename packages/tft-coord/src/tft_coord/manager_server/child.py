@@ -1,7 +1,9 @@
 """The manager server's own process: a trainer that holds the interpreter lock for seconds must not look dead.
 
-It ends when its parent does, and learns of that from the pipe on which it was given its settings: a signal at a
-parent's death fires already when the thread that started the child ends. Before it goes it tells the lighthouse.
+It ends when its parent does. It learns of that from the pipe on which it was given its settings, and from the kernel
+where that tells of a process's end (Linux): a process that the parent has forked may hold the pipe open. A signal at a
+parent's death won't do, because it fires already when the thread that started the child ends. Before it goes it tells
+the lighthouse.
 
 Law of this file: the life of this process, from settings to end; the server itself is the shell's.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -26,21 +29,22 @@ GOODBYE: Final = b"goodbye\n"
 END_BY_FORCE_S: Final = 2.0
 
 
-def main(settings: str, report_fd: int, link_fd: int) -> None:
+def main(settings: str, report_fd: int, link_fd: int, parent_pid: int) -> None:
     """Serve until the parent says goodbye or ends.
 
     Args:
         settings: JSON of a ManagerServerConfig.
         report_fd: a pipe for one line of JSON: the address, or the error that kept the server from starting.
         link_fd: a socket whose other end is our parent's, for its calls.
+        parent_pid: of the process that started this one.
     """
     # Whoever ends the trainers of a machine often signals all processes: the parent's end is the only one that counts.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    asyncio.run(_serve(settings, report_fd, link_fd))
+    asyncio.run(_serve(settings, report_fd, link_fd, parent_pid))
 
 
-async def _serve(settings: str, report_fd: int, link_fd: int) -> None:
+async def _serve(settings: str, report_fd: int, link_fd: int, parent_pid: int) -> None:
     loop = asyncio.get_running_loop()
     parent_ended: asyncio.Future[bool] = loop.create_future()
 
@@ -49,7 +53,7 @@ async def _serve(settings: str, report_fd: int, link_fd: int) -> None:
             parent_ended.set_result(left)
 
     def watch_parent() -> None:
-        words = sys.stdin.buffer.readline()
+        words = _last_words_of(parent_pid)
         with suppress(RuntimeError):  # the loop is closed: the server is ending already
             loop.call_soon_threadsafe(parent_ends, words == GOODBYE)
         # A process without its parent must not stay, whatever its loop is busy with.
@@ -72,3 +76,17 @@ async def _serve(settings: str, report_fd: int, link_fd: int) -> None:
     # Nothing is left to be tidied up, and a thread that waits on the pipe would be waited for.
     sys.stderr.flush()
     os._exit(0)
+
+
+def _last_words_of(parent_pid: int) -> bytes:
+    """Wait until the parent has said its last line, which this returns, or has ended without one."""
+    with suppress(AttributeError, OSError):  # a kernel, or a system, that does not tell of a process's end
+        parent = os.pidfd_open(parent_pid)
+        if os.getppid() != parent_pid:  # it had ended before, and its number is another's
+            return b""
+        poll = select.poll()
+        poll.register(sys.stdin, select.POLLIN)
+        poll.register(parent, select.POLLIN)
+        if sys.stdin.fileno() not in dict(poll.poll()):
+            return b""
+    return sys.stdin.buffer.readline()

@@ -13,13 +13,11 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Final, final
 
-import grpc
-import grpc.aio
-
 from tft_coord.core import events
 from tft_coord.core.foreign import CallQuorum, CancelCall, ForeignCore, ForeignEffect, LeftOut, TellGroup
 from tft_coord.core.session import SendRequest
 from tft_coord.core.types import Member, QuorumKey
+from tft_coord.rpc import grpc
 from tft_coord.timeouts import Timeouts
 from tft_coord.wire import codec, services
 

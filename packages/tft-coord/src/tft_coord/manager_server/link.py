@@ -17,9 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import cast, final
 
-import grpc
-import grpc.aio
-
 from tft_coord.core import events
 from tft_coord.core.effects import (
     AnnounceNewcomer,
@@ -54,6 +51,7 @@ from tft_coord.core.session import (
 from tft_coord.core.types import Member, Quorum, QuorumKey, Refusal
 from tft_coord.errors import ProtocolError, Unreachable
 from tft_coord.manager_server.foreign import ForeignConversation
+from tft_coord.rpc import grpc
 from tft_coord.security import call_metadata
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport import direct

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Final, final
 
 from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, SettingError
+from tft_coord.forks import Inheritance, let_go_in_child
 from tft_coord.manager_server.config import ManagerServerConfig
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.address import host_of
@@ -36,7 +37,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 boot = json.loads(sys.stdin.buffer.readline())
 sys.path[:] = boot["path"]
 from tft_coord.manager_server.child import main
-main(boot["settings"], boot["report_fd"], boot["link_fd"])
+main(boot["settings"], boot["report_fd"], boot["link_fd"], boot["parent_pid"])
 """
 
 
@@ -169,7 +170,7 @@ class _InProcess:
     def shutdown(self) -> None:
         if self._share.inherited:
             return
-        self._share.run(self._shell.stop("it was shut down", left=True))
+        self._share.run_last(self._shell.stop("it was shut down", left=True))
         self._share.give_back()
 
 
@@ -215,12 +216,14 @@ class _Child:
         self._owner_pid = os.getpid()
         self._end = weakref.finalize(self, _end, self._process, pipe, self._untaken, self._owner_pid)
         self._close_report = weakref.finalize(self, self._report_pipe.close)
+        let_go_in_child(self)
         try:
             boot = {
                 "path": [str(entry) for entry in sys.path],
                 "settings": config.to_json(),
                 "report_fd": childs_fd,
                 "link_fd": link_fd,
+                "parent_pid": self._owner_pid,
             }
             pipe.write(json.dumps(boot).encode() + b"\n")
             # Who starts a server is its client next, and what that needs takes as long to import as the child to start.
@@ -260,6 +263,11 @@ class _Child:
 
     def take_link(self) -> socket.socket | None:
         return self._untaken.pop() if self._untaken else None
+
+    def forked(self) -> Inheritance:
+        """In a child: nothing of the parent's server's is held."""
+        report_fd = -1 if self._report_pipe.closed else self._report_pipe.fileno()
+        return Inheritance([report_fd, *(link.fileno() for link in self._untaken)])
 
     def shutdown(self) -> None:
         self._end()
@@ -312,7 +320,11 @@ class _Pipe:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        _close_in_forked_children(self)
+        let_go_in_child(self)
+
+    def forked(self) -> Inheritance:
+        """In a child: a data loader's worker, say, must not keep the manager server alive after its parent's end."""
+        return Inheritance([self._fd])
 
     def write(self, data: bytes) -> None:
         with suppress(BrokenPipeError):  # the child has ended; its report, or its exit code, tells
@@ -337,22 +349,5 @@ def _end(process: subprocess.Popen[bytes], pipe: _Pipe, untaken_links: list[sock
         process.wait(GOODBYE_WITHIN_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()
-
-
-_pipes: weakref.WeakSet[_Pipe] = weakref.WeakSet()
-_hooked = False
-
-
-def _close_in_forked_children(pipe: _Pipe) -> None:
-    """A forked child of the trainer, such as a data loader's worker, must not keep the pipe open after its end."""
-    global _hooked
-    _pipes.add(pipe)
-    if not _hooked:
-        _hooked = True
-        os.register_at_fork(after_in_child=_close_pipes)
-
-
-def _close_pipes() -> None:
-    for pipe in _pipes:
-        pipe.close()
+        with suppress(subprocess.TimeoutExpired):  # the kernel does not let go of it: its own affair
+            process.wait(GOODBYE_WITHIN_S)

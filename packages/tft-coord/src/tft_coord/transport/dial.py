@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Final
-
-import grpc
-import grpc.aio
+import weakref
+from typing import Final, final
 
 from tft_coord.errors import Unreachable
+from tft_coord.forks import Inheritance, let_go_in_child
+from tft_coord.rpc import grpc
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.settings import channel_options
 
@@ -29,6 +29,7 @@ async def dial(address: str, timeouts: Timeouts, *, to_lighthouse: bool = False)
     Raises: Unreachable: the attempt failed. Nothing is left open.
     """
     channel = grpc.aio.insecure_channel(address, options=channel_options(timeouts, to_lighthouse=to_lighthouse))
+    _dialed.add(channel, address)
     try:
         await asyncio.wait_for(_connected(channel), timeouts.heartbeat_timeout_ms / 1000)
     except BaseException as error:
@@ -58,3 +59,24 @@ async def cancelled(task: asyncio.Task[None]) -> None:
     while not task.done():
         task.cancel()
         await asyncio.wait([task], timeout=CANCEL_AGAIN_S)
+
+
+@final
+class _Dialed:
+    """The channels of this process, for its forked children."""
+
+    def __init__(self) -> None:
+        self._addresses: weakref.WeakKeyDictionary[grpc.aio.Channel, str] = weakref.WeakKeyDictionary()
+
+    def add(self, channel: grpc.aio.Channel, address: str) -> None:
+        self._addresses[channel] = address
+        let_go_in_child(self)
+
+    def forked(self) -> Inheritance:
+        """In a child: the connections are the parent's."""
+        addresses = dict(self._addresses)
+        self._addresses.clear()
+        return Inheritance(targets=addresses.values(), kept=addresses)
+
+
+_dialed: Final = _Dialed()

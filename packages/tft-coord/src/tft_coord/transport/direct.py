@@ -23,6 +23,7 @@ from contextlib import suppress
 from typing import Final, TypeAlias, cast, final
 
 from tft_coord.errors import ProtocolError, Unreachable
+from tft_coord.forks import Inheritance, let_go_in_child
 from tft_coord.transport.frames import FrameReader, framed
 from tft_coord.transport.outbox import MOST_WAITING_BYTES
 
@@ -75,6 +76,14 @@ class DirectSocket(asyncio.Protocol):
         self._kept: list[bytes] = []
         self._take: Callable[[bytes], None] | None = None
         self._transport: asyncio.Transport | None = None
+        let_go_in_child(self)
+
+    def forked(self) -> Inheritance:
+        """In a child: the socket is the parent's."""
+        if self._transport is None:
+            return Inheritance()
+        connection: socket.socket = self._transport.get_extra_info("socket")
+        return Inheritance([connection.fileno()], kept=[self._transport])
 
     def hear(self, take: Callable[[bytes], None]) -> None:
         """Have every message taken from now on, in order; until then the kernel keeps them."""
@@ -224,6 +233,11 @@ class DirectPort:
         self._listener: socket.socket | None = None
         self._port = 0
         self._said_full = False
+        let_go_in_child(self)
+
+    def forked(self) -> Inheritance:
+        """In a child: the port and its connections are the parent's."""
+        return Inheritance(ports=() if self._listener is None else (self._port,))
 
     def open(self, host: str) -> None:
         """Listen at a free port of that host's, "" for all interfaces. Raises: OSError; then nothing is offered."""

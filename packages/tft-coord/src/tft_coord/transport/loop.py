@@ -11,15 +11,23 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import concurrent.futures
+import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, final
 
 from tft_coord.errors import Closed
+from tft_coord.forks import Inheritance, let_go_in_child
+from tft_coord.rpc import warn_of_handlers
+from tft_coord.threads import join_within
+
+logger = logging.getLogger(__name__)
 
 THREAD_NAME = "tft-coord-loop"
 TASKS_END_WITHIN_S = 1.0
+ENDS_WITHIN_S = 10.0
 
 _T = TypeVar("_T")
 
@@ -59,6 +67,14 @@ class LoopShare:
             raise
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
 
+    def run_last(self, coroutine: Coroutine[Any, Any, object]) -> None:
+        """As `run`, for what ends the owner: after some seconds it is left alone, and a warning is logged."""
+        loop = self.loop
+        try:
+            asyncio.run_coroutine_threadsafe(coroutine, loop).result(ENDS_WITHIN_S)
+        except concurrent.futures.TimeoutError:  # Python 3.10's is a class of its own
+            logger.warning("%s did not end within %g s and is left alone", self._owner, ENDS_WITHIN_S)
+
     def give_back(self) -> None:
         """Give the share back; the last one ends the thread and waits for its end. Does nothing the second time."""
         thread, self._thread = self._thread, None
@@ -72,6 +88,7 @@ class _LoopThread:
         self.loop = asyncio.new_event_loop()
         self.shares: list[LoopShare] = []
         self.pid = os.getpid()
+        let_go_in_child(self)
         self.thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self.thread.start()
 
@@ -93,12 +110,18 @@ class _LoopThread:
 
     def end(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
+        join_within(self.thread)
+
+    def forked(self) -> Inheritance:
+        """In a child: neither the loop nor a task of its is ended or destroyed; both wait for the parent's sockets."""
+        return Inheritance(kept=[self, *asyncio.all_tasks(self.loop)])
 
 
 _lock = threading.Lock()
 _current: _LoopThread | None = None
+_inherited: _LoopThread | None = None  # in a forked child, the parent's
 _hooked = False
+_warned = False
 
 
 def _take(share: LoopShare) -> _LoopThread:
@@ -106,7 +129,7 @@ def _take(share: LoopShare) -> _LoopThread:
     with _lock:
         if not _hooked:
             _hooked = True
-            os.register_at_fork(after_in_child=_forget)
+            os.register_at_fork(before=_warn_once, after_in_child=_forget)
             atexit.register(_end_at_exit)
         if _current is None:
             _current = _LoopThread()
@@ -129,9 +152,16 @@ def _give_back(thread: _LoopThread, share: LoopShare) -> None:
 
 def _forget() -> None:
     # In a forked child the thread does not exist, and the lock may have been held by another thread.
-    global _current, _lock
-    _current = None
+    global _current, _inherited, _lock
+    _current, _inherited = None, _current  # which must not be destroyed before it was asked what it leaves
     _lock = threading.Lock()
+
+
+def _warn_once() -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warn_of_handlers()
 
 
 def _end_at_exit() -> None:

@@ -16,8 +16,8 @@ import weakref
 from contextlib import suppress
 from typing import Any, Final, TypeAlias, final
 
-import grpc.aio
-
+from tft_coord.forks import Inheritance, let_go_in_child
+from tft_coord.rpc import grpc
 from tft_coord.transport.address import host_of, join_host_port
 from tft_coord.transport.settings import Options
 from tft_coord.transport.steady import SteadyServer, is_offered
@@ -48,6 +48,7 @@ class Server:
         self._again: asyncio.Task[None] | None = None
         self._server = self._make()
         self._before: dict[GrpcServer, asyncio.Task[None]] = {}  # that have ended, and still have open calls
+        let_go_in_child(self)
 
     def bind(self, address: str) -> int:
         """Take the port. Returns: its number. Raises: RuntimeError: the address can't be bound."""
@@ -70,6 +71,11 @@ class Server:
         await asyncio.gather(*(server.stop(grace_s) for server in (self._server, *self._before)))
         if outlived:
             await asyncio.wait(outlived)
+
+    def forked(self) -> Inheritance:
+        """In a child: the port and its connections are the parent's."""
+        ports = {int(self._bind.rpartition(":")[2])} if self._bind and not self._stopped else ()
+        return Inheritance(ports=ports, kept=[self._server, *self._before])
 
     def look(self) -> None:
         """A server of this loop has ended: listen again if it was this one."""

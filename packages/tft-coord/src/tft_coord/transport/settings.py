@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-import grpc
-
 from tft_coord.core.types import Refusal
 from tft_coord.errors import (
     CoordinationError,
@@ -19,6 +17,7 @@ from tft_coord.errors import (
     StaleQuorum,
     Unreachable,
 )
+from tft_coord.rpc import grpc
 from tft_coord.timeouts import Timeouts
 from tft_coord.wire.services import Context
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, TypeAlias, final
 
-import grpc
-import grpc.aio
-
+from tft_coord.rpc import grpc
 from tft_coord.security import admits
 
 MANAGER_QUORUM = "/torchft.ManagerService/Quorum"
