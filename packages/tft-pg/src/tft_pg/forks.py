@@ -34,6 +34,7 @@ class Inheritance:
         descriptors: the child lets go of these; negative ones are none.
         inodes: it lets go of the descriptors of these sockets too.
         local, remote: and of the sockets with one of these addresses at that end, listening or connected.
+        ports: and of those that listen at one of these ports of any address, or were accepted there.
         kept: objects that the child must never destroy.
     """
 
@@ -41,6 +42,7 @@ class Inheritance:
     inodes: Collection[int] = ()
     local: Collection[Endpoint] = ()
     remote: Collection[Endpoint] = ()
+    ports: Collection[int] = ()
     kept: Iterable[object] = ()
 
 
@@ -93,6 +95,7 @@ def _in_child() -> None:
         inodes={inode for each in inherited for inode in each.inodes},
         local={endpoint for each in inherited for endpoint in each.local},
         remote={endpoint for each in inherited for endpoint in each.remote},
+        ports={port for each in inherited for port in each.ports},
     )
     sockets.forget_holds()
     if descriptors:

@@ -154,23 +154,29 @@ def _table_endpoint(field: str) -> Endpoint:
 
 
 def descriptors(
-    *, inodes: Collection[int] = (), local: Collection[Endpoint] = (), remote: Collection[Endpoint] = ()
+    *,
+    inodes: Collection[int] = (),
+    local: Collection[Endpoint] = (),
+    remote: Collection[Endpoint] = (),
+    ports: Collection[int] = (),
 ) -> set[int]:
-    """The descriptors of the sockets with one of these inodes, or with one of these addresses at that end.
+    """The descriptors of the sockets with one of these inodes, or one of these addresses or local ports.
 
     Unlike `connected` it finds listening sockets, those that still connect, and our own duplicates too. For a process
     of one thread, such as a child that was forked a moment ago.
     """
-    if not (inodes or local or remote):
-        return set()
+    found: set[int] = set()
+    if not (inodes or local or remote or ports):
+        return found
     wanted = set(inodes) | (connecting(remote=remote) if remote else set())
-    found = set()
     for name in os.listdir(_DESCRIPTORS):
         descriptor = int(name)
         inode = _inode(descriptor)
-        if inode is not None and (
-            inode in wanted or _end(descriptor, remote=False) in local or _end(descriptor, remote=True) in remote
-        ):
+        if inode is None:
+            continue
+        here, there = _end(descriptor, remote=False), _end(descriptor, remote=True)
+        at_port = here is not None and here.port in ports
+        if inode in wanted or at_port or here in local or there in remote:
             found.add(descriptor)
     return found
 

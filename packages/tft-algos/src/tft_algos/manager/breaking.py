@@ -18,6 +18,7 @@ from typing import Final, final
 from tft_algos.manager.clock import SystemClock
 from tft_algos.manager.parts import Clock, Group
 from tft_coord.core.types import QuorumKey
+from tft_pg.threads import join_within
 
 ABORT_AFTER_S: Final = 0.05
 AGAIN_S: Final = 0.02
@@ -73,7 +74,7 @@ class Breaker:
             threads = list(self._threads)
         if wait:
             for thread in threads:
-                thread.join()
+                join_within(thread)
 
     def _start(self, key: QuorumKey | None, after_s: float) -> None:
         with self._starting:

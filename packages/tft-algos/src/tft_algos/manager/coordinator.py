@@ -26,6 +26,7 @@ from tft_coord.core.progress import Progress
 from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest, Verdict
 from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, GroupLost, Unreachable
 from tft_coord.news import News
+from tft_pg.threads import join_within
 
 if TYPE_CHECKING:
     from tft_coord import ManagerClient
@@ -160,7 +161,7 @@ class GroupCoordinator:
         if server is not None:
             server.shutdown()  # ends the wait for it
         if self._watch is not None:
-            self._watch.join()
+            join_within(self._watch)
         with self._lock:
             client, self._client = self._client, None
             server, self._server = self._server, None

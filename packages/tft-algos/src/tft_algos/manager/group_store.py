@@ -15,9 +15,11 @@ import os
 import socket
 import threading
 import time
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Final, final
 
 from torch.distributed import DistNetworkError, DistStoreError, Store, TCPStore  # type: ignore[attr-defined]
 
@@ -25,7 +27,9 @@ from tft_algos.errors import SettingError
 from tft_algos.manager.config import ResolvedConfig
 from tft_coord.errors import DeadlinePassed, Unreachable
 from tft_pg.errors import ProcessGroupError
+from tft_pg.forks import Inheritance, let_go_in_child
 from tft_pg.store import StoreClient
+from tft_pg.threads import join_within
 
 MANAGER_ADDR_KEY = "manager_addr"
 REPLICA_ID_KEY = "replica_id"
@@ -128,6 +132,27 @@ class GroupStore:
         return self.store.get(key).decode() if self.store.check([key]) else ""
 
 
+@final
+class _Hosted:
+    """The stores that this process hosts, for its forked children."""
+
+    def __init__(self) -> None:
+        self._stores: weakref.WeakSet[TCPStore] = weakref.WeakSet()
+
+    def add(self, store: TCPStore) -> None:
+        self._stores.add(store)
+        let_go_in_child(self)
+
+    def forked(self) -> Inheritance:
+        """In a child: the port and its connections are the parent's; a store that is destroyed waits for its thread."""
+        stores = list(self._stores)
+        self._stores.clear()
+        return Inheritance(ports=[store.port for store in stores], kept=stores)
+
+
+_hosted: Final = _Hosted()
+
+
 def open_group_store(config: ResolvedConfig) -> GroupStore:
     """Host the store, where the group is this process alone and none is named; else connect to it.
 
@@ -145,6 +170,7 @@ def open_group_store(config: ResolvedConfig) -> GroupStore:
                 f"({str(error).partition(chr(10))[0]}); look whether /etc/hosts gives that name an address of this "
                 "machine"
             ) from error
+        _hosted.add(store)
         return GroupStore(store, join_address(config.hostname, store.port), config.run_scope, config.group_scope)
     where = f"{config.store_addr}:{config.store_port}"
     _reach(config, where)
@@ -161,7 +187,7 @@ def open_group_store(config: ResolvedConfig) -> GroupStore:
         ) from error
     finally:
         connected.set()
-        watch.join()
+        join_within(watch)
     # A loopback name would send other machines to themselves.
     host = config.hostname if is_loopback(config.store_addr) else config.store_addr
     group = GroupStore(client.under(""), join_address(host, config.store_port), config.run_scope, config.group_scope)

@@ -20,6 +20,7 @@ from tft_algos.manager.parts import Coordinator
 from tft_ckpt import CheckpointTransport, StateKey
 from tft_coord.core.types import Plan, Source
 from tft_coord.errors import DeadlinePassed, Unreachable
+from tft_pg.threads import join_within
 
 MAX_SOURCES: Final = 4
 REPORT_INTERVAL_S: Final = 0.1
@@ -101,7 +102,7 @@ class Fetch:
         """End it, from any thread, and wait until it has ended."""
         self._cancelled.set()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            join_within(self._thread)
 
     @property
     def seconds(self) -> float:

@@ -84,6 +84,7 @@ from tft_coord.core.types import (
 from tft_coord.errors import CoordinationError, DeadlinePassed, GroupLost
 from tft_coord.news import News
 from tft_coord.timeouts import LONGEST_MS
+from tft_pg.threads import join_within
 
 T = TypeVar("T")
 
@@ -1078,7 +1079,7 @@ class Manager:
 
     def _end_parts(self, wait: bool) -> None:
         if self._giver_up is not None:
-            self._giver_up.join()
+            join_within(self._giver_up)
         with contextlib.ExitStack() as rest:  # whatever one of them raises, the others end; the last one comes first
             # Not before: a launcher that sends a signal twice would end this process in the midst of it.
             rest.callback(self._signals.give_back)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
-from typing import final
+from typing import Final, final
 
 from tft_algos.errors import LeftJob
 from tft_algos.manager.breaking import Breaker
@@ -28,6 +29,8 @@ from tft_algos.manager.shared import Shared
 from tft_algos.manager.whereabouts import Whereabouts
 from tft_coord.core.types import LossNotice, Plan, QuorumKey, RankRequest, Refusal
 from tft_coord.errors import Refused
+
+END_WITHIN_S: Final = 10.0
 
 
 @final
@@ -109,7 +112,14 @@ class Negotiation:
 
     def close(self, *, wait: bool) -> None:
         """Nothing is asked any more. `wait`: until the thread has ended."""
-        self._executor.shutdown(wait, cancel_futures=True)
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        if not wait or self._last is None:
+            return
+        # It has been told to end wherever it waits: the coordinator is closed, and the process group shut down.
+        if futures.wait([self._last], END_WITHIN_S).not_done:
+            self._reports.log(logging.WARNING, "the quorum thread did not end within %g s", END_WITHIN_S)
+        else:
+            self._executor.shutdown(wait=True)  # there is nothing left that it could wait for
 
     # --- the quorum thread --------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from tft_algos.errors import SettingError
+from tft_pg.forks import Inheritance, let_go_in_child
 
 
 @final
@@ -19,6 +20,12 @@ class SignalHandlers:
 
     def __init__(self) -> None:
         self._handlers: dict[int, tuple[Any, Any]] = {}  # ours, and the one before
+        let_go_in_child(self)
+
+    def forked(self) -> Inheritance:
+        """In a child: what a signal means to its parent it does not mean to it."""
+        self.give_back()
+        return Inheritance()
 
     def handle(self, signals: Sequence[int], act: Callable[[str], None]) -> None:
         """Have `act` called with the name of the signal; a second call for the same signal replaces the first.

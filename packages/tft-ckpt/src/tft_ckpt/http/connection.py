@@ -19,10 +19,12 @@ import socket
 import ssl
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, final
+from typing import Any, Final, final
 
 from tft_ckpt.errors import CheckpointError, Closed, DeadlinePassed
+from tft_ckpt.forks import Inheritance, let_go_in_child
 
 __all__ = ["Connection", "Silence", "StopSignal"]
 
@@ -161,6 +163,7 @@ class _Wire:
         """Go on over TLS, with whoever proves to be that host."""
         # The socket that was given is empty from then on; on errors it is closed with the new one.
         self._sock = secured = context.wrap_socket(self._sock, server_hostname=host, do_handshake_on_connect=False)
+        _opened.add(secured)
         while True:
             try:
                 secured.do_handshake()
@@ -280,6 +283,27 @@ class Connection:
         self._wire.shut()
 
 
+@final
+class _Opened:
+    """The sockets of all connections of this process, for its forked children."""
+
+    def __init__(self) -> None:
+        self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+    def add(self, sock: socket.socket) -> None:
+        self._sockets.add(sock)
+        let_go_in_child(self)
+
+    def forked(self) -> Inheritance:
+        """In a child: the connections are the parent's."""
+        sockets = list(self._sockets)
+        self._sockets.clear()
+        return Inheritance([sock.fileno() for sock in sockets])
+
+
+_opened: Final = _Opened()
+
+
 def _look_up(host: str, port: int, silence_s: float, stop: StopSignal) -> list[Any]:
     """As socket.getaddrinfo, but for a name that nobody answers for it ends when it should.
 
@@ -296,6 +320,9 @@ def _look_up(host: str, port: int, silence_s: float, stop: StopSignal) -> list[A
         except (OSError, ValueError) as error:
             found.append(error)
         finally:
+            with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+                # Written, not only closed: a child that is forked meanwhile holds this end of the pipe too.
+                os.write(done, b"x")
             os.close(done)
 
     try:
@@ -314,6 +341,7 @@ def _connect(host: str, port: int, silence_s: float, stop: StopSignal) -> socket
     failure: OSError = ConnectionRefusedError(f"{host} has no address")
     for family, kind, protocol, _, address in _look_up(host, port, silence_s, stop):
         sock = socket.socket(family, kind, protocol)
+        _opened.add(sock)
         try:
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -22,12 +23,14 @@ from typing import TYPE_CHECKING, final
 
 from tft_ckpt.buffers import Buffer
 from tft_ckpt.errors import Closed, StateUnavailable
+from tft_ckpt.forks import Inheritance, let_go_in_child
 from tft_ckpt.http.pace import check_rate
 from tft_ckpt.http.relay import Relay
 from tft_ckpt.key import StateKey
 from tft_ckpt.manifest import Manifest
 from tft_ckpt.shelf import Shelf
 from tft_ckpt.snapshot import Snapshot
+from tft_ckpt.threads import join_within
 from tft_ckpt.tree import Limits
 
 if TYPE_CHECKING:
@@ -103,6 +106,8 @@ class StateServer:
         self._app: App | None = None
         self._untold: list[Callable[[App], object]] = []
         self._preparing: threading.Thread | None = None
+        self._parent_pid = 0  # in a forked child: whose server this is a copy of
+        let_go_in_child(self)
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self._thread.start()
 
@@ -256,11 +261,25 @@ class StateServer:
         if first:
             self._tell(lambda app: app.stop())
         if wait:
-            self._thread.join()
+            join_within(self._thread)
             if preparing is not None:
-                preparing.join()
+                join_within(preparing)
+
+    def forked(self) -> Inheritance:
+        """In a child: closed; the port, the connections and the loop are the parent's."""
+        self._parent_pid = os.getppid()
+        self._lock = threading.Lock()
+        self._closed = True
+        listens = self._listener.fileno() >= 0
+        ports = {int(self._listener.getsockname()[1])} if listens else ()
+        return Inheritance(ports=ports, kept=[self, self._loop, *asyncio.all_tasks(self._loop)])
 
     def _check_open(self) -> None:
+        if self._parent_pid:
+            raise Closed(
+                f"this transport belongs to process {self._parent_pid}, from which process {os.getpid()} was forked; "
+                "use it there, or make a new one here"
+            )
         if self._closed:
             raise Closed("the transport was shut down, so it offers no state; make a new one")
         if self._failure is not None:
@@ -272,6 +291,8 @@ class StateServer:
 
     def _tell(self, callback: Callable[[App], object], *, is_use: bool = True) -> None:
         """Have the loop call it with the app; without is_use only if there is an app by then."""
+        if self._parent_pid:
+            return  # the loop is the parent's
         try:
             self._loop.call_soon_threadsafe(self._told, callback, is_use)
         except RuntimeError:

@@ -9,6 +9,7 @@ Law of this file: puts the server and the client together, and checks the settin
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from typing import TypeVar, final
 from tft_ckpt.arguments import key_of, positive_seconds
 from tft_ckpt.buffers import Buffer, BufferPool
 from tft_ckpt.errors import CheckpointError, Closed, DeadlinePassed, WrongSetting
+from tft_ckpt.forks import Inheritance, let_go_in_child
 from tft_ckpt.http.address import advertised_url, listen
 from tft_ckpt.http.client import Receive, ReceiveReport
 from tft_ckpt.http.connection import StopSignal
@@ -136,6 +138,8 @@ class HTTPTransport(CheckpointTransport[T]):
         self._running: set[StopSignal] = set()
         self._closed = False
         self._last_receive: ReceiveReport | None = None
+        self._parent_pid = 0  # in a forked child: whose transport this is a copy of
+        let_go_in_child(self)
         listener = listen(bind, port, interface)
         try:
             self._url = advertised_url(listener, advertise_addr, "http" if tls is None else "https")
@@ -316,6 +320,14 @@ class HTTPTransport(CheckpointTransport[T]):
             with self._lock:
                 self._kept.clear()
 
+    def forked(self) -> Inheritance:
+        """In a child: closed, and no receive of the parent's is ended."""
+        self._parent_pid = os.getppid()
+        self._lock = threading.Lock()
+        self._closed = True
+        self._running = set()
+        return Inheritance()
+
     def _stop_receives(self, reason: str) -> None:
         with self._lock:
             for stop in self._running:
@@ -337,6 +349,11 @@ class HTTPTransport(CheckpointTransport[T]):
         stop = StopSignal(timeout_s, cancelled)
         try:
             with self._lock:
+                if self._parent_pid:
+                    raise Closed(
+                        f"this transport belongs to process {self._parent_pid}, from which process {os.getpid()} was "
+                        "forked; use it there, or make a new one here"
+                    )
                 if self._closed:
                     raise Closed("the transport was shut down, so it receives no state; make a new one")
                 self._running.add(stop)
