@@ -84,6 +84,7 @@ def keep_for_ever(obj: object) -> None:
 def _in_child() -> None:
     for lock in (_hooking, *_locks):
         lock._at_fork_reinit()  # type: ignore[attr-defined]  # as threading and logging do with theirs
+    sockets.forget_holds()
     owners = list(_owners)
     _owners.clear()
     inherited = [owner.forked() for owner in owners]
@@ -97,7 +98,6 @@ def _in_child() -> None:
         remote={endpoint for each in inherited for endpoint in each.remote},
         ports={port for each in inherited for port in each.ports},
     )
-    sockets.forget_holds()
     if descriptors:
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for descriptor in descriptors:

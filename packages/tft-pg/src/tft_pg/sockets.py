@@ -162,11 +162,12 @@ def descriptors(
 ) -> set[int]:
     """The descriptors of the sockets with one of these inodes, or one of these addresses or local ports.
 
+    A connection of this machine with itself counts for the port at either end.
     Unlike `connected` it finds listening sockets, those that still connect, and our own duplicates too. For a process
     of one thread, such as a child that was forked a moment ago.
     """
     found: set[int] = set()
-    if not (inodes or local or remote or ports):
+    if not (inodes or local or remote or ports) or not supported():
         return found
     wanted = set(inodes) | (connecting(remote=remote) if remote else set())
     for name in os.listdir(_DESCRIPTORS):
@@ -176,7 +177,8 @@ def descriptors(
             continue
         here, there = _end(descriptor, remote=False), _end(descriptor, remote=True)
         at_port = here is not None and here.port in ports
-        if inode in wanted or at_port or here in local or there in remote:
+        to_port = here is not None and there is not None and there.address == here.address and there.port in ports
+        if inode in wanted or at_port or to_port or here in local or there in remote:
             found.add(descriptor)
     return found
 

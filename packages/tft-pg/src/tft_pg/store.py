@@ -159,7 +159,9 @@ class StoreClient:
     def forked(self) -> Inheritance:
         """In a child: the connection is the parent's."""
         self._lock = threading.Lock()
-        return Inheritance(inodes=self._own, kept=() if self._store is None else [self._store])
+        # While torch connects, nobody knows which connection is its own: one that has come since.
+        own = self._own or (sockets.connected(remote=self._remote) - self._before)
+        return Inheritance(inodes=own, kept=() if self._store is None else [self._store])
 
     def connect(self, timeout: timedelta, *, keep_trying: Callable[[], None]) -> None:
         """Connect; blocks until the store has answered.

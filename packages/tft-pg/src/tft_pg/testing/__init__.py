@@ -4,11 +4,13 @@ from tft_pg.testing.bench import Bench, Outcome
 from tft_pg.testing.computing import Combination, combinations
 from tft_pg.testing.conformance import CHECKS, check_process_group
 from tft_pg.testing.fake_backend import FakeAccelerator, WaitsOnHost
+from tft_pg.testing.forking import WAYS, end_children, fork_child
 from tft_pg.testing.subject import GLOO_LACKS, Subject
 
 __all__ = [
     "CHECKS",
     "GLOO_LACKS",
+    "WAYS",
     "Bench",
     "Combination",
     "FakeAccelerator",
@@ -17,4 +19,6 @@ __all__ = [
     "WaitsOnHost",
     "check_process_group",
     "combinations",
+    "end_children",
+    "fork_child",
 ]
