@@ -14,6 +14,9 @@ TEST_PROCESSES ?= 2
 BENCH_ARGS ?=
 SOAK_RUNS ?= 5
 
+# What a package imports and does not declare, and the reverse. Its names are those of the installed distributions.
+DEPTRY := $(CURDIR)/$(BIN)/deptry src --optional-dependencies-dev-groups dev
+
 # One thread a process: the tests start many processes, and more threads than cores only make them wait for each other.
 export OMP_NUM_THREADS := 1
 # Where the environment forbids bytecode files, each of the many processes compiles all the source again.
@@ -31,10 +34,11 @@ demo: $(STAMP) ## train three replicas, kill two, watch them heal (DEMO_ARGS="--
 test: $(STAMP) ## run every test of the packages and between them (TEST_ARGS="-k quorum")
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(TEST_ARGS)
 
-lint: $(STAMP) ## ruff, mypy --strict, who may import whom, and whether generated code is stale
+lint: $(STAMP) ## ruff, mypy --strict, who may import whom, undeclared dependencies, and whether generated code is stale
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports --no-logo
+	for package in $(PACKAGES); do (cd $$package && $(DEPTRY)) || exit 1; done
 	$(BIN)/python scripts/proto.py --check
 	$(BIN)/mypy
 

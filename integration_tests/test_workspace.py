@@ -158,9 +158,19 @@ def test_every_import_is_declared_and_every_dependency_imported(package: str) ->
     used = {distribution.get(name, name).replace("_", "-") for name in third_party}
     needed = {name_of(need) for need in project["dependencies"]}
     extras = project["optional-dependencies"]
-    optional = {name_of(need) for extra in extras for need in extras[extra]}
+    optional = {name_of(need) for extra in extras if extra != "dev" for need in extras[extra]}  # not for users
     assert used <= needed | optional, "imported, but not declared"
     assert needed - set(PACKAGES) <= used, "declared, but not imported"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_package_needs_numpy(package: str) -> None:
+    # Torch does not depend on numpy, so no import shows what fails without it.
+    for file in (ROOT / "packages" / package / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            name = getattr(node, "attr", "") if isinstance(node, ast.Attribute) else ""
+            where = f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+            assert name not in {"numpy", "from_numpy", "__array__"}, f"{where} uses .{name}, which needs numpy"
 
 
 def test_constraints_pin_one_version_each_and_name_none_of_ours() -> None:

@@ -1,12 +1,11 @@
-"""The data, the net and the digest."""
+"""The data and the net."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from tft_suite.demo.data import draw, load
-from tft_suite.demo.model import accuracy, digest_of, make_net
+from tft_suite.demo.model import accuracy, make_net
 
 
 def test_the_test_part_is_a_stratified_fifth_and_shares_nothing_with_the_train_part() -> None:
@@ -35,49 +34,3 @@ def test_an_untrained_net_reads_badly() -> None:
     torch.manual_seed(0)
     _, test = load()
     assert accuracy(make_net(), test) < 0.5
-
-
-def test_the_digest_sees_one_bit_and_the_optimizer() -> None:
-    torch.manual_seed(0)
-    net = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.Adam(net.parameters())
-    net(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-
-    def digest() -> str:
-        return digest_of(net.state_dict(), optimizer.state_dict())
-
-    before = digest()
-    assert before == digest()
-    assert len(before) == 32
-    bits = net.weight.data.view(torch.int32)
-    bits[0, 0] ^= 1
-    assert digest() != before
-    bits[0, 0] ^= 1
-    assert digest() == before
-    optimizer.param_groups[0]["lr"] *= 2
-    assert digest() != before
-
-
-def test_the_digest_tells_dtypes_and_structure_apart() -> None:
-    states: list[dict[str, object]] = [
-        {"a": torch.zeros(2)},
-        {"a": torch.zeros(2, dtype=torch.int32)},
-        {"a": torch.zeros(1, 2)},
-        {"b": torch.zeros(2)},
-        {"a": 1},
-        {"a": 1.0},
-        {"a": True},
-        {"a": "1"},
-        {"a": None},
-        {"a": [1]},
-        {"a": [[1]]},
-        {1: 1},
-        {"1": 1},
-    ]
-    assert len({digest_of(state) for state in states}) == len(states)
-
-
-def test_the_digest_refuses_what_it_does_not_know() -> None:
-    with pytest.raises(TypeError, match="set"):
-        digest_of({"a": {1, 2}})

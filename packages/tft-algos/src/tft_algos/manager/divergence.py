@@ -14,6 +14,7 @@ Law of this file: functions of states; nothing is changed, and nobody is asked.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, final
@@ -61,7 +62,7 @@ class StateDigester:
                 total.update(f"{_plain(leaf, path)}\0".encode(errors="surrogatepass"))
         for device in dict.fromkeys(one.device for one in sums):  # one wait for each device
             words = torch.stack([one for one in sums if one.device == device]).cpu()
-            total.update(words.numpy().tobytes())
+            total.update(memory_of(as_octets(words)))
         return total.hexdigest()
 
     def _sums(self, part: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -165,6 +166,18 @@ def as_octets(part: torch.Tensor) -> torch.Tensor:
     # A single element is contiguous whatever its stride is; laid out anew, it is 1, as a view of other sizes needs it.
     row = part.resolve_conj().resolve_neg().contiguous().reshape(-1)
     return row.as_strided(row.shape, (1,)).view(torch.uint8)
+
+
+def memory_of(octets: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
+    """Expose the memory of a tensor as a buffer, without a copy and without numpy.
+
+    Args:
+        octets: contiguous uint8, on the CPU.
+    Returns: a buffer that keeps the tensor alive.
+    """
+    memory = (ctypes.c_ubyte * octets.numel()).from_address(octets.data_ptr())
+    memory.owner = octets  # type: ignore[attr-defined]
+    return memory
 
 
 def _plain(leaf: Any, path: str) -> str:

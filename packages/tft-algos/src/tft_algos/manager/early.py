@@ -28,7 +28,7 @@ from typing import Any, Final, final
 import torch
 
 from tft_algos.errors import StateUnavailable
-from tft_algos.manager.divergence import as_octets, leaves, local_part
+from tft_algos.manager.divergence import as_octets, leaves, local_part, memory_of
 from tft_algos.manager.healing import state_key
 from tft_ckpt import CheckpointTransport, StagedCheckpoint
 from tft_coord.core.types import Plan, QuorumKey
@@ -253,7 +253,7 @@ def _digest(leaf: Any, path: str) -> bytes:
             is_long = part.numel() * part.element_size() > LOOKED_AT_BYTES
             most_bytes = BEGINNING_BYTES if is_long else LOOKED_AT_BYTES
             head = part.reshape(-1)[: most_bytes // part.element_size()] if part.is_contiguous() else part
-            total.update(as_octets(head)[:most_bytes].cpu().numpy().tobytes())
+            total.update(memory_of(as_octets(head)[:most_bytes].cpu()))
     else:
         total.update(f"{type(leaf).__qualname__} {leaf!r}".encode())
     return total.digest()

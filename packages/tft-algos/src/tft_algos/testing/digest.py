@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tft_algos.manager.divergence import as_octets
+from tft_algos.manager.divergence import as_octets, memory_of
 
 
 def digest(*states: Any) -> str:
@@ -30,7 +30,7 @@ def digest(*states: Any) -> str:
 def _feed(total: hashlib.blake2b, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         total.update(f"tensor {value.dtype} {tuple(value.shape)}".encode())
-        total.update(as_octets(value.detach().cpu()).numpy().tobytes())
+        total.update(memory_of(as_octets(value.detach().cpu())))
     elif isinstance(value, Mapping):
         total.update(f"mapping {len(value)}".encode())
         for key in sorted(value, key=repr):

@@ -41,8 +41,8 @@ class Samples:
 def load() -> tuple[Samples, Samples]:
     """The train part (1,437 samples) and the test part (360), the same on every call."""
     digits = load_digits()
-    labels = torch.from_numpy(digits.target).long()
-    images = torch.from_numpy(digits.images).float().unsqueeze(1) / PIXEL_MAX
+    labels = torch.tensor(digits.target.tolist())
+    images = torch.tensor(digits.images.tolist()).unsqueeze(1) / PIXEL_MAX
     train, test = train_test_split(range(len(labels)), test_size=TEST_PART, stratify=labels, random_state=TEST_SEED)
     everything = Samples(images, labels)
     return everything.at(torch.tensor(train)), everything.at(torch.tensor(test))

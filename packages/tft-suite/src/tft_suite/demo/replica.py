@@ -14,11 +14,12 @@ from typing import Any, final
 import torch
 from torch.nn.functional import cross_entropy
 
+from tft_algos.testing import digest
 from tft_suite import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 from tft_suite.demo.data import draw, load
 from tft_suite.demo.events import HealingStarted, StepCommitted, StepDiscarded, TrainingEnded, one_line
 from tft_suite.demo.link import Link
-from tft_suite.demo.model import LEARNING_RATE, accuracy, digest_of, make_net
+from tft_suite.demo.model import LEARNING_RATE, accuracy, make_net
 from tft_suite.demo.process import ReplicaTask
 
 BATCH = 256
@@ -123,7 +124,7 @@ def train(task: ReplicaTask, link: Link) -> None:
                         at_s=0,
                         replica=task.replica,
                         step=manager.current_step(),
-                        digest=digest_of(net.state_dict(), inner.state_dict()),
+                        digest=digest(net.state_dict(), inner.state_dict()),
                         test_accuracy=accuracy(net, test_part),
                     )
                 )
