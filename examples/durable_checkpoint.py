@@ -14,13 +14,12 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 
 from tft_algos import DistributedDataParallel, Manager, Optimizer, SettingError
 from tft_algos.durable import DurableCheckpoint
 from tft_algos.errors import CheckpointFailed
 from tft_coord.errors import CoordinationError
-from tft_pg import ProcessGroupGloo
+from tft_pg import ProcessGroupGloo, init_group
 
 
 def main(replica: int, steps: int, directory: str, every: int) -> None:
@@ -32,12 +31,8 @@ def main(replica: int, steps: int, directory: str, every: int) -> None:
     with Manager(ProcessGroupGloo(), replica_id=f"replica_{replica}", check_state_every=100) as manager:
         for key, part in (("model", model), ("optimizer", adam), ("scheduler", scheduler)):
             manager.register_state_dict_fn(key, part.load_state_dict, part.state_dict)  # what is alive heals from it
-        if manager.config.world_size > 1:  # the processes of this replica group
-            # Its own part of the store for each start: torchrun keeps the store, with the addresses of those that died.
-            store, rank, ranks = next(rendezvous("env://"))
-            store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-        ddp = DistributedDataParallel(manager, model, dist.group.WORLD if dist.is_initialized() else None)
+        inside = init_group("cpu") if manager.config.world_size > 1 else None  # the processes of this replica group
+        ddp = DistributedDataParallel(manager, model, inside)
         optimizer = Optimizer(manager, adam)
         checkpoint = DurableCheckpoint(
             manager, directory, model=model, optimizers=optimizer, others={"scheduler": scheduler}, every=every

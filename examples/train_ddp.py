@@ -12,12 +12,10 @@ import logging
 import os
 
 import torch
-import torch.distributed as dist
-from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 
 from tft_algos import DistributedDataParallel, Manager, Optimizer, SettingError
 from tft_coord.errors import CoordinationError
-from tft_pg import ProcessGroupGloo
+from tft_pg import ProcessGroupGloo, init_group
 
 
 def main(steps: int, replica: int, replicas: int) -> None:
@@ -35,10 +33,8 @@ def main(steps: int, replica: int, replicas: int) -> None:
         manager.register_state_dict_fn("model", model.load_state_dict, model.state_dict)
         manager.register_state_dict_fn("optimizer", adam.load_state_dict, adam.state_dict)
         rank, ranks = manager.config.rank, manager.config.world_size
-        if ranks > 1:  # the processes of this replica group; each start has its part of the store that torchrun keeps
-            start = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), next(rendezvous("env://"))[0])
-            dist.init_process_group("gloo", store=start, rank=rank, world_size=ranks)
-        ddp = DistributedDataParallel(manager, model, dist.group.WORLD if ranks > 1 else None)
+        inside = init_group("cpu") if ranks > 1 else None  # the processes of this replica group
+        ddp = DistributedDataParallel(manager, model, inside)
         optimizer = Optimizer(manager, adam)
         while manager.current_step() < steps:
             share = torch.arange(replica * ranks + rank, len(inputs), replicas * ranks)

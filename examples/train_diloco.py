@@ -14,12 +14,10 @@ import logging
 import os
 
 import torch
-import torch.distributed as dist
-from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 
 from tft_algos import DiLoCo, Manager, SettingError, fragment_model
 from tft_coord.errors import CoordinationError
-from tft_pg import ProcessGroupGloo
+from tft_pg import ProcessGroupGloo, init_group
 
 SYNC_EVERY = 20  # steps of the inner optimizer, from one synchronization of a fragment to its next
 
@@ -49,9 +47,8 @@ def main(synchronizations: int, replica: int, replicas: int, streaming: bool) ->
     with Manager(ProcessGroupGloo(), replica_id=f"replica_{replica}") as manager:
         rank, ranks = manager.config.rank, manager.config.world_size
         trained: torch.nn.Module = model
-        if ranks > 1:  # the processes of this replica group; each start has its part of the store that torchrun keeps
-            start = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), next(rendezvous("env://"))[0])
-            dist.init_process_group("gloo", store=start, rank=rank, world_size=ranks)
+        if ranks > 1:  # the processes of this replica group
+            init_group("cpu")
             trained = torch.nn.parallel.DistributedDataParallel(model)  # torch's: inside the group, in every step
         share = torch.arange(replica * ranks + rank, len(inputs), replicas * ranks)
         delay, alpha = (5, 0.1) if streaming else (0, 0.0)  # steps that a synchronization may take; what stays local

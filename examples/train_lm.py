@@ -39,13 +39,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import HashStore, PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tft_algos import DiLoCo, LocalSGD, Manager, Optimizer, SettingError, extend_mesh, fragment_model
 from tft_coord.errors import CoordinationError
-from tft_pg import ProcessGroupGloo, ProcessGroupNCCL
+from tft_pg import ProcessGroupGloo, ProcessGroupNCCL, init_group
 
 METHODS = ("diloco", "local_sgd", "none")
 USED_BY = dict.fromkeys(("sync_steps", "rank0_synchronization_only"), ("diloco", "local_sgd")) | dict.fromkeys(
@@ -301,15 +300,7 @@ def say_loss(training: Training, steps: int) -> None:
 def own_mesh(ranks: int) -> DeviceMesh:
     """Of the processes of this replica group."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    store: Store = HashStore()
-    rank = 0
-    if ranks > 1:
-        # Its own part of the store for each start: torchrun keeps the store, with the addresses of those that died.
-        store, rank, _ = next(rendezvous("env://"))
-        store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=ranks)
+    init_group(device)
     return init_device_mesh(device, (ranks,), mesh_dim_names=("shard",))
 
 

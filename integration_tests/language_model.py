@@ -25,7 +25,7 @@ from typing import Any, Final
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -37,7 +37,7 @@ from tft_algos.testing import Action, EventInjector, Fault, Place, digest
 from tft_ckpt import HTTPTransport
 from tft_coord.timeouts import Timeouts
 from tft_lighthouse import LighthouseServer
-from tft_pg import ProcessGroupGloo
+from tft_pg import ProcessGroupGloo, init_group
 
 PATIENCE_S: Final = 60.0
 MARGIN_STEPS: Final = 60  # nobody may have passed the step at which all are told to stop
@@ -158,13 +158,8 @@ def live(training: Callable[[Callable[[Event], None]], None], connection: Connec
 
 def join_own_group() -> tuple[int, int]:
     """Torch's default group of this start of the replica group's processes; returns rank and number."""
-    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    store: Any = HashStore()
-    if ranks > 1:
-        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
-        store = PrefixStore(f"start/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    return rank, ranks
+    group = init_group("cpu")
+    return group.rank(), group.size()
 
 
 def train(spec: Spec, connection: Connection) -> None:
@@ -277,6 +272,7 @@ class ReplicaGroup:
                 "WORLD_SIZE": str(self._ranks),
                 "MASTER_ADDR": "localhost",
                 "MASTER_PORT": str(self._store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "TORCHELASTIC_RUN_ID": self.name,
                 "TORCHELASTIC_RESTART_COUNT": str(self.starts),
             }

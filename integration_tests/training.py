@@ -25,14 +25,14 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from integration_tests.conftest import Spawn
 from tft_algos import DistributedDataParallel, Manager, Optimizer
 from tft_algos.testing import EventInjector, Fault, InjectedError, Place, digest
 from tft_ckpt import HTTPTransport
 from tft_lighthouse import LighthouseServer
-from tft_pg import ProcessGroupGloo
+from tft_pg import ProcessGroupGloo, init_group
 
 PATIENCE_S = 50.0
 MARGIN_STEPS = 60  # nobody may have passed the step at which all are told to stop
@@ -121,23 +121,13 @@ def train(spec: Spec, connection: Connection) -> None:
         tell(Event("end"))
 
 
-def _group_of_this_replica(spec: Spec, rank: int) -> dist.ProcessGroup:
-    """Torch's own process group of the replica's processes, for this start of theirs."""
-    environment = spec.environment
-    store = TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), wait_for_workers=False)
-    start = PrefixStore(f"start/{environment['TORCHELASTIC_RESTART_COUNT']}", store)
-    # Torch's time-out of half an hour stays: a rank may wait for its part of a quorum longer than the other.
-    dist.init_process_group("gloo", store=start, rank=rank, world_size=int(environment["WORLD_SIZE"]))
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
 def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) -> None:
     os.environ.update(spec.environment)
     rank = int(spec.environment.get("RANK", "0"))
     inside: dist.ProcessGroup | None = None
     if "WORLD_SIZE" in spec.environment:
-        inside = _group_of_this_replica(spec, rank)
+        # Torch's time-out of half an hour stays: a rank may wait for its part of a quorum longer than the other.
+        inside = init_group("cpu")
     seed = sum(spec.name.encode()) + 1000 * rank
     torch.manual_seed(seed)
     module = torch.nn.Sequential(torch.nn.Linear(64, 64)) if spec.model == "small" else OtherOrder()
@@ -391,6 +381,7 @@ class Launcher:
                     "WORLD_SIZE": str(self._world_size),
                     "MASTER_ADDR": "localhost",
                     "MASTER_PORT": str(self.store.port),
+                    "TORCHELASTIC_USE_AGENT_STORE": "True",
                     "TORCHELASTIC_RUN_ID": self._name,
                     "TORCHELASTIC_RESTART_COUNT": str(self._starts),
                 },

@@ -71,7 +71,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         manager: averages over its participants.
         module: to be trained. Every replica gives the same parameters in the same order.
         process_group: the processes of this replica group, where it has more than one; gradients are averaged inside
-            it first, then across. None: this process is the group.
+            it first, then across. None, or a group of one process: this process is the group.
         kwargs: torch's own. `gradient_as_bucket_view` is True unless given: it saves a copy of every gradient.
     Raises: Unsupported: mixed_precision, delay_all_reduce_named_params, skip_all_reduce_unused_params, device_mesh, an
         Embedding with sparse gradients, or torch's reducer in Python: none of them can hold here.
@@ -98,6 +98,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         if static and not kwargs["gradient_as_bucket_view"]:
             # Torch then copies the first step's gradients out of the buckets before anybody has waited for them.
             raise Unsupported("static_graph needs gradient_as_bucket_view here; leave gradient_as_bucket_view out")
+        if process_group is not None and process_group.size() == 1:
+            process_group = None  # nothing to reduce inside a group of one
         group: dist.ProcessGroup = process_group if process_group is not None else ProcessGroupDummy(0, 1)
         # What torch then reduces itself, through its group, is the map of used parameters. With a static graph it does
         # so in its own first step alone, which is not that of the others, so that stays inside the replica group.

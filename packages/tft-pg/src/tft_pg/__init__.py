@@ -22,6 +22,7 @@ from tft_pg.errors import (
 from tft_pg.futures import context_timeout, future_timeout, future_wait, stream_timeout
 from tft_pg.mesh import extend_device_mesh
 from tft_pg.ops import COLLECTIVES, Collective
+from tft_pg.replica_group import init_group
 from tft_pg.store import StoreAddress, create_store_client, format_store_addr, parse_store_addr
 from tft_pg.work import DummyWork
 from tft_pg.wrappers.dummy import ProcessGroupDummy
@@ -70,6 +71,7 @@ __all__ = [
     "format_store_addr",
     "future_timeout",
     "future_wait",
+    "init_group",
     "parse_store_addr",
     "stream_timeout",
 ]

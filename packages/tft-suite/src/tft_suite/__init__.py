@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         ProcessGroupWrapper,
         ProcessGroupXCCL,
         extend_device_mesh,
+        init_group,
     )
 
 __version__ = "0.1.0"
@@ -77,6 +78,7 @@ __all__ = [
     "extend_mesh",
     "extract_local_tensor",
     "fragment_model",
+    "init_group",
     "reduce_across",
 ]
 
@@ -109,6 +111,7 @@ _HOMES = {
         "ProcessGroupWrapper",
         "ProcessGroupXCCL",
         "extend_device_mesh",
+        "init_group",
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

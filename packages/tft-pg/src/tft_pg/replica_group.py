@@ -1,0 +1,235 @@
+"""Torch's default process group for the ranks inside one replica group, safe where a launcher restarts them.
+
+A launcher may keep the store of a replica group when it restarts the processes, and with it the addresses of the
+processes that died: a rank that reads them connects to nobody. A restart count in the environment does not tell all
+restarts apart, because torchrun does not raise it when its members change. So the ranks agree on a fresh prefix at
+each start: each rank writes a word that nobody has used, and only a rank 0 that has read this word answers under it.
+
+The law of this file: the environment is read, the ranks meet, and torch builds the group.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistNetworkError,
+    DistStoreError,
+    HashStore,
+    PrefixStore,
+    Store,
+    rendezvous,
+)
+
+from tft_pg.errors import ConfigureFailed, InvalidSetting, StoreUnreachable
+from tft_pg.settings import checked_timeout
+
+__all__ = ["init_group"]
+
+_log = logging.getLogger("tft_pg")
+_PREFIX = "tft/init_group"
+_POLL_S = 0.02
+_TELL_S = 5.0
+_JOIN_TIMEOUT = timedelta(minutes=5)
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
+
+
+def init_group(
+    device: torch.device | str | None = None,
+    *,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+    join_timeout: timedelta = _JOIN_TIMEOUT,
+) -> dist.ProcessGroup:
+    """Start torch's default process group for the ranks inside this replica group.
+
+    Call it once in each process, in place of `torch.distributed.init_process_group`. It reads RANK, WORLD_SIZE,
+    MASTER_ADDR and MASTER_PORT, which torchrun sets. Without WORLD_SIZE this process is the whole replica group. After
+    a restart by torchrun the ranks meet under a fresh prefix of the store. End it with `destroy_process_group`.
+
+    Args:
+        device: where the tensors are. None: the accelerator of this machine, else the CPU. On an accelerator the
+            process selects the device of its LOCAL_RANK.
+        backend: as torch names it. None: Gloo for the CPU; for CUDA Gloo and NCCL, each for its own tensors; for XPU
+            Gloo and XCCL.
+        timeout: of each collective. None: torch's own.
+        join_timeout: how long all ranks may take to start.
+    Returns: the default group, also as `torch.distributed.group.WORLD`.
+    Raises: InvalidSetting: a variable is missing or wrong, there is no such device, or a default group exists already.
+        StoreUnreachable: the store at MASTER_ADDR:MASTER_PORT does not answer. ConfigureFailed: ranks did not start in
+        time; `missing_ranks` holds them.
+    """
+    checked_timeout(join_timeout)
+    if timeout is not None:
+        checked_timeout(timeout)
+    if dist.is_initialized():
+        raise InvalidSetting(
+            "torch's default process group exists already; call init_group once, in place of init_process_group"
+        )
+    place = _place(os.environ)
+    chosen = _select_device(device, os.environ)
+    if place.world_size == 1:
+        store: Store = HashStore()
+    else:
+        shared = _open_store(place, join_timeout)
+        store = PrefixStore(_agree(shared, place, join_timeout), shared)
+    dist.init_process_group(
+        backend or _BACKENDS[chosen], store=store, rank=place.rank, world_size=place.world_size, timeout=timeout
+    )
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Which process of its replica group this is. `store`: `host:port` of the store, for messages."""
+
+    rank: int
+    world_size: int
+    store: str = ""
+
+
+def _place(environ: Mapping[str, str]) -> _Place:
+    """Read the launcher's variables. Raises: InvalidSetting: one is missing or wrong."""
+    world_size = _whole(environ, "WORLD_SIZE", "1")
+    if world_size < 1:
+        raise InvalidSetting(f"WORLD_SIZE is {world_size}; set it to the number of processes of this replica group")
+    rank = _whole(environ, "RANK", "0" if world_size == 1 else "")
+    if not 0 <= rank < world_size:
+        raise InvalidSetting(f"RANK is {rank} and WORLD_SIZE is {world_size}; ranks count from 0")
+    if world_size == 1:
+        return _Place(rank, world_size)
+    if not environ.get("MASTER_ADDR"):
+        raise InvalidSetting(_missing("MASTER_ADDR"))
+    port = _whole(environ, "MASTER_PORT", "")
+    return _Place(rank, world_size, f"{environ['MASTER_ADDR']}:{port}")
+
+
+def _whole(environ: Mapping[str, str], name: str, default: str) -> int:
+    text = environ.get(name) or default
+    if not text:
+        raise InvalidSetting(_missing(name))
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidSetting(f"{name} is {text!r}; set it to a whole number") from None
+
+
+def _missing(name: str) -> str:
+    return f"{name} is not set and WORLD_SIZE says that this replica group has several processes; start with torchrun"
+
+
+def _select_device(device: torch.device | str | None, environ: Mapping[str, str]) -> str:
+    """Make the device of this local rank the current one. Returns: its type."""
+    if device is None:
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        device = found.type if found is not None else "cpu"
+    wanted = torch.device(device)
+    if wanted.type not in _BACKENDS:
+        raise InvalidSetting(f"no backend is known for {wanted.type!r}; pass backend= and device='cpu'")
+    if wanted.type != "cpu":
+        index = wanted.index if wanted.index is not None else _whole(environ, "LOCAL_RANK", "0")
+        available = torch.accelerator.device_count()
+        if index >= available:
+            raise InvalidSetting(
+                f"LOCAL_RANK {index} has no {wanted.type} device of its own, of {available} on this machine; start at "
+                "most one process for each device"
+            )
+        torch.accelerator.set_device_index(index)
+    return wanted.type
+
+
+def _open_store(place: _Place, timeout: timedelta) -> Store:
+    """Connect to the launcher's store; rank 0 hosts it where the launcher has none."""
+    try:
+        store: Store = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))[0]
+    except (DistNetworkError, DistStoreError) as error:
+        raise StoreUnreachable(
+            f"rank {place.rank} of {place.world_size} can't reach the store of its replica group at {place.store} "
+            f"within {timeout.total_seconds():g} s; check MASTER_ADDR and MASTER_PORT, and that rank 0 has started"
+        ) from error
+    store.set_timeout(timeout)
+    return store
+
+
+def _agree(store: Store, place: _Place, timeout: timedelta) -> str:
+    """Meet the other ranks of this start. Returns: a prefix that no other start has used."""
+    deadline_s = time.monotonic() + timeout.total_seconds()
+    meet = _answer if place.rank == 0 else _ask
+    try:
+        return meet(PrefixStore(_PREFIX, store), place, deadline_s)
+    except (DistNetworkError, DistStoreError) as error:
+        raise StoreUnreachable(
+            f"rank {place.rank} of {place.world_size} lost the store of its replica group at {place.store}; look "
+            "whether torchrun, or rank 0, still runs"
+        ) from error
+
+
+def _answer(store: Store, place: _Place, deadline_s: float) -> str:
+    """As rank 0, answer each rank that asks until all have confirmed this start."""
+    start = uuid.uuid4().hex
+    missing = set(range(1, place.world_size))
+    tell_at_s = time.monotonic() + _TELL_S
+    while True:
+        for rank in sorted(missing):
+            if store.check([f"{start}/{rank}"]):
+                missing.remove(rank)
+            elif store.check([f"asked/{rank}"]):  # by this start's process, or by one that died
+                word = store.get(f"asked/{rank}").decode()
+                store.set(f"answered/{word}", f"{start} {place.world_size}")
+        if not missing:
+            store.set(f"{start}/0", "complete")
+            return f"{_PREFIX}/{start}"
+        now_s = time.monotonic()
+        if now_s > deadline_s:
+            raise _late(place, missing)
+        if now_s > tell_at_s:
+            _log.warning("rank 0 waits for ranks %s of its replica group to start", sorted(missing))
+            tell_at_s = deadline_s
+        time.sleep(_POLL_S)
+
+
+def _ask(store: Store, place: _Place, deadline_s: float) -> str:
+    """Ask rank 0, confirm its answer, and wait until all ranks have."""
+    word = uuid.uuid4().hex
+    store.set(f"asked/{place.rank}", word)
+    _wait(store, f"answered/{word}", place, deadline_s, {0})
+    start, world_size = store.get(f"answered/{word}").decode().split()
+    if int(world_size) != place.world_size:
+        raise InvalidSetting(
+            f"rank {place.rank} has a WORLD_SIZE of {place.world_size} and rank 0 one of {world_size}; give every "
+            "process of the replica group the same"
+        )
+    store.set(f"{start}/{place.rank}", "confirmed")
+    _wait(store, f"{start}/0", place, deadline_s, set(range(1, place.world_size)) - {place.rank})
+    return f"{_PREFIX}/{start}"
+
+
+def _wait(store: Store, key: str, place: _Place, deadline_s: float, missing: set[int]) -> None:
+    """Wait for a key. `missing`: the ranks of which at least one has not started while it is not there."""
+    tell_at_s = time.monotonic() + _TELL_S
+    while not store.check([key]):
+        now_s = time.monotonic()
+        if now_s > deadline_s:
+            raise _late(place, missing)
+        if now_s > tell_at_s:
+            _log.warning("rank %d waits for ranks %s of its replica group to start", place.rank, sorted(missing))
+            tell_at_s = deadline_s
+        time.sleep(_POLL_S)
+
+
+def _late(place: _Place, missing: set[int]) -> ConfigureFailed:
+    ranks = tuple(sorted(missing))
+    return ConfigureFailed(
+        f"rank {place.rank} of {place.world_size} timed out waiting for ranks {', '.join(map(str, ranks))} of its "
+        "replica group to start; look at their logs, or raise join_timeout",
+        missing_ranks=ranks,
+    )

@@ -1,0 +1,186 @@
+"""init_group: what it refuses, which backend it takes, and that ranks meet only those of their own start.
+
+The stores here are in memory, and the other ranks are played between two looks of the one that is tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
+
+from tft_pg import ConfigureFailed, InvalidSetting, init_group, replica_group
+
+LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
+SECOND = timedelta(seconds=1)
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Clock:
+    """The time in which `between` happens at each look."""
+
+    def __init__(self, between: Callable[[], None] = lambda: None) -> None:
+        self._now_s = 0.0
+        self._between = between
+
+    def monotonic(self) -> float:
+        return self._now_s
+
+    def sleep(self, seconds: float) -> None:
+        self._now_s += seconds
+        self._between()
+
+
+def agree(
+    monkeypatch: pytest.MonkeyPatch, store: Any, rank: int, world_size: int, between: Callable[[], None] = lambda: None
+) -> str:
+    monkeypatch.setattr(replica_group, "time", Clock(between))
+    return replica_group._agree(store, replica_group._Place(rank, world_size, "host:1"), SECOND * 10)
+
+
+def test_without_a_launcher_this_process_is_the_group() -> None:
+    group = init_group("cpu")
+    assert group is dist.group.WORLD
+    assert (group.rank(), group.size(), dist.get_backend()) == (0, 1, "gloo")
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [1.0, 1.0]
+    with pytest.raises(InvalidSetting, match="exists already; call init_group once, in place of init_process_group"):
+        init_group("cpu")
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'; set it to a whole number"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is 0; set it to the number of processes"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set and WORLD_SIZE says .* start with torchrun"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK is 2 and WORLD_SIZE is 2; ranks count from 0"),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, "MASTER_ADDR is not set .* start with torchrun"),
+        ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "localhost"}, "MASTER_PORT is not set"),
+    ],
+)
+def test_a_wrong_environment_is_named_at_once(
+    environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidSetting, match=message):
+        init_group("cpu")
+    assert not dist.is_initialized()
+
+
+def test_a_wrong_argument_is_named_at_once() -> None:
+    with pytest.raises(InvalidSetting, match=r"no backend is known for .meta.; pass backend= and device='cpu'"):
+        init_group("meta")
+    with pytest.raises(InvalidSetting, match="above zero"):
+        init_group("cpu", timeout=timedelta(0))
+    with pytest.raises(InvalidSetting, match="a time-out is a timedelta"):
+        init_group("cpu", join_timeout=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"), [("cuda", "cpu:gloo,cuda:nccl"), ("xpu", "cpu:gloo,xpu:xccl"), (None, "cpu:gloo,cuda:nccl")]
+)
+def test_an_accelerator_has_a_backend_for_its_tensors_and_one_for_those_of_the_cpu(
+    device: str | None, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[int] = []
+    backends: list[str] = []
+
+    def start(name: str, **more: Any) -> None:
+        backends.append(name)
+        original("gloo", **more)
+
+    original = dist.init_process_group
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    monkeypatch.setattr(dist, "init_process_group", start)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    init_group(device)
+    assert (chosen, backends) == ([3], [backend])
+    monkeypatch.setenv("LOCAL_RANK", "4")
+    with pytest.raises(InvalidSetting, match=r"LOCAL_RANK 4 has no .* device of its own, of 4 on this machine"):
+        replica_group._select_device(device, {"LOCAL_RANK": "4"})
+
+
+def test_rank_0_meets_the_living_and_not_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    keys = PrefixStore("tft/init_group", store)
+    keys.set("asked/1", "of one that died")  # before rank 0 of this start looks
+
+    def rank_1() -> None:
+        """The new process of rank 1 comes late, and reads only what answers its own word."""
+        keys.set("asked/1", "mine")
+        if keys.check(["answered/mine"]):
+            start, world_size = keys.get("answered/mine").decode().split()
+            assert world_size == "2"
+            keys.set(f"{start}/1", "confirmed")
+
+    first = agree(monkeypatch, store, 0, 2, rank_1)
+    keys.set("asked/1", "of one that died again")
+    keys.delete_key("answered/mine")
+    second = agree(monkeypatch, store, 0, 2, rank_1)
+    assert first != second
+    assert all(prefix.startswith("tft/init_group/") for prefix in (first, second))
+
+
+def test_rank_0_names_who_did_not_start_though_the_dead_left_their_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    keys = PrefixStore("tft/init_group", store)
+    for rank in (1, 2):
+        keys.set(f"asked/{rank}", f"of rank {rank}, which died")
+    with pytest.raises(ConfigureFailed, match="rank 0 of 3 timed out waiting for ranks 1, 2 of its replica group") as e:
+        agree(monkeypatch, store, 0, 3)
+    assert e.value.missing_ranks == (1, 2)
+
+
+def test_another_rank_takes_no_answer_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    keys = PrefixStore("tft/init_group", store)
+    keys.set("answered/of one that died", "old 2")
+    keys.set("old/0", "complete")
+    with pytest.raises(ConfigureFailed, match="rank 1 of 2 timed out waiting for ranks 0 of its replica group"):
+        agree(monkeypatch, store, 1, 2)
+
+    def rank_0() -> None:
+        word = keys.get("asked/1").decode()
+        keys.set(f"answered/{word}", "new 2")
+        if keys.check(["new/1"]):
+            keys.set("new/0", "complete")
+
+    assert agree(monkeypatch, store, 1, 2, rank_0) == "tft/init_group/new"
+
+
+def test_ranks_that_were_told_different_sizes_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    keys = PrefixStore("tft/init_group", store)
+
+    def rank_0() -> None:
+        keys.set(f"answered/{keys.get('asked/1').decode()}", "new 3")
+
+    with pytest.raises(InvalidSetting, match="rank 1 has a WORLD_SIZE of 2 and rank 0 one of 3"):
+        agree(monkeypatch, store, 1, 2, rank_0)
+
+
+def test_a_long_wait_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigureFailed):
+        agree(monkeypatch, HashStore(), 0, 2)
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 0 waits for ranks [1] of its replica group to start"
+    ]
