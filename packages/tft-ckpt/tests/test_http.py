@@ -9,6 +9,7 @@ import re
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -287,6 +288,28 @@ def test_a_state_may_be_taken_while_the_one_before_is_read(receiver: HTTPTranspo
                 proxy.release()
                 thread.join()
             assert_same_state(results[-1], state)
+
+
+def test_the_state_before_is_served_while_a_connection_holds_it_and_refused_afterwards(
+    source: HTTPTransport[Any],
+) -> None:
+    source.send_checkpoint([1], 1, {"a": torch.ones(1000)}, BOUND)
+    url = source.address()
+    parts = urlsplit(url)
+    reader = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=20)
+    reader.request("GET", data_path(KEY))
+    held = reader.getresponse().read()
+    source.send_checkpoint([1], 2, {"a": torch.zeros(1000)}, BOUND)
+    for _ in range(3):  # a new reader each time
+        response, data = ask(url, data_path(KEY))
+        assert (response.status, data) == (200, held)
+    reader.close()
+    until = time.monotonic() + 20
+    while len(source._server._shelf.keys) > 1 and time.monotonic() < until:
+        time.sleep(0.01)
+    response, data = ask(url, data_path(KEY))
+    assert response.status == 409, (response.status, data)
+    assert b"was replaced here by" in data
 
 
 # ---- the receiver ----

@@ -643,7 +643,9 @@ class Manager:
             tft_coord.errors.GroupLost, Refused: this process can't go on; the message says why.
             tft_coord.errors.DeadlinePassed: no verdict came; neither step nor go on.
             TooManyFailures: more steps in a row failed than max_retries allows.
-            StateUnavailable: a member wants this process's state, which can't be taken.
+            StateUnavailable: a member needs this process's state, or the state is due to be compared, and
+                disallow_state_dict_read forbids to read it. A state function that raises does not end the step: the
+                error is logged, the members that need the state are refused, and the step commits.
             SettingError: timeout is no timedelta above zero and of at most a week. Nothing has happened then.
             UsageError: no quorum was started since the last verdict, or a part of the Manager was not set up.
         """

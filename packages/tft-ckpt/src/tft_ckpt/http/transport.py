@@ -188,8 +188,9 @@ class HTTPTransport(CheckpointTransport[T]):
     ) -> None:
         """Copy the state, put the copy up in place of the one before, and return.
 
-        Readers of the state before go on reading it; new ones are refused it. With dst_ranks empty, checksums are
-        computed when the first reader asks, else at once, in both cases on the server's thread.
+        The state before stays available, to new readers too, until the last connection that reads it has ended; after
+        that it is refused. With dst_ranks empty, checksums are computed when the first reader asks, else at once, in
+        both cases on the server's thread.
 
         Raises: see `CheckpointTransport.send_checkpoint`; StateUnavailable if there is no memory for the copy.
         """
