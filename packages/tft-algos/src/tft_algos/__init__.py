@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tft_algos.data import DistributedSampler
 from tft_algos.ddp import DistributedDataParallel
 from tft_algos.errors import (
     Closed,
@@ -44,6 +45,7 @@ __all__ = [
     "DeferredStep",
     "DiLoCo",
     "DistributedDataParallel",
+    "DistributedSampler",
     "ExceptionWithTraceback",
     "Group",
     "HealingFailed",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tft_algos import (
         DiLoCo,
         DistributedDataParallel,
+        DistributedSampler,
         LocalSGD,
         Manager,
         ManagerConfig,
@@ -52,6 +53,7 @@ __all__ = [
     "CheckpointTransport",
     "DiLoCo",
     "DistributedDataParallel",
+    "DistributedSampler",
     "ErrorSwallowingProcessGroupWrapper",
     "FakeProcessGroupWrapper",
     "HTTPTransport",
@@ -86,6 +88,7 @@ _HOMES = {
     "tft_algos": (
         "DiLoCo",
         "DistributedDataParallel",
+        "DistributedSampler",
         "LocalSGD",
         "Manager",
         "ManagerConfig",
