@@ -13,6 +13,7 @@ import torch
 from tft_algos import Closed, DeferredStep, StateUnavailable, SyncAbandoned, TooManyFailures, UsageError
 from tft_algos.manager import ServerRestarted
 from tft_algos.manager.healing import state_key
+from tft_algos.manager.reduction import WEIGHT_SCALE
 from tft_algos.testing import ManualClock, MemoryTransport, plan_of
 from tft_coord.core.lineage import fold_lineage, initial_lineage
 from tft_coord.core.progress import Phase
@@ -44,7 +45,7 @@ def asked(rig: Any, what: str) -> list[Any]:
 
 
 def test_two_in_flight_are_voted_and_folded_in_their_order(rigs: Any) -> None:
-    rig = rigs(PLAN, STANDS, STANDS, others=3.0)
+    rig = rigs(PLAN, STANDS, STANDS, others=1.5)
     tensors = [torch.ones(2) for _ in range(3)]
     first, second = (begin(rig, tensor) for tensor in tensors[:2])
     assert rig.manager.num_deferred == 2
@@ -85,13 +86,13 @@ def test_the_oldest_may_end_while_the_next_is_open(rigs: Any) -> None:
 
 
 def test_a_reduction_runs_on_while_others_begin_and_is_waited_for_at_its_own_end(rigs: Any) -> None:
-    rig = rigs(PLAN, STANDS, others=3.0)
+    rig = rigs(PLAN, STANDS, others=1.5)
     tensors = [torch.ones(2), torch.ones(2)]
     first, second = (begin(rig, tensor, holds=True) for tensor in tensors)
-    assert [tensor.tolist() for tensor in tensors] == [[1.0, 1.0]] * 2
+    assert [tensor.tolist() for tensor in tensors] == [[0.5, 0.5]] * 2  # scaled for a mean of two
     rig.group.come()
     assert first.should_commit()
-    assert [tensor.tolist() for tensor in tensors] == [[2.0, 2.0], [1.0, 1.0]]
+    assert [tensor.tolist() for tensor in tensors] == [[2.0, 2.0], [0.5, 0.5]]
     rig.group.come()
     assert second.should_commit()
     assert tensors[1].tolist() == [2.0, 2.0]
@@ -108,18 +109,19 @@ def test_weights_are_those_of_their_own_step(rigs: Any) -> None:
     rig.manager.allreduce(torch.ones(2))
     second = rig.manager.defer()
     assert [first.should_commit(), second.should_commit()] == [True, True]
-    assert [call.tolist() for call in rig.group.calls] == [[4.0], [4.0, 4.0], [2.0], [2.0, 2.0]]
+    weights = [[value / WEIGHT_SCALE for value in call.tolist()] for call in rig.group.calls]
+    assert weights == [[4.0], [4.0, 4.0], [2.0], [2.0, 2.0]]
 
 
 def test_between_the_steps_losses_are_reduced_over_those_that_committed_the_last_that_ended(rigs: Any) -> None:
-    rig = rigs(PLAN, STANDS, others=3.0)
+    rig = rigs(PLAN, STANDS, others=1.5)
     first, second = begin(rig), begin(rig)
     loss = torch.full((1,), 5.0)
     assert rig.manager.allreduce(loss).wait()
     assert rig.group.calls[-1].tolist() == [0.0], "none has ended"
     assert first.should_commit()
     rig.manager.allreduce(torch.full((1,), 5.0)).wait()
-    assert rig.group.calls[-1].tolist() == [5.0]
+    assert rig.group.calls[-1].tolist() == [2.5], "half of it, for a mean of two"
     rig.group.failing_call = RuntimeError("a wire broke")
     assert not rig.manager.allreduce(torch.ones(1)).wait()
     assert second.failure is None, "no step fails by what is reduced between the steps"
@@ -176,13 +178,13 @@ def test_another_quorum_fails_all_in_flight_without_a_vote(rigs: Any) -> None:
 
 
 def test_what_ran_in_the_old_quorum_writes_nowhere_when_its_step_has_ended(rigs: Any) -> None:
-    rig = rigs(PLAN, ANOTHER, others=3.0)
+    rig = rigs(PLAN, ANOTHER, others=1.5)
     tensor = torch.ones(2)
     first = begin(rig, tensor, holds=True)
     rig.group.holds = False
     second = begin(rig)
     assert not first.should_commit()
-    assert tensor.tolist() == [1.0, 1.0]
+    assert tensor.tolist() == [0.5, 0.5]
     assert second.should_commit()
 
 
@@ -479,7 +481,7 @@ def test_who_heals_gives_zeros_and_goes_on_with_the_others(rigs: Any) -> None:
     assert rig.group.calls[0].tolist() == [0.0, 0.0]
     assert rig.weights.tensor.tolist() == [3.0, 3.0], "defer exchanges, where exchange_state was not called"
     second = begin(rig)
-    assert rig.group.calls[1].tolist() == [1.0, 1.0]
+    assert rig.group.calls[1].tolist() == [0.5, 0.5], "half of it, for a mean of two"
     assert [first.should_commit(), second.should_commit()] == [True, True]
     assert rig.manager.current_step() == 7
     assert asked(rig, "step") == [0, 5]

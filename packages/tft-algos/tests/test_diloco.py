@@ -94,8 +94,9 @@ class Trainer:
 
     @property
     def sent(self) -> list[float]:
-        """What was given to the reductions, in order."""
-        return [value for call in self.rig.group.calls for value in call.flatten().tolist()]
+        """What was given to the reductions, in order, without the scale of a mean over two or one."""
+        scale = self.rig.manager.num_participants()
+        return [value * scale for call in self.rig.group.calls for value in call.flatten().tolist()]
 
 
 def global_weights(trainer: Trainer) -> list[torch.Tensor]:
@@ -243,7 +244,7 @@ def test_whose_healing_fails_asks_again_at_the_next_sync(rigs: Any, algorithm: s
 
 
 def test_the_outer_optimizer_steps_from_the_global_weights_with_the_mean(rigs: Any) -> None:
-    rig = rigs(plan_of(7, size=2), SAME, others=4.0)
+    rig = rigs(plan_of(7, size=2), SAME, others=2.0)
     with Trainer(rig) as trainer:
         trainer.train(1)
         assert trainer.weights == [9.0, 9.0]
@@ -254,7 +255,7 @@ def test_the_outer_optimizer_steps_from_the_global_weights_with_the_mean(rigs: A
 
 
 def test_local_sgd_takes_the_mean_of_the_parameters(rigs: Any) -> None:
-    rig = rigs(plan_of(7, size=2), SAME, others=4.0)
+    rig = rigs(plan_of(7, size=2), SAME, others=2.0)
     with Trainer(rig, algorithm="local_sgd") as trainer:
         trainer.train(2)
         assert trainer.sent == [8.0, 8.0]
@@ -262,7 +263,7 @@ def test_local_sgd_takes_the_mean_of_the_parameters(rigs: Any) -> None:
 
 
 def test_local_sgd_synchronizes_when_it_is_told(rigs: Any) -> None:
-    rig = rigs(plan_of(7, size=2), SAME, SAME, others=4.0)
+    rig = rigs(plan_of(7, size=2), SAME, SAME, others=2.0)
     with Trainer(rig, algorithm="local_sgd") as trainer:
         trainer.train(1)
         trainer.strategy.sync()
@@ -283,7 +284,7 @@ def test_one_fragment_after_the_other(rigs: Any) -> None:
 
 
 def test_no_quorum_stops_training_and_what_is_sent_is_that_of_the_start(rigs: Any) -> None:
-    rig = rigs(plan_of(7, size=2), SAME, others=4.0)
+    rig = rigs(plan_of(7, size=2), SAME, others=2.0)
     answered = threading.Event()
     with Trainer(rig, sync_every=4, fragment_sync_delay=3) as trainer:
         ask = rig.coordinator.quorum
@@ -299,7 +300,7 @@ def test_no_quorum_stops_training_and_what_is_sent_is_that_of_the_start(rigs: An
 
 
 def test_the_end_of_a_sync_waits_for_its_quorum(rigs: Any) -> None:
-    rig = rigs(plan_of(7, size=2), SAME, others=4.0)
+    rig = rigs(plan_of(7, size=2), SAME, others=2.0)
     answered = threading.Event()
     with Trainer(rig, fragment_sync_delay=1) as trainer:
         ask = rig.coordinator.quorum
@@ -311,7 +312,7 @@ def test_the_end_of_a_sync_waits_for_its_quorum(rigs: Any) -> None:
 
 
 def test_what_was_trained_meanwhile_is_merged(rigs: Any) -> None:
-    rig = rigs(plan_of(7, size=2), SAME, others=4.0)
+    rig = rigs(plan_of(7, size=2), SAME, others=2.0)
     with Trainer(rig, sync_every=4, fragment_sync_delay=1, fragment_update_alpha=0.25) as trainer:
         trainer.train(4)
         assert trainer.weights == [0.75 * (10 - 0.5 * (3 + 4) / 2) + 0.25 * 6] * 2
@@ -557,7 +558,7 @@ SIZES = [(60, 60, 60), (150, 10), (1,), (101, 99, 100, 7, 1)]
 @pytest.mark.parametrize("cap", [100, 7, 1, None])
 def test_every_tensor_is_averaged_whatever_the_buckets(rigs: Any, sizes: tuple[int, ...], cap: int | None) -> None:
     """Buckets that tensors do not tile, and tensors that do not fit a bucket: nothing is skipped, nothing lost."""
-    rig = rigs(plan_of(7, size=2), SAME, others=4.0)
+    rig = rigs(plan_of(7, size=2), SAME, others=2.0)
     model = torch.nn.Module()
     for index, size in enumerate(sizes):
         model.register_parameter(f"p{index}", torch.nn.Parameter(torch.arange(size, dtype=torch.float32)))
@@ -685,7 +686,7 @@ def test_sharded_parameters_are_synchronized_as_whole_ones_are(rigs: Any, algori
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
     found = []
     for sharded in (False, True):
-        rig = rigs(plan_of(7, size=2), *[SAME] * 3, others=4.0)
+        rig = rigs(plan_of(7, size=2), *[SAME] * 3, others=2.0)
         trainer = Trainer.__new__(Trainer)
         trainer.rig = rig
         trainer.model = torch.nn.Sequential(torch.nn.Linear(2, 3, bias=False))
@@ -731,14 +732,14 @@ def test_a_local_copy_has_no_gradient_and_its_own_memory() -> None:
 
 def test_strategies_can_be_put_on_a_wrapped_optimizer(rigs: Any, algorithm: str) -> None:
     """Its hooks run when it steps, so a sync comes after so many committed steps of the Manager inside."""
-    outside = rigs(plan_of(7, size=2), SAME, others=4.0)
+    outside = rigs(plan_of(7, size=2), SAME, others=2.0)
     inside = rigs(plan_of(7), *[SAME] * 3, verdicts=[True, False, True])
     trainer = Trainer(outside, algorithm=algorithm)
     wrapped = Optimizer(inside.manager, trainer.inner)
     if algorithm == "local_sgd":
         with pytest.raises(SettingError, match="whose steps are the syncs of a LocalSGD already"):
             LocalSGD(outside.manager, trainer.model, wrapped, 2)
-    outside = rigs(plan_of(7, size=2), SAME, others=4.0)
+    outside = rigs(plan_of(7, size=2), SAME, others=2.0)
     strategy: Any = (
         LocalSGD(outside.manager, trainer.model, wrapped, 2)
         if algorithm == "local_sgd"
@@ -1133,7 +1134,7 @@ def test_a_state_that_does_not_fit_changes_nothing(rigs: Any) -> None:
 
 
 def test_losses_are_reduced_between_syncs_and_not_beside_one(rigs: Any) -> None:
-    rig = rigs(plan_of(7, size=2), *[SAME] * 3, others=1.0)
+    rig = rigs(plan_of(7, size=2), *[SAME] * 3, others=0.5)
     with Trainer(rig, **IN_FLIGHT) as trainer:
         trainer.train(2)
         with pytest.raises(UsageError, match="allreduce was called while a sync of DiLoCo is in flight"):

@@ -26,6 +26,7 @@ from tft_algos import (
     reduce_across,
 )
 from tft_algos.backward import reductions_of
+from tft_algos.manager.reduction import WEIGHT_SCALE
 from tft_algos.testing import FakeGroup, plan_of
 from tft_pg import ManagedProcessGroup
 
@@ -197,7 +198,7 @@ def test_a_module_with_several_groups_of_parameters_has_each_reduced(mesh: Devic
 
 
 def test_gradients_are_means_over_the_participants(rigs: Any, mesh: DeviceMesh) -> None:
-    rig, model, plain = rigs(plan_of(size=2), others=1.0), two_layers(mesh), two_layers(mesh)
+    rig, model, plain = rigs(plan_of(size=2), others=0.5), two_layers(mesh), two_layers(mesh)
     reduce_across(rig.manager, model)
     rig.manager.start_quorum()
     for each in (plain, model):
@@ -238,7 +239,7 @@ def test_a_failed_reduction_votes_the_step_down_and_never_raises(
 
 @pytest.mark.parametrize("extended", [True, False], ids=["extended mesh", "hook"])
 def test_the_mean_is_weighted_where_the_step_is(rigs: Any, mesh: DeviceMesh, extended: bool) -> None:
-    rig, plain = rigs(plan_of(size=2), others=3.0), two_layers(mesh)
+    rig, plain = rigs(plan_of(size=2), others=3.0 * WEIGHT_SCALE), two_layers(mesh)
     model = two_layers(extend_mesh(rig.manager, mesh)["dp", "shard"] if extended else mesh)
     if not extended:
         reduce_across(rig.manager, model)

@@ -131,7 +131,7 @@ def test_strategies_that_average_on_every_rank_are_refused(rigs: Any, second_of_
 
 
 def test_rank_zero_meets_the_other_islands(rigs: Any) -> None:
-    rig = an_island(rigs, plan_of(7, size=2), others=5.0)
+    rig = an_island(rigs, plan_of(7, size=2), others=2.5)
     rig.manager.start_quorum()
     tensor = torch.ones(2)
     assert rig.manager.allreduce(tensor).wait()
@@ -142,7 +142,7 @@ def test_rank_zero_meets_the_other_islands(rigs: Any) -> None:
 
 def test_another_rank_reduces_nothing_asks_and_votes(rigs: Any, use_async_quorum: bool) -> None:
     answers = [plan_of(7, size=2), UNCHANGED, plan_of(8, step=2, size=2)]
-    rig = an_island(rigs, *answers, rank=1, others=5.0, use_async_quorum=use_async_quorum)
+    rig = an_island(rigs, *answers, rank=1, others=2.5, use_async_quorum=use_async_quorum)
     for _ in range(3):
         rig.manager.start_quorum()
         tensor = torch.ones(2)

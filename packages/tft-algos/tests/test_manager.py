@@ -88,7 +88,7 @@ def test_max_retries(rigs: Any) -> None:
 
 
 def test_an_average_is_the_sum_divided_by_the_participants_in_place(rigs: Any) -> None:
-    rig = rigs(plan_of(7, size=4, healing=[3]), others=5.0)
+    rig = rigs(plan_of(7, size=4, healing=[3]), others=5.0 / 3)
     rig.manager.start_quorum()
     tensor = torch.ones(2)
     assert rig.manager.allreduce(tensor).wait()
@@ -96,7 +96,7 @@ def test_an_average_is_the_sum_divided_by_the_participants_in_place(rigs: Any) -
 
 
 def test_a_future_holds_the_average(rigs: Any) -> None:
-    rig = rigs(plan_of(7, size=2), others=5.0)
+    rig = rigs(plan_of(7, size=2), others=2.5)
     rig.manager.start_quorum()
     tensor = torch.ones(2)
     work = rig.manager.allreduce(tensor)
@@ -139,7 +139,7 @@ def test_the_only_member_reduces_nothing(rigs: Any) -> None:
 
 
 def test_a_spare_gives_zeros_and_takes_the_mean(rigs: Any) -> None:
-    rig = rigs(plan_of(7, size=3, rank=2, participants=[0, 1]), others=4.0)
+    rig = rigs(plan_of(7, size=3, rank=2, participants=[0, 1]), others=2.0)
     rig.manager.start_quorum()
     tensor = torch.ones(2)
     assert rig.manager.allreduce(tensor).wait()
@@ -189,7 +189,7 @@ def test_what_autograd_guards_is_reduced_behind_its_back(
     rigs: Any, make: Callable[[], torch.Tensor], by_future: bool, is_spare: bool
 ) -> None:
     spare = plan_of(7, size=3, rank=2, participants=[0, 1])
-    rig = rigs(spare, others=4.0) if is_spare else rigs(plan_of(7, size=2), others=3.0)
+    rig = rigs(spare, others=2.0) if is_spare else rigs(plan_of(7, size=2), others=1.5)
     rig.manager.start_quorum()
     tensor = make()
     before = tensor.grad_fn

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tft_algos import NoWeight, SettingError, UsageError
+from tft_algos.manager.reduction import WEIGHT_SCALE
 from tft_algos.testing import ManualClock, plan_of
 from tft_coord.core.types import QuorumKey
 from tft_coord.errors import DeadlinePassed
@@ -21,9 +22,9 @@ from tft_pg.errors import DeadlinePassed as ReductionTooLate
 SPARE = {"size": 3, "rank": 2, "participants": [0, 1]}
 
 
-def gave(rig: Any) -> list[tuple[torch.dtype, list[float]]]:
-    """What was given to each reduction, in order."""
-    return [(call.dtype, call.tolist()) for call in rig.group.calls]
+def gave(rig: Any, scale: float = WEIGHT_SCALE) -> list[tuple[torch.dtype, list[float]]]:
+    """Return what was given to each reduction, in order, without the scale that keeps products in range."""
+    return [(call.dtype, (call / scale).tolist()) for call in rig.group.calls]
 
 
 # --- the weighted mean ------------------------------------------------------------------------------------------------
@@ -34,7 +35,7 @@ def gave(rig: Any) -> list[tuple[torch.dtype, list[float]]]:
 def test_a_weighted_mean_is_a_sum_divided_by_the_sum_of_the_weights(
     rigs: Any, dtype: torch.dtype, by_future: bool
 ) -> None:
-    rig = rigs(plan_of(7, size=2), others=5.0)
+    rig = rigs(plan_of(7, size=2), others=5.0 * WEIGHT_SCALE)
     rig.manager.start_quorum()
     tensor = torch.tensor([1.0, 2.0], dtype=dtype)
     work = rig.manager.allreduce(tensor, weight=3)
@@ -58,7 +59,7 @@ def test_the_data_of_a_weighted_mean_is_not_copied(rigs: Any) -> None:
 
 
 def test_half_precision_that_a_weight_would_overflow_is_reduced_in_single(rigs: Any) -> None:
-    rig = rigs(plan_of(7, size=2), others=20_000.0)
+    rig = rigs(plan_of(7, size=2), others=20_000.0 * WEIGHT_SCALE)
     rig.manager.start_quorum()
     tensor = torch.full((2,), 1_000.0, dtype=torch.float16)
     assert rig.manager.allreduce(tensor, weight=20_000).wait()
@@ -114,7 +115,7 @@ def test_the_weights_of_a_step_are_summed_once_for_all_its_means(rigs: Any) -> N
     rig.manager.start_quorum()
     tensor = torch.ones(2)
     assert rig.manager.allreduce(tensor).wait()
-    assert (gave(rig), tensor.tolist()) == ([(torch.float32, [1.0, 1.0])], [3.0, 3.0])
+    assert (gave(rig, 0.5), tensor.tolist()) == ([(torch.float32, [1.0, 1.0])], [5.5, 5.5])
 
 
 def test_a_weight_of_its_own_beats_that_of_the_step(rigs: Any) -> None:
@@ -340,7 +341,7 @@ def test_after_the_verdict_those_give_that_committed(
 
 def test_after_the_verdict_a_mean_is_over_those_that_committed(rigs: Any) -> None:
     """The others gave 5 together, and weigh as much; with its own, it is the mean of six."""
-    rig = rigs(plan_of(7, size=2), plan_of(8, size=2), verdicts=[True, False], others=5.0)
+    rig = rigs(plan_of(7, size=2), plan_of(8, size=2), verdicts=[True, False], others=5.0 / 2)  # scaled by 1/2
     assert rig.step()
     tensor = torch.full((1,), 7.0)
     assert rig.manager.allreduce(tensor).wait()

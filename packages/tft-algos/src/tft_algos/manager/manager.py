@@ -458,10 +458,11 @@ class Manager:
         there is logged and nothing else: `wait()` is False, and the next quorum builds the group anew.
 
         Args:
-            tensor: dense; every replica gives the same shape and dtype, in the same order of calls.
+            tensor: dense; every replica gives the same shape and dtype, in the same order of calls. Strides may differ:
+                equal places meet, and a tensor that is not contiguous is copied twice for that.
             should_quantize: refused; there is no quantized reduction here.
-            reduce_op: AVG is the sum divided by the number of participants; SUM, MAX, MIN, PRODUCT and the bitwise ones
-                as they are.
+            reduce_op: AVG divides by the number of participants before it adds up, so that it overflows only where the
+                mean does; SUM, MAX, MIN, PRODUCT and the bitwise ones are as torch has them.
             weight: of this replica group in an AVG, such as the number of samples or tokens in its batch: the result is
                 sum(weight * tensor) / sum(weight). Every replica says one, or none does: see `set_weight`, whose it is
                 by default.

@@ -24,12 +24,15 @@ from tft_algos.manager.attempt import StepName
 from tft_algos.manager.core import Phase, StepCore
 from tft_algos.manager.parts import Clock, Group
 from tft_algos.manager.reduction import (
+    WEIGHT_SCALE,
     Denominator,
     LostReduction,
     Reduction,
     check_weight,
+    check_writable,
     fill_with_nothing,
-    times_weight,
+    mean_factors,
+    times,
 )
 from tft_coord.core.types import Plan
 from tft_pg import DummyWork
@@ -181,10 +184,7 @@ class Reducer:
             return DummyWork([tensor])
         gives = core.is_participating and (inside or core.verdict is True)
         shared = reduce_op == _AVG and weight is None and inside
-        if reduce_op == _AVG and weight is None:
-            weight = self._weight if inside else 1.0
-        if weight is not None:
-            weight = _effective(weight, gives, plan)
+        weight = self._enters(weight, plan, gives=gives, inside=inside) if reduce_op == _AVG else None
         if gives and plan.replica_world_size == 1:
             return self._alone(tensor, weight, name)
         failure = core.broken or (None if inside else self._group.errored())
@@ -192,12 +192,14 @@ class Reducer:
             self._report(failure, name)
             return LostReduction(tensor)
         try:
-            divide_by: int | Denominator = max(plan.num_participants, 1) if reduce_op == _AVG else 1
+            factor, divide_by = mean_factors(plan.num_participants, tensor.dtype) if reduce_op == _AVG else (1.0, 1.0)
+            denominator = None
             if weight is not None:
-                divide_by = self._denominator(weight, tensor.device, name, shared=shared, inside=inside)
+                factor = weight
+                denominator = self._denominator(weight, tensor.device, name, shared=shared, inside=inside)
             if not gives:
                 fill_with_nothing(tensor, reduce_op)
-            data = tensor if weight is None else times_weight(tensor, weight if gives else 1.0)
+            data = times(tensor, factor if gives else 1.0, widens=weight is not None)
             work = self._group.allreduce([data], _SUM if reduce_op == _AVG else reduce_op)
         except Exception as error:
             self._report(error, name)
@@ -206,7 +208,7 @@ class Reducer:
         reduction = Reduction(
             work,
             data,
-            divide_by=divide_by,
+            divide_by=denominator or divide_by,
             report=lambda error: self._report(error, name),
             abort=self._group.abort,
             clock=self._clock,
@@ -217,6 +219,20 @@ class Reducer:
         self._started.add(reduction)
         self.num_started += 1
         return reduction
+
+    def _enters(self, weight: float | None, plan: Plan, *, gives: bool, inside: bool) -> float | None:
+        """Return what this member enters into the sum of the weights of a mean, scaled; None: the mean has no weights.
+
+        The only participant's gradient is the mean, to the last bit, whatever its weight; so that weight is one.
+        """
+        if weight is None and not inside:  # how many give shows in the sum, and nowhere else
+            return 1.0 / max(plan.num_participants, 1) if gives else 0.0
+        weight = self._weight if weight is None else weight
+        if weight is None:
+            return None
+        if not gives:
+            return 0.0
+        return weight * WEIGHT_SCALE if plan.num_participants != 1 else float(weight > 0.0)
 
     def _denominator(
         self, weight: float, device: torch.device, name: StepName, *, shared: bool, inside: bool
@@ -239,6 +255,11 @@ class Reducer:
             kind = "on the meta device" if tensor.is_meta else f"{tensor.layout}"
             self._report(Unsupported(f"a tensor that is {kind} can't be reduced; give a dense one with memory"), name)
             return LostReduction(tensor)
+        try:
+            check_writable(tensor)
+        except Unsupported as error:
+            self._report(error, name)
+            return LostReduction(tensor)
         if weight == 0.0:
             self._report(
                 NoWeight(
@@ -254,13 +275,3 @@ class Reducer:
         """The others are in this reduction already, or soon: end it for them, rather than let them wait."""
         if plan.replica_world_size > 1 and self._group.errored() is None:
             self._group.abort()
-
-
-def _effective(weight: float, gives: bool, plan: Plan) -> float:
-    """What enters the sum of the weights: nothing of who gives nothing.
-
-    The only participant's gradient is the mean, to the last bit, whatever its weight; so that weight is one.
-    """
-    if not gives:
-        return 0.0
-    return weight if plan.num_participants != 1 else float(weight > 0.0)

@@ -23,13 +23,16 @@ from typing import Any, Final, final
 import torch
 import torch.distributed as dist
 
-from tft_algos.errors import NoWeight, SettingError, UsageError
+from tft_algos.errors import NoWeight, SettingError, Unsupported, UsageError
 from tft_algos.manager.parts import Clock
 from tft_pg.errors import DeadlinePassed
 
 MOST_WEIGHT: Final = 1e18  # so that neither the product with a gradient nor its sum leaves a float32's range soon
 # A product of one of these with a number of tokens overflows, so they are reduced in a wider copy.
 _WIDER: Final = {torch.float16: torch.float32, torch.complex32: torch.complex64}
+# Weights are counts (samples, tokens), and their sum is known only after the reduction. This factor keeps products with
+# any float32 or bfloat16 in range as long as the weights sum to at most 2**32. A power of two rounds nothing.
+WEIGHT_SCALE: Final = 2.0**-32
 
 
 @contextlib.contextmanager
@@ -88,15 +91,67 @@ def check_weight(weight: object) -> float:
     return value
 
 
-def times_weight(tensor: torch.Tensor, weight: float) -> torch.Tensor:
-    """What a member gives to a weighted mean: the tensor itself, multiplied in place, or a wider copy of it."""
-    wider = _WIDER.get(tensor.dtype)
+def mean_factors(num_participants: int, dtype: torch.dtype) -> tuple[float, float]:
+    """Return what each participant's tensor is multiplied by before a sum, and what the sum is divided by after it.
+
+    A sum overflows where its mean does not, so each tensor is divided first, as torch's DistributedDataParallel does:
+    one pass over the memory, and exact for 2, 4 or 8 participants. Rounded thirds can add up to a little more than the
+    whole, which matters in float16 alone, whose greatest number a gradient that is scaled may well reach. It is
+    multiplied by a power of two before, and the rest of the division comes after.
+    """
+    number = max(num_participants, 1)
+    if dtype not in _WIDER:
+        return 1.0 / number, 1.0
+    power = 1 << (number - 1).bit_length()  # the least that is not below
+    return 1.0 / power, number / power
+
+
+def check_writable(tensor: torch.Tensor) -> None:
+    """Raises: Unsupported: several elements of a dense tensor lie in one place, so that none can be filled in."""
+    if tensor.is_contiguous():
+        return
+    end = 0
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1 and stride <= end:
+            raise Unsupported(
+                f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} can't be reduced in "
+                "place, because several of its elements share memory; reduce its contiguous()"
+            )
+        end += stride * (length - 1)
+
+
+def canonical(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor itself if its elements lie in order, else a copy in which they do.
+
+    Backends reduce memory, not elements: where one replica's tensor is transposed or channels_last and another's is
+    not, they would add up elements of different places without an error.
+
+    Raises: Unsupported: the result could not be written back, because elements share memory.
+    """
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return tensor
+    check_writable(tensor)
+    return tensor.contiguous()
+
+
+def times(tensor: torch.Tensor, factor: float, *, widens: bool) -> torch.Tensor:
+    """Return what a member gives to a mean: the tensor, multiplied in place, or a copy of it.
+
+    Args:
+        tensor: to be reduced.
+        factor: a weight, a scale, or their product.
+        widens: whether to reduce a narrow dtype in a wider copy.
+    Raises: Unsupported, as `canonical`.
+    """
+    wider = _WIDER.get(tensor.dtype) if widens else None
     with changing(tensor):
-        product = tensor if wider is None else tensor.to(wider)
-        if weight == 0.0:
+        product = canonical(tensor)
+        if wider is not None:
+            product = product.to(wider)
+        if factor == 0.0:
             product.zero_()  # what is no number stays none when it is multiplied
-        elif weight != 1.0:
-            product.mul_(weight)
+        elif factor != 1.0:
+            product.mul_(factor)
     return product
 
 
@@ -106,7 +161,7 @@ class Denominator:
 
     Args:
         work: of the process group.
-        total: one element, float64, on the data's device.
+        total: one element, float64, on the data's device; scaled as the data is.
         name: of the step, for a message.
         read_later: the sum is on a device, which nobody waits for here; the caller of `failure` has.
     """
@@ -184,7 +239,7 @@ class Reduction(dist.Work):
         report: told of the failure, if there is one, once.
         abort: ends what runs in the process group; called when a time-out has passed.
         clock: measures time-outs.
-        into: where the result goes, if `tensor` is a wider copy of it.
+        into: where the result goes, if `tensor` is a copy of it.
         limit: how long it may take from now on; None: as long as the process group's own time-out allows.
         name: of the step, for a message.
     """
@@ -194,7 +249,7 @@ class Reduction(dist.Work):
         work: dist.Work,
         tensor: torch.Tensor,
         *,
-        divide_by: int | Denominator,
+        divide_by: float | Denominator,
         report: Callable[[Exception], None],
         abort: Callable[[], None],
         clock: Clock,
