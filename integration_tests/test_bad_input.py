@@ -293,7 +293,7 @@ def in_order(store: TCPStore, ranks: list[Rank]) -> Iterator[tuple[int, Rank]]:
 def test_an_unreachable_lighthouse_is_said_soon_and_again_at_the_deadline(spawn: Spawn, tmp_path: Path) -> None:
     assert ended(spawn(run_rank, {"RANK": "0", "WORLD_SIZE": "1"}, tmp_path / "stderr"), LONG_S) == 0
     text = (tmp_path / "stderr").read_text()
-    away = "the lighthouse at 127.0.0.1:9 can't be reached: nobody listens there, or the name is unknown"
+    away = "the lighthouse at 127.0.0.1:9 can't be reached: nobody listens there (connection refused)"
     assert f"{away}; still trying" in text
     assert text.splitlines()[-1].startswith("DeadlinePassed: rank 0's quorum for step 0")
     assert away in text.splitlines()[-1]

@@ -408,3 +408,59 @@ def test_torchfts_lighthouse_serves_where_it_is_the_only_one() -> None:
     assert "torchft's" in said.message
     assert hung_up == HangUp()
     assert dialed(core.stream_broke(2)) == 1
+
+
+# --- a start against what is no lighthouse -----------------------------------------------------------------------
+
+
+def of_two_addresses() -> SessionCore:
+    return SessionCore(
+        job="job",
+        replica_id="a",
+        address="a:1",
+        session=100,
+        timeouts=TIMEOUTS,
+        jitter=lambda: 0.5,
+        num_addresses=2,
+    )
+
+
+def test_a_wrong_server_or_secret_ends_a_start_at_once() -> None:
+    core = session()
+    core.start(0)
+    give_up = GiveUp("unauthenticated", "wrong secret")
+    assert core.dial_failed(0, "unauthenticated", "wrong secret") == [give_up]
+    assert core.refused == give_up
+    assert core.stream_broke(1) == []  # it dials no more
+
+
+def test_a_lighthouse_that_is_only_away_is_waited_for() -> None:
+    core = session()
+    core.start(0)
+    assert core.dial_failed(0, "", "refused") == []
+    assert core.refused is None
+    assert core.stream_broke(1) != []
+
+
+def test_a_start_ends_only_when_every_address_is_wrong_at_once() -> None:
+    core = of_two_addresses()
+    core.start(0)
+    assert core.dial_failed(0, "wrong_server", "w") == []
+    assert core.dial_failed(1, "", "away") == []
+    assert core.dial_failed(0, "", "away") == []
+    assert core.dial_failed(1, "wrong_server", "w") == []
+    assert core.dial_failed(0, "wrong_server", "both") == [GiveUp("wrong_server", "both")]
+
+
+@pytest.mark.parametrize("torchft", [False, True])
+def test_a_running_job_outlives_a_wrong_server(torchft: bool) -> None:
+    core = session()
+    core.start(0)
+    if torchft:
+        core.found_foreign()
+    else:
+        core.stream_opened(1)
+        core.welcomed(100, 50, 2)
+    core.stream_broke(3)
+    assert core.dial_failed(0, "wrong_server", "w") == []
+    assert core.refused is None

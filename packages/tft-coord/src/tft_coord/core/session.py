@@ -91,7 +91,7 @@ class Say:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The lighthouse refused this replica for good; nothing more is sent."""
+    """The lighthouse refused this replica for good, or there is none to start with; nothing more is sent."""
 
     code: str
     message: str
@@ -134,6 +134,8 @@ class SessionCore:
         self._address_dialed = 0
         self._stays = False  # the lighthouse that was dialed last serves us, or will
         self._next_look_ms = 0
+        self._served = False  # by any lighthouse, since the start
+        self._hopeless: set[int] = set()  # addresses whose last dial found what no waiting mends
         self._strangers: set[int] = set()  # addresses at which one of another cluster, or torchft's, was found last
         self.session = session
         self.connected = False
@@ -206,7 +208,7 @@ class SessionCore:
             return [HangUp()]
         self.lighthouse_started_ms = lighthouse_started_ms
         self.cluster_id = cluster_id
-        self._welcomed = self._stays = True
+        self._welcomed = self._stays = self._served = True
         self.hangs = False  # a lighthouse that has forgotten the loss will see for itself
         self._broken_at_ms = None
         self._stale_in_a_row = 0
@@ -300,9 +302,29 @@ class SessionCore:
         """The lighthouse does not know our service: it is torchft's. It can serve where it is the only one."""
         if self._num_addresses > 1:
             return self._leave_stranger("is torchft's, which knows no clusters")
-        self._stays = True
+        self._stays = self._served = True
         self._broken_at_ms = None
         return []
+
+    def dial_failed(self, address: int, code: str, message: str) -> list[SessionEffect]:
+        """A dial did not lead to a lighthouse that serves us; `stream_broke` follows.
+
+        Before the first lighthouse served this replica, a wrong secret or a wrong server at every address ends the
+        start: the user has to change a setting. A server that is only away is waited for. So is everything once the
+        replica was served, because a job that runs must survive a proxy or a neighbour that answers for a moment.
+
+        Args:
+            code: "" where the address may serve later; else what is wrong with it, as in `GiveUp`.
+            message: says so to a user.
+        """
+        if not code:
+            self._hopeless.discard(address)
+            return []
+        self._hopeless.add(address)
+        if self._served or self.refused is not None or len(self._hopeless) < self._num_addresses:
+            return []
+        self.refused = GiveUp(code, message)
+        return [self.refused]
 
     def ask(
         self, request: int, member: Member, held: QuorumKey | None, now_ms: int, fingerprint: Fingerprint = ()

@@ -238,9 +238,13 @@ class LighthouseLink:
                         self._call.cancel()
                 case GiveUp(code, message):
                     # Who has reported its own end is refused as dead; that is no news.
-                    if not (self._reported_death and code == Refusal.DEAD.value):
+                    is_start = code in ("unauthenticated", "wrong_server")
+                    if is_start:
+                        logger.error("replica %s can't start: %s", self._replica_id, message)
+                    elif not (self._reported_death and code == Refusal.DEAD.value):
                         logger.error("replica %s: the lighthouse refuses it (%s): %s", self._replica_id, code, message)
-                    self.trouble = f"the lighthouse at {self._target} refuses this replica: {message}"
+                    if not is_start:
+                        self.trouble = f"the lighthouse at {self._target} refuses this replica: {message}"
                     if self._open_request is not None:
                         self._arrived(events.RequestRefused(self._open_request, code, message))
 
@@ -276,14 +280,24 @@ class LighthouseLink:
         except grpc.aio.AioRpcError as error:
             why = error.details() or error.code().name
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                self._refusal = f"refuses this replica: {why}"
+                self._refusal = f"refuses this replica's secret: {why}"
             self._note_trouble(why)
-        except (ProtocolError, Unreachable) as error:
+            self._dial_failed("unauthenticated" if self._refusal else "")
+        except ProtocolError as error:
+            self._refusal = f"is no lighthouse: {error}"
             self._note_trouble(str(error))
+            self._dial_failed("wrong_server")
+        except Unreachable as error:
+            self._note_trouble(str(error))
+            self._dial_failed("")
         finally:
             self._outbox = self._call = None
             if not self._ended:
                 self._perform(self._core.stream_broke(self._now_ms()))
+
+    def _dial_failed(self, code: str) -> None:
+        message = f"{self.trouble}. Correct TFT_LIGHTHOUSE or the secret, and start this process again"
+        self._perform(self._core.dial_failed(self._targets.index(self._target), code, message))
 
     async def _converse(self, channel: grpc.aio.Channel) -> None:
         asks = self._loop.time() >= self._without_socket.get(self._target, 0.0)
@@ -344,6 +358,7 @@ class LighthouseLink:
     async def _converse_by_calls(self, channel: grpc.aio.Channel) -> None:
         """The life of a channel to a lighthouse that does not know us. Raises: AioRpcError: it has broken."""
         self._outbox = self._call = None
+        await self._check_torchfts(channel)
         self._perform(self._core.found_foreign())
         if len(self._targets) > 1:
             self._note_trouble("it is torchft's, and one of several addresses")
@@ -366,6 +381,20 @@ class LighthouseLink:
             await conversation.hold(self._core.open_request, self._core.session)
         finally:
             self._foreign = None
+
+    async def _check_torchfts(self, channel: grpc.aio.Channel) -> None:
+        """Raises: ProtocolError: it does not know torchft's calls either. AioRpcError: it has broken."""
+        try:
+            # Without a member in it a request changes nothing there; a lighthouse refuses it.
+            within_s = self._timeouts.heartbeat_timeout_ms / 1000
+            await services.call_stub(channel, services.LIGHTHOUSE_QUORUM)(b"", timeout=within_s)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise ProtocolError(
+                    "a gRPC server of another kind answers there; check the host and the port"
+                ) from error
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                raise
 
     def _foreign_answer(self, event: events.QuorumArrived | events.RequestRefused) -> None:
         key = event.quorum.key if isinstance(event, events.QuorumArrived) else None

@@ -14,6 +14,7 @@ from tft_coord.errors import Unreachable
 from tft_coord.forks import Inheritance, let_go_in_child
 from tft_coord.rpc import grpc
 from tft_coord.timeouts import Timeouts
+from tft_coord.transport.listener import why_unreachable
 from tft_coord.transport.settings import channel_options
 
 CANCEL_AGAIN_S: Final = 0.1
@@ -26,12 +27,14 @@ async def dial(address: str, timeouts: Timeouts, *, to_lighthouse: bool = False)
         address: as `target` gives it.
         timeouts: an attempt takes at most heartbeat_timeout_ms.
         to_lighthouse: which has thousands of channels, so that this one is pinged more seldom.
-    Raises: Unreachable: the attempt failed. Nothing is left open.
+    Raises: Unreachable: the attempt failed. ProtocolError: another kind of server answers there. Nothing is left open.
     """
     channel = grpc.aio.insecure_channel(address, options=channel_options(timeouts, to_lighthouse=to_lighthouse))
     _dialed.add(channel, address)
     try:
-        await asyncio.wait_for(_connected(channel), timeouts.heartbeat_timeout_ms / 1000)
+        is_connected = await asyncio.wait_for(_connected(channel), timeouts.heartbeat_timeout_ms / 1000)
+        if not is_connected:
+            raise await why_unreachable(address)
     except BaseException as error:
         with contextlib.suppress(asyncio.CancelledError):
             await channel.close()
@@ -41,13 +44,14 @@ async def dial(address: str, timeouts: Timeouts, *, to_lighthouse: bool = False)
     return channel
 
 
-async def _connected(channel: grpc.aio.Channel) -> None:
+async def _connected(channel: grpc.aio.Channel) -> bool:
     state = channel.get_state(try_to_connect=True)
     while state is not grpc.ChannelConnectivity.READY:
         if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
-            raise Unreachable("nobody listens there, or the name is unknown")
+            return False
         await channel.wait_for_state_change(state)
         state = channel.get_state(try_to_connect=True)
+    return True
 
 
 async def cancelled(task: asyncio.Task[None]) -> None:

@@ -56,7 +56,9 @@ def channel_options(timeouts: Timeouts, *, to_lighthouse: bool = False) -> Optio
         ("grpc.enable_http_proxy", 0),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 1_000),
+        # Also the longest time that grpc gives one connection. A shorter one would be begun anew for ever, and never
+        # made, where the server is far away or the machine busy.
+        ("grpc.min_reconnect_backoff_ms", max(1_000, timeouts.heartbeat_timeout_ms)),
         ("grpc.max_reconnect_backoff_ms", 1_000),
     ]
 

@@ -1,0 +1,197 @@
+"""A trainer that starts against what is no lighthouse of its job: said as what it is, and the start ends at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.server
+import socket
+import ssl
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from datetime import timedelta
+from typing import Final
+
+import grpc
+import grpc.aio
+import pytest
+import trustme
+
+from tft_algos import Manager
+from tft_coord.errors import DeadlinePassed, ProtocolError, Refused, Unreachable
+from tft_coord.timeouts import Timeouts
+from tft_coord.transport.dial import dial
+from tft_lighthouse import LighthouseServer
+from tft_pg import ProcessGroupGloo
+
+SOON_S: Final = 15.0
+LATE: Final = timedelta(seconds=60)
+
+
+@pytest.fixture(autouse=True)
+def nothing_held(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    yield
+    caplog.get_records("call").clear()  # they hold errors, which hold the frames of what they came through
+
+
+class Quiet(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def http_server() -> Iterator[int]:
+    with http.server.HTTPServer(("127.0.0.1", 0), Quiet) as server:
+        thread = threading.Thread(target=server.serve_forever, name="test-http")
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+@contextmanager
+def grpc_server() -> Iterator[int]:
+    """Of another service: it knows no call."""
+    with ThreadPoolExecutor(1, thread_name_prefix="test-grpc") as pool:
+        server = grpc.server(pool)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        yield port
+        server.stop(0).wait()
+
+
+@contextmanager
+def guarded_lighthouse() -> Iterator[int]:
+    with LighthouseServer("127.0.0.1:0", min_replicas=1, token="the-right-one") as lighthouse:
+        yield int(lighthouse.address.rpartition(":")[2])
+
+
+@pytest.mark.parametrize(
+    ("serving", "says"),
+    [
+        (http_server, "is no lighthouse: an HTTP server answers there"),
+        (grpc_server, "is no lighthouse: a gRPC server of another kind answers there"),
+        (guarded_lighthouse, "refuses this replica's secret"),
+    ],
+)
+def test_a_start_against_what_is_no_lighthouse_ends_at_once(
+    serving: Callable[[], AbstractContextManager[int]], says: str
+) -> None:
+    with serving() as port:
+        started = time.monotonic()
+        with Manager(
+            ProcessGroupGloo(),
+            lambda _: None,
+            dict,
+            replica_id="stray",
+            lighthouse_addr=f"127.0.0.1:{port}",
+            hostname="localhost",
+            quorum_timeout=LATE,
+            token="a-wrong-one",
+        ) as manager:
+            manager.start_quorum()
+            with pytest.raises(Refused, match=says):
+                manager.should_commit()
+        assert time.monotonic() - started < SOON_S
+
+
+# --- who listens at an address -----------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def listening(
+    serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]], tls: ssl.SSLContext | None = None
+) -> AsyncIterator[int]:
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+
+
+def test_nobody_listens_is_said_only_where_nobody_does() -> None:
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        with pytest.raises(Unreachable, match="nobody listens there"):
+            await dial(f"127.0.0.1:{port}", Timeouts())
+        with pytest.raises(Unreachable, match=r"the name no\.such\.host\.invalid is unknown"):
+            await dial("no.such.host.invalid:1", Timeouts())
+
+        async def hangs_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.close()
+
+        async with listening(hangs_up) as port:
+            with pytest.raises(Unreachable, match="takes the connection and ends it"):
+                await dial(f"127.0.0.1:{port}", Timeouts())
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_wants_tls_is_said_as_such() -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    trustme.CA().issue_cert("127.0.0.1").configure_cert(context)
+
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async def scenario() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # the server's own words
+        async with listening(serve, context) as port:
+            with pytest.raises(ProtocolError, match="wants TLS"):
+                await dial(f"127.0.0.1:{port}", Timeouts())
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_answers_late_is_reached() -> None:
+    """A connection that takes longer than a second is not begun anew: a far lighthouse, or a busy machine."""
+
+    async def scenario() -> None:
+        server = grpc.aio.server()
+        real = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        waited = asyncio.Event()
+        copies: list[asyncio.Task[None]] = []
+
+        async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(ConnectionError):
+                while data := await reader.read(65536):
+                    writer.write(data)
+            writer.close()
+
+        async def late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await asyncio.sleep(1.5)  # longer than grpc's own second; the delay is what is tested
+            waited.set()
+            theirs, ours = await asyncio.open_connection("127.0.0.1", real)
+            copies.extend([asyncio.create_task(copy(reader, ours)), asyncio.create_task(copy(theirs, writer))])
+            await asyncio.wait(copies)
+
+        async with listening(late) as port:
+            channel = await dial(f"127.0.0.1:{port}", Timeouts())
+            assert waited.is_set()
+            await channel.close()
+            await asyncio.wait(copies)
+        await server.stop(0)
+
+    asyncio.run(scenario())
+
+
+def test_a_lighthouse_that_is_away_is_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with Manager(
+        ProcessGroupGloo(),
+        lambda _: None,
+        dict,
+        replica_id="early",
+        lighthouse_addr=f"127.0.0.1:{port}",
+        hostname="localhost",
+        quorum_timeout=timedelta(seconds=3),
+    ) as manager:
+        manager.start_quorum()
+        with pytest.raises(DeadlinePassed, match="nobody listens there"):
+            manager.wait_quorum()

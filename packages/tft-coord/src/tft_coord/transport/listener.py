@@ -1,0 +1,96 @@
+"""What listens at an address where no gRPC connection could be made.
+
+grpc says only that a connection failed. A user needs to know whether nobody listens, the name is unknown, or another
+kind of server answers: the first two may mend themselves, the last one never does. So after a failed dial one plain
+connection asks with the first words of HTTP/2, and the first bytes of the answer tell.
+
+Law of this file: one short connection, and what its answer means; at most `_FIRST_BYTES` are read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from contextlib import suppress
+from typing import Final
+
+from tft_coord.errors import ProtocolError, Unreachable
+from tft_coord.transport.address import host_of
+
+_PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"  # with empty SETTINGS
+_FIRST_BYTES: Final = 16
+_SETTINGS: Final = 4  # the type of the first frame of an HTTP/2 server
+_WITHIN_S: Final = 1.0
+
+
+async def why_unreachable(address: str) -> Unreachable | ProtocolError:
+    """Look at who listens there.
+
+    Args:
+        address: `host:port`, as `target` gives it; no gRPC connection to it could be made just now.
+    Returns: Unreachable: nobody listens, the name is unknown, or the server may be one of ours that starts or ends.
+        ProtocolError: another kind of server answers there.
+    """
+    try:
+        answer = await _first_bytes(address, None)
+        if answer is not None and not answer and await _speaks_tls(address):
+            answer = b"\x15\x03"
+    except ConnectionRefusedError:
+        return Unreachable("nobody listens there (connection refused)")
+    except socket.gaierror as error:
+        return Unreachable(f"the name {host_of(address)} is unknown ({error.strerror})")
+    except (OSError, UnicodeError) as error:
+        return Unreachable(f"no connection can be made ({error})")
+    return _verdict(answer)
+
+
+def _verdict(answer: bytes | None) -> Unreachable | ProtocolError:
+    """What the first bytes of an answer say; None: there were none in time, b"": the connection was ended."""
+    if answer is None:
+        return Unreachable(f"a server takes the connection and says nothing within {_WITHIN_S:g} s")
+    if not answer:
+        return Unreachable("a server takes the connection and ends it")
+    if answer.startswith((b"\x15\x03", b"\x16\x03")):
+        return ProtocolError("a server answers there that wants TLS, which a lighthouse does not use; check the port")
+    if len(answer) > _SETTINGS - 1 and answer[3] == _SETTINGS and not answer.startswith(b"HTTP"):
+        return Unreachable("a server answers there, and the connection broke")
+    what = "an HTTP server" if answer.startswith((b"HTTP/", b"<")) else "a server of another kind"
+    return ProtocolError(f"{what} answers there that is no gRPC server; check the host and the port")
+
+
+async def _first_bytes(address: str, tls: ssl.SSLContext | None) -> bytes | None:
+    """Raises: OSError: no connection. None: no answer in time."""
+    writer: asyncio.StreamWriter | None = None
+
+    async def ask() -> bytes:
+        nonlocal writer
+        host, port = host_of(address), int(address.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection(host, port, ssl=tls)
+        writer.write(_PREFACE)
+        with suppress(ConnectionError):
+            return await reader.read(_FIRST_BYTES)
+        return b""
+
+    asking = asyncio.ensure_future(ask())
+    try:
+        await asyncio.wait([asking], timeout=_WITHIN_S)  # not wait_for, which may swallow that this is cancelled
+        return asking.result() if asking.done() else None
+    finally:
+        asking.cancel()
+        if writer is not None:
+            writer.transport.abort()
+
+
+async def _speaks_tls(address: str) -> bool:
+    """Whether who ended a plain connection without a word takes one by TLS."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    try:
+        await _first_bytes(address, context)
+    except ssl.SSLError as error:
+        return error.reason not in ("WRONG_VERSION_NUMBER", "UNEXPECTED_EOF_WHILE_READING", None)
+    except OSError:
+        return False
+    return True
