@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
+import enum
 import json
 import struct
+import sys
 from collections import Counter, OrderedDict, defaultdict
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +19,7 @@ from hypothesis import strategies as st
 
 from tft_ckpt import Limits, StateCorrupt, StateKey, StateUnsupported, WrongSetting, register_named_tuple
 from tft_ckpt.buffers import Buffer
-from tft_ckpt.manifest import HEADER_BYTES, MAGIC, VERSION, Manifest, decode, describe
+from tft_ckpt.manifest import HEADER_BYTES, MAGIC, VERSION, Manifest, check_state, decode, describe
 from tft_ckpt.manifest import checksum as xxh3
 from tft_ckpt.snapshot import Snapshot
 from tft_ckpt.testing import assert_same_state, sample_state
@@ -211,6 +215,23 @@ class Text(str):
     __slots__ = ()
 
 
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Number(enum.IntEnum):
+    ONE = 1
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+
+
+class Named(dict[str, int]):
+    pass
+
+
 REFUSED = {
     "meta": torch.empty(2, device="meta"),
     "sparse": torch.eye(2).to_sparse(),
@@ -220,7 +241,19 @@ REFUSED = {
     "set": {1, 2},
     "bytearray": bytearray(b"x"),
     "text subclass": Text("x"),
-    "numpy": __import__("numpy").float64(1.0),
+    "enum": Colour.RED,
+    "whole-number enum": Number.ONE,
+    "dataclass": Point(1),
+    "frozenset": frozenset({1}),
+    "dict subclass": Named(a=1),
+    "numpy time": numpy.datetime64("2025-11-25"),
+    "numpy long double": numpy.longdouble(1.0),
+    "numpy objects": numpy.array([None]),
+    "one numpy object": numpy.array(None),
+    "numpy text": numpy.array(["x"]),
+    "numpy records": numpy.zeros(2, dtype=[("a", "f4")]),
+    "numpy foreign byte order": numpy.ones(2, dtype=">f4" if sys.byteorder == "little" else "<f4"),
+    "numpy matrix": numpy.ones(2).view(numpy.recarray),
     "factory": defaultdict(lambda: 0),
     "key": {frozenset(): 1},
     "deep key": {((((None, object()),),),): 1},
@@ -233,6 +266,33 @@ def test_what_cannot_travel_is_refused_with_its_path(kind: str) -> None:
         encoded({"ok": torch.ones(2), "a": [0, {"b": REFUSED[kind]}]})
     assert caught.value.path.startswith("state['a'][1]['b']")
     assert caught.value.path in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "advice"),
+    [
+        ("enum", "hold its .value"),
+        ("whole-number enum", "hold its .value"),
+        ("dataclass", "hold a dict of its fields"),
+        ("set", r"hold sorted\(...\)"),
+        ("text subclass", r"convert it with str\(...\)"),
+        ("dict subclass", r"convert it with dict\(...\)"),
+        ("numpy time", "scalars and arrays of numbers"),
+        ("object", "make it numbers, strings"),
+    ],
+)
+def test_the_refusal_says_what_to_hold_instead(kind: str, advice: str) -> None:
+    with pytest.raises(StateUnsupported, match=advice):
+        encoded([REFUSED[kind]])
+
+
+def test_a_state_is_checked_without_its_bytes() -> None:
+    huge = torch.empty(0).set_(torch.UntypedStorage(0), 0, (0,))
+    check_state({"a": [huge, 1]}, chunk_bytes=1 << 20, limits=LIMITS)
+    with pytest.raises(StateUnsupported, match=r"state\['a'\]\[1\] is a builtins.object"):
+        check_state({"a": [1, object()]}, chunk_bytes=1 << 20, limits=LIMITS)
+    with pytest.raises(StateUnsupported, match="limit of 1000"):
+        check_state("x" * 1000, chunk_bytes=1 << 20, limits=Limits(manifest_bytes=1000))
 
 
 def test_freed_memory_is_refused() -> None:

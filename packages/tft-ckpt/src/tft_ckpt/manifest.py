@@ -40,6 +40,7 @@ __all__ = [
     "StorageSpan",
     "TensorLeaf",
     "check_chunk_bytes",
+    "check_state",
     "checksum",
     "decode",
     "describe",
@@ -258,6 +259,16 @@ def describe(
             f"the state's tensors have {layout.data_bytes} bytes, above the limit of {limits.data_bytes}", path="state"
         )
     return layout, sources
+
+
+def check_state(state: object, *, chunk_bytes: int, limits: Limits) -> None:
+    """Look whether a state can travel, without looking at its bytes or copying them.
+
+    Raises: StateUnsupported: a leaf can't travel, or the state is larger than the limits.
+    """
+    key = StateKey(quorum_id=0, nonce=0, step=0, lineage=0)
+    layout, _ = describe(state, key=key, chunk_bytes=chunk_bytes, limits=limits)
+    encode_layout(layout, limits=limits)
 
 
 @final

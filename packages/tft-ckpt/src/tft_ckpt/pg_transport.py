@@ -44,6 +44,7 @@ from tft_ckpt.manifest import (
     Manifest,
     StorageSpan,
     check_chunk_bytes,
+    check_state,
     checksum,
     decode,
     describe,
@@ -125,6 +126,10 @@ class PGTransport(CheckpointTransport[T]):
         """The same for all: a receiver needs no address."""
         return METADATA
 
+    def check_state(self, state_dict: T) -> None:
+        """See `CheckpointTransport.check_state`."""
+        check_state(state_dict, chunk_bytes=self._chunk_bytes, limits=self._limits)
+
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta, *, key: StateKey | None = None
     ) -> None:
@@ -143,7 +148,7 @@ class PGTransport(CheckpointTransport[T]):
         if not ranks:
             # Nobody can ask later. What can't travel is refused all the same.
             self._check_open()
-            describe(state_dict, key=key, chunk_bytes=self._chunk_bytes, limits=self._limits)
+            self.check_state(state_dict)
             return
         with self._call("send", ranks, timeout_s) as call:
             links = [Link(call, rank=rank, device=self._device, is_source=True) for rank in ranks]

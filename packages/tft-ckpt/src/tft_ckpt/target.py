@@ -23,7 +23,7 @@ from tft_ckpt.buffers import Buffer
 from tft_ckpt.errors import CheckpointError, StateDiffers, StateUnsupported
 from tft_ckpt.manifest import ALIGNMENT_BYTES, Layout, TensorLeaf, checksum
 from tft_ckpt.sharding import LocalShard, part_of
-from tft_ckpt.tree import TensorSubclass
+from tft_ckpt.tree import TensorSubclass, tensor_subclass_of
 
 __all__ = ["Target"]
 
@@ -200,7 +200,7 @@ class _Matching:
             items = arriving if isinstance(arriving, list | tuple) and type(arriving) is not _Parts else ()
             for index, value in enumerate(here):
                 self._match(items[index] if index < len(items) else None, value, f"{path}[{index}]", depth + 1)
-        elif not isinstance(here, _PLAIN):
+        elif not isinstance(here, _PLAIN) and tensor_subclass_of(here) is None:
             raise StateDiffers(
                 f"{path} is a {type(here).__module__}.{type(here).__qualname__} here, of which it can't be told what "
                 "could be received into it; give dicts, lists and tensors",

@@ -88,6 +88,14 @@ class CheckpointTransport(ABC, Generic[T]):
         Raises: WrongSetting, Closed.
         """
 
+    def check_state(self, state_dict: T) -> None:
+        """Look whether a state can travel, before somebody wants it; nothing is copied.
+
+        A transport that does not say so by a method of its own refuses what can't travel when it is to send it.
+
+        Raises: StateUnsupported: a leaf can't travel, or the state is too large.
+        """
+
     def stage_checkpoint(self, state_dict: T, timeout: timedelta) -> StagedCheckpoint:
         """Copy a state that somebody may ask for soon, on the thread that trains, at a step boundary.
 

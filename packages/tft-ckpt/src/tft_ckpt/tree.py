@@ -4,8 +4,9 @@ Whatever sits in a state dict is either a container that we know, a piece of pla
 first two are written as JSON: null, booleans, short integers, finite floats and strings as themselves, all else as an
 array that opens with its type's tag. A tensor is handed to a callback and leaves one array behind; a DTensor does so
 for the part of it that lies here, in an array that says of what that is a part, and a registered tensor subclass leaves
-an array with its name and what it is made of. Everything is matched by exact type: a
-subclass may carry more than we can see, so it is refused with its path.
+an array with its name and what it is made of; so does a scalar or an array of numpy's, which a reader without numpy
+refuses by name. Everything is matched by exact type: a subclass may carry more than we can see, so it is refused with
+its path.
 
 Reading is the mirror image and trusts nothing: it makes only the types listed here, by calling only the constructors
 listed here, and counts as it goes.
@@ -18,9 +19,13 @@ from __future__ import annotations
 
 import base64
 import binascii
+import dataclasses
+import enum
+import functools
 import math
 import re
 import struct
+import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,6 +33,7 @@ from typing import Any, TypeVar, final
 
 import torch
 
+from tft_ckpt import numpy_values
 from tft_ckpt.errors import StateCorrupt, StateUnsupported, WrongSetting
 from tft_ckpt.sharding import MAX_MESH_DIMENSIONS, LocalShard, Placement, Sharding, part_of
 
@@ -107,7 +113,7 @@ def register_named_tuple(cls: C) -> C:
 @final
 @dataclass(frozen=True, slots=True)
 class TensorSubclass:
-    """A subclass of tensors that travels as what it is made of.
+    """A subclass of tensors, or a type of numpy's, that travels as what it is made of.
 
     Fields:
         cls: the subclass.
@@ -182,8 +188,20 @@ def register_tensor_subclass(cls: type[Any], flatten: Callable[[Any], object], u
 
 
 def tensor_subclass_of(value: object) -> TensorSubclass | None:
-    """How the value travels, if it is of a registered subclass of tensors; else None."""
-    return _tensor_subclasses_by_type.get(type(value))
+    """How the value travels, if it is of a registered subclass of tensors or one of numpy's; else None."""
+    kind = type(value)
+    found = _tensor_subclasses_by_type.get(kind)
+    if found is None and kind.__module__ == "numpy" and "numpy" in sys.modules:
+        found = next((known for known in _of_numpy().values() if known.cls is kind), None)
+        if found is not None and found.name == numpy_values.ARRAY and not numpy_values.has_numbers(value):
+            return None
+    return found
+
+
+@functools.cache
+def _of_numpy() -> dict[str, TensorSubclass]:
+    """Numpy's types, by their names in a manifest. Raises: ImportError: numpy is not installed."""
+    return {kind.name: TensorSubclass(*kind) for kind in numpy_values.kinds()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,11 +265,11 @@ class TreeWriter:
             raise StateUnsupported(
                 f"{path[:200]} is nested deeper than {self._limits.depth}; is it its own member?", path=path
             )
+        subclass = tensor_subclass_of(value)
+        if subclass is not None:
+            parts = subclass.parts(value, path)
+            return ["subclass", subclass.name, self.write(parts, _below(path, ".parts"), depth + 1)]
         if isinstance(value, torch.Tensor | LocalShard):
-            subclass = tensor_subclass_of(value)
-            if subclass is not None:
-                parts = subclass.parts(value, path)
-                return ["subclass", subclass.name, self.write(parts, _below(path, ".parts"), depth + 1)]
             part = part_of(value, path)
             return self._on_tensor(path, value) if part is None else self._write_shard(path, part)  # type: ignore[arg-type]
         leaf = self._write_leaf(value)
@@ -367,9 +385,18 @@ def _label(key: object) -> str:
 
 def _advice(value: object) -> str:
     if type(value).__module__ == "numpy":
-        return "convert it with .item() or torch.from_numpy"
+        return "of numpy's, scalars and arrays of numbers and truth values travel; convert it to one of those"
+    if isinstance(value, enum.Enum):
+        return "hold its .value, and make the member of it again when the state is loaded"
+    if isinstance(value, set | frozenset):
+        return "hold sorted(...) of it, and make the set of it again when the state is loaded"
+    if dataclasses.is_dataclass(value):
+        return "hold a dict of its fields, and make the object of it again when the state is loaded"
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return "register it on both sides with tft_ckpt.register_named_tuple"
+    for plain in (int, float, complex, str, bytes, dict, list, tuple):
+        if isinstance(value, plain):
+            return f"it is a subclass, which may carry more than can be seen; convert it with {plain.__name__}(...)"
     return "make it numbers, strings, bytes, lists, dicts or tensors in the state dict's own hooks"
 
 
@@ -520,6 +547,8 @@ class TreeReader:
         if len(node) != 3 or type(node[1]) is not str:
             raise self.corrupt(path, "its tensor subclass has no name, or other than one part")
         subclass = _tensor_subclasses.get(node[1])
+        if subclass is None and node[1].startswith(numpy_values.PREFIX):
+            subclass = self._numpy_kind(node[1], path)
         if subclass is None:
             raise StateUnsupported(
                 f"{path} is a tensor subclass {node[1][:200]!r}, unknown here; register it with "
@@ -527,6 +556,16 @@ class TreeReader:
                 path=path,
             )
         return self._on_subclass(subclass, path, self.read(node[2], _below(path, ".parts"), depth + 1))
+
+    def _numpy_kind(self, name: str, path: str) -> TensorSubclass | None:
+        try:
+            return _of_numpy().get(name)
+        except ImportError as error:
+            raise StateUnsupported(
+                f"{path} is a {name[:200]} at the source, and numpy is not installed here ({error}); install it, or "
+                "hold plain numbers and tensors in the state",
+                path=path,
+            ) from error
 
     def _items(self, node: list[Node], first: int, path: str, depth: int) -> list[Any]:
         return [self.read(node[at], _below(path, f"[{at - first}]"), depth + 1) for at in range(first, len(node))]

@@ -31,7 +31,7 @@ from tft_ckpt.http.reader import SharedPace, Terms
 from tft_ckpt.http.server import StateServer
 from tft_ckpt.http.tls import TLS
 from tft_ckpt.key import StateKey
-from tft_ckpt.manifest import Layout, check_chunk_bytes
+from tft_ckpt.manifest import Layout, check_chunk_bytes, check_state
 from tft_ckpt.snapshot import Snapshot
 from tft_ckpt.target import Target
 from tft_ckpt.transport import CheckpointTransport, StagedCheckpoint
@@ -205,6 +205,10 @@ class HTTPTransport(CheckpointTransport[T]):
             ) from error
         finally:
             stop.close()
+
+    def check_state(self, state_dict: T) -> None:
+        """See `CheckpointTransport.check_state`."""
+        check_state(state_dict, chunk_bytes=self._settings.chunk_bytes, limits=self._limits)
 
     def stage_checkpoint(self, state_dict: T, timeout: timedelta) -> StagedCheckpoint:
         """Copy the state, into the memory of the one on offer if nobody reads that; see

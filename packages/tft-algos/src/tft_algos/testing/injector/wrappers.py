@@ -172,6 +172,9 @@ class StruckTransport(CheckpointTransport[Any]):
         self._inside.send_checkpoint(dst_ranks, step, {fault.describe(): _CantTravel()}, timeout, key=key)
         raise StateUnavailable(fault.describe(), source=self._inside.metadata(), key=key)
 
+    def check_state(self, state_dict: Any) -> None:
+        self._inside.check_state(state_dict)
+
     def refuse_checkpoint(
         self, step: int, sentence: str, *, key: StateKey | None = None, dst_ranks: Sequence[int] = ()
     ) -> None:
