@@ -34,7 +34,13 @@ class Rig:
     """A Manager with its stand-ins."""
 
     def __init__(
-        self, *answers: Plan | QuorumKey | Exception, verdicts: Any = (), others: float = 0.0, **settings: Any
+        self,
+        *answers: Plan | QuorumKey | Exception,
+        verdicts: Any = (),
+        others: float = 0.0,
+        looks: bool = False,
+        registers: bool = True,
+        **settings: Any,
     ):
         self.weights = Weights(1.0)
         self.group = FakeGroup(others)
@@ -42,14 +48,16 @@ class Rig:
         self.transport = settings.pop("checkpoint_transport", MemoryTransport())
         self.manager = Manager(
             self.group,
-            self.weights.load,
-            self.weights.take,
+            self.weights.load if registers else None,
+            self.weights.take if registers else None,
             coordinator=self.coordinator,
             checkpoint_transport=self.transport,
             lighthouse_addr="nowhere:1",
             hostname="localhost",
             **settings,
         )
+        if not looks:  # most tests count the calls of the user's functions; test_audit.py has this look
+            self.manager._audit.step_begins = lambda: None  # type: ignore[method-assign]
 
     def step(self) -> bool:
         self.manager.start_quorum()

@@ -51,7 +51,7 @@ def test_who_heals_takes_the_state_before_the_step_ends(rigs: Any) -> None:
     reduced = rig.manager.allreduce(torch.ones(2))
     assert rig.manager.exchange_state()
     assert rig.weights.tensor.tolist() == [3.0, 3.0]
-    assert rig.weights.threads == [threading.current_thread().name]
+    assert rig.weights.threads == [threading.current_thread().name] * 2, "loaded, and taken to be compared"
     assert rig.manager.current_step() == 5
     assert not rig.manager.is_participating(), "it gives zeros in the whole of this step"
     assert reduced.wait()

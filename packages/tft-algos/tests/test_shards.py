@@ -267,15 +267,15 @@ def test_a_healing_process_loads_dtensors_on_its_own_mesh(rigs: Any, use_async_q
     (got,) = own.loaded
     assert got._spec == own.tensor._spec
     assert torch.equal(got.to_local(), theirs.tensor.to_local())
-    assert own.taken == [threading.current_thread().name], "its own state is taken once, on the training thread"
+    assert own.taken == [threading.current_thread().name] * 2, "for its meshes, and to be compared when it is loaded"
 
 
-def test_without_parts_the_own_state_is_not_taken(rigs: Any) -> None:
+def test_without_parts_the_own_state_is_not_taken_for_its_meshes(rigs: Any) -> None:
     shelf: dict[Any, Any] = {}
     assert rigs(plan_of(7, size=2, healing=[1]), checkpoint_transport=MemoryTransport(shelf)).step()
     member = rigs(plan_of(7, rank=1, size=2, healing=[1]), checkpoint_transport=MemoryTransport(shelf))
     assert member.step()
-    assert len(member.weights.threads) == 1, "it was loaded, and not taken"
+    assert len(member.weights.threads) == 2, "it was loaded, and taken to be compared"
 
 
 def test_what_does_not_fit_loads_nothing(rigs: Any) -> None:
@@ -343,7 +343,7 @@ def test_a_rank_that_fetched_no_parts_takes_its_state_where_another_needs_its_ow
     )
     assert member.step()
     assert votes(member)[1] == (True, Purpose.WITHOUT_OWN)
-    assert len(member.weights.threads) == 2, "taken and loaded"
+    assert len(member.weights.threads) == 3, "taken, loaded and taken to be compared"
 
 
 def test_where_another_rank_could_not_fetch_no_function_of_the_users_is_called(rigs: Any) -> None:

@@ -63,6 +63,11 @@ class HealingFailed(TrainingError, RuntimeError):
         self.sources = sources
 
 
+class LoadFailed(HealingFailed):
+    """A load function of the user's raised, which is attached as the cause: mend the function that the message names.
+    The next quorum tries again, once."""
+
+
 class QuorumBroken(TrainingError, RuntimeError):
     """A member of this quorum was lost or can't go on in it, so nothing more can be reduced in it: the next step asks
     for another quorum.

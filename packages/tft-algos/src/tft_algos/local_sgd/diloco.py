@@ -234,7 +234,7 @@ class _State:
         self.check(state)
         self._fragment.load_state_dict(state["original_parameters"])
         if self._outer is not None:
-            self._outer.load_state_dict(state["outer_optimizer"])
+            _load_exactly(self._outer, state["outer_optimizer"])
 
 
 def _check_outer_state(optimizer: torch.optim.Optimizer, state: object) -> None:
@@ -250,6 +250,17 @@ def _check_outer_state(optimizer: torch.optim.Optimizer, state: object) -> None:
             f"the state of an outer optimizer is not that of a {type(optimizer).__name__} whose groups have {here} "
             "parameters; use the same outer optimizer on every replica"
         )
+
+
+def _load_exactly(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load an optimizer's state, with the dtypes that it has: torch casts moments to the dtype of their parameter."""
+    optimizer.load_state_dict(dict(state))
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    for name, parameter in zip(names, trained_by(optimizer), strict=True):
+        here = optimizer.state.get(parameter, {})
+        for key, value in state["state"].get(name, {}).items():
+            if isinstance(value, torch.Tensor) and value.dtype != here[key].dtype:
+                here[key] = value.detach().to(here[key].device, copy=True)
 
 
 def _is_mapping(value: object) -> bool:

@@ -23,11 +23,14 @@ import torch
 
 from tft_algos.dtensors import is_dtensor
 from tft_algos.errors import StateUnavailable
+from tft_ckpt.numpy_values import ARRAY
 from tft_ckpt.target import DEPTH_MAX
+from tft_ckpt.tree import tensor_subclass_of
 
 CHUNK_WORDS: Final = 1 << 18  # of which one product is in memory at a time
 MOST_DIFFERENCES: Final = 16
 MOST_CHARACTERS: Final = 80
+SAMPLED_ELEMENTS: Final = 4096
 
 _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _SPREAD: Final = -7_046_029_254_386_353_131  # 2**64 / golden ratio, as a signed word
@@ -54,6 +57,7 @@ class StateDigester:
         sums: list[torch.Tensor] = []
         for path, leaf in leaves(state):
             total.update(f"{path}\0".encode(errors="surrogatepass"))
+            leaf = as_tensor(leaf)
             if isinstance(leaf, torch.Tensor):
                 part = local_part(leaf, path)
                 total.update(f"{part.dtype} {tuple(part.shape)}\0".encode())
@@ -108,7 +112,7 @@ def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[
         elif path not in ours:
             found.append((path, "is at the source and not here"))
         else:
-            how = _difference(ours[path], theirs[path], path)
+            how = difference(ours[path], theirs[path], path)
             if how:
                 found.append((path, how))
     return found
@@ -148,6 +152,12 @@ def leaves(state: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, An
         yield from leaves(value, f"{path}.{key}" if path else key, depth + 1)
 
 
+def as_tensor(leaf: Any) -> Any:
+    """An array of numpy's as a tensor on its memory; any other leaf as it is."""
+    subclass = tensor_subclass_of(leaf)
+    return subclass.parts(leaf, "state") if subclass is not None and subclass.name == ARRAY else leaf
+
+
 def local_part(leaf: torch.Tensor, path: str) -> torch.Tensor:
     """What of a tensor is on this rank. Raises: StateUnavailable: it has no plain memory."""
     part = leaf.detach()
@@ -181,7 +191,8 @@ def memory_of(octets: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
 
 
 def _plain(leaf: Any, path: str) -> str:
-    if not isinstance(leaf, _PLAIN):
+    # What travels by a name and is no tensor is a scalar of numpy's.
+    if not isinstance(leaf, _PLAIN) and (isinstance(leaf, torch.Tensor) or tensor_subclass_of(leaf) is None):
         raise StateUnavailable(
             f"{path} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which can't be compared; hold tensors and "
             "plain data, or register what it belongs to with compared=False"
@@ -191,7 +202,12 @@ def _plain(leaf: Any, path: str) -> str:
     return f"{type(leaf).__name__} {leaf!r}"
 
 
-def _difference(own: Any, other: Any, path: str) -> str:
+def difference(own: Any, other: Any, path: str, *, sampled: bool = False) -> str:
+    """How two leaves differ, as text; empty if they do not. `sampled`: of long tensors some elements are compared.
+
+    Raises: StateUnavailable: one of them can't be compared.
+    """
+    own, other = as_tensor(own), as_tensor(other)
     if isinstance(own, torch.Tensor) and isinstance(other, torch.Tensor):
         ours, theirs = local_part(own, path), local_part(other, path)
         if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
@@ -199,6 +215,8 @@ def _difference(own: Any, other: Any, path: str) -> str:
                 f"{ours.dtype} of shape {tuple(ours.shape)} here, {theirs.dtype} of shape {tuple(theirs.shape)} at the "
                 "source"
             )
+        if sampled:
+            ours, theirs = _sample(ours), _sample(theirs)
         unequal = as_octets(ours).cpu() != as_octets(theirs).cpu()
         count = int(unequal.view(-1, ours.element_size()).any(dim=1).sum()) if unequal.numel() else 0
         if count == 1 == ours.numel():
@@ -209,6 +227,17 @@ def _difference(own: Any, other: Any, path: str) -> str:
     if _plain(own, path) == _plain(other, path):
         return ""
     return f"{_short(own)} here, {_short(other)} at the source"
+
+
+def _sample(part: torch.Tensor) -> torch.Tensor:
+    """Some elements of a tensor, about 4096 at most, from all over it; a view."""
+    for dim in range(part.dim()):
+        over = -(-part.numel() // SAMPLED_ELEMENTS)
+        if over <= 1:
+            break
+        step = min(part.shape[dim], max(1, round(over ** (1 / (part.dim() - dim)))))
+        part = part[(slice(None),) * dim + (slice(None, None, step),)]
+    return part
 
 
 def _short(value: Any) -> str:

@@ -28,7 +28,7 @@ from typing import Any, Final, final
 import torch
 
 from tft_algos.errors import StateUnavailable
-from tft_algos.manager.divergence import as_octets, leaves, local_part, memory_of
+from tft_algos.manager.divergence import as_octets, as_tensor, leaves, local_part, memory_of
 from tft_algos.manager.healing import state_key
 from tft_ckpt import CheckpointTransport, StagedCheckpoint
 from tft_coord.core.types import Plan, QuorumKey
@@ -228,7 +228,8 @@ class EarlyState:
 
 def bytes_of(state: State) -> int:
     """How many bytes the tensors of a state are that are on this rank, each with a little room beside it."""
-    parts = (local_part(leaf, path) for path, leaf in leaves(state) if isinstance(leaf, torch.Tensor))
+    found = ((path, as_tensor(leaf)) for path, leaf in leaves(state))
+    parts = (local_part(leaf, path) for path, leaf in found if isinstance(leaf, torch.Tensor))
     return sum(part.numel() * part.element_size() + ROOM_BYTES for part in parts)
 
 
@@ -254,6 +255,11 @@ def _digest(leaf: Any, path: str) -> bytes:
             most_bytes = BEGINNING_BYTES if is_long else LOOKED_AT_BYTES
             head = part.reshape(-1)[: most_bytes // part.element_size()] if part.is_contiguous() else part
             total.update(memory_of(as_octets(head)[:most_bytes].cpu()))
+    elif as_tensor(leaf) is not leaf:
+        # Torch does not know of the changes of an array, so it is looked at as a whole.
+        part = as_tensor(leaf)
+        total.update(f"{part.dtype} {tuple(part.shape)}\0".encode())
+        total.update(memory_of(as_octets(part)))
     else:
         total.update(f"{type(leaf).__qualname__} {leaf!r}".encode())
     return total.digest()

@@ -14,15 +14,18 @@ import logging
 from collections.abc import Mapping
 from typing import Any, final
 
-from tft_algos.errors import HealingFailed, StateUnavailable
+from tft_algos.errors import HealingFailed, LoadFailed, StateUnavailable
+from tft_algos.manager.audit import StateAudit
 from tft_algos.manager.core import Healing
 from tft_algos.manager.early import EarlyState
 from tft_algos.manager.healing import Fetch, state_key
 from tft_algos.manager.island import spread, whole
 from tft_algos.manager.parts import Group
+from tft_algos.manager.repeats import Repeats
 from tft_algos.manager.shards import cut_whole, has_shards, place_shards
 from tft_algos.manager.shared import Shared
 from tft_algos.manager.state_check import StateCheck
+from tft_algos.manager.user_state import UserState
 from tft_algos.manager.whereabouts import Whereabouts
 from tft_coord.core.types import LossNotice, Plan, Purpose
 from tft_coord.errors import DeadlinePassed
@@ -37,6 +40,7 @@ class StateExchange:
         group: the process group across replicas, ended where others count on a replica that could not heal.
         early: states for newcomers that were taken before.
         check: says what differs where a replica heals because its state is not that of the others.
+        audit: compares what was loaded with what was received.
         where: told while this rank waits for state.
     Attributes:
         done: state was given or taken in this step, or nobody wanted any.
@@ -44,7 +48,14 @@ class StateExchange:
     """
 
     def __init__(
-        self, shared: Shared, *, group: Group, early: EarlyState, check: StateCheck, where: Whereabouts
+        self,
+        shared: Shared,
+        *,
+        group: Group,
+        early: EarlyState,
+        check: StateCheck,
+        audit: StateAudit,
+        where: Whereabouts,
     ) -> None:
         self.done = False
         self.healed_in: int | None = None
@@ -59,9 +70,13 @@ class StateExchange:
         self._group = group
         self._early = early
         self._check = check
+        self._audit = audit
         self._where = where
         self._fetch: Fetch | None = None
+        self._received: Mapping[str, Any] = {}  # what is loaded, by path, until it was compared
         self._healed_bytes = 0
+        self._untakeable = Repeats()  # why this replica's own state could not be given
+        self._unloadable = Repeats()  # why a state could not be loaded here
 
     @property
     def has_just_healed(self) -> bool:
@@ -135,9 +150,14 @@ class StateExchange:
         try:
             state = {"user": self._take_for_others(plan), "tft": self._core.snapshot_state()}
         except StateUnavailable as error:
-            self._reports.log(logging.ERROR, "can't serve step %d: %s", plan.step, error)
+            sentence = f"can't serve step {plan.step}: {error}"
+            if error.__cause__ is None or self._untakeable.again(str(error)):
+                self._reports.log(logging.ERROR, "%s", sentence)
+            else:
+                self._reports.log_traceback(error.__cause__, "%s", sentence)
             self._refuse(plan, str(error))
             return
+        self._untakeable.forget()
         if self._config.stands_by:
             return
         try:
@@ -221,25 +241,51 @@ class StateExchange:
             except HealingFailed as failure:
                 error = failure
         if error is None:
-            self._check.explain(plan, state)
-            self._core.load_began()
-            error = self._user.load(state["user"])
-            # Who has loaded would vote on another step than who has not, and each would wait for the other.
-            if not self._agree(plan, error is None, Purpose.LOADED):
-                self._reports.raise_fatal()
-                error = error or self._other_rank_failed(plan, "load")
-        if error is None:
-            self._core.healed(state["tft"])
-            self.healed_in = self._core.name.attempt
-            source, by = plan.sources[0].replica_id, "through rank 0"
-            if fetch is not None:
-                by = f"{fetch.received_bytes} bytes in {fetch.seconds:.2f} s"
-            self._reports.log(logging.INFO, "healed from %s to step %d: %s", source, plan.step, by)
+            error = self._load(plan, state)
+        if error is not None:
+            self._did_not_heal(plan, error, by_source=not in_vain)
             return
-        self._reports.heal_failed(error, by_source=not in_vain)
+        self._core.healed(state["tft"])
+        self._unloadable.forget()
+        self.healed_in = self._core.name.attempt
+        source, by = plan.sources[0].replica_id, "through rank 0"
+        if fetch is not None:
+            by = f"{fetch.received_bytes} bytes in {fetch.seconds:.2f} s"
+        self._reports.log(logging.INFO, "healed from %s to step %d: %s", source, plan.step, by)
+        self._audit.loaded(self._received, source)
+        self._received = {}
+
+    def _load(self, plan: Plan, state: Mapping[str, Any]) -> HealingFailed | None:
+        """Load a staged state. Returns: why not all ranks of this group have."""
+        self._check.explain(plan, state)
+        self._received = self._audit.received(state["user"])
+        self._core.load_began()
+        error: HealingFailed | None = self._user.load(state["user"])
+        # Who has loaded would vote on another step than who has not, and each would wait for the other.
+        if not self._agree(plan, error is None, Purpose.LOADED):
+            self._reports.raise_fatal()
+            error = error or self._other_rank_failed(plan, "load")
+        return error
+
+    def _did_not_heal(self, plan: Plan, error: Exception, *, by_source: bool) -> None:
+        """Report it, or raise it where the next attempt would fail in the same way.
+
+        Raises: StateUnavailable: a function of the user's raised the same twice in a row, here or at the source.
+        """
+        self._received = {}
+        cause = error.__cause__ if isinstance(error, LoadFailed) else None
+        repeated = str(error) if cause is not None else UserState.refusal_in(str(error))
+        is_over = bool(repeated) and self._unloadable.again(repeated)
+        self._reports.heal_failed(error, by_source=by_source, traceback_of=None if is_over else cause)
         if not self._core.is_asynchronous:
             # The others count on this group's gradients: end the reduction for them, rather than let them wait.
             self._group.abort()
+        if is_over:
+            raise StateUnavailable(
+                f"replica {self._coordinator.replica_id}, rank {self._config.rank}, could not take over step "
+                f"{plan.step} for the same reason as the last time: {error}. It ends, so that the others are not "
+                "disturbed by further attempts; mend the function that is named, and start this replica again"
+            ) from (cause or error)
 
     def _check_staged(self, state: Any) -> Mapping[str, Any]:
         """Raises: HealingFailed: the fetched state does not fit what is registered here. Nothing was loaded."""

@@ -37,6 +37,7 @@ from tft_algos.errors import (
     Unsupported,
     UsageError,
 )
+from tft_algos.manager.audit import StateAudit
 from tft_algos.manager.bounded import BoundedFutures
 from tft_algos.manager.breaking import Breaker
 from tft_algos.manager.clock import SystemClock
@@ -200,14 +201,17 @@ class Manager:
             clock=self._clock,
             closing=self._closing,
         )
-        self._check = StateCheck(shared)
+        self._audit = StateAudit(shared)
+        self._check = StateCheck(shared, self._audit)
         self._early = EarlyState(
             take=self._user.take_whole,
             transport=self._transport,
             timeout=self._config.heal_timeout,
             log=self._reports.log,
         )
-        self._exchange = StateExchange(shared, group=pg, early=self._early, check=self._check, where=self._where)
+        self._exchange = StateExchange(
+            shared, group=pg, early=self._early, check=self._check, audit=self._audit, where=self._where
+        )
         self._negotiation = Negotiation(
             shared,
             group=pg,
@@ -274,10 +278,13 @@ class Manager:
     def describe_parameters(self, model: torch.nn.Module) -> None:
         """Add names, dtypes and (global) shapes of a model's parameters to the fingerprint.
 
+        In the first step the Manager looks whether parameters and buffers of the model stand in the registered state.
+
         The wrappers of models do it themselves; a strategy of your own calls it once for each model, in the same order
         on every replica, before the first step.
         """
         self._fingerprint.add_model(model)
+        self._audit.model_wrapped(model)
 
     def describe_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Add dtypes and (global) shapes of what an optimizer steps to the fingerprint.
@@ -286,6 +293,7 @@ class Manager:
         `extend_mesh`. In the same order on every replica, before the first step.
         """
         self._fingerprint.add_optimizer(parameter for group in optimizer.param_groups for parameter in group["params"])
+        self._audit.optimizer_wrapped(optimizer)
 
     def set_state_dict_fns(self, load_state_dict: LoadState, state_dict: TakeState) -> None:
         """Deprecated: use register_state_dict_fn, which takes a key."""
@@ -338,9 +346,10 @@ class Manager:
             use_async_quorum: of this step, the same on every replica; None: the config's. A strategy whose members heal
                 while they already give zeros says True, whatever the config says.
         Raises: Closed. LeftJob: this replica has left. SettingError: timeout is no timedelta above zero and of at most
-            a week, or an argument is no bool; in these cases nothing has begun. Synchronous: what the quorum raised;
-            the Manager stays usable. Asynchronous: nothing else, it is recorded, and should_commit raises it if this
-            process can't go on.
+            a week, an argument is no bool, or a model or an optimizer is wrapped and no state is registered.
+            StateUnavailable, in the first steps: the registered state can't travel, or a state_dict raises. In these
+            cases nothing has begun. Synchronous: what the quorum raised; the Manager stays usable. Asynchronous:
+            nothing else, it is recorded, and should_commit raises it if this process can't go on.
         """
         self._check_open()
         if self._leaving.left:
@@ -359,6 +368,7 @@ class Manager:
                 "start_quorum was called in a step that is open, beside others that are in flight; call defer() first"
             )
         self._settle()
+        self._audit.step_begins()
         pause_ms = self._core.pause_ms
         if pause_ms:
             self._clock.wait(self._closing, pause_ms / 1_000)
@@ -645,8 +655,10 @@ class Manager:
             tft_coord.errors.DeadlinePassed: no verdict came; neither step nor go on.
             TooManyFailures: more steps in a row failed than max_retries allows.
             StateUnavailable: a member needs this process's state, or the state is due to be compared, and
-                disallow_state_dict_read forbids to read it. A state function that raises does not end the step: the
-                error is logged, the members that need the state are refused, and the step commits.
+                disallow_state_dict_read forbids to read it; or this replica could not heal, because a load function
+                here or a state_dict at the source raised the same twice in a row. A state function that raises once
+                does not end the step: the error is logged, the members that need the state are refused, and the step
+                commits.
             SettingError: timeout is no timedelta above zero and of at most a week. Nothing has happened then.
             UsageError: no quorum was started since the last verdict, or a part of the Manager was not set up.
         """

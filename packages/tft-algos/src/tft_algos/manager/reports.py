@@ -66,11 +66,24 @@ class Reports:
             self._core.configure_failed(error)
         self._tell(logging.WARNING, error, "could not configure quorum %s: %s", key, error)
 
-    def heal_failed(self, error: Exception, *, by_source: bool) -> None:
-        """This replica did not heal. `by_source`: see `StepCore.heal_failed`."""
+    def heal_failed(self, error: Exception, *, by_source: bool, traceback_of: BaseException | None = None) -> None:
+        """This replica did not heal.
+
+        Args:
+            by_source: see `StepCore.heal_failed`.
+            traceback_of: an error of a function of the user's, to be shown with its traceback.
+        """
         with self.lock:
             self._core.heal_failed(error, by_source=by_source)
-        self._tell(logging.WARNING, error, "%s", error)
+        if traceback_of is None:
+            self._tell(logging.WARNING, error, "%s", error)
+        else:
+            self.records.error(self._core.name, error, counts=True)
+            self.log_traceback(traceback_of, "%s", error)
+
+    def log_traceback(self, error: BaseException, message: str, *args: object) -> None:
+        """An error of a function of the user's, with the place in it at which it was raised."""
+        logger.error(f"[{self._who} - step {self._core.step}] {message}", *args, exc_info=error)
 
     def group_lost(self, error: GroupLost) -> None:
         """This replica group can't go on."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from tft_algos.errors import StateDiverged, StateUnavailable
+from tft_algos.manager.audit import StateAudit
 from tft_algos.manager.divergence import StateDigester, combine, describe, differences
 from tft_algos.manager.island import island_digests
 from tft_algos.manager.shared import Shared
@@ -20,10 +21,16 @@ from tft_coord.errors import DeadlinePassed
 
 @final
 class StateCheck:
-    """The comparison, as one rank takes part in it. Its methods are called on the training thread."""
+    """The comparison, as one rank takes part in it. Its methods are called on the training thread.
 
-    def __init__(self, shared: Shared) -> None:
+    Args:
+        shared: what all parts share.
+        audit: knows whether the state was loaded as it came.
+    """
+
+    def __init__(self, shared: Shared, audit: StateAudit) -> None:
         self._shared = shared
+        self._audit = audit
         self._digester = StateDigester()
 
     def compare(self) -> None:
@@ -96,7 +103,7 @@ class StateCheck:
             self._shared.reports.log(logging.ERROR, "%s; it heals", sentence)
             return
         advice = (
-            "healing did not cure it the last time; look at what its load_state_dict leaves out"
+            f"healing did not cure it the last time, {self._why_not_cured()}"
             if core.divergences > 1
             else "on_divergence is stop; start this replica again to have it heal"
         )
@@ -106,6 +113,18 @@ class StateCheck:
             source=source,
             step=core.step,
             paths=tuple(path for path, _ in found),
+        )
+
+    def _why_not_cured(self) -> str:
+        audit = self._audit
+        if audit.loaded_exactly is None:
+            return "and what was loaded then could not be compared; look at what its load_state_dict leaves out"
+        if not audit.loaded_exactly:
+            return f"because load_state_dict left other values than it was given ({audit.left}); mend that"
+        return (
+            "though load_state_dict left what it was given, so the steps since then make it differ here: look for "
+            "gradients or layouts that are not the same on every replica, values that are set outside the reductions, "
+            "random numbers, kernels that are not deterministic, and this machine's memory"
         )
 
     def _cannot_compare(self, error: Exception) -> None:

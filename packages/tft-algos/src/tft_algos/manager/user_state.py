@@ -6,14 +6,17 @@ they are called, and what becomes of the state, is decided elsewhere.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, final
 
-from tft_algos.errors import HealingFailed, SettingError, StateUnavailable
+from tft_algos.errors import LoadFailed, SettingError, StateUnavailable
 from tft_algos.manager.island import whole
 
 LoadState: TypeAlias = Callable[[Any], object]
 TakeState: TypeAlias = Callable[[], Any]
+
+_RAISED = re.compile(r"the state_dict registered under .* raised .*")
 
 
 @final
@@ -67,22 +70,28 @@ class UserState:
         """What of a state, by key, is the same on every replica."""
         return {key: value for key, value in state.items() if key not in self._not_compared}
 
-    def load(self, state: Mapping[str, Any]) -> HealingFailed | None:
+    def load(self, state: Mapping[str, Any]) -> LoadFailed | None:
         """Apply a state that has all keys.
 
-        Returns: why not, the cause attached; then it is half written.
+        Returns: why not, the function's own error attached as the cause; then the state is half written.
         """
         for key, (load, _) in self._functions.items():
             try:
                 load(state[key])
             except Exception as error:
-                failure = HealingFailed(
+                failure = LoadFailed(
                     f"load_state_dict of the state registered under {key!r} raised {error!r}; this replica's state is "
                     "half written until it heals"
                 )
                 failure.__cause__ = error
                 return failure
         return None
+
+    @staticmethod
+    def refusal_in(sentence: str) -> str:
+        """The part of an error from which a source's state_dict is known to have raised; empty if it did not."""
+        found = _RAISED.search(sentence)
+        return found.group() if found else ""
 
     def _taken(self, keys: Iterable[str]) -> dict[str, Any]:
         taken = {}
