@@ -120,6 +120,8 @@ def manager_of(store: str, rank: int, size: int, *plans: dict[str, Any]) -> Mana
     answers += [QuorumKey(len(answers), len(answers))] * 20
     return Manager(
         ProcessGroupGloo(timeout=TIMEOUT),
+        lambda _: None,
+        dict,  # what is reduced is looked at here, and no state
         coordinator=ScriptedCoordinator(answers, replica_id=f"replica_{rank}"),
         checkpoint_transport=MemoryTransport(),
         lighthouse_addr="nowhere:1",

@@ -424,7 +424,7 @@ def test_a_load_function_that_raises_shows_its_traceback_once_and_twice_is_the_e
         assert record.exc_info[1].__traceback__.tb_next.tb_frame.f_code.co_name == "load"
         caplog.clear()
         with pytest.raises(
-            StateUnavailable, match=r"for the same reason as the last time: .*'x'.*'model'.*mend the"
+            StateUnavailable, match=r"for the same reason as the last time: .*'x'.*'model'.*mend what"
         ) as end:
             rig.step()
     assert isinstance(end.value.__cause__, KeyError)
@@ -466,6 +466,17 @@ def test_a_source_whose_state_dict_raises_shows_the_traceback_once_and_the_newco
         StateUnavailable, match=r"same reason as the last time: .*state_dict registered under 'default'"
     ):
         member.step()
+
+
+def test_a_state_that_does_not_fit_what_is_registered_is_tried_twice(rigs: Any) -> None:
+    plans = [plan_of(n, rank=1, size=2, healing=[1]) for n in (7, 8)]
+    member = rigs(*plans, checkpoint_transport=offered({"default": {}, "more": 1}, *plans))
+    assert not member.step()
+    with pytest.raises(
+        StateUnavailable, match=r"last time: the source has state registered under \['default', 'more'\]"
+    ):
+        member.step()
+    assert not member.manager.torn
 
 
 def test_a_lost_source_is_no_reason_to_end(rigs: Any) -> None:

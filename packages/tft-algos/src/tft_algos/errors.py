@@ -64,8 +64,10 @@ class HealingFailed(TrainingError, RuntimeError):
 
 
 class LoadFailed(HealingFailed):
-    """A load function of the user's raised, which is attached as the cause: mend the function that the message names.
-    The next quorum tries again, once."""
+    """A state was fetched and can't be loaded here: mend what the message names. The next quorum tries again, once.
+
+    What a load function of the user's raised is attached as the cause; without a cause the state does not fit what is
+    registered here."""
 
 
 class QuorumBroken(TrainingError, RuntimeError):

@@ -25,7 +25,7 @@ from tft_algos.manager.repeats import Repeats
 from tft_algos.manager.shards import cut_whole, has_shards, place_shards
 from tft_algos.manager.shared import Shared
 from tft_algos.manager.state_check import StateCheck
-from tft_algos.manager.user_state import UserState
+from tft_algos.manager.user_state import refusal_in
 from tft_algos.manager.whereabouts import Whereabouts
 from tft_coord.core.types import LossNotice, Plan, Purpose
 from tft_coord.errors import DeadlinePassed
@@ -270,11 +270,12 @@ class StateExchange:
     def _did_not_heal(self, plan: Plan, error: Exception, *, by_source: bool) -> None:
         """Report it, or raise it where the next attempt would fail in the same way.
 
-        Raises: StateUnavailable: a function of the user's raised the same twice in a row, here or at the source.
+        Raises: StateUnavailable: for the same reason twice in a row, a state could not be loaded here, or a source's
+            state_dict raised.
         """
         self._received = {}
         cause = error.__cause__ if isinstance(error, LoadFailed) else None
-        repeated = str(error) if cause is not None else UserState.refusal_in(str(error))
+        repeated = str(error) if isinstance(error, LoadFailed) else refusal_in(str(error))
         is_over = bool(repeated) and self._unloadable.again(repeated)
         self._reports.heal_failed(error, by_source=by_source, traceback_of=None if is_over else cause)
         if not self._core.is_asynchronous:
@@ -284,17 +285,17 @@ class StateExchange:
             raise StateUnavailable(
                 f"replica {self._coordinator.replica_id}, rank {self._config.rank}, could not take over step "
                 f"{plan.step} for the same reason as the last time: {error}. It ends, so that the others are not "
-                "disturbed by further attempts; mend the function that is named, and start this replica again"
+                "disturbed by further attempts; mend what is named, and start this replica again"
             ) from (cause or error)
 
     def _check_staged(self, state: Any) -> Mapping[str, Any]:
         """Raises: HealingFailed: the fetched state does not fit what is registered here. Nothing was loaded."""
         if not isinstance(state, Mapping) or not all(isinstance(state.get(key), Mapping) for key in ("user", "tft")):
-            raise HealingFailed("the fetched state is none of a Manager's; run the same release on every replica")
+            raise LoadFailed("the fetched state is none of a Manager's; run the same release on every replica")
         self._core.check_staged(state["tft"])
         theirs, ours = set(state["user"]), self._user.names
         if theirs != ours:
-            raise HealingFailed(
+            raise LoadFailed(
                 f"the source has state registered under {sorted(theirs)} and this replica under {sorted(ours)}; "
                 "register the same keys on every replica"
             )
@@ -345,7 +346,8 @@ class StateExchange:
         try:
             user = (cut_whole if whole_only else place_shards)(state["user"], self._user.take())
         except HealingFailed as failure:
-            error = failure
+            error = LoadFailed(str(failure))
+            error.__cause__ = failure.__cause__
         except StateUnavailable as failure:
             error = HealingFailed(f"the meshes for the fetched state can't be found: {failure}")
             error.__cause__ = failure

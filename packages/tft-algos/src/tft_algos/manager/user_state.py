@@ -19,6 +19,12 @@ TakeState: TypeAlias = Callable[[], Any]
 _RAISED = re.compile(r"the state_dict registered under .* raised .*")
 
 
+def refusal_in(sentence: str) -> str:
+    """Find in an error that a state_dict has raised, here or at a source, as `UserState.take` says it; else empty."""
+    found = _RAISED.search(sentence)
+    return found.group() if found else ""
+
+
 @final
 class UserState:
     """One process's pieces, by key.
@@ -86,12 +92,6 @@ class UserState:
                 failure.__cause__ = error
                 return failure
         return None
-
-    @staticmethod
-    def refusal_in(sentence: str) -> str:
-        """The part of an error from which a source's state_dict is known to have raised; empty if it did not."""
-        found = _RAISED.search(sentence)
-        return found.group() if found else ""
 
     def _taken(self, keys: Iterable[str]) -> dict[str, Any]:
         taken = {}
