@@ -20,7 +20,7 @@ from tft_algos.manager.parts import ServerRestarted
 from tft_algos.testing import plan_of
 from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.types import LeaveRequest, NewcomerAsks, Purpose, QuorumKey, RankRequest, Verdict
-from tft_coord.errors import Closed, DeadlinePassed, GroupLost, SettingError, Unreachable
+from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, GroupLost, SettingError, Unreachable
 
 SECOND = timedelta(seconds=1)
 KEY = QuorumKey(7, 7)
@@ -32,11 +32,14 @@ class Server:
     made: list[Server]
     starts: threading.Event
     failure: Exception | None
+    kills: int  # of the next servers, each while it starts
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.args, self.kwargs = args, kwargs
         self.ended = threading.Event()
         self.closed = False
+        self.killed = Server.kills > 0
+        Server.kills -= self.killed
         self.made.append(self)
 
     def address(self) -> str:
@@ -45,6 +48,8 @@ class Server:
             raise Closed("it was shut down while it started")
         if self.failure is not None:
             raise self.failure
+        if self.killed:
+            raise CoordinationError("it ended before it served")
         return f"server:{len(self.made)}"
 
     def link(self) -> None:
@@ -52,6 +57,9 @@ class Server:
 
     def alive(self) -> bool:
         return not self.ended.is_set()
+
+    def was_killed(self) -> bool:
+        return self.killed
 
     def shutdown(self) -> None:
         self.closed = True
@@ -128,7 +136,7 @@ def resolved(**settings: Any) -> ResolvedConfig:
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """`make(**settings)` is a coordinator over stand-ins, with a store of its own."""
     Server.made, Client.made = [], []
-    Server.starts, Server.failure = threading.Event(), None
+    Server.starts, Server.failure, Server.kills = threading.Event(), None, 0
     Server.starts.set()
     Client.first_answer = None
     made: list[GroupCoordinator] = []
@@ -223,6 +231,43 @@ def test_a_server_that_does_not_start_is_said_to_whoever_asks_and_to_the_listene
     coordinator.listen(heard.append)
     assert [type(news) for news in heard] == [GroupLost]
     assert said in str(heard[0])
+
+
+@pytest.mark.parametrize("size", [{}, {"rank": 0, **TWO}], ids=["alone", "with another rank"])
+def test_a_server_that_is_killed_while_it_starts_is_replaced(make: Any, size: dict[str, Any]) -> None:
+    Server.kills = 2
+    Client.first_answer = plan_of(7)
+    assert make(**size).quorum(RankRequest(step=0), 10 * SECOND) is Client.first_answer
+    assert [server.closed for server in Server.made] == [True, True, False]
+    assert [client.addr for client in Client.made] == ["server:3"]
+
+
+def test_servers_that_are_killed_again_and_again_are_given_up(make: Any) -> None:
+    Server.kills = 5
+    with pytest.raises(GroupLost, match="does not start: it ended before it served"):
+        make().quorum(RankRequest(step=0), 10 * SECOND)
+    assert len(Server.made) == 3
+
+
+def test_a_server_whose_successor_is_killed_while_it_starts_gets_another_one(make: Any) -> None:
+    coordinator = make()
+    Client.first_answer = plan_of(7)
+    Server.kills = 1
+    Server.made[0].ended.set()
+    with pytest.raises(ServerRestarted):
+        coordinator.quorum(RankRequest(step=0), 10 * SECOND)
+    assert coordinator.quorum(RankRequest(step=0), 10 * SECOND) is Client.first_answer
+    assert [client.addr for client in Client.made] == ["server:1", "server:3"]
+
+
+def test_whoever_closes_does_not_wait_for_a_new_start_either(make: Any) -> None:
+    coordinator = make()
+    Server.starts.clear()
+    Server.made[0].ended.set()
+    while len(Server.made) == 1:
+        Client.made[0].closed.wait(1)
+    coordinator.close()
+    assert [server.closed for server in Server.made] == [True, True]
 
 
 def test_whoever_closes_does_not_wait_for_the_start(make: Any) -> None:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tft_algos import (
     DiLoCo,
+    LeftJob,
     LocalSGD,
     Optimizer,
     SettingError,
@@ -440,7 +441,8 @@ def test_after_leaving_nothing_more_is_synchronized(rigs: Any, algorithm: str) -
         rig.manager.leave(reason="it is told to")
         trainer.train(2)
         assert (rig.manager.left, rig.manager.current_step()) == (True, 2)
-        trainer.train(4)
+        with pytest.raises(LeftJob, match="it is told to"):  # a loop that ends by its count would never end
+            trainer.train(1)
         assert len(rig.coordinator.requests) == 2
 
 
@@ -545,7 +547,8 @@ def test_who_leaves_loses_what_has_not_ended(rigs: Any) -> None:
         rig.manager.leave(reason="it is told to")
         trainer.train(1)
         assert (rig.manager.left, rig.manager.current_step()) == (True, 2)
-        trainer.train(4)
+        with pytest.raises(LeftJob, match="it is told to"):
+            trainer.train(1)
         assert len(rig.coordinator.requests) == 3
 
 

@@ -41,8 +41,24 @@ class Closed(TrainingError, RuntimeError):
     """The Manager was shut down: make a new one."""
 
 
-class LeftJob(TrainingError, RuntimeError):
-    """This replica has left the job, and no step begins any more: end the loop by `while not manager.left`."""
+class LeftJob(SystemExit):
+    """This replica has left the job, and no step begins any more: a training loop that does not look at
+    `manager.left` ends here.
+
+    A request to end the process, not a failure: it is a SystemExit with exit code 0. Nobody has to catch it. Then it
+    passes an `except Exception`, ends the script without a traceback, and tells a supervisor that the worker succeeded.
+
+    Args:
+        message: one sentence.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.code = 0  # or the message would be the exit code: printed, and 1
+
+
+class StepAbandoned(TrainingError, RuntimeError):
+    """This step can't commit, because its replica has left the job while it ran."""
 
 
 class NoWeight(TrainingError, ArithmeticError):

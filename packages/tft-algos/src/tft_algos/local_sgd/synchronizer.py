@@ -133,8 +133,9 @@ class Synchronizer:
             self._was_broken_off = True
 
     def inner_step(self) -> None:
-        """The inner optimizer has stepped."""
+        """The inner optimizer has stepped. Raises: LeftJob: this replica has left before, and its loop goes on."""
         with self._may_be_broken_off():
+            self._manager.raise_if_left()
             if self._was_broken_off:
                 self._end_leftovers()
             self._count()

@@ -36,6 +36,7 @@ logger = logging.getLogger("tft_algos.manager")
 WATCH_INTERVAL_S: Final = 0.1
 NOTICED_WITHIN_S: Final = 1.0
 MAX_UNHEARD: Final = 256
+MAX_STARTS: Final = 3  # of a manager server that is killed while it starts
 
 
 class _Stage(enum.Enum):
@@ -217,6 +218,8 @@ class GroupCoordinator:
             if self._watch is not None:
                 # The end of the server's connection comes a moment before the end of its process.
                 self._lock.wait_for(lambda: self._client is not client, NOTICED_WITHIN_S)
+                within_s = self._config.connect_timeout.total_seconds()
+                self._lock.wait_for(lambda: self._stage is _Stage.STARTED or self._closing.is_set(), within_s)
             newer = self._client
         if newer is not None and newer is not client:
             return ServerRestarted()
@@ -228,12 +231,35 @@ class GroupCoordinator:
         return self._gone()
 
     def _serve(self, server: ManagerServer) -> None:
-        """On a thread of rank 0: from the manager server's start to its end."""
+        """On a thread of rank 0: run the manager server until this coordinator closes.
+
+        In a group of one another server replaces one that has ended; a larger group is lost with its server.
+        """
+        client = self._start(server)
+        while client is not None and self._wait_for_end():
+            replaces = self._config.world_size == 1
+            with self._lock:
+                ended, self._client = self._server, None
+                self._stage = _Stage.STARTING if replaces else _Stage.STARTED
+                self._lock.notify_all()
+            client.close()  # calls under way end, and are made again with the new client
+            if ended is not None:
+                ended.shutdown()
+            client = self._start(None) if replaces else None
+            if client is not None and self._server is not None:
+                message = "[%s/0] the manager server ended; a new one runs at %s"
+                logger.warning(message, self.replica_id, self._server.address())
+        if client is None and not self._closing.is_set():
+            self._told(self._lost())
+
+    def _start(self, server: ManagerServer | None) -> ManagerClient | None:
+        """Wait until the server serves, or a new one where there is none, and connect to it. Returns None and keeps
+        the reason if that fails or this coordinator closes meanwhile."""
         try:
-            address = server.address()
+            address = self._address_of(server or self._replace_server())
             with self._lock:
                 if self._closing.is_set():
-                    return
+                    return None
                 self._stage = _Stage.CONNECTING
             if self._config.world_size > 1:
                 self._store.publish_address(address)
@@ -247,38 +273,39 @@ class GroupCoordinator:
                 client.beat()  # see follow
             self._stage = _Stage.STARTED
             self._lock.notify_all()
-        if client is not None:
-            self._watch_server()
-        elif not self._closing.is_set():
-            self._told(self._lost())
+        return client
 
-    def _watch_server(self) -> None:
-        """The manager server's end is noticed at once, not by a call that times out."""
+    def _address_of(self, server: ManagerServer) -> str:
+        """Wait until the server serves. Replaces a server that is killed while it starts.
+
+        Raises: CoordinationError: none serves.
+        """
+        for _ in range(MAX_STARTS - 1):
+            try:
+                return server.address()
+            except CoordinationError as error:
+                if not server.was_killed():
+                    raise
+                logger.warning("[%s/0] %s; starting another one", self.replica_id, error)
+                server.shutdown()
+            server = self._replace_server()
+        return server.address()
+
+    def _replace_server(self) -> ManagerServer:
+        with self._lock:  # `close` ends either the old server or the new one
+            if self._closing.is_set():
+                raise self._gone()
+            server = self._server = self._new_server()
+            return server
+
+    def _wait_for_end(self) -> bool:
+        """Wait until the manager server's process has ended, which no call notices as fast. False: this closes."""
         while not self._closing.wait(WATCH_INTERVAL_S):
             server = self._server
-            if server is None or server.alive():
-                continue
-            with self._lock:
-                old, self._client = self._client, None
-                if self._config.world_size == 1 and not self._closing.is_set():
-                    self._restart()
-                self._lock.notify_all()
-            if old is not None:
-                old.close()  # calls under way end, and are made again with the new client
-            server.shutdown()
-            if self._client is None:
-                if not self._closing.is_set():
-                    self._told(self._lost())
-                return
-
-    def _restart(self) -> None:
-        try:
-            self._server = self._new_server()
-            self._client = self._new_client(self._server.address())
-        except CoordinationError as error:
-            logger.error("[%s/0] the manager server ended, and no new one starts: %s", self.replica_id, error)
-            return
-        logger.warning("[%s/0] the manager server ended; a new one runs at %s", self.replica_id, self._server.address())
+            if server is not None and not server.alive():
+                # The interpreter may be at its end, which ends the child: `close` comes a moment later, if it does.
+                return not self._closing.is_set()
+        return False
 
     def _new_server(self) -> ManagerServer:
         config = self._config

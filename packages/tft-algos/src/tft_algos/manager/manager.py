@@ -32,11 +32,13 @@ from tft_algos.errors import (
     ExceptionWithTraceback,
     LeftJob,
     SettingError,
+    StepAbandoned,
     SyncAbandoned,
     TooManyFailures,
     Unsupported,
     UsageError,
 )
+from tft_algos.manager import at_exit
 from tft_algos.manager.audit import StateAudit
 from tft_algos.manager.bounded import BoundedFutures
 from tft_algos.manager.breaking import Breaker
@@ -161,6 +163,7 @@ class Manager:
         self._giver_up: threading.Thread | None = None  # leaves where no quorum comes before the deadline to leave
         self._signals = SignalHandlers()
         self._closing = threading.Event()
+        self._exits = False  # the interpreter does, and has shut this Manager down
         self._synchronize: Callable[[], None] | None = (
             torch.accelerator.synchronize if torch.accelerator.is_available() else None
         )
@@ -226,6 +229,7 @@ class Manager:
         )
         self._coordinator.listen(self._told)
         self._coordinator.follow(self._look)
+        at_exit.shut_down_at_exit(self)
 
     # --- the user's state ----------------------------------------------------------------------------------------
 
@@ -345,18 +349,14 @@ class Manager:
             timeout: for the quorum; None: quorum_timeout.
             use_async_quorum: of this step, the same on every replica; None: the config's. A strategy whose members heal
                 while they already give zeros says True, whatever the config says.
-        Raises: Closed. LeftJob: this replica has left. SettingError: timeout is no timedelta above zero and of at most
-            a week, an argument is no bool, or a model or an optimizer is wrapped and no state is registered.
-            StateUnavailable, in the first steps: the registered state can't travel, or a state_dict raises. In these
-            cases nothing has begun. Synchronous: what the quorum raised; the Manager stays usable. Asynchronous:
-            nothing else, it is recorded, and should_commit raises it if this process can't go on.
+        Raises: Closed. LeftJob, a SystemExit: this replica has left. SettingError: timeout is no timedelta above zero
+            and of at most a week, an argument is no bool, or a model or an optimizer is wrapped and no state is
+            registered. StateUnavailable, in the first steps: the registered state can't travel, or a state_dict raises.
+            In these cases nothing has begun. Synchronous: what the quorum raised; the Manager stays usable.
+            Asynchronous: nothing else, it is recorded, and should_commit raises it if this process can't go on.
         """
         self._check_open()
-        if self._leaving.left:
-            raise LeftJob(
-                f"replica {self.replica_id} has left the job ({self._leaving.reason}); end the loop by "
-                "`while not manager.left`"
-            )
+        self.raise_if_left()
         limit = self._limit(timeout, self._config.quorum_timeout)
         for name, said in (("allow_heal", allow_heal), ("shrink_only", shrink_only)):
             if not isinstance(said, bool):
@@ -1032,6 +1032,16 @@ class Manager:
         """Whether this replica has left: no step begins any more."""
         return self._leaving.left
 
+    def raise_if_left(self) -> None:
+        """End a training loop that does not look at `left`: `start_quorum` calls this, and so does each inner step of
+        LocalSGD and DiLoCo.
+
+        Raises: LeftJob, a SystemExit with exit code 0: this replica has left.
+        """
+        if self._leaving.left:
+            self._reports.log(logging.INFO, "the training loop ends here, because this replica has left the job")
+            raise LeftJob(f"replica {self.replica_id} has left the job ({self._leaving.reason})")
+
     def _look(self) -> Progress:
         """Once a beat, on a thread of the coordinator's: where this rank is, and whether it waits in vain."""
         overdue = self._where.quorum_pends and self._leaving.is_overdue(self._clock.monotonic())
@@ -1045,7 +1055,9 @@ class Manager:
         leaving.left = True
         self._reports.log(logging.INFO, "leaves: %s", leaving.reason)
         with self._reports.lock:
-            self._core.abandon_all(LeftJob(f"replica {self.replica_id} has left the job while this step was in flight"))
+            self._core.abandon_all(
+                StepAbandoned(f"replica {self.replica_id} has left the job while this step was in flight")
+            )
         self._tell_that_it_leaves()
 
     def _tell_that_it_leaves(self) -> None:
@@ -1091,6 +1103,12 @@ class Manager:
         finally:
             self._closing.set()
             self._end_parts(wait)
+            at_exit.forget(self)
+
+    def end_at_exit(self) -> None:
+        """Shut down because the interpreter exits; called by `at_exit` alone."""
+        self._exits = True
+        self.shutdown()
 
     def _end_parts(self, wait: bool) -> None:
         if self._giver_up is not None:
@@ -1134,6 +1152,8 @@ class Manager:
 
     def _check_open(self) -> None:
         if self._closing.is_set():
+            if self._exits and threading.current_thread().daemon:
+                sys.exit()  # the interpreter is about to end this thread anyway, without a traceback
             raise Closed(f"the Manager of replica {self.replica_id} was shut down; make a new one")
         if os.getpid() != self._pid:  # none of its threads is here
             raise UsageError(

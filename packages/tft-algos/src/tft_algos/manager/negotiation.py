@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
+import threading
 from collections.abc import Callable
-from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Final, final
 
-from tft_algos.errors import LeftJob
+from tft_algos.errors import LeftJob, StepAbandoned
 from tft_algos.manager.breaking import Breaker
 from tft_algos.manager.core import Arrival
 from tft_algos.manager.early import EarlyState
@@ -28,7 +29,31 @@ from tft_algos.manager.parts import Group, ServerRestarted
 from tft_algos.manager.shared import Shared
 from tft_algos.manager.whereabouts import Whereabouts
 from tft_coord.core.types import LossNotice, Plan, QuorumKey, RankRequest, Refusal
-from tft_coord.errors import Refused
+from tft_coord.errors import Closed, Refused
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """One negotiation to run, and the future that it sets."""
+
+    future: Future[None]
+    run: Callable[[], None]
+
+
+def _ask_all(questions: queue.SimpleQueue[_Question | None]) -> None:
+    """Run the negotiations one after the other, until a None comes.
+
+    A function, not a method: between two steps this thread keeps nothing alive but the queue.
+    """
+    while (question := questions.get()) is not None:
+        try:
+            question.run()
+        except BaseException as error:
+            question.future.set_exception(error)
+        else:
+            question.future.set_result(None)
+        del question
+
 
 END_WITHIN_S: Final = 10.0
 
@@ -75,14 +100,23 @@ class Negotiation:
         self._fingerprint = fingerprint
         self._broke = broke
         self._others_go_on = others_go_on
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tft-quorum")
+        self._closing = shared.closing
+        # Not an executor: the interpreter joins the threads of executors first when it ends, and a question may wait
+        # for minutes. This thread is ended by `close`, which the Manager calls at exit.
+        self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
         self._last: Future[None] | None = None
 
     # --- the training thread ------------------------------------------------------------------------------------------
 
     def start(self, request: RankRequest, timeout: timedelta) -> None:
         """Ask; to be called when the question before has ended."""
-        self._last = self._executor.submit(self._negotiate, request, timeout)
+        if self._thread is None:
+            self._thread = threading.Thread(target=_ask_all, args=[self._questions], name="tft-quorum", daemon=True)
+            self._thread.start()
+        future: Future[None] = Future()
+        self._last = future
+        self._questions.put(_Question(future, lambda: self._negotiate(request, timeout)))
 
     @property
     def has_begun(self) -> bool:
@@ -107,19 +141,21 @@ class Negotiation:
 
     def settle(self) -> None:
         """Wait for the end, however it is."""
-        with contextlib.suppress(Exception):  # recorded when it happened
+        with contextlib.suppress(Exception, LeftJob):  # recorded when it happened
             self.wait()
 
     def close(self, *, wait: bool) -> None:
         """Nothing is asked any more. `wait`: until the thread has ended."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
-        if not wait or self._last is None:
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._questions.put(None)
+        if not wait:
             return
         # It has been told to end wherever it waits: the coordinator is closed, and the process group shut down.
-        if futures.wait([self._last], END_WITHIN_S).not_done:
+        thread.join(END_WITHIN_S)
+        if thread.is_alive():
             self._reports.log(logging.WARNING, "the quorum thread did not end within %g s", END_WITHIN_S)
-        else:
-            self._executor.shutdown(wait=True)  # there is nothing left that it could wait for
 
     # --- the quorum thread --------------------------------------------------------------------------------------------
 
@@ -145,15 +181,17 @@ class Negotiation:
                 duration_s=self._clock.monotonic() - begun,
             )
         except Exception as error:
-            left: LeftJob | None = None
+            left: StepAbandoned | None = None
             if isinstance(error, Refused) and error.code == Refusal.LEFT.value:
                 # Another rank of this group had no quorum to go on in, and has left with all of them.
                 self._leaving.told()
-                left = LeftJob(str(error))
+                left = StepAbandoned(str(error))
+            if self._closing.is_set() and isinstance(error, Closed):
+                raise  # the end of this Manager ended the question, which is no fault to report
             self._reports.no_quorum(left or error, others_go_on=self._others_go_on())
             if left is None:
                 raise
-            raise left from error
+            raise LeftJob(str(error)) from error
         finally:
             self._where.planned(excused=excused)
 

@@ -129,8 +129,8 @@ class RankSession:
         self._share.loop.call_soon_threadsafe(now)
 
     def close(self) -> None:
-        """Say goodbye and end. Calls under way end with Closed."""
-        if self._share.inherited:
+        """Say goodbye and end. Calls under way end with Closed. Idempotent, for the exit of the process closes too."""
+        if self._share.inherited or self._share.given_back:
             return
         self._share.run_last(self._end())
         self._share.give_back()

@@ -126,6 +126,10 @@ class ManagerServer:
         """Whether it serves; False after shutdown and when its process has ended."""
         return self._server is not None and self._server.alive()
 
+    def was_killed(self) -> bool:
+        """Whether a signal ended its process, so that another one may well live; False while it lives."""
+        return isinstance(self._server, _Child) and self._server.was_killed()
+
     def link(self) -> socket.socket | None:
         """The end of a pair of sockets to the child process, for one `ManagerClient` of this process: calls on it cost
         a fraction of those by grpc. The caller closes it. None the second time, and where there is no child."""
@@ -228,6 +232,7 @@ class _Child:
             pipe.write(json.dumps(boot).encode() + b"\n")
             # Who starts a server is its client next, and what that needs takes as long to import as the child to start.
             importlib.import_module("tft_coord.client.manager")
+            importlib.import_module("tft_coord.transport.loop").end_at_exit()  # before the end of whoever owns both
             if wait:
                 self.address()
         except BaseException:
@@ -260,6 +265,9 @@ class _Child:
 
     def alive(self) -> bool:
         return self._process.poll() is None
+
+    def was_killed(self) -> bool:
+        return (self._process.poll() or 0) < 0
 
     def take_link(self) -> socket.socket | None:
         return self._untaken.pop() if self._untaken else None

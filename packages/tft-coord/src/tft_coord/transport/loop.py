@@ -58,6 +58,11 @@ class LoopShare:
         """Whether this is the copy that a forked child has of its parent's share: there is no thread behind it."""
         return self._thread is not None and self._thread.pid != os.getpid()
 
+    @property
+    def given_back(self) -> bool:
+        """Whether this share was given back."""
+        return self._thread is None
+
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run it on the loop and wait for its result. Raises: Closed: this share was given back."""
         try:
@@ -124,13 +129,24 @@ _hooked = False
 _warned = False
 
 
-def _take(share: LoopShare) -> _LoopThread:
-    global _current, _hooked
+def end_at_exit() -> None:
+    """Register the end of the shares that nobody gives back, for the interpreter's exit. Idempotent.
+
+    The interpreter runs first what was registered last. An owner whose own end needs its shares calls this before it
+    registers that end.
+    """
+    global _hooked
     with _lock:
         if not _hooked:
             _hooked = True
             os.register_at_fork(before=_warn_once, after_in_child=_forget)
             atexit.register(_end_at_exit)
+
+
+def _take(share: LoopShare) -> _LoopThread:
+    global _current
+    end_at_exit()
+    with _lock:
         if _current is None:
             _current = _LoopThread()
         _current.shares.append(share)
