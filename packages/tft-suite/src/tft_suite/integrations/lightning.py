@@ -1,0 +1,153 @@
+"""Fault tolerance for the Trainer of Lightning: one strategy.
+
+It starts a quorum before each step, averages the gradients over the replicas in the backward pass, and lets the
+optimizer step only on commit. The Trainer's `global_step` becomes the job's step.
+
+    manager = Manager(pg=ProcessGroupGloo(), replica_id="replica_0", min_replica_size=1)
+    trainer = Trainer(strategy=FaultTolerantStrategy(manager), max_steps=1000)
+    trainer.fit(module, loader)
+    manager.shutdown()
+
+Law of this file: which event of the Trainer is which part of a step; docs/trainers.md says what can't work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, final
+
+from tft_algos import Manager, Optimizer, PureDistributedDataParallel, SettingError, Unsupported, UsageError
+
+try:
+    import pytorch_lightning as pl
+    from pytorch_lightning.strategies import SingleDeviceStrategy
+except ImportError as error:
+    raise ImportError(
+        f"tft_suite.integrations.lightning needs pytorch-lightning ({error}); install it with "
+        "pip install 'tft-suite[lightning]'"
+    ) from error
+
+
+@final
+class FaultTolerantStrategy(SingleDeviceStrategy):
+    """Trains one replica of a job with an unmodified `pytorch_lightning.Trainer`.
+
+    A replica is one process on one device. The participant with rank 0 writes checkpoints. `tft drain` ends `fit()`
+    after the running step. When `fit()` returns, call `manager.shutdown()`.
+
+    Args:
+        manager: of this replica. The strategy registers module, optimizer and schedulers with it.
+        device: that the module is trained on.
+        options: of SingleDeviceStrategy.
+    Raises (in `fit`): Unsupported: manual optimization, several optimizers, or a gradient scaler. SettingError: the
+        end is not given by max_steps, or a scheduler steps by epoch. UsageError: `fit` was called before.
+    """
+
+    def __init__(self, manager: Manager, device: Any = "cpu", **options: Any) -> None:
+        super().__init__(device=device, **options)
+        self._manager = manager
+        self._optimizer: Optimizer | None = None
+        self._is_open = False  # a step has begun and has not been voted on
+        self._reduces = False  # the backward pass that runs is the last one of its step
+        self._leads = True
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        if trainer.state.fn != "fit":
+            return
+        if self._optimizer is not None:
+            raise UsageError("fit() was called again; make a new Manager, strategy and Trainer for each training")
+        module, manager = self.lightning_module, self._manager
+        _check(trainer, module, self)
+        inner = self.optimizers[0]
+        manager.register_state_dict_fn("model", module.load_state_dict, module.state_dict)
+        manager.register_state_dict_fn("optimizer", inner.load_state_dict, inner.state_dict)
+        for place, config in enumerate(self.lr_scheduler_configs):
+            scheduler = config.scheduler
+            manager.register_state_dict_fn(f"scheduler {place}", scheduler.load_state_dict, scheduler.state_dict)
+            config.scheduler = _StepsOnCommit(scheduler, manager)
+        self._averaged = PureDistributedDataParallel(manager, module)  # reduces in the backward pass of the module
+        self._optimizer = Optimizer(manager, inner)
+        self._steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if not self._is_open:
+            assert self._optimizer is not None
+            self._optimizer.zero_grad()
+            self._is_open = True
+
+    def backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> Any:
+        with contextlib.nullcontext() if self._reduces else self._averaged.no_sync():
+            return super().backward(closure_loss, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        assert self._optimizer is not None
+        self._reduces = True
+        try:
+            result = super().optimizer_step(_ClosureFirst(self._optimizer), closure, model, **kwargs)
+        finally:
+            self._reduces = self._is_open = False
+        manager = self._manager
+        self._steps.completed = manager.current_step() - 1  # the Trainer adds 1
+        self._leads = bool(manager.verdict) and manager.participating_rank() == 0
+        if manager.left:
+            self.lightning_module.trainer.should_stop = True
+        return result
+
+    def on_train_end(self) -> None:
+        self._manager.leave(reason="its training has ended")
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self._leads
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
+        step = checkpoint["global_step"]
+        self._manager.load_state_dict({"step": step, "batches_committed": step})
+        return checkpoint
+
+
+class _Stepping:
+    """An optimizer or a scheduler that steps in another way."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+@final
+class _ClosureFirst(_Stepping):
+    """An optimizer whose step runs the closure, and then votes."""
+
+    def step(self, closure: Callable[[], Any]) -> Any:
+        result = closure()
+        self._inner.step()
+        return result
+
+
+@final
+class _StepsOnCommit(_Stepping):
+    """A scheduler that stays where it is when a step is discarded."""
+
+    def __init__(self, inner: Any, manager: Manager) -> None:
+        super().__init__(inner)
+        self._manager = manager
+
+    def step(self, *args: Any) -> None:
+        if self._manager.verdict:
+            self._inner.step(*args)
+
+
+def _check(trainer: pl.Trainer, module: pl.LightningModule, strategy: FaultTolerantStrategy) -> None:
+    if not module.automatic_optimization or len(strategy.optimizers) != 1:
+        raise Unsupported("only automatic optimization with one optimizer can wait for a commit")
+    if getattr(strategy.precision_plugin, "scaler", None) is not None:
+        raise Unsupported("16-mixed needs a gradient scaler, which would step without a commit; say bf16-mixed")
+    if trainer.max_steps < 1 or trainer.max_epochs != -1:
+        raise SettingError("a discarded step must not count; give Trainer max_steps, and leave max_epochs out or -1")
+    if any(config.interval != "step" for config in strategy.lr_scheduler_configs):
+        raise SettingError("epochs differ between replicas; give each scheduler interval: step")
