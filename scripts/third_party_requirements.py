@@ -1,7 +1,7 @@
 """Print what the development environment needs from outside, one requirement a line.
 
-The packages' own dependencies and their extras `dev` and `demo`, plus the workspace's tools, less the packages
-themselves: those are installed from the tree, so that nobody's index is ever asked for one of our names.
+The packages' own dependencies and all their extras, plus the workspace's tools, less the packages themselves: those
+are installed from the tree, so that nobody's index is ever asked for one of our names.
 
 Law of this file: it runs before anything is installed, on any Python from 3.10 on: standard library only, save for the
 TOML reader that pip carries, which Python 3.10 lacks.
@@ -33,9 +33,8 @@ def requirements(root: Path) -> Iterator[str]:
     for file in sorted(root.glob("packages/*/pyproject.toml")):
         project = read_toml(file.read_text(encoding="utf-8"))["project"]
         yield from project["dependencies"]
-        extras = project.get("optional-dependencies", {})
-        for extra in ("dev", "demo"):
-            yield from extras.get(extra, [])
+        for extra in project.get("optional-dependencies", {}).values():
+            yield from extra
 
 
 def main() -> None:

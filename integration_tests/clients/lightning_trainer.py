@@ -1,4 +1,4 @@
-"""A pytorch_lightning.Trainer, as its users write one; run as one replica of a job."""
+"""A Trainer of Lightning, as its users write one; run as one replica of a job."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
+import lightning.pytorch as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -49,7 +49,9 @@ class Report(pl.Callback):
     def __init__(self, manager: Manager) -> None:
         self._manager = manager
         self._tokens = sequences(64, seed=0)
-        self._printed = 0
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self._printed = trainer.global_step
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:

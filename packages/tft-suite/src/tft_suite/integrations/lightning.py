@@ -14,14 +14,19 @@ Law of this file: which event of the Trainer is which part of a step; docs/train
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 from collections.abc import Callable
 from typing import Any, final
 
 from tft_algos import Manager, Optimizer, PureDistributedDataParallel, SettingError, Unsupported, UsageError
 
 try:
-    import pytorch_lightning as pl
-    from pytorch_lightning.strategies import SingleDeviceStrategy
+    # The distributions `lightning` and `pytorch-lightning` hold two copies of the same classes.
+    if "lightning.pytorch" in sys.modules:
+        from lightning.pytorch.strategies import SingleDeviceStrategy
+    else:
+        from pytorch_lightning.strategies import SingleDeviceStrategy
 except ImportError as error:
     raise ImportError(
         f"tft_suite.integrations.lightning needs pytorch-lightning ({error}); install it with "
@@ -31,10 +36,11 @@ except ImportError as error:
 
 @final
 class FaultTolerantStrategy(SingleDeviceStrategy):
-    """Trains one replica of a job with an unmodified `pytorch_lightning.Trainer`.
+    """Trains one replica of a job with an unmodified Lightning Trainer.
 
     A replica is one process on one device. The participant with rank 0 writes checkpoints. `tft drain` ends `fit()`
-    after the running step. When `fit()` returns, call `manager.shutdown()`.
+    after the running step. When `fit()` returns, call `manager.shutdown()`. Import `lightning` or `pytorch_lightning`
+    before this module, so that it finds the Trainer that you use.
 
     Args:
         manager: of this replica. The strategy registers module, optimizer and schedulers with it.
@@ -52,7 +58,7 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
         self._reduces = False  # the backward pass that runs is the last one of its step
         self._leads = True
 
-    def setup(self, trainer: pl.Trainer) -> None:
+    def setup(self, trainer: Any) -> None:
         super().setup(trainer)
         if trainer.state.fn != "fit":
             return
@@ -66,7 +72,7 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
         for place, config in enumerate(self.lr_scheduler_configs):
             scheduler = config.scheduler
             manager.register_state_dict_fn(f"scheduler {place}", scheduler.load_state_dict, scheduler.state_dict)
-            config.scheduler = _StepsOnCommit(scheduler, manager)
+            config.scheduler = _Stepping(scheduler, functools.partial(self._step_on_commit, scheduler))
         self._averaged = PureDistributedDataParallel(manager, module)  # reduces in the backward pass of the module
         self._optimizer = Optimizer(manager, inner)
         self._steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
@@ -82,10 +88,9 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
             return super().backward(closure_loss, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        assert self._optimizer is not None
         self._reduces = True
         try:
-            result = super().optimizer_step(_ClosureFirst(self._optimizer), closure, model, **kwargs)
+            result = super().optimizer_step(_Stepping(self._optimizer, self._run_and_vote), closure, model, **kwargs)
         finally:
             self._reduces = self._is_open = False
         manager = self._manager
@@ -94,6 +99,16 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
         if manager.left:
             self.lightning_module.trainer.should_stop = True
         return result
+
+    def _run_and_vote(self, closure: Callable[[], Any]) -> Any:
+        assert self._optimizer is not None
+        result = closure()
+        self._optimizer.step()
+        return result
+
+    def _step_on_commit(self, scheduler: Any, *args: Any) -> None:
+        if self._manager.verdict:
+            scheduler.step(*args)
 
     def on_train_end(self) -> None:
         self._manager.leave(reason="its training has ended")
@@ -109,40 +124,19 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
         return checkpoint
 
 
+@final
 class _Stepping:
-    """An optimizer or a scheduler that steps in another way."""
+    """An optimizer or a scheduler with another `step`."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, step: Callable[..., Any]) -> None:
         self._inner = inner
+        self.step = step
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
 
-@final
-class _ClosureFirst(_Stepping):
-    """An optimizer whose step runs the closure, and then votes."""
-
-    def step(self, closure: Callable[[], Any]) -> Any:
-        result = closure()
-        self._inner.step()
-        return result
-
-
-@final
-class _StepsOnCommit(_Stepping):
-    """A scheduler that stays where it is when a step is discarded."""
-
-    def __init__(self, inner: Any, manager: Manager) -> None:
-        super().__init__(inner)
-        self._manager = manager
-
-    def step(self, *args: Any) -> None:
-        if self._manager.verdict:
-            self._inner.step(*args)
-
-
-def _check(trainer: pl.Trainer, module: pl.LightningModule, strategy: FaultTolerantStrategy) -> None:
+def _check(trainer: Any, module: Any, strategy: FaultTolerantStrategy) -> None:
     if not module.automatic_optimization or len(strategy.optimizers) != 1:
         raise Unsupported("only automatic optimization with one optimizer can wait for a commit")
     if getattr(strategy.precision_plugin, "scaler", None) is not None:
