@@ -81,7 +81,7 @@ def main(folder: Path, *flags: str) -> None:
     trainer.callbacks.append(Report(manager))
     # [fit]
     loader = DataLoader(Share(replica(), folder), batch_size=4, shuffle=True)
-    validation = DataLoader(sequences(64, seed=0), batch_size=64)
+    validation: Any = DataLoader(list(sequences(64, seed=0)), batch_size=64)  # type: ignore[arg-type]
     resumed = folder / "checkpoints" / f"step={STEPS - 20}.ckpt" if "--resume" in flags else None
     trainer.fit(module, loader, validation, ckpt_path=resumed)
     # [digest]

@@ -29,7 +29,7 @@ class _Endless(IterableDataset[Any]):
         self._seed = seed
 
     def __iter__(self) -> Iterator[Any]:
-        worker = get_worker_info()  # type: ignore[no-untyped-call]
+        worker = get_worker_info()
         first, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         generator = torch.Generator().manual_seed(self._seed)
         while True:
