@@ -1,6 +1,6 @@
 """Numpy's scalars and arrays, each as something that travels already, and back.
 
-A scalar becomes its bytes, an array becomes a tensor that shares its memory. numpy is no dependency of this package: a
+A scalar becomes its bytes, an array becomes a tensor that shares its memory. numpy is an extra of this package: a
 sender that has such a value has imported numpy already, and a receiver imports it when the first one arrives.
 
 Law of this file: a fixed table of types. Nothing is looked up in numpy by a name that arrived.
@@ -9,7 +9,6 @@ Law of this file: a fixed table of types. Nothing is looked up in numpy by a nam
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
@@ -38,7 +37,8 @@ class Kind(NamedTuple):
 @functools.cache
 def kinds() -> tuple[Kind, ...]:
     """Return all that travel. Raises: ImportError: numpy is not installed."""
-    numpy: Any = importlib.import_module("numpy")
+    import numpy  # not at the top: it is an extra, and who has none of its values does not need it
+
     scalars = [_scalar_kind(numpy, name) for name in sorted(_DTYPES)]
     return (
         *scalars,
