@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import sys
 import json
 import struct
 from typing import Any
@@ -136,10 +136,7 @@ def test_no_name_that_arrives_is_looked_up_in_numpy(name: str) -> None:
 def test_a_reader_without_numpy_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, _ = encoded({"best": numpy.float32(1.0)})
 
-    def missing(name: str) -> None:
-        raise ImportError(f"No module named {name!r}")
-
-    monkeypatch.setattr(importlib, "import_module", missing)
+    monkeypatch.setitem(sys.modules, "numpy", None)  # an import of it raises ImportError
     for cache in (numpy_values.kinds, tree._of_numpy):
         cache.cache_clear()
     with pytest.raises(StateUnsupported, match=r"state\['best'\] is a numpy.float32 at the source, and numpy is not"):
