@@ -10,8 +10,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import parameters_to_vector
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tft_algos import (
     LocalSGD,
@@ -32,8 +36,8 @@ from tft_ckpt.manifest import check_state
 from tft_ckpt.tree import Limits
 from tft_coord.core.types import Plan
 
+HIGH, LOW = torch.float32, torch.bfloat16
 HEALING = plan_of(7, step=5, lineage=9, size=2, rank=1, healing=[1])
-AGAIN = plan_of(8, step=6, lineage=10, size=2, rank=1, healing=[1])
 
 
 def offered(user: dict[str, Any], *plans: Plan) -> MemoryTransport:
@@ -305,6 +309,28 @@ def test_the_moments_of_an_optimizer_are_loaded_as_they_came(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert rig.manager._audit.loaded_exactly
     del wrapped
+
+
+def test_parts_of_sharded_moments_are_set_back_too(rigs: Any) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        weight, moment = (DTensor.from_local(torch.ones(2, 3, dtype=d), mesh, [Shard(0)]) for d in (HIGH, LOW))
+        parameter = torch.nn.Parameter(weight)
+        adam = torch.optim.AdamW([parameter])
+        audit = rigs(registers=False).manager._audit
+        audit.optimizer_wrapped(adam)
+        audit._shared.user_state.register("o", adam.load_state_dict, adam.state_dict)
+        state = adam.state_dict() | {"state": {0: {"step": torch.tensor(1.0), "exp_avg": moment, "exp_avg_sq": moment}}}
+        received = audit.received({"o": state})
+        adam.load_state_dict(state)
+        audit.loaded(received, "a")
+        assert audit.loaded_exactly
+        for key in ("exp_avg", "exp_avg_sq"):
+            here = adam.state[parameter][key]
+            assert (here.dtype, here.placements, here.device_mesh) == (LOW, moment.placements, mesh)
+    finally:
+        dist.destroy_process_group()
 
 
 def healed(rigs: Any, caplog: Any, load: Any, take: Any, came: Any, **registered: Any) -> list[str]:

@@ -797,6 +797,25 @@ def test_a_shared_parameter_belongs_to_the_first_fragment(rigs: Any) -> None:
     assert [call.numel() for call in rig.group.calls] == [4, 2]
 
 
+def test_an_outer_optimizer_is_loaded_in_the_dtypes_that_came(rigs: Any) -> None:
+    """Torch casts what an optimizer keeps to the dtype of the parameter: here a float32 product to bfloat16."""
+    strategies, outers = [], []
+    for _ in range(2):
+        model = torch.nn.Linear(2, 2).to(torch.bfloat16)
+        outers.append(torch.optim.NAdam(model.parameters()))
+        inner = torch.optim.SGD(model.parameters())
+        strategies.append(DiLoCo(rigs().manager, [model], inner, outers[-1], 2))
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    for _ in range(3):
+        outers[0].step()
+    strategies[1].load_state_dict(copy.deepcopy(strategies[0].state_dict()))
+    came, here = (list(outer.state.values()) for outer in outers)
+    assert here[0]["mu_product"].dtype == torch.float32
+    for entries, own in zip(came, here, strict=True):
+        assert all(own[key].dtype == value.dtype and own[key].equal(value) for key, value in entries.items())
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 

@@ -217,7 +217,10 @@ def difference(own: Any, other: Any, path: str, *, sampled: bool = False) -> str
             )
         if sampled:
             ours, theirs = _sample(ours), _sample(theirs)
-        unequal = as_octets(ours).cpu() != as_octets(theirs).cpu()
+        here, there = as_octets(ours).cpu(), as_octets(theirs).cpu()
+        if here.equal(there):
+            return ""
+        unequal = here != there
         count = int(unequal.view(-1, ours.element_size()).any(dim=1).sum()) if unequal.numel() else 0
         if count == 1 == ours.numel():
             return f"{_short(ours.item())} here, {_short(theirs.item())} at the source"
