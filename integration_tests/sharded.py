@@ -100,7 +100,7 @@ def initialize(port: int, rank: int, world_size: int) -> None:
 
 
 def make_manager(place: Place, **settings: Any) -> Manager:
-    """A Manager for a process of a replica group, as a launcher would have it."""
+    """A Manager for a process of a replica group, as a launcher would have it; its own piece of state is empty."""
     os.environ |= {
         "RANK": str(place.rank),
         "WORLD_SIZE": str(place.world_size),
@@ -109,6 +109,8 @@ def make_manager(place: Place, **settings: Any) -> Manager:
     }
     return Manager(
         ProcessGroupGloo(),
+        lambda _: None,
+        dict,
         replica_id=f"replica{place.replica}",
         lighthouse_addr=place.lighthouse,
         timeout=timedelta(seconds=40),

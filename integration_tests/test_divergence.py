@@ -220,7 +220,10 @@ def test_a_newcomer_that_kept_its_own_learning_rate_is_named_and_stopped(run: Ru
         assert "optimizer.param_groups.0.lr: 0.5 here, 0.01 at the source" in error
     assert found.endswith("it heals")
     assert end.startswith("StateDiverged: ")
-    assert end.endswith("healing did not cure it the last time; look at what its load_state_dict leaves out")
+    assert end.endswith(
+        "healing did not cure it the last time, because load_state_dict left other values than it was given "
+        "(optimizer.param_groups.0.lr: 0.5 here, 0.01 at the source); mend that"
+    )
     at_steps = [int(error.partition("at step ")[2].split()[0]) for error in (found, end)]
     assert at_steps == [at_steps[0], at_steps[0] + EVERY]
     assert max(newcomer.digests) == at_steps[1]

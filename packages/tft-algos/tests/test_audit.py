@@ -23,6 +23,7 @@ from tft_algos import (
     Optimizer,
     PureDistributedDataParallel,
     SettingError,
+    StateDiverged,
     StateUnavailable,
 )
 from tft_algos.manager.coverage import held_by_models, held_by_optimizers, shortened, uncovered
@@ -36,6 +37,7 @@ from tft_ckpt.manifest import check_state
 from tft_ckpt.tree import Limits
 from tft_coord.core.types import Plan
 
+AGAIN = plan_of(8, step=6, lineage=10, size=2, rank=1, healing=[1])
 HIGH, LOW = torch.float32, torch.bfloat16
 HEALING = plan_of(7, step=5, lineage=9, size=2, rank=1, healing=[1])
 
@@ -383,6 +385,28 @@ def test_what_rightly_differs_is_not_compared(rigs: Any, caplog: Any) -> None:
 def test_a_state_that_can_not_be_compared_is_said_to_be_so(rigs: Any, caplog: Any) -> None:
     (warning,) = healed(rigs, caplog, print, lambda: {"at": object()}, {"at": 4})
     assert "can't compare the loaded state" in warning
+
+
+@pytest.mark.parametrize(
+    ("load", "take", "says"),
+    [
+        (print, lambda: {"lr": 2}, "because load_state_dict left other values than it was given (x.lr: 2 here, 1 at"),
+        (print, lambda: {"lr": 1}, "though load_state_dict left what it was given, so the steps since then make it"),
+        (print, lambda: {"lr": object()}, "and what was loaded then could not be compared; look at what its load"),
+    ],
+)
+def test_who_diverges_again_blames_the_load_function_only_where_it_is_to_blame(
+    rigs: Any, load: Any, take: Any, says: str
+) -> None:
+    rig = rigs(HEALING, AGAIN, checkpoint_transport=offered({"x": {"lr": 1}}, HEALING, AGAIN), registers=False)
+    rig.manager.register_state_dict_fn("x", load, take)
+    assert rig.step()
+    core = rig.manager._core
+    core.divergences = 2
+    core.diverged_from = lambda fetched: True
+    with pytest.raises(StateDiverged) as raised:
+        rig.step()
+    assert f"healing did not cure it the last time, {says}" in str(raised.value)
 
 
 def test_long_tensors_are_compared_all_over(rigs: Any) -> None:
