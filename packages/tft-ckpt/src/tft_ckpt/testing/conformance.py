@@ -283,6 +283,15 @@ def check_a_failed_snapshot_is_told(make: Make) -> None:
             assert _recv(receiver, source.metadata()) == {"a": 1}
 
 
+def check_a_state_is_looked_at(make: Make) -> None:
+    """`check_state` refuses what can't travel, with its path; concerns transports that can tell."""
+    with _transports(make, 1) as (source,):
+        if type(source).check_state is not CheckpointTransport.check_state:
+            error = _fails(StateUnsupported, lambda: source.check_state({"a": {"b": object()}}))
+            assert error.path == "state['a']['b']"
+            source.check_state({"a": {"b": torch.ones(2)}})
+
+
 def check_a_refusal_is_told(make: Make) -> None:
     """Who waits for a state that is refused is told why at once; concerns transports that can tell."""
     with _transports(make, 2) as (source, receiver):
