@@ -109,6 +109,40 @@ def test_wrappers_describe_their_parameters(rigs: Any, wrapper: Any) -> None:
     assert parts["parameter/1/weight"] == "float32 [1, 1]"
 
 
+def laid_out(shape: tuple[int, ...], order: tuple[int, ...], *, frozen: bool = False) -> torch.nn.Parameter:
+    """A parameter whose dimensions lie in memory in that order, the outermost first."""
+    inverse = [order.index(place) for place in range(len(order))]
+    data = torch.zeros(shape).permute(order).contiguous().permute(inverse)
+    return torch.nn.Parameter(data, requires_grad=not frozen)
+
+
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, PureDistributedDataParallel])
+def test_buckets_are_laid_out_as_parameters_are_which_is_a_part_then(rigs: Any, wrapper: Any) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plain = torch.nn.Parameter(torch.zeros(2, 3))
+            self.transposed = laid_out((2, 3), (1, 0))
+            self.channels_last = laid_out((2, 3, 4, 5), (0, 2, 3, 1))
+            self.same_memory = laid_out((2, 3, 1, 1), (0, 2, 3, 1))  # channels_last has other strides here, and no gap
+            self.with_gaps = torch.nn.Parameter(torch.zeros(2, 6)[:, ::2])  # torch's gradient of it is in order
+            self.frozen = laid_out((2, 3), (1, 0), frozen=True)
+
+    rig = rigs(plan_of(7))
+    wrapper(rig.manager, Model())
+    rig.step()
+    parts = {name.removeprefix("parameter/0/"): value for name, value in said(rig).items()}
+    in_buckets = wrapper is DistributedDataParallel
+    assert {name: parts[name] for name in Model().state_dict()} == {
+        "plain": "float32 [2, 3]",
+        "transposed": "float32 [2, 3]" + (", strides [1, 2]" if in_buckets else ""),
+        "channels_last": "float32 [2, 3, 4, 5]" + (", strides [60, 1, 15, 3]" if in_buckets else ""),
+        "same_memory": "float32 [2, 3, 1, 1]",
+        "with_gaps": "float32 [2, 3]",
+        "frozen": "float32 [2, 3], frozen",
+    }
+
+
 def test_another_order_of_the_same_parameters_is_another_model(rigs: Any) -> None:
     class Model(torch.nn.Module):
         def __init__(self, names: str) -> None:

@@ -34,12 +34,16 @@ def reductions_of(manager: Manager) -> BackwardReductions:
     return _of_manager.setdefault(manager, BackwardReductions())
 
 
-def tell_parameters(manager: object, *models: torch.nn.Module) -> None:
-    """Have the Manager tell the other replicas what these models are made of; another one may have no way to."""
+def tell_parameters(manager: object, *models: torch.nn.Module, strides: bool = False) -> None:
+    """Have the Manager tell the other replicas what these models are made of; another one may have no way to.
+
+    Args:
+        strides: whether the layout of the parameters has to be the same on all replicas.
+    """
     describe = getattr(manager, "describe_parameters", None)
     if describe is not None:
         for model in models:
-            describe(model)
+            describe(model, strides=strides)
 
 
 class Model(Protocol):

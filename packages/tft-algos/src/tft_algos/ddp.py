@@ -26,6 +26,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from tft_algos.backward import Frozen, at_end_of_backward, check_model, reductions_of, tell_parameters
 from tft_algos.errors import SettingError, Unsupported, UsageError
 from tft_algos.manager import Manager
+from tft_algos.manager.fingerprint import strides_of
 from tft_algos.manager.island import refuse_strategy
 from tft_pg import Collective, DummyWork, ProcessGroup, ProcessGroupDummy
 
@@ -50,7 +51,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     voted down. Only one among the processes of this group is fatal to it, and `should_commit` then raises GroupLost.
     A backward pass that raises by itself (out of memory, say) ends the step of a replica group of one process, not its
     training: give the error to `Manager.report_error`, or don't, and go on with the next `zero_grad`. Nor does a batch
-    that is thrown away before its backward pass: the next `zero_grad` then goes on with the same step.
+    that is thrown away before its backward pass: the next `zero_grad` then goes on with the same step, and passes under
+    `no_sync()` reduce nothing all the same.
 
     - Accumulation: backward passes under `no_sync()` add up, and the first one outside reduces the sum. All of them
       belong to the step that the last `zero_grad` began: members change between steps only, and a member that heals
@@ -69,7 +71,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     Args:
         manager: averages over its participants.
-        module: to be trained. Every replica gives the same parameters in the same order.
+        module: to be trained. Every replica gives the same parameters in the same order and memory format: a replica
+            whose parameters have other strides is refused by name. Convert the module before it is wrapped.
         process_group: the processes of this replica group, where it has more than one; gradients are averaged inside
             it first, then across. None, or a group of one process: this process is the group.
         kwargs: torch's own. `gradient_as_bucket_view` is True unless given: it saves a copy of every gradient.
@@ -109,6 +112,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self._manager = manager
         self._used_in = 0, 0  # the attempt, and its step, of the last forward pass, or bucket, whichever came later
         self._refused = False  # whether that was a pass in which nothing may be reduced
+        self._awaits_pass = False  # whether torch reduces in the next backward pass, whichever it is
         super().__init__(module, process_group=maps or group, **kwargs)
         if self._use_python_reducer:
             raise Unsupported(
@@ -125,6 +129,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             self._refused = True
             row.start(manager, buffer, group=process_group)
             self._refused = False
+            self._awaits_pass = self._awaits_pass and not bucket.is_last()
             done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             done.set_result(buffer)
             return done
@@ -134,8 +139,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         if maps is not None:
             maps.parameters = self._build_params_for_reducer()[0]
         self._lay_out_buckets()
+        self._strides = {name: (parameter, strides_of(parameter)) for name, parameter in module.named_parameters()}
         self._frozen = Frozen(module, "DistributedDataParallel", self.parameters_to_ignore)
-        tell_parameters(manager, module)
+        tell_parameters(manager, module, strides=True)
         row.add(self)
 
     def _lay_out_buckets(self) -> None:
@@ -164,6 +170,10 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             )
         self._frozen.check()
         self._forget_pass_that_raised()
+        if torch.is_grad_enabled():
+            if not self.require_backward_grad_sync:
+                self._forget_batch_thrown_away()
+            self._awaits_pass = self.require_backward_grad_sync
         self._used_in = self._manager.attempt, self._manager.current_step()
         return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
@@ -178,8 +188,31 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             return
         committed = self._manager.attempt == attempt + 1 and self._manager.current_step() > step
         if self._refused or not committed:
-            self.reducer._reset_state()
-            self._lay_out_buckets()
+            self._reset()
+
+    def _forget_batch_thrown_away(self) -> None:
+        """Under no_sync(), torch still reduces in the next backward pass if the last forward pass outside had none.
+
+        So a replica that throws such a batch away would reduce once more than the others, each of whose reductions then
+        meets another one.
+        """
+        if self._awaits_pass and not self._is_unfinished():
+            self._reset()
+
+    def _reset(self) -> None:
+        """Have torch expect no backward pass.
+
+        Raises: UsageError: torch would lay out its buckets anew, and not as those of the others are.
+        """
+        for name, (parameter, strides) in self._strides.items():
+            if strides_of(parameter) != strides:
+                raise UsageError(
+                    f"the memory format of parameter {name} was changed after DistributedDataParallel was made, so "
+                    "that its gradient would be reduced in another layout than on the other replicas; convert the "
+                    "module before it is wrapped"
+                )
+        self.reducer._reset_state()
+        self._lay_out_buckets()
 
     def is_in_pass(self) -> bool:
         """Whether a backward pass of this attempt has begun to fill buckets and has not filled all of them."""

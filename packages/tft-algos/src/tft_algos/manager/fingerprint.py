@@ -66,11 +66,21 @@ class OwnFingerprint:
                     f"become {value!r}, because other replicas may have been compared with it; give it another name"
                 )
 
-    def add_model(self, model: torch.nn.Module) -> None:
-        """Add the parameters of one more model, by name, and their order."""
+    def add_model(self, model: torch.nn.Module, *, strides: bool = False) -> None:
+        """Add the parameters of one more model, by name, and their order.
+
+        Args:
+            strides: whether the gradients are reduced in the layout of the parameters, which is a part then.
+        """
         prefix = f"{OF_A_RANK}{self._num_models}"
         self._num_models += 1
-        described = [(uncompiled(name), _describe(parameter)) for name, parameter in model.named_parameters()]
+        described = [
+            (
+                uncompiled(name),
+                _describe(parameter) + (strides_of(parameter) if strides and parameter.requires_grad else ""),
+            )
+            for name, parameter in model.named_parameters()
+        ]
         names = hashlib.sha256("\n".join(name for name, _ in described).encode()).hexdigest()
         self.add(prefix, f"{len(described)} parameters, their names and order {names[:16]}")
         if self._is_island:
@@ -112,6 +122,23 @@ class OwnFingerprint:
 def uncompiled(name: str) -> str:
     """The name of a parameter, whether the model or a module in it is compiled or not: replicas may differ in that."""
     return ".".join(part for part in name.split(".") if part != COMPILED)
+
+
+def strides_of(parameter: torch.nn.Parameter) -> str:
+    """Return in words where the elements of a parameter's gradient lie in torch's buckets; empty: in order.
+
+    Torch lays out a gradient as its parameter is, if that is dense, and in order if not.
+    """
+    if isinstance(parameter, torch.nn.parameter.UninitializedParameter) or parameter.is_contiguous():
+        return ""
+    # A dimension of one may have any stride.
+    strides = [step if size > 1 else 0 for size, step in zip(parameter.shape, parameter.stride(), strict=True)]
+    length = 1
+    for step, size in sorted(zip(strides, parameter.shape, strict=True)):
+        if step not in (0, length):
+            return ""
+        length *= size
+    return f", strides {strides}"
 
 
 def _describe(parameter: torch.nn.Parameter) -> str:

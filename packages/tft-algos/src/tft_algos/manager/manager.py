@@ -279,15 +279,20 @@ class Manager:
         """
         self._fingerprint.add(USER + name if isinstance(name, str) else name, value)
 
-    def describe_parameters(self, model: torch.nn.Module) -> None:
+    def describe_parameters(self, model: torch.nn.Module, *, strides: bool = False) -> None:
         """Add names, dtypes and (global) shapes of a model's parameters to the fingerprint.
 
         In the first step the Manager looks whether parameters and buffers of the model stand in the registered state.
 
         The wrappers of models do it themselves; a strategy of your own calls it once for each model, in the same order
         on every replica, before the first step.
+
+        Args:
+            strides: add also the layout in memory of what is trained, so that a replica with channels_last or
+                transposed parameters is refused where others have none. `DistributedDataParallel` needs this, because
+                torch's buckets are laid out as the parameters are; `allreduce` of single tensors does not.
         """
-        self._fingerprint.add_model(model)
+        self._fingerprint.add_model(model, strides=strides)
         self._audit.model_wrapped(model)
 
     def describe_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
