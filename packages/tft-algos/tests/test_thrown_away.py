@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from tft_algos import DistributedDataParallel, Optimizer, PureDistributedDataParallel, UsageError
+from tft_algos import (
+    DiLoCo,
+    DistributedDataParallel,
+    LocalSGD,
+    Optimizer,
+    PureDistributedDataParallel,
+    UsageError,
+    extend_mesh,
+    reduce_across,
+)
 from tft_algos.testing import plan_of
 from tft_coord.core.types import QuorumKey
 
@@ -263,3 +275,66 @@ def test_another_memory_format_after_wrapping_is_refused_where_buckets_are_made_
     model(torch.ones(1, 3, 5, 5))
     with model.no_sync(), pytest.raises(UsageError, match="memory format of parameter weight was changed after"):
         model(torch.ones(1, 3, 5, 5))
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    """Torch's default group, of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("extended", [True, False], ids=["extended mesh", "hook"])
+@pytest.mark.parametrize("scenario", [nothing, outside, twice, then_evaluated, forward_raises, backward_raises_at_once])
+def test_a_sharded_model(rigs: Any, scenario: Callable[[Any, Net], None], extended: bool) -> None:
+    rig, net = rigs(plan_of(7, size=2), QuorumKey(7, 7), others=0), Net()
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+    if extended:
+        mesh = extend_mesh(rig.manager, mesh)["dp", "shard"]
+    model: Any = fully_shard(net, mesh=mesh)
+    if not extended:
+        reduce_across(rig.manager, model)
+    optimizer = Optimizer(rig.manager, torch.optim.SGD(model.parameters(), lr=0.0))
+    alone = Net()
+    for number in (1, 2):
+        loss_of(alone, batch(number)).backward()
+    for _ in range(2):
+        optimizer.zero_grad()
+        scenario(model, net)
+        model.set_requires_gradient_sync(False)
+        loss_of(model, batch(1)).backward()
+        model.set_requires_gradient_sync(True)
+        assert rig.group.calls == []
+        loss_of(model, batch(2)).backward()
+        assert optimizer.step()
+        for parameter, plain in zip(model.parameters(), alone.parameters(), strict=True):
+            assert plain.grad is not None
+            torch.testing.assert_close(parameter.grad.to_local(), plain.grad / 2)
+        rig.group.calls.clear()
+
+
+@pytest.mark.parametrize("strategy", ["local_sgd", "diloco"])
+def test_between_synchronizations_it_changes_nothing(rigs: Any, strategy: str) -> None:
+    results = []
+    for throws_away in (True, False):
+        rig, net = rigs(plan_of(7, size=2), QuorumKey(7, 7), others=0), Net()
+        inner, outer = (torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(2))
+        made: Any = (
+            LocalSGD(rig.manager, net, inner, 2)
+            if strategy == "local_sgd"
+            else DiLoCo(rig.manager, [net], inner, outer, 2)
+        )
+        with made:
+            for step in range(2):
+                if throws_away:
+                    outside(net, net)
+                    raising_backward(net, net, where="b")
+                inner.zero_grad()
+                loss_of(net, batch(step)).backward()
+                inner.step()
+            results.append([call.clone() for call in rig.group.calls])
+    assert results[0]
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
