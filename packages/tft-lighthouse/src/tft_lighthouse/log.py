@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Final, final
 
-from tft_coord.core.effects import QuorumFormed, ReplicaLeft, ReplicaLost
+from tft_coord.core.effects import QuorumFormed, ReplicaLeft, ReplicaLost, WaitNoticed
 from tft_coord.core.types import Member, Quorum, Refusal
 
 logger = logging.getLogger("tft_lighthouse")
@@ -115,6 +115,14 @@ def replica_left(left: ReplicaLeft) -> None:
         left.reason,
         extra={"job": left.job, "replica_id": left.replica_id, "session": left.session, "reason": left.reason},
     )
+
+
+def wait(noticed: WaitNoticed) -> None:
+    """One line: who waits for whom, or that the wait is over."""
+    if noticed.is_over:
+        logger.info("job %s: the wait is over after %d s (%s)", noticed.job, noticed.seconds, noticed.sentence)
+    else:
+        logger.warning("job %s: waiting for %d s: %s", noticed.job, noticed.seconds, noticed.sentence)
 
 
 def _member(member: Member) -> str:

@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Final, Generic, TypeVar, cast, final
+from typing import Final, Generic, TypeAlias, TypeVar, cast, final
 
 from tft_coord.core import effects, events
 from tft_coord.core.kinds import TORCHFT_JOB, Kinds
@@ -39,8 +39,10 @@ from tft_lighthouse import __version__, log
 logger = logging.getLogger("tft_lighthouse")
 
 LAST_ANSWERS_S: Final = 0.2
+LOOK_AT_WAITS_S: Final = 1.0
 LOOKS_APART_S: Final = 0.01  # streams that break together are judged together
 
+_Decision: TypeAlias = effects.LighthouseEffect | effects.UnaryEffect | effects.WaitNoticed
 _T = TypeVar("_T")
 
 
@@ -88,6 +90,7 @@ class LighthouseShell:
         self._timer: asyncio.TimerHandle | None = None
         self._graces: set[asyncio.TimerHandle] = set()
         self._last_look_s = 0.0
+        self._next_look_at_waits_s = 0.0
         self._direct = DirectPort(most_bytes=MAX_REQUEST_BYTES, silence_s=config.timeouts.heartbeat_timeout_ms / 1000)
         self._server = Server(
             server_options(config.timeouts, hears_beats=True),
@@ -140,6 +143,9 @@ class LighthouseShell:
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._tick_s, self._tick)
         self._perform(self._kinds.tick(self._now_ms(), self._wall_ms()))
+        if self._loop.time() >= self._next_look_at_waits_s:
+            self._next_look_at_waits_s = self._loop.time() + LOOK_AT_WAITS_S
+            self._perform(self._core.look_at_waits(self._now_ms()))
 
     def _look_after_grace(self) -> None:
         """A stream broke: judge it when its grace ends, for the next tick may come a good part of that later."""
@@ -173,7 +179,7 @@ class LighthouseShell:
     def _handle_unary(self, event: events.UnaryEvent) -> None:
         self._perform(self._kinds.handle_unary(event, self._now_ms(), self._wall_ms()))
 
-    def _perform(self, decisions: Iterable[effects.LighthouseEffect | effects.UnaryEffect]) -> None:
+    def _perform(self, decisions: Iterable[_Decision]) -> None:
         for decision in decisions:
             match decision:
                 case effects.AnswerQuorum(stream, request, quorum):
@@ -199,6 +205,8 @@ class LighthouseShell:
                     log.replica_lost(decision)
                 case effects.ReplicaLeft():
                     log.replica_left(decision)
+                case effects.WaitNoticed():
+                    log.wait(decision)
                 case effects.AnswerUnaryQuorum(call, quorum):
                     self._answer(call, quorum)
                 case effects.RefuseUnary(call, refusal, message):
@@ -317,7 +325,9 @@ class LighthouseShell:
     async def _answer_describe(self, _request: bytes, _context: Context) -> bytes:
         timeouts = self._config.timeouts
         core, theirs = self._core, self._theirs
-        jobs = tuple(_described(name, core.quorum(name), core.waiting_for(name)) for name in core.jobs)
+        jobs = tuple(
+            _described(name, core.quorum(name), core.wait_sentence(name, self._now_ms())) for name in core.jobs
+        )
         lives = theirs.living(self._now_ms()) is not None
         return codec.encode_description(
             LighthouseDescription(

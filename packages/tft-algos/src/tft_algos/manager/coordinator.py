@@ -22,8 +22,10 @@ from tft_algos.manager.config import ResolvedConfig
 from tft_algos.manager.group_store import GroupStore, open_group_store
 from tft_algos.manager.parts import ServerRestarted
 from tft_coord import ManagerServer
+from tft_coord.core.names import shorten
 from tft_coord.core.progress import Progress
 from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest, Verdict
+from tft_coord.core.waits import WaitNotice
 from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, GroupLost, Unreachable
 from tft_coord.news import News
 from tft_pg.threads import join_within
@@ -178,7 +180,7 @@ class GroupCoordinator:
         give_up_at = time.monotonic() + timeout.total_seconds()
         with self._lock:  # taken while a new server starts: then it is waited for
             within_s = timeout.total_seconds()
-            if not self._lock.wait_for(lambda: self._stage is _Stage.STARTED or self._closing.is_set(), within_s):
+            if not self._wait_for_start(give_up_at):
                 raise DeadlinePassed(
                     f"the manager server of replica {self.replica_id} has not started within {within_s:g} s; look "
                     "whether the machine is out of memory or of processor time"
@@ -187,6 +189,30 @@ class GroupCoordinator:
         if client is None:
             raise self._gone() from self._no_start
         return client, timedelta(seconds=max(give_up_at - time.monotonic(), 0.001))
+
+    def _wait_for_start(self, give_up_at: float) -> bool:
+        """Wait, with the lock, until the manager server serves or can't, and log a long wait. Returns: whether in time.
+
+        Nothing looks once a beat before there is a server to beat to, so this wait looks itself.
+        """
+        began, notice = time.monotonic(), WaitNotice()
+        while True:
+            ready = self._stage is _Stage.STARTED or self._closing.is_set()
+            now = time.monotonic()
+            ends = ready or now >= give_up_at
+            line = notice.look(None if ends else round(began * 1_000), round(now * 1_000))
+            if line is not None:
+                logger.log(
+                    logging.INFO if line.is_over else logging.WARNING,
+                    "[%s/%d] the manager server %s %d s",
+                    shorten(self.replica_id),
+                    self._config.rank,
+                    "started after" if line.is_over and ready else "has not started for",
+                    line.seconds,
+                )
+            if ends:
+                return ready
+            self._lock.wait(min(1.0, give_up_at - now))
 
     def _told(self, news: News) -> None:
         with self._hearing:

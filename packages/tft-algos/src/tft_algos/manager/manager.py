@@ -71,6 +71,7 @@ from tft_algos.manager.shared import Shared
 from tft_algos.manager.signals import SignalHandlers
 from tft_algos.manager.state_check import StateCheck
 from tft_algos.manager.user_state import LoadState, TakeState, UserState
+from tft_algos.manager.waits import WaitWatch
 from tft_algos.manager.whereabouts import Whereabouts
 from tft_ckpt import CheckpointTransport, HTTPTransport
 from tft_coord.core.progress import Progress
@@ -83,6 +84,7 @@ from tft_coord.core.types import (
     Purpose,
     Released,
     Verdict,
+    WaitsFor,
 )
 from tft_coord.errors import CoordinationError, DeadlinePassed, GroupLost
 from tft_coord.news import News
@@ -227,6 +229,7 @@ class Manager:
             broke=self._quorum_broke,
             others_go_on=lambda: self._strategy_exchanges,
         )
+        self._waits = WaitWatch(self._core, self._where, self._config, self._reports, self._clock.monotonic)
         self._coordinator.listen(self._told)
         self._coordinator.follow(self._look)
         at_exit.shut_down_at_exit(self)
@@ -393,6 +396,7 @@ class Manager:
             request = replace(request, fingerprint=unsaid)
         takes_early = self._takes_early()
         self._where.step_begins()
+        self._waits.quorum_limit = limit
         self._negotiation.start(request, limit)
         if takes_early:
             self._early.take(self._core.boundary_state())
@@ -610,6 +614,8 @@ class Manager:
                 self.leave(timedelta(milliseconds=serve_ms) if serve_ms else None, reason=reason)
             case Released():
                 self._leaving.released.set()
+            case WaitsFor(sentence):
+                self._waits.told(sentence)
             case KillOrder(message):
                 self._end_process(message)
 
@@ -1053,6 +1059,8 @@ class Manager:
         if overdue and self._giver_up is None and not self._closing.is_set():
             self._giver_up = threading.Thread(target=self._tell_that_it_leaves, name="tft-leave", daemon=True)
             self._giver_up.start()  # the manager server refuses the question that waits, and the step ends without one
+        if not self._closing.is_set():
+            self._waits.look(self._reducer.num_started)
         return self._where.look()
 
     def _leave_now(self) -> None:

@@ -78,7 +78,7 @@ class Whereabouts:
     def look(self) -> Progress:
         """For the next beat. Since when it is so is known from the first look that found it so."""
         core, now_s = self._core, self._monotonic()
-        phase = self._phase()
+        phase = self.phase()
         plan = core.plan
         here = (core.name.attempt, phase, self._num_reductions(), self._inner_steps)
         if here != self._last:
@@ -91,7 +91,8 @@ class Whereabouts:
             slowest_step_ms=self._slowest_step_ms,
         )
 
-    def _phase(self) -> Phase:
+    def phase(self) -> Phase:
+        """Where the training thread is just now."""
         core = self._core
         if core.phase is StepPhase.IDLE and not core.num_deferred:
             return Phase.OWN if self.applies else Phase.OUTSIDE

@@ -20,7 +20,17 @@ from contextlib import suppress
 from typing import final
 
 from tft_coord.core.progress import Progress
-from tft_coord.core.types import KillOrder, LeaveRequest, LossNotice, NewcomerAsks, Plan, QuorumKey, Released, Verdict
+from tft_coord.core.types import (
+    KillOrder,
+    LeaveRequest,
+    LossNotice,
+    NewcomerAsks,
+    Plan,
+    QuorumKey,
+    Released,
+    Verdict,
+    WaitsFor,
+)
 from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, GroupLost, Unreachable
 from tft_coord.news import News
 from tft_coord.rpc import grpc
@@ -247,7 +257,7 @@ class RankSession:
                         caller = self._waiting.pop(number, None)
                         if caller is not None:
                             caller.release(answer)
-                    case LossNotice() | NewcomerAsks() | LeaveRequest() | Released() | KillOrder() as news:
+                    case LossNotice() | NewcomerAsks() | LeaveRequest() | Released() | KillOrder() | WaitsFor() as news:
                         self._tell(news)
                     case rank_codec.RanksLost(sentence, left):
                         self._group_lost = GroupLost(sentence)

@@ -88,6 +88,13 @@ class Votes:
         leaves = self._wished and name.purpose is Purpose.COMMIT and name.key is not None
         current.verdict = Verdict(yes, leaves)
 
+    def missing_to(self, rank: int) -> list[int]:
+        """The ranks that have not voted in the open round in which that rank waits; none if it waits in none."""
+        for current in self._rounds.values():
+            if current.verdict is None and rank in current.waiting.values():
+                return [other for other in range(self._world_size) if other not in current.votes]
+        return []
+
     def withdraw(self, call: int) -> None:
         """The caller went away. Its vote stands, for the verdict must not depend on a connection."""
         for current in self._rounds.values():

@@ -19,6 +19,7 @@ from tft_coord.core.types import (
     Refusal,
     Released,
     Verdict,
+    WaitsFor,
 )
 
 # --- of the lighthouse -----------------------------------------------------------------------------------------------
@@ -135,6 +136,24 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class TellWait:
+    """Tell the stream whom its replica waits for. A hint for logs and errors: nothing depends on it."""
+
+    stream: int
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class WaitNoticed:
+    """For the log: members of a job wait, for so many seconds by now, or did until now."""
+
+    job: str
+    seconds: int
+    is_over: bool
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
 class QuorumFormed:
     """For the log and the observers: the key rose.
 
@@ -187,6 +206,7 @@ LighthouseEffect = (
     | RefuseRequest
     | AskToLeave
     | Release
+    | TellWait
     | QuorumFormed
     | ReplicaLost
     | ReplicaLeft
@@ -315,7 +335,7 @@ class TellRank:
     """Tell a rank what somebody wants of it, or that it is free to end."""
 
     rank: int
-    news: LeaveRequest | Released | KillOrder
+    news: LeaveRequest | Released | KillOrder | WaitsFor
 
 
 GroupEffect = (

@@ -236,6 +236,13 @@ class NobodyHeals:
 
 
 @dataclass(frozen=True, slots=True)
+class WaitTold:
+    """Whom this group waits for, in words: the lighthouse says so, or what keeps the lighthouse from being reached."""
+
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
 class KillAsked:
     """Somebody asks that the processes of this group end; `message` says why, and who."""
 
@@ -306,5 +313,6 @@ GroupEvent = (
     | RankLeft
     | LeaveAsked
     | NobodyHeals
+    | WaitTold
     | KillAsked
 )

@@ -15,7 +15,7 @@ from tft_coord.core import effects, events
 from tft_coord.core.assignment import assign, plan_for
 from tft_coord.core.commit import MAX_ROUNDS, RoundName, Votes
 from tft_coord.core.fingerprint import Fingerprint, differences_of_ranks, merged, said
-from tft_coord.core.progress import GroupProgress, Progress
+from tft_coord.core.progress import GroupProgress, Phase, Progress
 from tft_coord.core.types import (
     KillOrder,
     LeaveRequest,
@@ -28,7 +28,9 @@ from tft_coord.core.types import (
     Refusal,
     Released,
     Verdict,
+    WaitsFor,
 )
+from tft_coord.core.waits import NAMES_MOST, TELL_AFTER_MS, TELL_EVERY_MS
 from tft_coord.errors import ProtocolError
 from tft_coord.timeouts import Timeouts
 
@@ -105,6 +107,8 @@ class GroupCore:
         self._broken_ms: dict[int, int] = {}
         self._progress = GroupProgress(world_size, timeouts)
         self._followed: QuorumKey | None = None  # of the newest plan that the ranks were given
+        self._waits = ""  # whom this group's open request waits for, as the lighthouse said last
+        self._told_wait_ms: dict[int, int] = {}  # when each rank was told for which others it waits
         self._lost: str | None = None
         self._left = False  # it was lost by a goodbye
         self._leaves: str | None = None  # why the group has left the job
@@ -167,7 +171,7 @@ class GroupCore:
     def _handle(self, event: events.GroupEvent, now_ms: int) -> list[effects.GroupEffect]:
         match event:
             case events.RankProgressed():
-                return []
+                return self._tell_wait(event, now_ms)
             case events.RankConnected():
                 return self._connected(event)
             case events.RankDisconnected():
@@ -201,8 +205,26 @@ class GroupCore:
                 return self._tell_all(LeaveRequest(reason, serve_ms))
             case events.NobodyHeals():
                 return self._tell_all(Released())
+            case events.WaitTold(sentence):
+                self._waits = sentence
+                return [effects.TellRank(rank, WaitsFor(sentence)) for rank in sorted(self._streams)]
             case events.KillAsked(message):
                 return self._tell_all(KillOrder(message))
+
+    def _tell_wait(self, event: events.RankProgressed, now_ms: int) -> list[effects.GroupEffect]:
+        """A rank waits; where it is for other ranks of the group, it is told for which."""
+        rank, progress = event.rank, event.progress
+        if self._world_size == 1 or progress.phase is not Phase.WAITING or progress.since_ms < TELL_AFTER_MS:
+            return []
+        what, missing = "voted", self._votes.missing_to(rank)
+        if not missing and rank in self._asked:
+            what, missing = "asked for the quorum", [r for r in range(self._world_size) if r not in self._asked]
+        if not missing or now_ms - self._told_wait_ms.get(rank, now_ms - TELL_EVERY_MS) < TELL_EVERY_MS:
+            return []
+        self._told_wait_ms[rank] = now_ms
+        seen = ", ".join(self._progress.last_seen(each, now_ms) for each in missing[:NAMES_MOST])
+        sentence = f"{len(missing)} of {self._world_size} ranks of this group have not {what}: {seen}"
+        return [effects.TellRank(rank, WaitsFor(sentence))]
 
     def tick(self, now_ms: int) -> list[effects.GroupEffect]:
         """Judge graces and deadlines that have passed."""
@@ -356,6 +378,8 @@ class GroupCore:
             out += self._withdrew(rank, before.call)
             message = f"rank {rank} of replica {self._replica_id} asked again; this older request is void"
             out.append(effects.FailRank(before.call, rank, "stale", message))
+        if not self._asked:
+            self._waits = ""
         self._asked[rank] = _Asked(event.call, event.request, event.deadline_ms)
         self._metadata[rank] = event.request.checkpoint_metadata
         if event.request.fingerprint:
@@ -509,7 +533,9 @@ class GroupCore:
         absent = [str(rank) for rank in range(self._world_size) if rank not in self._asked]
         if absent:
             return f"rank {', '.join(absent)} of the group has not asked; look whether it hangs"
-        return "the lighthouse has not answered; look at what it waits for"
+        if self._waits:
+            return f"the lighthouse says: {self._waits}"
+        return "the lighthouse has not answered; `tft doctor` shows what it waits for"
 
     # --- votes --------------------------------------------------------------------------------------------------------
 

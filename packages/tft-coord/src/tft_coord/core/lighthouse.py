@@ -18,9 +18,10 @@ from tft_coord.core import effects, events
 from tft_coord.core.assignment import all_at, assign
 from tft_coord.core.handshake import Handshake, Room, Standing
 from tft_coord.core.liveness import Accepted, Liveness, Lost, OpenRequest, Rejected, Replica
-from tft_coord.core.progress import HangWatch, hang_reason, stuck_reason
+from tft_coord.core.progress import HangWatch, Phase, hang_reason, stuck_reason
 from tft_coord.core.quorum import Form, Situation, decide, reason_for_new_id
 from tft_coord.core.types import MAX_INT64, Hello, LossNotice, Member, Quorum, QuorumKey, Refusal
+from tft_coord.core.waits import JobWait, WaitBoard, quorum_wait, since_of, step_wait
 from tft_coord.errors import ProtocolError, SettingError
 from tft_coord.timeouts import Timeouts
 
@@ -164,6 +165,22 @@ class LighthouseCore:
     def waiting_for(self, job: str) -> str:
         """What the job's next quorum waits for, one phrase."""
         return self._jobs[job].waiting_for if job in self._jobs else "nobody of this job has been heard of"
+
+    def wait_sentence(self, job: str, now_ms: int) -> str:
+        """As `waiting_for`, with those that are waited for and where each was last seen."""
+        wait = self._jobs[job].wait(now_ms) if job in self._jobs else None
+        return wait.sentence if wait is not None else self.waiting_for(job)
+
+    def look_at_waits(self, now_ms: int) -> list[effects.TellWait | effects.WaitNoticed]:
+        """Who is to be told now whom it waits for, and what is to be logged of it. Call it once a second."""
+        out: list[effects.TellWait | effects.WaitNoticed] = []
+        for job in self._jobs.values():
+            told, notice, sentence = job.board.look(job.wait(now_ms), now_ms)
+            if told is not None:
+                out += [effects.TellWait(stream, told.sentence) for stream in told.streams]
+            if notice is not None:
+                out.append(effects.WaitNoticed(job.name, notice.seconds, notice.is_over, sentence))
+        return out
 
     def handle(self, event: events.LighthouseEvent, now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
         """Take one event; returns what to do about it, in order."""
@@ -336,6 +353,7 @@ class Job:
         self.hangs = HangWatch(config.timeouts)
         self.previous: Quorum | None = None
         self.waiting_for = "nobody has asked"
+        self.board = WaitBoard()
         self._config = config
         self._timeouts = config.timeouts
         self._birth = birth
@@ -445,6 +463,7 @@ class Job:
         match event:
             case events.BeatReceived():
                 self._progress(replica, event.healed_bytes, now_ms)
+                replica.where = (event.progress, now_ms) if event.progress is not None else None
                 self.hangs.heard(replica.replica_id, event.progress if replica.left is None else None, now_ms)
             case events.QuorumReported():
                 out += self._reported(event, now_ms)
@@ -473,6 +492,32 @@ class Job:
             out += self._asked_nobody(self._asking[0], now_ms)
         out += self._judge_hung(now_ms)
         return out + self._judge(now_ms) + self._form(now_ms, wall_ms) + self._release_those_who_left(now_ms)
+
+    def wait(self, now_ms: int) -> JobWait | None:
+        """Who waits for whom: for the next quorum, or inside the step of the newest one."""
+        waiting = self._waiting()
+        if waiting:
+            asked = {replica.replica_id for replica, _ in waiting}
+            missing = [
+                replica
+                for replica in self.liveness.replicas.values()
+                if replica.replica_id not in asked and replica.left is None
+                if (replica.healthy and replica.ready) or replica.replica_id in self._members
+            ]
+            below_least = len(waiting) < self._config.min_replicas
+            return JobWait(
+                min(request.asked_ms for _, request in waiting),
+                quorum_wait(self.waiting_for, missing, below_least=below_least, now_ms=now_ms),
+                tuple(replica.stream for replica, _ in waiting if replica.stream is not None),
+            )
+        members = [known for name in self._members if (known := self.liveness.replicas.get(name)) is not None]
+        waits = {replica.replica_id: since_of(replica, (Phase.REDUCING, Phase.WAITING), now_ms) for replica in members}
+        begun = [since_ms for since_ms in waits.values() if since_ms is not None]
+        if len(members) < 2 or not begun:
+            return None
+        missing = [replica for replica in members if waits[replica.replica_id] is None and replica.left is None]
+        streams = [each.stream for each in members if waits[each.replica_id] is not None and each.stream is not None]
+        return JobWait(min(begun), step_wait(self._newest_step, missing, now_ms), tuple(streams))
 
     # --- leaving ------------------------------------------------------------------------------------------------
 

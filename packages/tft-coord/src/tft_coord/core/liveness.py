@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from tft_coord.core.progress import Progress
 from tft_coord.core.types import Hello, Member, QuorumKey, Refusal
 from tft_coord.timeouts import Timeouts
 
@@ -68,6 +69,7 @@ class Replica:
     ineligible_until_ms: int = 0
     left: str | None = None
     serves: bool = False
+    where: tuple[Progress, int] | None = None  # in its step, by its newest beat, and when that was heard
     asked_to_leave: tuple[str, int] | None = None  # (reason, serve_ms), by whom it is drained
 
     @property

@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from typing import Final
 
 from tft_coord.core.types import MAX_INT64
 from tft_coord.timeouts import Timeouts
@@ -28,6 +29,14 @@ class Phase(enum.Enum):
     OWN = 1  # forward, backward, optimizer
     WAITING = 2  # for a quorum, a configuration, a vote, a transfer
     REDUCING = 3  # for a reduction
+
+
+WORDS: Final = {
+    Phase.OUTSIDE: "between two steps",
+    Phase.OWN: "busy with its own part of the step",
+    Phase.WAITING: "waiting",
+    Phase.REDUCING: "in a reduction",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +185,14 @@ class GroupProgress:
         if reducing or any(word.phase is Phase.WAITING for word in words):
             return replace(newest, phase=Phase.WAITING)
         return newest
+
+    def last_seen(self, rank: int, now_ms: int) -> str:
+        """A rank, and where in its step it was when it was last heard."""
+        word = self._words.get(rank)
+        if word is None:
+            return f"rank {rank} (has said nothing yet)"
+        progress = self._now_of(word, now_ms)
+        return f"rank {rank} (step {progress.step}, {WORDS[progress.phase]} for {progress.since_ms // 1_000} s)"
 
     def is_hung(self, now_ms: int) -> bool:
         """Whether a rank of the group is."""

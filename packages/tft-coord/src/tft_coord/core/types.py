@@ -366,6 +366,13 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
+class WaitsFor:
+    """Whom this rank waits for, one sentence. A hint: nothing depends on whether it is heard."""
+
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
 class KillOrder:
     """Somebody asks that this process end now, with exit code 1. `message` says why, and who asks."""
 

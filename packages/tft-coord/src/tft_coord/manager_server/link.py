@@ -29,6 +29,7 @@ from tft_coord.core.effects import (
     RefuseSession,
     Release,
     TellLost,
+    TellWait,
     Welcome,
 )
 from tft_coord.core.fingerprint import Fingerprint
@@ -460,6 +461,7 @@ class LighthouseLink:
         if not self._said_away and now_ms - self._away_since_ms >= SAY_AWAY_AFTER_MS:
             self._said_away = True
             logger.warning("replica %s: %s; still trying", self._replica_id, self.trouble)
+            self._arrived(events.WaitTold(self.trouble))
 
     def _is_of_use(self) -> None:
         """The lighthouse that was dialed takes us."""
@@ -505,6 +507,8 @@ class LighthouseLink:
             case AskToLeave(_, reason, serve_ms):
                 logger.info("replica %s is asked to leave: %s", self._replica_id, reason)
                 self._arrived(events.LeaveAsked(reason, serve_ms))
+            case TellWait(_, sentence):
+                self._arrived(events.WaitTold(sentence))
             case Release():
                 self._arrived(events.NobodyHeals())
             case RefuseSession(_, refusal, sentence, silent_ms):

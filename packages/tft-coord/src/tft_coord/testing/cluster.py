@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from tft_coord.core import effects, events
-from tft_coord.core.types import LeaveRequest, LossNotice, Member, NewcomerAsks, Quorum, QuorumKey, Released
+from tft_coord.core.types import LeaveRequest, LossNotice, Member, NewcomerAsks, Quorum, QuorumKey, Released, WaitsFor
 from tft_coord.testing.clock import VirtualClock
 from tft_coord.testing.end_truth import EndTruth
 from tft_coord.testing.foreign_process import ForeignLighthouseProcess
@@ -425,7 +425,7 @@ class Cluster:
             stream.listen(trainer, heard, again)
             self._beat(trainer, stream)
 
-        def heard(news: LossNotice | NewcomerAsks | LeaveRequest | Released) -> None:
+        def heard(news: LossNotice | NewcomerAsks | LeaveRequest | Released | WaitsFor) -> None:
             match news:
                 case NewcomerAsks(replica_id):
                     trainer.heard_of_newcomer(replica_id)
@@ -433,6 +433,8 @@ class Cluster:
                     trainer.leave()
                 case Released():
                     replica.released = True
+                case WaitsFor():
+                    pass  # for logs alone
                 case notice:
                     self.losses.told(trainer, notice)
                     trainer.noticed(notice)

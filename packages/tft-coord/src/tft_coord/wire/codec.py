@@ -25,6 +25,7 @@ from tft_coord.core.effects import (
     RefuseSession,
     Release,
     TellLost,
+    TellWait,
     Welcome,
 )
 from tft_coord.core.events import (
@@ -160,6 +161,7 @@ ToldEffect = (
     | AnswerUnchanged
     | RefuseRequest
     | AskToLeave
+    | TellWait
     | Release
 )
 
@@ -205,6 +207,8 @@ def encode_from_lighthouse(effect: ToldEffect) -> bytes:
         case AskToLeave():
             wish = pb.AskToLeave(reason=fields.clip(effect.reason), serve_ms=effect.serve_ms)
             return pb.FromLighthouse(ask_to_leave=wish).SerializeToString()
+        case TellWait():
+            return pb.FromLighthouse(waits=pb.Waits(sentence=fields.clip(effect.sentence))).SerializeToString()
         case Release():
             return pb.FromLighthouse(released=pb.Released()).SerializeToString()
 
@@ -253,6 +257,8 @@ def decode_from_lighthouse(data: bytes) -> ToldEffect:
             return AskToLeave(
                 0, fields.checked_sentence("reason", wish.reason), fields.checked_count("serve_ms", wish.serve_ms)
             )
+        case "waits":
+            return TellWait(0, fields.checked_sentence("sentence", message.waits.sentence))
         case "released":
             return Release(0)
         case _:

@@ -474,6 +474,12 @@ class AskToLeave(_message.Message):
     serve_ms: int
     def __init__(self, reason: _Optional[str] = ..., serve_ms: _Optional[int] = ...) -> None: ...
 
+class Waits(_message.Message):
+    __slots__ = ("sentence",)
+    SENTENCE_FIELD_NUMBER: _ClassVar[int]
+    sentence: str
+    def __init__(self, sentence: _Optional[str] = ...) -> None: ...
+
 class NewcomerAsks(_message.Message):
     __slots__ = ("replica_id",)
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
@@ -493,7 +499,7 @@ class QuorumAnswer(_message.Message):
     def __init__(self, request: _Optional[int] = ..., quorum: _Optional[_Union[Quorum, _Mapping]] = ..., unchanged: _Optional[_Union[QuorumKey, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
 
 class FromLighthouse(_message.Message):
-    __slots__ = ("welcome", "refused", "lost", "ask_for_quorum", "answer", "loss_notice", "ask_to_leave", "newcomer_asks", "released")
+    __slots__ = ("welcome", "refused", "lost", "ask_for_quorum", "answer", "loss_notice", "ask_to_leave", "newcomer_asks", "released", "waits")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
@@ -503,6 +509,7 @@ class FromLighthouse(_message.Message):
     ASK_TO_LEAVE_FIELD_NUMBER: _ClassVar[int]
     NEWCOMER_ASKS_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refused: Refused
     lost: Lost
@@ -512,7 +519,8 @@ class FromLighthouse(_message.Message):
     ask_to_leave: AskToLeave
     newcomer_asks: NewcomerAsks
     released: Released
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., ask_for_quorum: _Optional[_Union[QuorumKey, _Mapping]] = ..., answer: _Optional[_Union[QuorumAnswer, _Mapping]] = ..., loss_notice: _Optional[_Union[LossNotice, _Mapping]] = ..., ask_to_leave: _Optional[_Union[AskToLeave, _Mapping]] = ..., newcomer_asks: _Optional[_Union[NewcomerAsks, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ...) -> None: ...
+    waits: Waits
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., ask_for_quorum: _Optional[_Union[QuorumKey, _Mapping]] = ..., answer: _Optional[_Union[QuorumAnswer, _Mapping]] = ..., loss_notice: _Optional[_Union[LossNotice, _Mapping]] = ..., ask_to_leave: _Optional[_Union[AskToLeave, _Mapping]] = ..., newcomer_asks: _Optional[_Union[NewcomerAsks, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("job", "replica_id", "reason", "serve_ms")
@@ -661,7 +669,7 @@ class KillRank(_message.Message):
     def __init__(self, message: _Optional[str] = ...) -> None: ...
 
 class FromManagerServer(_message.Message):
-    __slots__ = ("welcome", "refused", "answer", "loss_notice", "group_lost", "ask_to_leave", "newcomer_asks", "kill", "released")
+    __slots__ = ("welcome", "refused", "answer", "loss_notice", "group_lost", "ask_to_leave", "newcomer_asks", "kill", "released", "waits")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
@@ -671,6 +679,7 @@ class FromManagerServer(_message.Message):
     NEWCOMER_ASKS_FIELD_NUMBER: _ClassVar[int]
     KILL_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refused: Refused
     answer: RankAnswer
@@ -680,4 +689,5 @@ class FromManagerServer(_message.Message):
     newcomer_asks: NewcomerAsks
     kill: KillRank
     released: Released
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., answer: _Optional[_Union[RankAnswer, _Mapping]] = ..., loss_notice: _Optional[_Union[LossNotice, _Mapping]] = ..., group_lost: _Optional[_Union[GroupLost, _Mapping]] = ..., ask_to_leave: _Optional[_Union[AskToLeave, _Mapping]] = ..., newcomer_asks: _Optional[_Union[NewcomerAsks, _Mapping]] = ..., kill: _Optional[_Union[KillRank, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ...) -> None: ...
+    waits: Waits
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., answer: _Optional[_Union[RankAnswer, _Mapping]] = ..., loss_notice: _Optional[_Union[LossNotice, _Mapping]] = ..., group_lost: _Optional[_Union[GroupLost, _Mapping]] = ..., ask_to_leave: _Optional[_Union[AskToLeave, _Mapping]] = ..., newcomer_asks: _Optional[_Union[NewcomerAsks, _Mapping]] = ..., kill: _Optional[_Union[KillRank, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ...) -> None: ...

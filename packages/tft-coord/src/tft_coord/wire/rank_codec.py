@@ -29,6 +29,7 @@ from tft_coord.core.types import (
     Released,
     Source,
     Verdict,
+    WaitsFor,
 )
 from tft_coord.errors import ProtocolError
 from tft_coord.wire import coordination_pb2 as pb
@@ -153,7 +154,16 @@ class RanksLost:
 
 FromRank = RankHello | RankBeat | RankGoodbye | RankCall | RankWithdraw
 ToRank = (
-    RankWelcome | RankRefused | RankAnswer | LossNotice | NewcomerAsks | RanksLost | LeaveRequest | Released | KillOrder
+    RankWelcome
+    | RankRefused
+    | RankAnswer
+    | LossNotice
+    | NewcomerAsks
+    | RanksLost
+    | LeaveRequest
+    | Released
+    | KillOrder
+    | WaitsFor
 )
 
 
@@ -482,6 +492,8 @@ def encode_to_rank(message: ToRank) -> bytes:
             return pb.FromManagerServer(ask_to_leave=wish).SerializeToString()
         case Released():
             return pb.FromManagerServer(released=pb.Released()).SerializeToString()
+        case WaitsFor():
+            return pb.FromManagerServer(waits=pb.Waits(sentence=fields.clip(message.sentence))).SerializeToString()
         case KillOrder():
             return pb.FromManagerServer(kill=pb.KillRank(message=fields.clip(message.message))).SerializeToString()
     raise AssertionError(f"{message} is no message to a rank")
@@ -511,6 +523,8 @@ def decode_to_rank(data: bytes) -> ToRank:
             )
         case "released":
             return Released()
+        case "waits":
+            return WaitsFor(fields.checked_sentence("sentence", message.waits.sentence))
         case "kill":
             return KillOrder(fields.checked_sentence("message", message.kill.message))
         case _:

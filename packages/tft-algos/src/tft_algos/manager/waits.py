@@ -1,0 +1,130 @@
+"""What this rank waits for, as its log says it: for whom, since when, and what ends the wait.
+
+The training thread tells nothing and arms no timer. A thread of the coordinator looks once a beat, about once a second,
+as it does for the beat itself. Whom the others are waited for the lighthouse and the manager server say.
+
+Law of this file: looking and writing lines; when a line is due is decided by `tft_coord.core.waits`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Final, final
+
+from tft_algos.manager.config import ResolvedConfig
+from tft_algos.manager.core import Healing, StepCore
+from tft_algos.manager.core import Phase as StepPhase
+from tft_algos.manager.reports import Reports
+from tft_algos.manager.whereabouts import Whereabouts
+from tft_coord.core.names import shorten
+from tft_coord.core.progress import Phase
+from tft_coord.core.waits import NAMES_MOST, WaitNotice
+
+_ITS_TIMEOUT: Final = {
+    "a quorum": "quorum_timeout",
+    "the process group of the new quorum": "timeout",
+    "a reduction": "timeout",
+    "live state": "heal_timeout",
+    "the vote of its group": "timeout",
+}
+
+
+@final
+class WaitWatch:
+    """The waits of one rank.
+
+    Args:
+        core: says whether a step is open, planned, and heals.
+        where: says where in it the training thread is.
+        config: whose time-outs end the waits.
+        reports: its log.
+        monotonic: the time, in seconds.
+    """
+
+    def __init__(
+        self,
+        core: StepCore,
+        where: Whereabouts,
+        config: ResolvedConfig,
+        reports: Reports,
+        monotonic: Callable[[], float],
+    ) -> None:
+        self._core = core
+        self._where = where
+        self._config = config
+        self._reports = reports
+        self._monotonic = monotonic
+        self._notice = WaitNotice()
+        self._kind = ""  # of the wait that was seen last
+        self._key: tuple[object, ...] = ()
+        self._since_s = 0.0
+        self._said = ""
+        self._told = ("", 0.0)
+        self.quorum_limit: timedelta = config.quorum_timeout  # of the quorum that was asked for last
+
+    def told(self, sentence: str) -> None:
+        """The lighthouse or the manager server says for whom this rank waits."""
+        self._told = (sentence, self._monotonic())
+
+    def look(self, reductions: int) -> None:
+        """Write the line that is due, if one is. `reductions`: how many this Manager has started so far."""
+        now_s = self._monotonic()
+        kind = self._kind_now()
+        key = (self._core.name.attempt, kind, reductions) if kind else ()
+        if key != self._key:
+            before, self._key, self._since_s = self._kind, key, now_s
+            self._write(None, before, now_s)
+            self._kind = kind
+        if kind:
+            self._write(self._since_s, kind, now_s)
+
+    def _write(self, since_s: float | None, kind: str, now_s: float) -> None:
+        notice = self._notice.look(None if since_s is None else round(since_s * 1_000), round(now_s * 1_000))
+        if notice is None:
+            return
+        if notice.is_over:
+            self._reports.log(logging.INFO, "the wait for %s is over after %d s", kind, notice.seconds)
+            return
+        limit_s = self._limit(kind).total_seconds()
+        self._reports.log(
+            logging.WARNING,
+            "waiting for %s for %d s: %s; ends at the latest after %s (%g s)",
+            kind,
+            notice.seconds,
+            self._who(kind),
+            _ITS_TIMEOUT[kind],
+            limit_s,
+        )
+
+    def _kind_now(self) -> str:
+        core, where = self._core, self._where
+        if where.quorum_pends:
+            return "a quorum" if core.phase is StepPhase.ASKED else "the process group of the new quorum"
+        if where.waits:
+            return "live state" if core.healing is Healing.FETCHING else "the vote of its group"
+        return "a reduction" if where.phase() is Phase.REDUCING else ""
+
+    def _limit(self, kind: str) -> timedelta:
+        if kind == "a quorum":
+            return self.quorum_limit
+        return self._config.heal_timeout if kind == "live state" else self._config.timeout
+
+    def _who(self, kind: str) -> str:
+        sentence, told_s = self._told
+        if sentence and told_s >= self._since_s:
+            return shorten(sentence)
+        plan = self._core.plan
+        if kind == "a quorum":
+            return "the lighthouse has not said yet for whom"
+        if plan is None:
+            return "for whom is not known"
+        if kind == "live state" and plan.sources:
+            source = plan.sources[0]
+            return f"the state of step {plan.step} from {shorten(source.replica_id)} at {source.address}"
+        if kind == "the vote of its group":
+            return f"the other ranks of this group of {self._config.world_size}"
+        others = [shorten(name) for name in plan.replica_ids if name != plan.replica_id]
+        more = f" and {len(others) - NAMES_MOST} more" if len(others) > NAMES_MOST else ""
+        return f"the other members of quorum {plan.key.quorum_id}: {', '.join(others[:NAMES_MOST])}{more}"

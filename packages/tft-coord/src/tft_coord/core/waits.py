@@ -1,0 +1,168 @@
+"""Who waits for whom, in words, and when a log says so.
+
+A wait of more than 5 s is logged once, again after 30 s and then each minute, and once more when it is over. The same
+class decides that in the lighthouse and in the trainer, so that both logs tell one story.
+
+Law of this file: decisions and sentences only; the caller gives the time and looks about once a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Final, final
+
+from tft_coord.core.liveness import Replica
+from tft_coord.core.names import shorten
+from tft_coord.core.progress import WORDS, Phase
+
+FIRST_MS: Final = 5_000
+SECOND_MS: Final = 30_000
+THEN_EVERY_MS: Final = 60_000
+TELL_AFTER_MS: Final = 2_000  # before the first line, so that the waiter's own line has the sentence
+TELL_EVERY_MS: Final = 5_000
+SAME_WITHIN_MS: Final = 1_500
+NAMES_MOST: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A line that is due. `seconds`: for how long the wait has lasted; `is_over`: it has ended."""
+
+    seconds: int
+    is_over: bool = False
+
+
+@final
+class WaitNotice:
+    """When one waiter's waits are logged."""
+
+    def __init__(self) -> None:
+        self._since_ms: int | None = None
+        self._next_ms = 0
+        self._was_said = False
+
+    def look(self, since_ms: int | None, now_ms: int) -> Notice | None:
+        """Decide what is due.
+
+        Args:
+            since_ms: when the running wait began; None: nothing is waited for. A later time is another wait.
+            now_ms: the time.
+        Returns: the line to write, if any. The end of an earlier wait comes first; look again for the next one.
+        """
+        before = self._since_ms
+        # A beat tells since when within some milliseconds; a wait that began that little later is the same one.
+        if before is not None and (since_ms is None or since_ms > before + SAME_WITHIN_MS):
+            was_said, self._since_ms, self._was_said = self._was_said, None, False
+            if was_said:
+                return Notice((now_ms - before) // 1_000, is_over=True)
+        if since_ms is None:
+            return None
+        if self._since_ms is None:
+            self._since_ms, self._next_ms = since_ms, FIRST_MS
+        lasted_ms = now_ms - self._since_ms
+        if lasted_ms < self._next_ms:
+            return None
+        while self._next_ms <= lasted_ms:
+            self._next_ms = SECOND_MS if self._next_ms < SECOND_MS else self._next_ms + THEN_EVERY_MS
+        self._was_said = True
+        return Notice(lasted_ms // 1_000)
+
+
+# --- the lighthouse's view ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class JobWait:
+    """What members of one job wait for.
+
+    Args:
+        since_ms: when the longest wait began.
+        sentence: who is waited for, where that one was last seen, and what ends the wait.
+        streams: of those that wait.
+    """
+
+    since_ms: int
+    sentence: str
+    streams: tuple[int, ...]
+
+
+def last_seen(replica: Replica, now_ms: int) -> str:
+    """A replica, its address, and where it was in its step when it was last heard."""
+    name = shorten(replica.replica_id) + (f" at {replica.address}" if replica.address else "")
+    if replica.lost is not None:
+        return f"{name} (lost {_seconds(now_ms - replica.lost_ms)} ago: {replica.lost})"
+    if replica.presumed:
+        return f"{name} (not heard yet by this lighthouse)"
+    if replica.where is None:
+        return f"{name} (heard {_seconds(now_ms - replica.heard_ms)} ago)"
+    progress, heard_ms = replica.where
+    lasts = _seconds(progress.since_ms + now_ms - heard_ms)
+    return f"{name} (step {progress.step}, {WORDS[progress.phase]} for {lasts})"
+
+
+def quorum_wait(reason: str, missing: Collection[Replica], *, below_least: bool, now_ms: int) -> str:
+    """The sentence of those that wait for a quorum.
+
+    Args:
+        reason: the rule's own words.
+        missing: who has not asked.
+        below_least: fewer than min_replicas have.
+        now_ms: the time.
+    """
+    who = f"; not asked: {_listed(missing, now_ms)}" if missing else "; no other replica is known"
+    ends = "another replica asks, or --min-replicas is lowered" if below_least else "it asks or is lost"
+    return f"{shorten(reason)}{who}; ends when {ends}"
+
+
+def step_wait(step: int, missing: Collection[Replica], now_ms: int) -> str:
+    """The sentence of those that wait for one another inside a step."""
+    if not missing:
+        return f"step {step}: all members wait for one another, and no member is busy"
+    return f"step {step}: waits for {_listed(missing, now_ms)}; ends when it goes on or is lost"
+
+
+def _listed(replicas: Collection[Replica], now_ms: int) -> str:
+    shown = sorted(replicas, key=lambda replica: replica.replica_id)[:NAMES_MOST]
+    more = len(replicas) - len(shown)
+    return ", ".join(last_seen(replica, now_ms) for replica in shown) + (f" and {more} more" if more else "")
+
+
+def _seconds(milliseconds: int) -> str:
+    return f"{max(0, milliseconds) // 1_000} s"
+
+
+def since_of(replica: Replica, phases: Iterable[Phase], now_ms: int) -> int | None:
+    """Since when that replica is in one of these phases, by its newest beat; None: it is not."""
+    if replica.where is None or not replica.healthy:
+        return None
+    progress, heard_ms = replica.where
+    return heard_ms - progress.since_ms if progress.phase in phases else None
+
+
+@final
+class WaitBoard:
+    """What is told and logged of one job's waits."""
+
+    def __init__(self) -> None:
+        self._notice = WaitNotice()
+        self._told_ms: int | None = None
+        self._sentence = ""
+
+    def look(self, wait: JobWait | None, now_ms: int) -> tuple[JobWait | None, Notice | None, str]:
+        """Look at the job's wait of this moment.
+
+        Returns: whom to tell now; the line that is due, and its sentence.
+        """
+        notice = self._notice.look(wait.since_ms if wait is not None else None, now_ms)
+        sentence = self._sentence if notice is not None and notice.is_over else (wait.sentence if wait else "")
+        if wait is None:
+            self._told_ms = None
+            return None, notice, sentence
+        self._sentence = wait.sentence
+        if now_ms - wait.since_ms < TELL_AFTER_MS:
+            return None, notice, sentence
+        if self._told_ms is not None and now_ms - self._told_ms < TELL_EVERY_MS:
+            return None, notice, sentence
+        self._told_ms = now_ms
+        return wait, notice, sentence
