@@ -12,6 +12,7 @@ from typing import final
 from tft_algos.manager.attempt import Attempt, StepName
 from tft_algos.manager.core import StepCore
 from tft_algos.manager.records import Records
+from tft_coord.core.names import shorten
 from tft_coord.core.types import QuorumKey
 from tft_coord.errors import GroupLost
 
@@ -34,12 +35,13 @@ class Reports:
         self.lock = threading.Lock()
         self.records = Records(job_id=job_id, replica_id=replica_id, rank=rank)
         self._core = core
-        self._who = f"{replica_id}/{rank}".replace("%", "%%")
+        self._who = f"{shorten(replica_id)}/{rank}"
 
     def log(self, level: int, message: str, *args: object) -> None:
         """A line that says who tells it, and in which step."""
         if logger.isEnabledFor(level):
-            logger.log(level, f"[{self._who} - step {self._core.step}] {message}", *args)
+            said = shorten(message % args) if args else message
+            logger.log(level, "[%s - step %d] %s", self._who, self._core.step, said)
 
     def error(self, error: Exception, name: StepName | None) -> None:
         """Something of a step has failed: a reduction, a future, or what the user says. `name`: None: the open one."""

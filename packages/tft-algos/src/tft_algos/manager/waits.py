@@ -99,12 +99,12 @@ class WaitWatch:
         )
 
     def _kind_now(self) -> str:
-        core, where = self._core, self._where
-        if where.quorum_pends:
+        core, phase = self._core, self._where.phase()
+        if phase is not Phase.WAITING:
+            return "a reduction" if phase is Phase.REDUCING else ""
+        if self._where.quorum_pends:
             return "a quorum" if core.phase is StepPhase.ASKED else "the process group of the new quorum"
-        if where.waits:
-            return "live state" if core.healing is Healing.FETCHING else "the vote of its group"
-        return "a reduction" if where.phase() is Phase.REDUCING else ""
+        return "live state" if core.healing is Healing.FETCHING else "the vote of its group"
 
     def _limit(self, kind: str) -> timedelta:
         if kind == "a quorum":

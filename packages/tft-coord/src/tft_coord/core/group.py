@@ -237,7 +237,7 @@ class GroupCore:
                 )
         for rank, asked in list(self._asked.items()):
             if now_ms >= asked.deadline_ms:
-                message = f"rank {rank} of replica {self._replica_id} got no quorum in time; {self._missing()}"
+                message = f"got no quorum in time; {self._missing()}"
                 out += self._withdrew(rank, asked.call)
                 out.append(effects.FailRank(asked.call, rank, "deadline", message))
         out += [effects.AnswerVote(call, rank, verdict) for call, rank, verdict in self._votes.tick(now_ms)]

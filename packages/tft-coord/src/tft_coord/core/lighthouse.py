@@ -18,10 +18,10 @@ from tft_coord.core import effects, events
 from tft_coord.core.assignment import all_at, assign
 from tft_coord.core.handshake import Handshake, Room, Standing
 from tft_coord.core.liveness import Accepted, Liveness, Lost, OpenRequest, Rejected, Replica
-from tft_coord.core.progress import HangWatch, Phase, hang_reason, stuck_reason
+from tft_coord.core.progress import HangWatch, hang_reason, stuck_reason
 from tft_coord.core.quorum import Form, Situation, decide, reason_for_new_id
 from tft_coord.core.types import MAX_INT64, Hello, LossNotice, Member, Quorum, QuorumKey, Refusal
-from tft_coord.core.waits import JobWait, WaitBoard, quorum_wait, since_of, step_wait
+from tft_coord.core.waits import JobWait, WaitBoard, quorum_wait, step_wait, waits_since
 from tft_coord.errors import ProtocolError, SettingError
 from tft_coord.timeouts import Timeouts
 
@@ -511,7 +511,7 @@ class Job:
                 tuple(replica.stream for replica, _ in waiting if replica.stream is not None),
             )
         members = [known for name in self._members if (known := self.liveness.replicas.get(name)) is not None]
-        waits = {replica.replica_id: since_of(replica, (Phase.REDUCING, Phase.WAITING), now_ms) for replica in members}
+        waits = {replica.replica_id: waits_since(replica, self._formed_ms) for replica in members}
         begun = [since_ms for since_ms in waits.values() if since_ms is not None]
         if len(members) < 2 or not begun:
             return None

@@ -32,7 +32,7 @@ class Phase(enum.Enum):
 
 
 WORDS: Final = {
-    Phase.OUTSIDE: "between two steps",
+    Phase.OUTSIDE: "between this step and the next",
     Phase.OWN: "busy with its own part of the step",
     Phase.WAITING: "waiting",
     Phase.REDUCING: "in a reduction",

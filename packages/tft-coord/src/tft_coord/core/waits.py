@@ -8,7 +8,7 @@ Law of this file: decisions and sentences only; the caller gives the time and lo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -20,7 +20,7 @@ FIRST_MS: Final = 5_000
 SECOND_MS: Final = 30_000
 THEN_EVERY_MS: Final = 60_000
 TELL_AFTER_MS: Final = 2_000  # before the first line, so that the waiter's own line has the sentence
-TELL_EVERY_MS: Final = 5_000
+TELL_EVERY_MS: Final = 1_000  # as often as a beat, so that "for 12 s" is true when it is read
 SAME_WITHIN_MS: Final = 1_500
 NAMES_MOST: Final = 5
 
@@ -132,12 +132,18 @@ def _seconds(milliseconds: int) -> str:
     return f"{max(0, milliseconds) // 1_000} s"
 
 
-def since_of(replica: Replica, phases: Iterable[Phase], now_ms: int) -> int | None:
-    """Since when that replica is in one of these phases, by its newest beat; None: it is not."""
+def waits_since(replica: Replica, formed_ms: int) -> int | None:
+    """Since when that replica waits inside its step, by its newest beat; None: it does not.
+
+    Args:
+        replica: a member of the newest quorum.
+        formed_ms: when that was answered; a beat from before tells of a wait that has ended.
+    """
     if replica.where is None or not replica.healthy:
         return None
     progress, heard_ms = replica.where
-    return heard_ms - progress.since_ms if progress.phase in phases else None
+    waits = progress.phase in (Phase.REDUCING, Phase.WAITING) and heard_ms > formed_ms
+    return heard_ms - progress.since_ms if waits else None
 
 
 @final

@@ -1,0 +1,138 @@
+"""Nobody waits in silence: each long wait is said at the waiter and at the lighthouse, with the name of the missing."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Final
+
+import pytest
+import torch
+
+from tft_algos import Manager
+from tft_coord import LighthouseClient
+from tft_coord.errors import DeadlinePassed
+from tft_lighthouse import LighthouseServer
+from tft_pg import ProcessGroupGloo
+
+BOUND: Final = timedelta(seconds=30)
+UUID: Final = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-")
+
+
+@pytest.fixture(autouse=True)
+def nothing_held(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    caplog.set_level(logging.INFO)
+    yield
+    caplog.get_records("call").clear()  # they hold errors, which hold the frames of what they came through
+
+
+Said = Callable[[str, str], threading.Event]
+
+
+@pytest.fixture
+def said() -> Iterator[Said]:
+    """`said("logger", "words")` gives an event that is set when a line of that logger has these words."""
+    added: list[tuple[logging.Logger, logging.Handler]] = []
+
+    def listen(name: str, words: str) -> threading.Event:
+        event = threading.Event()
+
+        class Listener(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                if words in record.getMessage():
+                    event.set()
+
+        added.append((logging.getLogger(name), Listener()))
+        added[-1][0].addHandler(added[-1][1])
+        return event
+
+    yield listen
+    for logger, handler in added:
+        logger.removeHandler(handler)
+
+
+def manager(lighthouse: LighthouseServer, name: str, **settings: timedelta) -> Manager:
+    return Manager(
+        ProcessGroupGloo(timeout=BOUND),
+        lambda _: None,
+        dict,
+        replica_id=name,
+        lighthouse_addr=lighthouse.address,
+        hostname="localhost",
+        init_sync=False,
+        **{"timeout": BOUND, **settings},
+    )
+
+
+def step(both: list[Manager]) -> None:
+    for each in both:
+        each.start_quorum()
+    for work in [each.allreduce(torch.ones(1)) for each in both]:
+        work.wait()
+    assert [each.should_commit() for each in both] == [True, True]
+
+
+def test_one_of_two_that_does_not_come_is_named_everywhere(caplog: pytest.LogCaptureFixture, said: Said) -> None:
+    """The other evaluates, say: before, nobody said a word, and the error named nobody."""
+    with (
+        LighthouseServer("127.0.0.1:0", min_replicas=2) as lighthouse,
+        manager(lighthouse, "early", quorum_timeout=timedelta(seconds=9)) as early,
+        manager(lighthouse, "evaluates") as late,
+    ):
+        step([early, late])
+        early.start_quorum()
+        with pytest.raises(DeadlinePassed) as raised:
+            early.wait_quorum()
+        with LighthouseClient(lighthouse.address, BOUND) as client:
+            heard = said("tft_lighthouse", "is over after")
+            early.start_quorum()
+            doctor = ""
+            while "not asked" not in doctor and not heard.is_set():
+                doctor = client.describe(BOUND).jobs[0].waiting_for
+        late.start_quorum()
+        early.wait_quorum()
+        assert heard.wait(BOUND.total_seconds())
+    unique = late.replica_id.split(":")[1][:8]
+    place = rf"evaluates:{unique} at localhost:\d+ \(step 0, between this step and the next for \d+ s\)"
+    sentence = rf"1 of min_replicas 2 have asked; not asked: {place}; ends when another replica asks, or --min-replicas"
+    assert re.search(sentence, str(raised.value)), raised.value
+    assert re.search(sentence, doctor), doctor
+    lines = [record.getMessage() for record in caplog.records if "waiting for" in record.getMessage()]
+    trainer = [line for line in lines if line.startswith("[early")]
+    assert len(trainer) == 1, lines
+    assert re.search(rf"waiting for a quorum for \d s: {sentence}", trainer[0])
+    assert "ends at the latest after quorum_timeout (9 s)" in trainer[0]
+    of_lighthouse = [line for line in lines if line.startswith("job default")]
+    assert len(of_lighthouse) == 1, lines
+    assert not any(line.startswith("[evaluates") for line in lines), "who evaluates waits for nobody"
+    assert re.search(rf"waiting for \d s: {sentence}", of_lighthouse[0])
+    over = [record.getMessage() for record in caplog.records if "is over after" in record.getMessage()]
+    assert any(line.startswith("[early") and "the wait for a quorum is over after" in line for line in over), over
+    assert any(line.startswith("job default: the wait is over after") for line in over), over
+    assert not any(UUID.search(line) for line in lines + over)
+
+
+def test_a_reduction_that_waits_names_who_is_not_in_it(caplog: pytest.LogCaptureFixture, said: Said) -> None:
+    with (
+        LighthouseServer("127.0.0.1:0", min_replicas=2) as lighthouse,
+        manager(lighthouse, "reduces") as early,
+        manager(lighthouse, "computes") as late,
+    ):
+        step([early, late])
+        for each in (early, late):
+            each.start_quorum()
+        for each in (early, late):
+            each.wait_quorum()
+        heard = [said("tft_algos.manager", "waiting for a reduction"), said("tft_lighthouse", "waiting for")]
+        work = early.allreduce(torch.ones(1))
+        assert all(each.wait(BOUND.total_seconds()) for each in heard)
+        late.allreduce(torch.ones(1)).wait()
+        work.wait()
+        assert [each.should_commit() for each in (early, late)] == [True, True]
+    (line,) = (message for message in caplog.messages if "waiting for a reduction" in message)
+    who = r"computes:[0-9a-f]{8} at localhost:\d+ \(step 1, busy with its own part of the step for \d+ s\)"
+    assert re.search(rf"waiting for a reduction for \d s: step 1: waits for {who}", line), line
+    assert re.search(rf"job default: waiting for \d s: step 1: waits for {who}", caplog.text)

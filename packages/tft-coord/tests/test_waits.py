@@ -1,0 +1,205 @@
+"""When a wait is said, and for whom: the decisions of both logs, without a clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from tft_coord.core import effects, events
+from tft_coord.core.group import GroupCore
+from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
+from tft_coord.core.names import base_name, shorten
+from tft_coord.core.progress import Phase, Progress
+from tft_coord.core.types import Hello, Member, Purpose, QuorumKey, RankRequest, WaitsFor
+from tft_coord.core.waits import Notice, WaitNotice
+from tft_coord.timeouts import Timeouts
+
+UUID = "0f3a9c1d-1234-4abc-8def-0123456789ab"
+
+
+def test_a_uuid_is_cut_and_other_words_are_not() -> None:
+    assert shorten(f"replica_1:{UUID} was lost, {UUID}") == "replica_1:0f3a9c1d was lost, 0f3a9c1d"
+    assert shorten("a-b-c-d-e: step 4 of host-1-2-3-4") == "a-b-c-d-e: step 4 of host-1-2-3-4"
+
+
+@pytest.mark.parametrize(
+    ("replica_id", "name"), [(f"replica_1:{UUID}", "replica_1"), (UUID, ""), ("replica_1", ""), ("a:1", "")]
+)
+def test_the_name_that_a_user_gave(replica_id: str, name: str) -> None:
+    assert base_name(replica_id) == name
+
+
+def said(looks: list[tuple[int, int | None]]) -> list[tuple[int, Notice]]:
+    """The lines of one waiter. Args: looks: (when, since when it waits)."""
+    notice = WaitNotice()
+    found = ((now_ms, notice.look(since_ms, now_ms)) for now_ms, since_ms in looks)
+    return [(now_ms, line) for now_ms, line in found if line is not None]
+
+
+def test_a_wait_is_said_after_5_s_after_30_s_then_each_minute_and_at_its_end() -> None:
+    looks = [(now_ms, 1_000) for now_ms in range(1_000, 160_000, 1_000)] + [(160_000, None), (161_000, None)]
+    assert said(looks) == [
+        (6_000, Notice(5)),
+        (31_000, Notice(30)),
+        (91_000, Notice(90)),
+        (151_000, Notice(150)),
+        (160_000, Notice(159, is_over=True)),
+    ]
+
+
+def test_a_short_wait_is_never_said() -> None:
+    assert said([(now_ms, now_ms // 4_000 * 4_000) for now_ms in range(0, 60_000, 500)]) == []
+
+
+def test_a_look_that_comes_late_says_one_line() -> None:
+    assert said([(0, 0), (100_000, 0), (101_000, 0)]) == [(100_000, Notice(100))]
+
+
+def test_a_beat_that_jitters_is_no_new_wait() -> None:
+    looks = [(now_ms, 1_000 + now_ms % 700) for now_ms in range(1_000, 20_000, 900)]
+    assert len(said(looks)) == 1
+
+
+def test_the_next_wait_begins_anew() -> None:
+    looks: list[tuple[int, int | None]] = [(0, 0), (6_000, 0), (7_000, 7_000), (8_000, 7_000), (12_500, 7_000)]
+    assert said(looks) == [(6_000, Notice(6)), (7_000, Notice(7, is_over=True)), (12_500, Notice(5))]
+
+
+# --- the lighthouse ----------------------------------------------------------------------------------------------
+
+
+class Table:
+    """A lighthouse with two members, which have a quorum."""
+
+    def __init__(self, min_replicas: int = 1) -> None:
+        self.now_ms = 0
+        self.core = LighthouseCore(
+            LighthouseConfig(min_replicas),
+            started_ms=1_000,
+            cluster_id="c",
+            nonces=lambda: 1,
+            now_ms=0,
+        )
+        for stream, name in enumerate(("a", "b"), start=1):
+            hello = Hello("job", name, 10, f"{name}-host:1", ready=True)
+            self.handle(events.HelloReceived(stream, hello))
+        self.now_ms = 1_000
+        self.ask(1, "a", 1)
+        self.ask(2, "b", 1)
+
+    def handle(self, event: events.LighthouseEvent) -> list[effects.LighthouseEffect]:
+        return self.core.handle(event, self.now_ms, 1_000_000 + self.now_ms)
+
+    def ask(self, stream: int, name: str, request: int) -> None:
+        self.handle(events.QuorumRequested(stream, request, Member(name, address=f"{name}-host:1"), None))
+
+    def beat(self, stream: int, phase: Phase, since_ms: int, step: int = 7) -> None:
+        self.handle(events.BeatReceived(stream, 0, Progress(step, phase, since_ms)))
+
+    def run(self, until_ms: int, *beats: tuple[int, Phase, int]) -> list[tuple[int, object]]:
+        """Look once a second; each beat is (stream, phase, when that phase began)."""
+        out: list[tuple[int, object]] = []
+        while self.now_ms < until_ms:
+            self.now_ms += 1_000
+            for stream, phase, began_ms in beats:
+                self.beat(stream, phase, self.now_ms - began_ms)
+            self.core.tick(self.now_ms, 1_000_000 + self.now_ms)
+            out += [(self.now_ms, order) for order in self.core.look_at_waits(self.now_ms)]
+        return out
+
+
+def test_with_two_replicas_the_missing_one_is_named_with_its_place_and_address() -> None:
+    table = Table()
+    key = table.core.quorum("job")
+    assert key is not None
+    table.now_ms = 2_000
+    member = Member("a", address="a-host:1", step=1)
+    table.handle(events.QuorumRequested(1, 2, member, key.key))
+    orders = table.run(40_000, (1, Phase.WAITING, 2_000), (2, Phase.OUTSIDE, 1_500))
+    told = [order for _, order in orders if isinstance(order, effects.TellWait)]
+    assert {order.stream for order in told} == {1}  # who waits, and nobody else
+    sentence = (
+        "1 of 2 healthy replicas have asked, and a majority is needed; not asked: b at b-host:1 (step 7, between this "
+        "step and the next for 5 s); ends when it asks or is lost"
+    )
+    lines = [(now_ms, order) for now_ms, order in orders if isinstance(order, effects.WaitNoticed)]
+    assert lines[0] == (7_000, effects.WaitNoticed("job", 5, False, sentence))
+    assert [(now_ms, line.seconds) for now_ms, line in lines] == [(7_000, 5), (32_000, 30)]
+    assert "b at b-host:1" in table.core.wait_sentence("job", table.now_ms)
+    table.handle(events.QuorumRequested(2, 2, Member("b", address="b-host:1", step=1), key.key))
+    (over,) = [order for _, order in table.run(41_000) if isinstance(order, effects.WaitNoticed)]
+    assert over.is_over
+
+
+def test_a_member_that_was_lost_is_named_where_too_few_are_left() -> None:
+    table = Table(min_replicas=2)
+    table.handle(events.DeathReported(2, "its process ended"))
+    table.ask(1, "a", 2)
+    table.now_ms = 9_000
+    sentence = table.core.wait_sentence("job", table.now_ms)
+    assert "b at b-host:1 (lost 8 s ago: its manager server reports: its process ended)" in sentence
+    assert "--min-replicas is lowered" in sentence
+
+
+def test_who_waits_in_a_reduction_is_told_who_is_not_in_it() -> None:
+    table = Table()
+    orders = table.run(9_000, (1, Phase.REDUCING, 2_000), (2, Phase.OWN, 1_000))
+    (line,) = [order for _, order in orders if isinstance(order, effects.WaitNoticed)]
+    assert "waits for b at b-host:1 (step 7, busy with its own part of the step for 6 s)" in line.sentence
+    assert {order.stream for _, order in orders if isinstance(order, effects.TellWait)} == {1}
+
+
+def test_a_job_whose_steps_are_short_tells_and_says_nothing() -> None:
+    table = Table()
+    for _ in range(60):
+        assert table.run(table.now_ms + 1_000, (1, Phase.REDUCING, table.now_ms), (2, Phase.OWN, table.now_ms)) == []
+
+
+# --- the manager server ------------------------------------------------------------------------------------------
+
+
+def group(world_size: int) -> GroupCore:
+    core = GroupCore(
+        replica_id=f"r:{UUID}", address="r:1", store_address="s:1", world_size=world_size, timeouts=Timeouts()
+    )
+    for rank in range(world_size):
+        core.handle(events.RankConnected(rank, rank + 1, 1), 0)
+    return core
+
+
+def asked(core: GroupCore, rank: int, now_ms: int) -> None:
+    request = RankRequest(step=3, lineage=None, checkpoint_metadata="", attempt=1)
+    core.handle(events.RankAsked(rank, 10 + rank, request, 60_000), now_ms)
+
+
+def test_the_error_at_the_deadline_says_what_the_lighthouse_has_said() -> None:
+    core = group(1)
+    asked(core, 0, 0)
+    told = core.handle(events.WaitTold("not asked: b at b-host:1"), 3_000)
+    assert told == [effects.TellRank(0, WaitsFor("not asked: b at b-host:1"))]
+    failed = [order for order in core.tick(60_000) if isinstance(order, effects.FailRank)]
+    assert [order.message for order in failed] == [
+        "got no quorum in time; the lighthouse says: not asked: b at b-host:1"
+    ]
+    asked(core, 0, 61_000)  # what was said of the last wait says nothing of this one
+    (failed_again,) = [order for order in core.tick(130_000) if isinstance(order, effects.FailRank)]
+    assert "tft doctor" in failed_again.message
+
+
+def test_a_rank_that_waits_for_others_of_its_group_is_told_for_which() -> None:
+    core = group(2)
+    asked(core, 0, 0)
+    core.handle(events.RankProgressed(1, Progress(3, Phase.OWN, 4_000)), 5_000)
+    waits = Progress(3, Phase.WAITING, 5_000, excused=True)
+    sentence = (
+        "1 of 2 ranks of this group have not asked for the quorum: rank 1 (step 3, busy with its own part of the step "
+        "for 4 s)"
+    )
+    assert core.handle(events.RankProgressed(0, waits), 5_000) == [effects.TellRank(0, WaitsFor(sentence))]
+
+
+def test_a_rank_that_waits_for_a_vote_is_told_who_has_not_voted() -> None:
+    core = group(2)
+    core.handle(events.RankVoted(0, 5, QuorumKey(1, 1), 3, Purpose.COMMIT, True, 60_000, False), 0)
+    (told,) = core.handle(events.RankProgressed(0, Progress(3, Phase.WAITING, 4_000)), 4_000)
+    assert isinstance(told, effects.TellRank)
+    assert told.news == WaitsFor("1 of 2 ranks of this group have not voted: rank 1 (has said nothing yet)")
