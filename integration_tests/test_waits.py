@@ -54,7 +54,7 @@ def said() -> Iterator[Said]:
         logger.removeHandler(handler)
 
 
-def manager(lighthouse: LighthouseServer, name: str, **settings: timedelta) -> Manager:
+def manager(lighthouse: LighthouseServer, name: str, quorum_timeout: timedelta | None = None) -> Manager:
     return Manager(
         ProcessGroupGloo(timeout=BOUND),
         lambda _: None,
@@ -63,7 +63,8 @@ def manager(lighthouse: LighthouseServer, name: str, **settings: timedelta) -> M
         lighthouse_addr=lighthouse.address,
         hostname="localhost",
         init_sync=False,
-        **{"timeout": BOUND, **settings},
+        timeout=BOUND,
+        quorum_timeout=quorum_timeout,
     )
 
 
@@ -87,14 +88,14 @@ def test_one_of_two_that_does_not_come_is_named_everywhere(caplog: pytest.LogCap
         with pytest.raises(DeadlinePassed) as raised:
             early.wait_quorum()
         with LighthouseClient(lighthouse.address, BOUND) as client:
-            heard = said("tft_lighthouse", "is over after")
+            heard, over = (said(name, "is over after") for name in ("tft_lighthouse", "tft_algos.manager"))
             early.start_quorum()
             doctor = ""
             while "not asked" not in doctor and not heard.is_set():
                 doctor = client.describe(BOUND).jobs[0].waiting_for
         late.start_quorum()
         early.wait_quorum()
-        assert heard.wait(BOUND.total_seconds())
+        assert all(each.wait(BOUND.total_seconds()) for each in (heard, over))
     unique = late.replica_id.split(":")[1][:8]
     place = rf"evaluates:{unique} at localhost:\d+ \(step 0, between this step and the next for \d+ s\)"
     sentence = rf"1 of min_replicas 2 have asked; not asked: {place}; ends when another replica asks, or --min-replicas"
@@ -109,10 +110,10 @@ def test_one_of_two_that_does_not_come_is_named_everywhere(caplog: pytest.LogCap
     assert len(of_lighthouse) == 1, lines
     assert not any(line.startswith("[evaluates") for line in lines), "who evaluates waits for nobody"
     assert re.search(rf"waiting for \d s: {sentence}", of_lighthouse[0])
-    over = [record.getMessage() for record in caplog.records if "is over after" in record.getMessage()]
-    assert any(line.startswith("[early") and "the wait for a quorum is over after" in line for line in over), over
-    assert any(line.startswith("job default: the wait is over after") for line in over), over
-    assert not any(UUID.search(line) for line in lines + over)
+    ends = [record.getMessage() for record in caplog.records if "is over after" in record.getMessage()]
+    assert any(line.startswith("[early") and "the wait for a quorum is over after" in line for line in ends), ends
+    assert any(line.startswith("job default: the wait is over after") for line in ends), ends
+    assert not any(UUID.search(line) for line in lines + ends)
 
 
 def test_a_reduction_that_waits_names_who_is_not_in_it(caplog: pytest.LogCaptureFixture, said: Said) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from tft_coord.core import effects, events
@@ -28,7 +30,7 @@ def test_the_name_that_a_user_gave(replica_id: str, name: str) -> None:
     assert base_name(replica_id) == name
 
 
-def said(looks: list[tuple[int, int | None]]) -> list[tuple[int, Notice]]:
+def said(looks: Sequence[tuple[int, int | None]]) -> list[tuple[int, Notice]]:
     """The lines of one waiter. Args: looks: (when, since when it waits)."""
     notice = WaitNotice()
     found = ((now_ms, notice.look(since_ms, now_ms)) for now_ms, since_ms in looks)
