@@ -39,7 +39,6 @@ def main(folder: Path) -> None:
         Optimizer(manager, adam),
         DataLoader(endless(Share(replica(), folder)), batch_size=8),
     )
-    # [loop]
     for tokens in loader:
         optimizer.zero_grad()  # starts the quorum, so it stands before the forward pass
         loss = loss_of(model(tokens), tokens)
@@ -48,18 +47,14 @@ def main(folder: Path) -> None:
         optimizer.step()  # steps if the step commits
         if manager.verdict:  # it did
             schedule.step()  # not prepared: accelerate would step it in any case
-            # [report]
             with torch.no_grad():
                 print_step(manager, manager.current_step(), loss_of(net(held_out), held_out).item())
-            # [stop]
         if manager.left or manager.current_step() >= STEPS:
             break
-    # [digest]
-    print_end(manager, schedule.last_epoch, net.state_dict(), adam.state_dict())
-    # [shutdown]
     manager.leave()
     manager.shutdown()
     # [end]
+    print_end(manager, schedule.last_epoch, net.state_dict(), adam.state_dict())
 
 
 if __name__ == "__main__":

@@ -73,13 +73,9 @@ def main(folder: Path, *flags: str) -> None:
     )
     # [report]
     trainer.add_callback(Report(manager))
-    # [train]
     trainer.train(resume_from_checkpoint="--resume" in flags)
-    # [digest]
     print_end(manager, trainer.state.global_step, model.state_dict(), trainer.optimizer.state_dict())
-    # [shutdown]
     manager.shutdown()
-    # [end]
 
 
 if __name__ == "__main__":

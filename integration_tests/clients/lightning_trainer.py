@@ -79,16 +79,12 @@ def main(folder: Path, *flags: str) -> None:
     )
     # [report]
     trainer.callbacks.append(Report(manager))
-    # [fit]
     loader = DataLoader(Share(replica(), folder), batch_size=4, shuffle=True)
     validation: Any = DataLoader(list(sequences(64, seed=0)), batch_size=64)  # type: ignore[arg-type]
     resumed = folder / "checkpoints" / f"step={STEPS - 20}.ckpt" if "--resume" in flags else None
     trainer.fit(module, loader, validation, ckpt_path=resumed)
-    # [digest]
     print_end(manager, trainer.global_step, module.state_dict(), trainer.optimizers[0].state_dict())
-    # [shutdown]
     manager.shutdown()
-    # [end]
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ def main(folder: Path) -> None:
     adam = torch.optim.AdamW(net.parameters(), lr=0.02)
     schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 1 - step / STEPS)
     validation = sequences(64, seed=0)
+    # [loop]
     manager = Manager(pg=ProcessGroupGloo(), replica_id=f"replica_{replica()}", min_replica_size=1)
     for name, part in (("model", net), ("optimizer", adam), ("scheduler", schedule)):
         manager.register_state_dict_fn(name, part.load_state_dict, part.state_dict)
@@ -52,13 +53,14 @@ def main(folder: Path) -> None:
             if optimizer.step():
                 schedule.step()
                 checkpoint.save_if_due()
-                with torch.no_grad():
+                with torch.no_grad():  # on every replica, after the same steps
                     print_step(manager, manager.current_step(), loss_of(net(validation), validation).item())
             if manager.current_step() >= STEPS or manager.left:
                 break
-    print_end(manager, schedule.last_epoch, net.state_dict(), adam.state_dict())
     manager.leave()
     manager.shutdown()
+    # [end]
+    print_end(manager, schedule.last_epoch, net.state_dict(), adam.state_dict())
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[dict[int, str], dict[int, str
     """The losses that it printed since it was read last, by step: with two participants, and alone; its last line."""
     output, _ = process.communicate(timeout=SECONDS_TO_END)
     assert process.returncode == 0, output
+    assert "fork_posix" not in output, "a forked worker is silent"
     together, alone = (
         {int(step): loss for step, loss in re.findall(rf"^step (\d+) participants {number} loss (\S+)$", output, re.M)}
         for number in (2, 1)

@@ -118,7 +118,8 @@ def _check(args: TrainingArguments, state: TrainerState, optimizer: Any) -> None
             f"the Trainer runs {args.world_size} processes; start each replica as one process, without torchrun"
         )
     if not isinstance(optimizer, AcceleratedOptimizer) or hasattr(optimizer.optimizer, "train"):
-        raise Unsupported(f"the Trainer's optimizer is a {type(optimizer).__name__}, which can't wait for a commit")
+        name = type(getattr(optimizer, "optimizer", optimizer)).__name__
+        raise Unsupported(f"the Trainer's optimizer is a {name}, which can't wait for a commit; use AdamW or SGD")
     if optimizer.scaler is not None:
         raise Unsupported("fp16 needs a gradient scaler, which would step without a commit; say bf16=True")
     if state.num_train_epochs < sys.maxsize:
