@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import json
 import struct
+import sys
 from typing import Any
 
 import numpy
