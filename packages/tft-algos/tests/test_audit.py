@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import parameters_to_vector
@@ -196,6 +196,23 @@ def test_one_warning_names_what_is_missing_and_the_steps_after_cost_nothing(rigs
         assert rig.step()
     assert len(caplog.messages) == 2
     assert len(taken) == 2
+    del wrapped
+
+
+def test_a_look_leaves_an_optimizer_without_state_as_it_was(rigs: Any) -> None:
+    """Torch makes a state by a step when it is asked for one, which the first step of the training would count."""
+    module = torch.nn.Linear(2, 2)
+    adam = torch.optim.AdamW(module.parameters())
+    rig = rigs(plan_of(), plan_of(2, step=1), registers=False, looks=True)
+    wrapped = Optimizer(rig.manager, adam)
+    rig.manager.register_state_dict_fn("m", print, module.state_dict)
+    rig.manager.register_state_dict_fn("o", print, lambda: get_optimizer_state_dict(module, adam))
+    assert rig.step()
+    assert not adam.state
+    module(torch.ones(1, 2)).sum().backward()
+    adam.step()
+    assert rig.step()
+    assert {float(entries["step"]) for entries in adam.state.values()} == {1.0}
     del wrapped
 
 

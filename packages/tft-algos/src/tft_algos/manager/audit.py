@@ -83,12 +83,17 @@ class StateAudit:
                 "train on with weights of its own, without an error; give Manager both load_state_dict and state_dict, "
                 "or call register_state_dict_fn before the first step"
             )
-        state = user.take()
-        self._check_travels(state)
-        self._check_coverage(state)
+        self._stateless = [ref for ref in self._optimizers if not _has_state(ref)]
+        try:
+            state = user.take()
+            self._check_travels(state)
+            self._check_coverage(state)
+        finally:
+            # Torch's get_optimizer_state_dict makes a state by a step, which would count in the bias corrections.
+            for optimizer in _living(self._stateless):
+                optimizer.state.clear()
         self._looked_at = now
         self._looked_at_step = core.step if is_news else None
-        self._stateless = [ref for ref in self._optimizers if not _has_state(ref)]
 
     def _is_due_again(self) -> bool:
         """Whether a step was committed since the first look, or an optimizer has made its state since the last one."""
