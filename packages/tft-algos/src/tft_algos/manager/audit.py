@@ -1,8 +1,8 @@
 """What this replica has registered, looked at before somebody needs it, and after it was loaded.
 
-In the first step, and whenever more was wrapped or registered since, the Manager looks whether the state can travel and
-whether what is trained stands in it. It looks once more when a step has been committed, because optimizers make their
-state in their first step. After a recovery it compares what was loaded with what was received.
+Before the first step, and whenever more was wrapped or registered since, the Manager looks whether the state can travel
+and whether what is trained stands in it. It looks once more when a step has been committed, because optimizers make
+their state in their first step. After a recovery it compares what was loaded with what was received.
 
 Law of this file: when the user's state is looked at, and who is told; it changes nothing but tensors of an optimizer
 that were loaded in another dtype than they came in. What is compared, and how, stands in `coverage` and `divergence`.
@@ -68,8 +68,8 @@ class StateAudit:
     def step_begins(self) -> None:
         """Look at the state, if a look is due.
 
-        Raises: SettingError: something is wrapped and nothing registered. StateUnavailable: a leaf can't travel, or a
-            state function raises.
+        Raises: SettingError: the first step is over, something is wrapped and nothing registered. StateUnavailable: a
+            leaf can't travel, or a state function raises.
         """
         user, core = self._shared.user_state, self._shared.core
         now = len(self._wrapped), len(user.names)
@@ -77,11 +77,13 @@ class StateAudit:
         if not (is_news or self._is_due_again()) or core.torn or not user.readable:
             return
         if self._wrapped and not user.names:
+            if core.name.attempt == 0:
+                return  # state may be registered when the first step is over, see `Manager.register_state_dict_fn`
             raise SettingError(
                 f"replica {self._shared.coordinator.replica_id}, rank {self._shared.config.rank}, trains "
                 f"{shortened(self._wrapped)}, and no state is registered at its Manager, so a replica that joins would "
                 "train on with weights of its own, without an error; give Manager both load_state_dict and state_dict, "
-                "or call register_state_dict_fn before the first step"
+                "or call register_state_dict_fn before the second step"
             )
         self._stateless = [ref for ref in self._optimizers if not _has_state(ref)]
         try:

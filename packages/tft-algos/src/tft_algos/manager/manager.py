@@ -358,10 +358,10 @@ class Manager:
             use_async_quorum: of this step, the same on every replica; None: the config's. A strategy whose members heal
                 while they already give zeros says True, whatever the config says.
         Raises: Closed. LeftJob, a SystemExit: this replica has left. SettingError: timeout is no timedelta above zero
-            and of at most a week, an argument is no bool, or a model or an optimizer is wrapped and no state is
-            registered. StateUnavailable, in the first steps: the registered state can't travel, or a state_dict raises.
-            In these cases nothing has begun. Synchronous: what the quorum raised; the Manager stays usable.
-            Asynchronous: nothing else, it is recorded, and should_commit raises it if this process can't go on.
+            and of at most a week, an argument is no bool, or the first step is over, a model or an optimizer is wrapped
+            and no state is registered. StateUnavailable, in the first steps: the registered state can't travel, or a
+            state_dict raises. In these cases nothing has begun. Synchronous: what the quorum raised; the Manager stays
+            usable. Asynchronous: nothing else, it is recorded, and should_commit raises it if this process can't go on.
         """
         self._check_open()
         self.raise_if_left()
