@@ -1,0 +1,102 @@
+"""Which tensors of a wrapped model or optimizer a state lacks; copies of them are no fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.nn.utils import parameters_to_vector
+
+from tft_algos.manager.coverage import held_by_models, held_by_optimizers, shortened, uncovered
+from tft_ckpt import LocalShard, Placement, Sharding
+
+
+def model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+
+
+def trained(kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model, and an optimizer that has made a step."""
+    module = model()
+    optimizer = kind(module.parameters(), lr=0.01)  # type: ignore[call-arg]
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return module, optimizer
+
+
+def lacking(module: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> list[str]:
+    held = held_by_models([module])
+    return uncovered([*held, *held_by_optimizers([optimizer], held)], state)
+
+
+def test_a_forgotten_model_optimizer_or_buffer_is_named() -> None:
+    module, adam = trained()
+    whole = {"m": module.state_dict(), "o": adam.state_dict()}
+    assert lacking(module, adam, whole) == []
+    moments = [f"AdamW.{key} of Sequential.{name}" for name, _ in module.named_parameters() for key in adam_keys()]
+    assert lacking(module, adam, {"m": module.state_dict()}) == moments
+    buffers = {"Sequential.1.running_mean", "Sequential.1.running_var", "Sequential.1.num_batches_tracked"}
+    assert set(lacking(module, adam, whole | {"m": dict(module.named_parameters())})) == buffers
+    assert "Sequential.0.weight" in lacking(module, adam, {"o": adam.state_dict()})
+    assert len(lacking(module, adam, {})) == len(moments) + 7
+
+
+def adam_keys() -> list[str]:
+    return ["step", "exp_avg", "exp_avg_sq"]
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda m: {k: v.clone() for k, v in m.state_dict().items()},
+        lambda m: {k: v.double() for k, v in m.state_dict().items()},
+        lambda m: get_model_state_dict(m),
+        lambda m: {k: v.numpy().copy() for k, v in m.state_dict().items()},
+        lambda m: {k: sharded(v) for k, v in m.state_dict().items()},
+        lambda m: {"parameters": parameters_to_vector(m.parameters()), "buffers": [b.clone() for b in m.buffers()]},
+        lambda m: {"saved": bytes(10_000)},
+        lambda m: {"views": [v.view(-1)[:1] for v in m.state_dict().values()]},
+    ],
+    ids=["copies", "other dtype", "torch's own", "numpy", "shards", "one vector", "bytes", "views"],
+)
+def test_copies_raise_no_false_alarm(take: Callable[[torch.nn.Module], dict[str, Any]]) -> None:
+    module, adam = trained()
+    assert lacking(module, adam, {"m": take(module), "o": adam.state_dict()}) == []
+
+
+def sharded(whole: torch.Tensor) -> LocalShard:
+    """What one of two processes has of a tensor, if it has a dimension to be cut, in memory of its own."""
+    how = Placement(0 if whole.dim() else None)
+    local = whole.clone().chunk(2)[0].clone() if whole.dim() else whole.clone()
+    return LocalShard(local, Sharding(tuple(whole.shape), tuple(whole.stride()), (how,), (2,), None, (0,)))
+
+
+def test_what_no_state_dict_holds_is_not_missed() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LazyLinear(3))
+    module.register_buffer("mask", torch.ones(5), persistent=False)
+    module.register_buffer("nothing", None)
+    module.register_buffer("empty", torch.ones(0))
+    module.register_buffer("sparse", torch.eye(7).to_sparse())
+    held = held_by_models([module])
+    assert uncovered(held, {"m": dict(module[0].named_parameters())}) == []
+    assert {one.name for one in held} >= {"Sequential.0.weight", "Sequential.empty"}
+    tied = torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)])
+    tied[1].weight = tied[0].weight
+    assert uncovered(held_by_models([tied]), {"w": tied[1].weight}) == []
+
+
+def test_parameters_that_only_an_optimizer_has_are_looked_for_too() -> None:
+    lone = torch.nn.Parameter(torch.ones(3))
+    sgd = torch.optim.SGD([lone])
+    assert uncovered(held_by_optimizers([sgd], []), {}) == ["SGD.params[0]"]
+    assert uncovered(held_by_optimizers([sgd], []), {"lone": lone}) == []
+    assert not sgd.state, "looking makes no state"
+
+
+def test_few_names_are_told_and_how_many_more() -> None:
+    assert shortened(list("abcde")) == "a, b, c, d, e"
+    assert shortened(list("abcdefg")) == "a, b, c, d, e and 2 more"
