@@ -208,7 +208,7 @@ def test_a_division_that_fails_costs_one_step(rigs: Any, monkeypatch: pytest.Mon
         raise RuntimeError("no such thing can be divided")
 
     rig.manager.start_quorum()
-    work = rig.manager.allreduce(torch.ones(2))
+    work = rig.manager.allreduce(torch.ones(2), weight=3)
     monkeypatch.setattr(reduction, "changing", changing)
     assert not work.wait()
     assert "no such thing" in str(rig.manager.errored())

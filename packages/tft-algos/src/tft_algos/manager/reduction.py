@@ -361,6 +361,8 @@ class Reduction(dist.Work):
 
     def _divide(self) -> Exception | None:
         """Raises nothing: whoever waits only goes on."""
+        if self._divide_by == 1 and self._into is self._tensor:
+            return None
         try:
             with changing(self._into):
                 if isinstance(self._divide_by, Denominator):
