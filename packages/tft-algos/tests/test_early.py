@@ -290,7 +290,7 @@ def test_after_a_loss_memory_is_made_ready_for_who_comes_back(rigs: Any, monkeyp
     rig = rigs(plan_of(7, size=2), KEY, KEY, KEY, KEY)
     rig.step()
     rig.step()
-    rig.coordinator.listener(LossNotice(KEY, "replica_1", 1, "can't use its process group", lives=True))
+    rig.coordinator.listener(LossNotice(KEY, "replica_1", 1, "asks for a new process group", lives=True))
     rig.step()
     assert prepared == [], "who lives needs no state"
     rig.coordinator.listener(LossNotice(KEY, "replica_1", 1, "its stream broke"))

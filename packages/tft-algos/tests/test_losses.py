@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Any
 
@@ -51,6 +52,34 @@ def test_after_a_loss_nothing_is_started_in_that_quorum(rigs: Any, caplog: pytes
     assert not rig.manager.should_commit()
     says = "quorum 7.0000000000000007 is broken: replica replica_1 was lost (its manager server reports: killed)"
     assert says in caplog.text
+
+
+def test_one_loss_is_one_line_with_short_ids(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Each failure stood twice, with 450 characters and UUIDs in it."""
+    caplog.set_level(logging.INFO)
+    rig = rigs(plan_of(7, size=2))
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    rig.coordinator.listener(loss(7, "victim:0f3a9c1d-1234-4abc-8def-0123456789ab"))
+    assert not rig.manager.allreduce(torch.ones(2)).wait()
+    assert not rig.manager.should_commit()
+    lines = [message for message in caplog.messages if "victim" in message]
+    assert lines == [
+        "[replica_0/0 - step 0] quorum 7.0000000000000007 is broken: replica victim:0f3a9c1d was lost (its manager "
+        "server reports: killed); what runs in it is ended"
+    ]
+    assert "should_commit=False enough_replicas=True errored=the broken quorum" in caplog.text
+
+
+def test_who_ends_does_not_blame_who_survives(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Its own end fails the survivor's reduction, and the survivor asks for a new process group."""
+    rig = rigs(plan_of(7, size=2))
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    rig.manager.shutdown()
+    wants = LossNotice(QuorumKey(7, 7), "replica_1", 1, "asks for a new process group", lives=True)
+    rig.coordinator.listener(wants)
+    assert not [record for record in caplog.records if record.levelno >= logging.INFO and "replica_1" in record.message]
 
 
 def test_a_reduction_that_had_its_data_commits_although_its_quorum_broke(rigs: Any) -> None:
@@ -191,7 +220,7 @@ def test_a_transfer_ends_when_its_last_source_is_lost_and_not_before(rigs: Any, 
     def tell() -> None:
         transport.receiving.wait()
         for name in ("replica_1", "replica_2"):  # they live, and serve on
-            rig.coordinator.listener(LossNotice(QuorumKey(7, 7), name, 1, "can't use its process group", lives=True))
+            rig.coordinator.listener(LossNotice(QuorumKey(7, 7), name, 1, "asks for a new process group", lives=True))
         rig.coordinator.listener(loss(7, "replica_1"))
         join_breakers()
         still_receiving.append(any(thread.name == "tft-heal" for thread in threading.enumerate()))

@@ -288,7 +288,7 @@ class TestUnchanged:
         ("change", "reason"),
         [
             ({"commit_failures": 1}, "b failed to commit (1 in a row)"),
-            ({"needs_configure": True}, "b can't use its process group"),
+            ({"needs_configure": True}, "b asks for a new process group"),
             ({"address": "b:2"}, "b has other addresses or another world size"),
             ({"world_size": 3}, "b has other addresses or another world size"),
         ],
@@ -563,7 +563,7 @@ class TestLossNotices:
 
     def test_who_says_that_it_cant_go_on_is_told_of_to_the_others_once(self) -> None:
         table, key = self.of_three()
-        left = LossNotice(key, "b", 1, "can't use its process group", lives=True)
+        left = LossNotice(key, "b", 1, "asks for a new process group", lives=True)
         assert told(table.ask("b", 5, live=True, commit_failures=1, needs_configure=True)) == {1: [left], 3: [left]}
         # With a thousand members everyone would say so a moment later; one notice is enough.
         assert told(table.ask("a", 5, live=True, commit_failures=1, needs_configure=True)) == {}

@@ -89,6 +89,12 @@ def every_case(ids: tuple[str, ...]) -> Iterator[Situation]:
                 )
 
 
+def test_where_a_member_is_gone_the_survivors_are_not_blamed() -> None:
+    previous = Quorum(QuorumKey(1, 1), (Member("a"), Member("b")), 0)
+    after = (Member("a", commit_failures=1, needs_configure=True),)
+    assert reason_for_new_id(previous, after, None) == "b is gone"
+
+
 def test_every_case_of_three_replicas() -> None:
     formed = waited = 0
     for situation in every_case(("a", "b", "c")):
@@ -219,7 +225,7 @@ def test_why_an_id_rises(after: tuple[str, ...], broken: str | None, reason: str
         (Member("b", world_size=2), "b has other addresses or another world size"),
         (Member("b", reconfigure_handles=("x",)), "b has other addresses or another world size"),
         (Member("b", commit_failures=2), "b failed to commit (2 in a row)"),
-        (Member("b", needs_configure=True), "b can't use its process group"),
+        (Member("b", needs_configure=True), "b asks for a new process group"),
     ],
 )
 def test_what_a_member_may_change_without_a_new_id(changed: Member, reason: str | None) -> None:

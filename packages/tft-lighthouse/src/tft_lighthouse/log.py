@@ -5,14 +5,14 @@ Law of this file: sentences from the core's effects, given to the logger; nothin
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Final, final
 
 from tft_coord.core.effects import QuorumFormed, ReplicaLeft, ReplicaLost, WaitNoticed
 from tft_coord.core.types import Member, Quorum, Refusal
+from tft_coord.logs import logger_for_people
 
-logger = logging.getLogger("tft_lighthouse")
+logger = logger_for_people("tft_lighthouse")
 
 MEMBERS_SAID: Final = 50  # of a quorum of thousands
 AGAIN_S: Final = 60.0

@@ -649,7 +649,7 @@ class Manager:
             self._quorum_broke(news)
 
     def _quorum_broke(self, notice: LossNotice) -> None:
-        self._reports.log(logging.WARNING, "%s; what runs in it is ended", notice)
+        self._reports.quorum_broke(notice, is_closing=self._closing.is_set())
         self._breaker.break_quorum(notice.key)
         self._exchange.source_lost(notice)
 
@@ -738,7 +738,7 @@ class Manager:
                 logging.INFO,
                 "should_commit=False enough_replicas=%s errored=%s",
                 vote.enough_replicas,
-                vote.error,
+                "the broken quorum" if self._reports.follows_from_a_loss(vote.error) else vote.error,
             )
         try:
             return self._coordinator.vote(

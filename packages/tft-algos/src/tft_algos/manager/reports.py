@@ -13,7 +13,7 @@ from tft_algos.manager.attempt import Attempt, StepName
 from tft_algos.manager.core import StepCore
 from tft_algos.manager.records import Records
 from tft_coord.core.names import shorten
-from tft_coord.core.types import QuorumKey
+from tft_coord.core.types import LossNotice, QuorumKey
 from tft_coord.errors import GroupLost
 
 logger = logging.getLogger("tft_algos.manager")
@@ -35,6 +35,7 @@ class Reports:
         self.lock = threading.Lock()
         self.records = Records(job_id=job_id, replica_id=replica_id, rank=rank)
         self._core = core
+        self._loss = ""  # the last one that was logged
         self._who = f"{shorten(replica_id)}/{rank}"
 
     def log(self, level: int, message: str, *args: object) -> None:
@@ -51,10 +52,24 @@ class Reports:
         self.records.error(name or self._core.name, error, counts=counts)
         if counts:
             # One loss fails hundreds of reductions, each with the same words; the records have them all.
-            level = logging.WARNING if is_first else logging.DEBUG
+            is_news = is_first and not self.follows_from_a_loss(error)
+            level = logging.WARNING if is_news else logging.DEBUG
             self.log(level, "this step will not commit: %s", error)
         else:
             self.log(logging.WARNING, "an error of %s came when that was over: %s", name or "a step", error)
+
+    def quorum_broke(self, notice: LossNotice, *, is_closing: bool) -> None:
+        """Log, once, that the quorum in which this replica trains can't go on. What fails by it is not logged again.
+
+        `is_closing`: this replica ends, and breaks the quorum itself, whatever the others say of one another.
+        """
+        self._loss = str(notice)
+        level = logging.INFO if notice.lives else logging.WARNING
+        self.log(logging.DEBUG if is_closing else level, "%s; what runs in it is ended", notice)
+
+    def follows_from_a_loss(self, error: Exception | None) -> bool:
+        """Whether an error only repeats the last loss."""
+        return bool(self._loss) and self._loss in str(error)
 
     def no_quorum(self, error: Exception, *, others_go_on: bool) -> None:
         """The step has no quorum. `others_go_on`: see `StepCore.quorum_failed`."""
@@ -107,4 +122,4 @@ class Reports:
 
     def _tell(self, level: int, error: Exception, message: str, *args: object) -> None:
         self.records.error(self._core.name, error, counts=True)
-        self.log(level, message, *args)
+        self.log(logging.DEBUG if self.follows_from_a_loss(error) else level, message, *args)

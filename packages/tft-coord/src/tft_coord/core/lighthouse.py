@@ -812,7 +812,7 @@ class Job:
         out: list[effects.LighthouseEffect] = []
         for replica in members:
             if replica not in without and replica.request is not None and replica.request.member.needs_configure:
-                why = "can't use its process group"
+                why = "asks for a new process group"
                 out += self._break_quorum(replica.replica_id, replica.session, why, lives=True)
         for replica in without:
             request = replica.request
@@ -853,7 +853,7 @@ class Job:
             out += self._break_quorum(replica.replica_id, replica.session, "does not hold it", lives=True)
         elif member.needs_configure and event.held == self._previous_key:
             # The others may wait for it in a rendezvous or a reduction that it has left.
-            out += self._break_quorum(replica.replica_id, replica.session, "can't use its process group", lives=True)
+            out += self._break_quorum(replica.replica_id, replica.session, "asks for a new process group", lives=True)
         if replica.replica_id in self._members:
             self._asked_since.add(replica.replica_id)
         if event.held is not None and (replica.held is None or event.held > replica.held):

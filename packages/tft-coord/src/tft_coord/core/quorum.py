@@ -164,7 +164,8 @@ def reason_for_new_id(
     gone = [replica_id for replica_id in before if replica_id not in after]
     reasons += [f"{replica_id} has left" if replica_id in left else f"{replica_id} is gone" for replica_id in gone]
     for replica_id in [replica_id for replica_id in after if replica_id in before]:
-        reasons += _changes(before[replica_id], after[replica_id])
+        # Where a member is gone, a step that failed at another is its consequence, and who survived is not to blame.
+        reasons += _changes(before[replica_id], after[replica_id], somebody_is_gone=bool(gone))
     if broken is not None and not reasons:
         reasons.append(broken)
     if len(reasons) > REASONS_SAID:
@@ -172,15 +173,17 @@ def reason_for_new_id(
     return ", ".join(reasons) if reasons else None
 
 
-def _changes(before: Member, after: Member) -> list[str]:
+def _changes(before: Member, after: Member, *, somebody_is_gone: bool) -> list[str]:
     reasons = []
     if after.identity != before.identity:
         what = "has a newer session" if after.session != before.session else "has other addresses or another world size"
         reasons.append(f"{after.replica_id} {what}")
+    if somebody_is_gone:
+        return reasons
     if after.commit_failures > 0:
         reasons.append(f"{after.replica_id} failed to commit ({after.commit_failures} in a row)")
     if after.needs_configure:
-        reasons.append(f"{after.replica_id} can't use its process group")
+        reasons.append(f"{after.replica_id} asks for a new process group")
     return reasons
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import select
 import signal
@@ -22,6 +23,7 @@ from contextlib import suppress
 from typing import Final
 
 from tft_coord.errors import CoordinationError
+from tft_coord.logs import configure_process
 from tft_coord.manager_server.config import ManagerServerConfig
 from tft_coord.manager_server.shell import ManagerServerShell
 
@@ -41,6 +43,7 @@ def main(settings: str, report_fd: int, link_fd: int, parent_pid: int) -> None:
     # Whoever ends the trainers of a machine often signals all processes: the parent's end is the only one that counts.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    configure_process(logging.WARNING)
     asyncio.run(_serve(settings, report_fd, link_fd, parent_pid))
 
 

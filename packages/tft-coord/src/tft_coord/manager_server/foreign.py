@@ -9,7 +9,6 @@ Law of this file: two calls and their time; no decision.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from typing import Final, final
 
@@ -17,11 +16,12 @@ from tft_coord.core import events
 from tft_coord.core.foreign import CallQuorum, CancelCall, ForeignCore, ForeignEffect, LeftOut, TellGroup
 from tft_coord.core.session import SendRequest
 from tft_coord.core.types import Member, QuorumKey
+from tft_coord.logs import logger_for_people
 from tft_coord.rpc import grpc
 from tft_coord.timeouts import Timeouts
 from tft_coord.wire import codec, services
 
-logger = logging.getLogger(__name__)
+logger = logger_for_people(__name__)
 
 LOOK_AGAIN_MS: Final = 50  # whether a group that had not asked for anything has, and beats
 

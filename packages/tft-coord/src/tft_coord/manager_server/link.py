@@ -10,7 +10,6 @@ Law of this file: one stream, its channel, its timers; no decision about quorums
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import secrets
 import time
@@ -51,6 +50,7 @@ from tft_coord.core.session import (
 )
 from tft_coord.core.types import Member, Quorum, QuorumKey, Refusal
 from tft_coord.errors import ProtocolError, Unreachable
+from tft_coord.logs import logger_for_people
 from tft_coord.manager_server.foreign import ForeignConversation
 from tft_coord.rpc import grpc
 from tft_coord.security import call_metadata
@@ -62,7 +62,7 @@ from tft_coord.transport.outbox import Outbox
 from tft_coord.transport.settings import MAX_MESSAGE_BYTES
 from tft_coord.wire import codec, services
 
-logger = logging.getLogger(__name__)
+logger = logger_for_people(__name__)
 
 SAY_AWAY_AFTER_MS = 2_000  # a restart of the lighthouse is shorter than this, a wrong address is not
 SOCKET_WITHIN_S = 1.0

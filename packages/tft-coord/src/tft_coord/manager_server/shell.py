@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import socket
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeAlias, cast, final
@@ -19,6 +18,7 @@ from tft_coord.core import effects, events
 from tft_coord.core.group import GroupCore
 from tft_coord.core.types import NewcomerAsks, Plan, Quorum, QuorumKey, Refusal, Verdict
 from tft_coord.errors import ProtocolError
+from tft_coord.logs import logger_for_people
 from tft_coord.manager_server.config import ManagerServerConfig
 from tft_coord.manager_server.link import LighthouseLink
 from tft_coord.transport.address import join_host_port
@@ -29,7 +29,7 @@ from tft_coord.transport.settings import fail, server_options
 from tft_coord.wire import rank_codec, services
 from tft_coord.wire.services import Context
 
-logger = logging.getLogger(__name__)
+logger = logger_for_people(__name__)
 
 # The answer to a deadline must reach the caller before its own clock ends the call. Who asks on a stream waits a little
 # longer than it says; a call of its own is ended by grpc to the millisecond, and a busy machine needs longer than that.

@@ -41,7 +41,7 @@ REASONS = (
     "joined",
     "is gone",
     "failed to commit",
-    "can't use its process group",
+    "asks for a new process group",
     "has a newer session",
     "has left",
     "does not hold it",

@@ -43,7 +43,7 @@ SCENARIO_MARKS: Mapping[int, tuple[str, ...]] = {
     6: ("a replica came with other settings", "request refused: differs", "a trainer ended itself: differs"),
     7: (
         "the same list got a new id",
-        "new id: can't use its process group",
+        "new id: asks for a new process group",
         "new id: has a newer session",
         "a key was not used twice",
         "an answer was given again",
