@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -13,7 +16,7 @@ import pytest
 import torch
 
 from tft_algos import Manager
-from tft_coord import LighthouseClient
+from tft_coord import LighthouseClient, ManagerServer
 from tft_coord.errors import DeadlinePassed
 from tft_lighthouse import LighthouseServer
 from tft_pg import ProcessGroupGloo
@@ -137,3 +140,46 @@ def test_a_reduction_that_waits_names_who_is_not_in_it(caplog: pytest.LogCapture
     who = r"computes:[0-9a-f]{8} at localhost:\d+ \(step 1, busy with its own part of the step for \d+ s\)"
     assert re.search(rf"waiting for a reduction for \d s: step 1: waits for {who}", line), line
     assert re.search(rf"job default: waiting for \d s: step 1: waits for {who}", caplog.text)
+
+
+def test_two_lives_of_one_name_are_warned_of_on_all_sides(caplog: pytest.LogCaptureFixture, said: Said) -> None:
+    with LighthouseServer("127.0.0.1:0", min_replicas=1) as lighthouse:
+        heard = said("tft_lighthouse", "two replicas of the name 'twin' live")
+        with manager(lighthouse, "twin") as one, manager(lighthouse, "twin") as other:
+            trainers = [
+                said("tft_algos.manager", f"[twin:{each.replica_id.split(':')[1][:8]}/0 - step 0] two replicas")
+                for each in (one, other)
+            ]
+            assert all(each.wait(BOUND.total_seconds()) for each in (heard, *trainers))
+    (line,) = (message for message in caplog.messages if message.startswith("job default: two replicas"))
+    assert len(re.findall(rf"twin:[0-9a-f]{{8}} at localhost:\d+ \(pid {os.getpid()}\)", line)) == 2, line
+
+
+START: Final = """\
+import sys
+from tft_coord import ManagerServer
+with ManagerServer("r:0f3a9c1d-1234-4abc-8def-0123456789ab", "127.0.0.1:9", "localhost", "[::]:0", "s:1", 1):
+    sys.stdin.read()
+"""
+
+
+def test_the_manager_server_logs_with_the_time_and_short_ids() -> None:
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", START], **pipes) as process:  # type: ignore[call-overload]
+        line = process.stderr.readline()
+        process.stdin.close()
+        process.wait(BOUND.total_seconds())
+    words = r"WARNING tft_coord\.manager_server\.link: replica r:0f3a9c1d: the lighthouse at 127\.0\.0\.1:9 can't be"
+    assert re.match(rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d,\d{{3}} {words}", line), line
+
+
+def test_a_manager_server_that_starts_slowly_is_said(
+    caplog: pytest.LogCaptureFixture, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = said("tft_algos.manager", "the manager server has not started for 5 s")
+    address = ManagerServer.address
+    monkeypatch.setattr(ManagerServer, "address", lambda self: (go_on.wait(BOUND.total_seconds()), address(self))[1])
+    with LighthouseServer("127.0.0.1:0", min_replicas=1) as lighthouse, manager(lighthouse, "slow") as slow:
+        slow.start_quorum()
+        slow.wait_quorum()
+    assert any("the manager server started after" in message for message in caplog.messages)

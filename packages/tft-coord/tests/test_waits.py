@@ -205,3 +205,71 @@ def test_a_rank_that_waits_for_a_vote_is_told_who_has_not_voted() -> None:
     (told,) = core.handle(events.RankProgressed(0, Progress(3, Phase.WAITING, 4_000)), 4_000)
     assert isinstance(told, effects.TellRank)
     assert told.news == WaitsFor("1 of 2 ranks of this group have not voted: rank 1 (has said nothing yet)")
+
+
+# --- two lives of one name ---------------------------------------------------------------------------------------
+
+OTHER = "1f3a9c1d-1234-4abc-8def-0123456789ab"
+
+
+class Names:
+    """A lighthouse to which replicas come."""
+
+    def __init__(self) -> None:
+        self.now_ms = 0
+        self.beats: set[int] = set()
+        self.core = LighthouseCore(
+            LighthouseConfig(), started_ms=1_000, cluster_id="c", nonces=lambda: 1, now_ms=self.now_ms
+        )
+
+    def comes(self, stream: int, replica_id: str, *, replaces: str = "") -> None:
+        hello = Hello("job", replica_id, 10, f"host{stream}:1", replaces, pid=100 + stream)
+        self.core.handle(events.HelloReceived(stream, hello), self.now_ms, 1_000_000)
+        self.beats.add(stream)
+
+    def run(self, seconds: int) -> list[effects.TellWait | effects.WaitNoticed | effects.Warned]:
+        out = []
+        for _ in range(seconds):
+            self.now_ms += 1_000
+            for stream in self.beats:
+                self.core.handle(events.BeatReceived(stream, 0, None), self.now_ms, 1_000_000)
+            self.core.tick(self.now_ms, 1_000_000)
+            out += self.core.look_at_waits(self.now_ms)
+        return out
+
+
+def test_two_living_replicas_of_one_name_are_warned_of_on_all_sides_once() -> None:
+    names = Names()
+    names.comes(1, f"replica_1:{UUID}")
+    names.comes(2, f"replica_2:{UUID}")
+    assert names.run(10) == []
+    names.comes(3, f"replica_1:{OTHER}")
+    warning = (
+        "two replicas of the name 'replica_1' live: replica_1:0f3a9c1d at host1:1 (pid 101) and replica_1:1f3a9c1d at "
+        "host3:1 (pid 103); both train. End the older one if it is a worker that outlived its launcher, or give each "
+        "group its own REPLICA_GROUP_ID"
+    )
+    assert names.run(60) == [
+        effects.Warned("job", warning),
+        effects.TellWait(1, warning, True),
+        effects.TellWait(3, warning, True),
+    ]
+
+
+def test_a_restart_whose_predecessor_dies_is_no_second_life() -> None:
+    names = Names()
+    names.comes(1, f"replica_1:{UUID}")
+    names.run(10)
+    names.beats.clear()  # it was cut off, and is lost only when it has been silent for a while
+    names.comes(2, f"replica_1:{OTHER}")
+    assert names.run(30) == []
+    names.comes(3, f"replica_1:{UUID.replace('0f', '2f')}", replaces=f"replica_1:{OTHER}")
+    assert names.run(30) == []
+
+
+@pytest.mark.parametrize(("one", "other"), [(UUID, OTHER), ("a:1", "a:2"), ("replica_1", "replica_2")])
+def test_replicas_whose_names_no_user_gave_are_not_compared(one: str, other: str) -> None:
+    names = Names()
+    names.comes(1, one)
+    names.comes(2, other)
+    assert names.run(30) == []

@@ -49,10 +49,11 @@ def _serve(settings: argparse.Namespace) -> int:
     # grpc's own words about a port in use or a client that went away would stand beside ours.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from tft_coord.errors import SettingError
+    from tft_coord.logs import configure_process
     from tft_coord.security import read_token
     from tft_lighthouse.server import LighthouseServer
 
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_process(logging.INFO)
     descriptors = _take_all_descriptors()
     try:
         server = LighthouseServer(

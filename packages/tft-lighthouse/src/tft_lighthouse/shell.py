@@ -42,7 +42,7 @@ LAST_ANSWERS_S: Final = 0.2
 LOOK_AT_WAITS_S: Final = 1.0
 LOOKS_APART_S: Final = 0.01  # streams that break together are judged together
 
-_Decision: TypeAlias = effects.LighthouseEffect | effects.UnaryEffect | effects.WaitNoticed
+_Decision: TypeAlias = effects.LighthouseEffect | effects.UnaryEffect | effects.WaitNoticed | effects.Warned
 _T = TypeVar("_T")
 
 
@@ -205,6 +205,8 @@ class LighthouseShell:
                     log.replica_lost(decision)
                 case effects.ReplicaLeft():
                     log.replica_left(decision)
+                case effects.Warned(job, sentence):
+                    logger.warning("job %s: %s", job, sentence)
                 case effects.WaitNoticed():
                     log.wait(decision)
                 case effects.AnswerUnaryQuorum(call, quorum):

@@ -614,8 +614,11 @@ class Manager:
                 self.leave(timedelta(milliseconds=serve_ms) if serve_ms else None, reason=reason)
             case Released():
                 self._leaving.released.set()
-            case WaitsFor(sentence):
-                self._waits.told(sentence)
+            case WaitsFor(sentence, warns):
+                if warns:
+                    self._reports.log(logging.WARNING, "%s", sentence)
+                else:
+                    self._waits.told(sentence)
             case KillOrder(message):
                 self._end_process(message)
 

@@ -137,9 +137,19 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class TellWait:
-    """Tell the stream whom its replica waits for. A hint for logs and errors: nothing depends on it."""
+    """Tell the stream whom its replica waits for, or with `warns` what its user is to be warned of. Nothing depends
+    on it."""
 
     stream: int
+    sentence: str
+    warns: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """For the log: what the users of a job's replicas are warned of."""
+
+    job: str
     sentence: str
 
 

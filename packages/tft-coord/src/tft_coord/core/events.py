@@ -240,6 +240,7 @@ class WaitTold:
     """Whom this group waits for, in words: the lighthouse says so, or what keeps the lighthouse from being reached."""
 
     sentence: str
+    warns: bool = False  # it is no wait, but what the user is to be warned of
 
 
 @dataclass(frozen=True, slots=True)

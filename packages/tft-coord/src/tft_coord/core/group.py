@@ -205,9 +205,9 @@ class GroupCore:
                 return self._tell_all(LeaveRequest(reason, serve_ms))
             case events.NobodyHeals():
                 return self._tell_all(Released())
-            case events.WaitTold(sentence):
-                self._waits = sentence
-                return [effects.TellRank(rank, WaitsFor(sentence)) for rank in sorted(self._streams)]
+            case events.WaitTold(sentence, warns):
+                self._waits = self._waits if warns else sentence
+                return [effects.TellRank(rank, WaitsFor(sentence, warns)) for rank in sorted(self._streams)]
             case events.KillAsked(message):
                 return self._tell_all(KillOrder(message))
 

@@ -21,7 +21,7 @@ from tft_coord.core.liveness import Accepted, Liveness, Lost, OpenRequest, Rejec
 from tft_coord.core.progress import HangWatch, hang_reason, stuck_reason
 from tft_coord.core.quorum import Form, Situation, decide, reason_for_new_id
 from tft_coord.core.types import MAX_INT64, Hello, LossNotice, Member, Quorum, QuorumKey, Refusal
-from tft_coord.core.waits import JobWait, WaitBoard, quorum_wait, step_wait, waits_since
+from tft_coord.core.waits import JobWait, NameWatch, WaitBoard, quorum_wait, step_wait, two_lives, waits_since
 from tft_coord.errors import ProtocolError, SettingError
 from tft_coord.timeouts import Timeouts
 
@@ -171,15 +171,19 @@ class LighthouseCore:
         wait = self._jobs[job].wait(now_ms) if job in self._jobs else None
         return wait.sentence if wait is not None else self.waiting_for(job)
 
-    def look_at_waits(self, now_ms: int) -> list[effects.TellWait | effects.WaitNoticed]:
+    def look_at_waits(self, now_ms: int) -> list[effects.TellWait | effects.WaitNoticed | effects.Warned]:
         """Who is to be told now whom it waits for, and what is to be logged of it. Call it once a second."""
-        out: list[effects.TellWait | effects.WaitNoticed] = []
+        out: list[effects.TellWait | effects.WaitNoticed | effects.Warned] = []
         for job in self._jobs.values():
             told, notice, sentence = job.board.look(job.wait(now_ms), now_ms)
             if told is not None:
                 out += [effects.TellWait(stream, told.sentence) for stream in told.streams]
             if notice is not None:
                 out.append(effects.WaitNoticed(job.name, notice.seconds, notice.is_over, sentence))
+            for pair in job.names.look(job.liveness.replicas.values(), now_ms):
+                warning = two_lives(*pair)
+                out.append(effects.Warned(job.name, warning))
+                out += [effects.TellWait(each.stream, warning, True) for each in pair if each.stream is not None]
         return out
 
     def handle(self, event: events.LighthouseEvent, now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
@@ -353,7 +357,7 @@ class Job:
         self.hangs = HangWatch(config.timeouts)
         self.previous: Quorum | None = None
         self.waiting_for = "nobody has asked"
-        self.board = WaitBoard()
+        self.board, self.names = WaitBoard(), NameWatch()
         self._config = config
         self._timeouts = config.timeouts
         self._birth = birth

@@ -69,6 +69,7 @@ class Replica:
     ineligible_until_ms: int = 0
     left: str | None = None
     serves: bool = False
+    pid: int = 0  # of its trainer
     where: tuple[Progress, int] | None = None  # in its step, by its newest beat, and when that was heard
     asked_to_leave: tuple[str, int] | None = None  # (reason, serve_ms), by whom it is drained
 
@@ -172,7 +173,7 @@ class Liveness:
         replaced = known.stream if known.stream != stream else None
         if known.stream is not None:
             self._by_stream.pop(known.stream, None)
-        known.address = hello.address
+        known.address, known.pid = hello.address, hello.pid
         known.replaces = hello.replaces
         known.presumed = False
         known.stream = stream

@@ -110,6 +110,7 @@ class SessionCore:
         jitter: gives a number in [0, 1); spreads redials.
         num_addresses: of the lighthouse; with more than one all must be of one cluster, and the next is dialed when one
             can't be reached or answers no more.
+        pid: of the trainer, as in `Hello`.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class SessionCore:
         jitter: Callable[[], float],
         replaces: str = "",
         num_addresses: int = 1,
+        pid: int = 0,
     ) -> None:
         self._job = job
         self._replica_id = replica_id
@@ -131,6 +133,7 @@ class SessionCore:
         self._timeouts = timeouts
         self._jitter = jitter
         self._num_addresses = num_addresses
+        self._pid = pid
         self._address_dialed = 0
         self._stays = False  # the lighthouse that was dialed last serves us, or will
         self._next_look_ms = 0
@@ -420,6 +423,7 @@ class SessionCore:
                 cluster_id=self.cluster_id,
                 left=self._leave is not None,
                 num_answers=self.num_answers,
+                pid=self._pid,
             )
         )
 

@@ -197,6 +197,7 @@ class Hello:
         cluster_id: of that lighthouse; start times are compared within one cluster only.
         left: has left the job, and serves its state for a while.
         num_answers: how often `held` was given to it, or said to stand.
+        pid: of its trainer, for warnings; 0: not said.
     """
 
     job: str
@@ -210,6 +211,7 @@ class Hello:
     cluster_id: str = ""
     left: bool = False
     num_answers: int = 0
+    pid: int = 0
 
     def __post_init__(self) -> None:
         _check_names(replica_id=self.replica_id, job=self.job)
@@ -367,9 +369,11 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class WaitsFor:
-    """Whom this rank waits for, one sentence. A hint: nothing depends on whether it is heard."""
+    """Whom this rank waits for, one sentence; or with `warns`, what its user is to be warned of. Nothing depends on
+    whether it is heard."""
 
     sentence: str
+    warns: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, final
 
 from tft_coord.core.liveness import Replica
-from tft_coord.core.names import shorten
+from tft_coord.core.names import base_name, shorten
 from tft_coord.core.progress import WORDS, Phase
 
 FIRST_MS: Final = 5_000
@@ -21,6 +22,7 @@ SECOND_MS: Final = 30_000
 THEN_EVERY_MS: Final = 60_000
 TELL_AFTER_MS: Final = 2_000  # before the first line, so that the waiter's own line has the sentence
 TELL_EVERY_MS: Final = 1_000  # as often as a beat, so that "for 12 s" is true when it is read
+BOTH_LIVE_MS: Final = 3_000
 SAME_WITHIN_MS: Final = 1_500
 NAMES_MOST: Final = 5
 
@@ -144,6 +146,52 @@ def waits_since(replica: Replica, formed_ms: int) -> int | None:
     progress, heard_ms = replica.where
     waits = progress.phase in (Phase.REDUCING, Phase.WAITING) and heard_ms > formed_ms
     return heard_ms - progress.since_ms if waits else None
+
+
+@final
+class NameWatch:
+    """Finds two living replicas of one name: a worker that outlived its launcher, say, and its restart.
+
+    A restart and its predecessor overlap for a moment, so a pair is named when the older one was heard for a while
+    after the younger one came.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[str, int]] = {}  # replica id: its name, and when it was seen first
+        self._warned: set[frozenset[str]] = set()
+
+    def look(self, replicas: Collection[Replica], now_ms: int) -> list[tuple[Replica, Replica]]:
+        """Returns: each pair to be warned of now; once a pair."""
+        living = {each.replica_id: each for each in replicas if each.healthy and not each.presumed}
+        self._seen = {name: self._seen.get(name) or (base_name(name), now_ms) for name in living}
+        if self._warned:
+            self._warned = {pair for pair in self._warned if pair <= living.keys()}
+        by_name: dict[str, list[str]] = {}
+        for replica_id, (name, _) in self._seen.items():
+            if name:
+                by_name.setdefault(name, []).append(replica_id)
+        found = []
+        for same in by_name.values():
+            same.sort(key=lambda replica_id: self._seen[replica_id][1])
+            for older, younger in pairwise(same):
+                lives_ms = min(living[older].heard_ms, living[younger].heard_ms) - self._seen[younger][1]
+                pair = frozenset((older, younger))
+                if lives_ms >= BOTH_LIVE_MS and pair not in self._warned:
+                    self._warned.add(pair)
+                    found.append((living[older], living[younger]))
+        return found
+
+
+def two_lives(older: Replica, younger: Replica) -> str:
+    """The warning of two living replicas of one name."""
+    places = " and ".join(
+        f"{shorten(each.replica_id)} at {each.address}" + (f" (pid {each.pid})" if each.pid else "")
+        for each in (older, younger)
+    )
+    return (
+        f"two replicas of the name {base_name(older.replica_id)!r} live: {places}; both train. End the older one if it "
+        "is a worker that outlived its launcher, or give each group its own REPLICA_GROUP_ID"
+    )
 
 
 @final

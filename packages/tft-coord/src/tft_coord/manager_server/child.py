@@ -66,7 +66,7 @@ async def _serve(settings: str, report_fd: int, link_fd: int, parent_pid: int) -
     threading.Thread(target=watch_parent, name="tft-parent-watch", daemon=True).start()
     shell = None
     try:
-        shell = ManagerServerShell(ManagerServerConfig.from_json(settings))
+        shell = ManagerServerShell(ManagerServerConfig.from_json(settings), trainer_pid=os.getppid())
         report = {"address": await shell.start()}
         await shell.attach(socket.socket(fileno=link_fd))
     except CoordinationError as error:

@@ -75,6 +75,7 @@ class LighthouseLink:
     """One replica group's way to the lighthouse. To be used on one loop only.
 
     Args:
+        pid: of the trainer.
         lighthouse_addr: where to dial, several addresses with commas between them.
         token: shared secret of the job, or None.
         timeouts: of the job.
@@ -97,6 +98,7 @@ class LighthouseLink:
         arrived: Callable[[events.GroupEvent], None],
         quorum: Callable[[], Quorum | None],
         progress: Callable[[int], Progress | None] = lambda _: None,
+        pid: int = 0,
     ) -> None:
         self._targets = targets(lighthouse_addr)
         self._target = self._targets[0]  # that was dialed last
@@ -115,6 +117,7 @@ class LighthouseLink:
             jitter=random.random,
             replaces=replaces,
             num_addresses=len(self._targets),
+            pid=pid,
         )
         self._foreign_core = ForeignCore(
             job=job, replica_id=replica_id, timeouts=timeouts, words=lambda: secrets.randbits(64)
@@ -507,8 +510,8 @@ class LighthouseLink:
             case AskToLeave(_, reason, serve_ms):
                 logger.info("replica %s is asked to leave: %s", self._replica_id, reason)
                 self._arrived(events.LeaveAsked(reason, serve_ms))
-            case TellWait(_, sentence):
-                self._arrived(events.WaitTold(sentence))
+            case TellWait(_, sentence, warns):
+                self._arrived(events.WaitTold(sentence, warns))
             case Release():
                 self._arrived(events.NobodyHeals())
             case RefuseSession(_, refusal, sentence, silent_ms):

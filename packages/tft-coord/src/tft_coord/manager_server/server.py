@@ -155,7 +155,7 @@ class _InProcess:
         from tft_coord.transport.loop import LoopShare
 
         async def start() -> tuple[ManagerServerShell, str]:
-            shell = ManagerServerShell(config)
+            shell = ManagerServerShell(config, trainer_pid=os.getpid())
             return shell, await shell.start()
 
         self._share = LoopShare(f"the manager server of replica {config.replica_id}", at_exit=self.shutdown)

@@ -48,10 +48,12 @@ class ManagerServerShell:
 
     Args:
         config: who the group is, and where the lighthouse.
+        trainer_pid: of the process that started this server, for warnings.
     """
 
-    def __init__(self, config: ManagerServerConfig) -> None:
+    def __init__(self, config: ManagerServerConfig, *, trainer_pid: int) -> None:
         self._config = config
+        self._trainer_pid = trainer_pid
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)  # of calls and streams
         self._waiting: dict[int, Callable[[Answer], None]] = {}
@@ -105,6 +107,7 @@ class ManagerServerShell:
             arrived=self._handle,
             quorum=self._quorum,
             progress=self._core.progress,
+            pid=self._trainer_pid,
         )
         await self._server.start()
         self._link.start()

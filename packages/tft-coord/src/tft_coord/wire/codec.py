@@ -92,6 +92,7 @@ def encode_to_lighthouse(event: LighthouseEvent, said: Member | None = None) -> 
                 cluster_id=hello.cluster_id,
                 left=hello.left,
                 num_answers=hello.num_answers,
+                pid=hello.pid,
             )
             return pb.ToLighthouse(hello=greeting).SerializeToString()
         case QuorumReported():
@@ -208,7 +209,8 @@ def encode_from_lighthouse(effect: ToldEffect) -> bytes:
             wish = pb.AskToLeave(reason=fields.clip(effect.reason), serve_ms=effect.serve_ms)
             return pb.FromLighthouse(ask_to_leave=wish).SerializeToString()
         case TellWait():
-            return pb.FromLighthouse(waits=pb.Waits(sentence=fields.clip(effect.sentence))).SerializeToString()
+            waits = pb.Waits(sentence=fields.clip(effect.sentence), warns=effect.warns)
+            return pb.FromLighthouse(waits=waits).SerializeToString()
         case Release():
             return pb.FromLighthouse(released=pb.Released()).SerializeToString()
 
@@ -258,7 +260,8 @@ def decode_from_lighthouse(data: bytes) -> ToldEffect:
                 0, fields.checked_sentence("reason", wish.reason), fields.checked_count("serve_ms", wish.serve_ms)
             )
         case "waits":
-            return TellWait(0, fields.checked_sentence("sentence", message.waits.sentence))
+            sentence = fields.checked_sentence("sentence", message.waits.sentence)
+            return TellWait(0, sentence, message.waits.warns)
         case "released":
             return Release(0)
         case _:
@@ -475,6 +478,7 @@ def _hello_from_wire(message: pb.Hello) -> Hello:
         cluster_id=fields.checked_printable("cluster_id", message.cluster_id, MAX_NAME_BYTES),
         left=message.left,
         num_answers=fields.checked_count("num_answers", message.num_answers, MAX_INT64),
+        pid=message.pid,
     )
 
 

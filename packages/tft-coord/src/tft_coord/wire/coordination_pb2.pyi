@@ -311,7 +311,7 @@ class Source(_message.Message):
     def __init__(self, replica_rank: _Optional[int] = ..., replica_id: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("job", "replica_id", "session", "address", "replaces", "ready", "held", "lighthouse_started_ms", "cluster_id", "left", "num_answers")
+    __slots__ = ("job", "replica_id", "session", "address", "replaces", "ready", "held", "lighthouse_started_ms", "cluster_id", "left", "num_answers", "pid")
     JOB_FIELD_NUMBER: _ClassVar[int]
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -323,6 +323,7 @@ class Hello(_message.Message):
     CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
     LEFT_FIELD_NUMBER: _ClassVar[int]
     NUM_ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
     job: str
     replica_id: str
     session: int
@@ -334,7 +335,8 @@ class Hello(_message.Message):
     cluster_id: str
     left: bool
     num_answers: int
-    def __init__(self, job: _Optional[str] = ..., replica_id: _Optional[str] = ..., session: _Optional[int] = ..., address: _Optional[str] = ..., replaces: _Optional[str] = ..., ready: bool = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., lighthouse_started_ms: _Optional[int] = ..., cluster_id: _Optional[str] = ..., left: bool = ..., num_answers: _Optional[int] = ...) -> None: ...
+    pid: int
+    def __init__(self, job: _Optional[str] = ..., replica_id: _Optional[str] = ..., session: _Optional[int] = ..., address: _Optional[str] = ..., replaces: _Optional[str] = ..., ready: bool = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., lighthouse_started_ms: _Optional[int] = ..., cluster_id: _Optional[str] = ..., left: bool = ..., num_answers: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("step", "phase", "since_ms", "excused", "slowest_step_ms")
@@ -475,10 +477,12 @@ class AskToLeave(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., serve_ms: _Optional[int] = ...) -> None: ...
 
 class Waits(_message.Message):
-    __slots__ = ("sentence",)
+    __slots__ = ("sentence", "warns")
     SENTENCE_FIELD_NUMBER: _ClassVar[int]
+    WARNS_FIELD_NUMBER: _ClassVar[int]
     sentence: str
-    def __init__(self, sentence: _Optional[str] = ...) -> None: ...
+    warns: bool
+    def __init__(self, sentence: _Optional[str] = ..., warns: bool = ...) -> None: ...
 
 class NewcomerAsks(_message.Message):
     __slots__ = ("replica_id",)

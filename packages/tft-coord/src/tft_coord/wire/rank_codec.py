@@ -493,7 +493,8 @@ def encode_to_rank(message: ToRank) -> bytes:
         case Released():
             return pb.FromManagerServer(released=pb.Released()).SerializeToString()
         case WaitsFor():
-            return pb.FromManagerServer(waits=pb.Waits(sentence=fields.clip(message.sentence))).SerializeToString()
+            waits = pb.Waits(sentence=fields.clip(message.sentence), warns=message.warns)
+            return pb.FromManagerServer(waits=waits).SerializeToString()
         case KillOrder():
             return pb.FromManagerServer(kill=pb.KillRank(message=fields.clip(message.message))).SerializeToString()
     raise AssertionError(f"{message} is no message to a rank")
@@ -524,7 +525,7 @@ def decode_to_rank(data: bytes) -> ToRank:
         case "released":
             return Released()
         case "waits":
-            return WaitsFor(fields.checked_sentence("sentence", message.waits.sentence))
+            return WaitsFor(fields.checked_sentence("sentence", message.waits.sentence), message.waits.warns)
         case "kill":
             return KillOrder(fields.checked_sentence("message", message.kill.message))
         case _:
