@@ -17,7 +17,7 @@ from integration_tests.conftest import Spawn
 from tft_lighthouse import LighthouseServer
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-HOW_TO: Final = [ROOT / "docs/hsdp.md", ROOT / "docs/slow-links.md"]
+HOW_TO: Final = [ROOT / f"docs/{page}.md" for page in ("training-loops", "hsdp", "slow-links")]
 READMES: Final = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md")), *HOW_TO]
 
 
@@ -57,7 +57,7 @@ def examples() -> list[tuple[Path, int]]:
 
 @pytest.mark.parametrize(
     ("readme", "index"),
-    [pytest.param(readme, index, id=f"{readme.parent.name}-{index}") for readme, index in examples()],
+    [pytest.param(readme, index, id=f"{readme.parent.name}-{readme.stem}-{index}") for readme, index in examples()],
 )
 def test_a_python_block_runs_as_printed(
     readme: Path, index: int, lighthouse_address: str, tmp_path: Path, spawn: Spawn
