@@ -26,7 +26,7 @@ TOGETHER: Final = r"^step (\d+) participants 2 loss"
 ALONE: Final = r"^step (\d+) participants 1 loss"
 LEARNT: Final = 0.2  # of the loss that an untrained model has
 RESUMED_AT: Final = STEPS - 20  # programs write a checkpoint every 20 steps
-SECONDS_TO_END: Final = 60
+SECONDS_TO_END: Final = 120
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -69,7 +69,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[dict[int, str], dict[int, str
     return together, alone, end.group()
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)  # on a machine that is busy; alone, some 15 s
 @pytest.mark.parametrize("program", ["huggingface_trainer", "accelerate_loop", "lightning_trainer", "plain_loop"])
 def test_one_of_two_is_killed_started_again_and_goes_on_with_the_others_state(
     program: str, start: Start, kill: Kill, lighthouse: LighthouseServer, tmp_path: Path

@@ -5,6 +5,8 @@ The other libraries warn when they are imported, so that is done inside the test
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +23,7 @@ from tft_lighthouse import LighthouseServer
 from tft_suite import Manager, ProcessGroupGloo
 from tft_suite.integrations.data import endless
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(150)]  # on a machine that is busy
 
 STEPS: Final = 6
 DISCARDED: Final = (2, 3, 5)  # attempts, from 1
@@ -212,3 +214,16 @@ def test_lightning_refuses(
         with pytest.raises(expected, match=words):
             lightning_trainer(manager, tmp_path, **settings).fit(lightning_module(**module), loader())
         assert manager.attempt == 0
+
+
+@pytest.mark.parametrize("distribution", ["lightning.pytorch", "pytorch_lightning"])
+def test_the_strategy_is_one_of_the_distribution_that_is_imported(distribution: str) -> None:
+    program = "\n".join(
+        [
+            f"import {distribution} as pl",
+            "from tft_suite.integrations.lightning import FaultTolerantStrategy",
+            "assert issubclass(FaultTolerantStrategy, pl.strategies.Strategy), FaultTolerantStrategy.__mro__",
+        ]
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
