@@ -106,6 +106,17 @@ def imported_modules(file: Path) -> Iterator[str]:
             yield node.module
 
 
+@pytest.mark.parametrize("package", ["tft-coord", "tft-lighthouse"])
+def test_grpc_is_imported_in_one_place(package: str) -> None:
+    """Which is what keeps its fork handlers out of every process of ours."""
+    importers = {
+        file.relative_to(ROOT / "packages").as_posix()
+        for file in (ROOT / "packages" / package / "src").rglob("*.py")
+        if any(module.split(".")[0] == "grpc" for module in imported_modules(file))
+    }
+    assert importers == ({"tft-coord/src/tft_coord/rpc.py"} if package == "tft-coord" else set())
+
+
 @pytest.mark.parametrize("core", CORES)
 def test_a_core_imports_only_pure_things(core: str) -> None:
     place = ROOT / "packages" / core

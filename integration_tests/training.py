@@ -30,9 +30,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from integration_tests.conftest import Spawn
 from tft_algos import DistributedDataParallel, Manager, Optimizer
 from tft_algos.testing import EventInjector, Fault, InjectedError, Place, digest
-from tft_ckpt import HTTPTransport
+from tft_ckpt import CheckpointTransport, HTTPTransport, PGTransport
 from tft_lighthouse import LighthouseServer
 from tft_pg import ProcessGroupGloo, init_group
+from tft_pg.testing import fork_child
 
 PATIENCE_S = 50.0
 MARGIN_STEPS = 60  # nobody may have passed the step at which all are told to stop
@@ -73,6 +74,8 @@ class Spec:
         batch_s: how long it takes to get a batch.
         waits: between "ready" and its first step, until a message comes.
         leaves: when it is sent SIGTERM, or drained.
+        forks: ways in which it makes a child at each fault that strikes, before it does; told as "forked".
+        over_group: live state goes over the process group, and not over HTTP.
         environment: of a launcher; RANK and WORLD_SIZE make it one process of several.
         settings: for the Manager.
     """
@@ -85,6 +88,8 @@ class Spec:
     batch_s: float = 0.0
     waits: bool = False
     leaves: bool = False
+    forks: tuple[str, ...] = ()
+    over_group: bool = False
     environment: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -144,13 +149,21 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
 
     settings: dict[str, Any] = {"timeout": timedelta(seconds=10), "hostname": "localhost"} | spec.settings
     pg: Any = ProcessGroupGloo()
-    injector = EventInjector(
-        *(spec.faults or ()),
-        on_strike=lambda fault: tell(Event("struck", manager.current_step(), text=fault.describe())),
-    )
+
+    def on_strike(fault: Fault) -> None:
+        tell(Event("struck", manager.current_step(), text=fault.describe()))
+        if spec.forks:
+            children = [fork_child(way) for way in spec.forks]
+            tell(Event("forked", manager.current_step(), text=" ".join(map(str, children))))
+
+    injector = EventInjector(*(spec.faults or ()), on_strike=on_strike)
     if spec.faults is not None:
+        transport: CheckpointTransport[Any] = (
+            PGTransport(pg, timedelta(seconds=60), torch.device("cpu"))
+            if spec.over_group
+            else HTTPTransport(timedelta(seconds=60), num_chunks=0, advertise_addr=settings["hostname"])
+        )
         pg = injector.group(pg)
-        transport = HTTPTransport[Any](timedelta(seconds=60), num_chunks=0, advertise_addr=settings["hostname"])
         settings |= {"coordinator": injector.coordinator, "checkpoint_transport": injector.transport(transport)}
         injector.module(module)
         injector.optimizer(adam)
@@ -274,6 +287,8 @@ class Job:
         batch_s: float = 0.0,
         waits: bool = False,
         leaves: bool = False,
+        forks: tuple[str, ...] = (),
+        over_group: bool = False,
         environment: dict[str, str] | None = None,
         **settings: Any,
     ) -> Trainer:
@@ -287,6 +302,8 @@ class Job:
             batch_s=batch_s,
             waits=waits,
             leaves=leaves,
+            forks=forks,
+            over_group=over_group,
             environment=environment or {},
             settings=settings,
         )

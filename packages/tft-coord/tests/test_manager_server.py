@@ -552,13 +552,18 @@ def test_shutdown_leaves_no_process_and_can_be_said_twice() -> None:
 
 
 HOLD_AND_DIE = """
-import os, sys
+import ctypes, os, sys
 from tft_coord import ManagerServer
 server = ManagerServer("a", "127.0.0.1:9", "127.0.0.1", "127.0.0.1:0", "", 1)
 if sys.argv[1] == "fork" and os.fork() == 0:
     os.close(1)
     sys.stdin.read()  # a forked worker that outlives its parent, until the test has seen what it wanted
     os._exit(0)
+libc = ctypes.CDLL(None)
+if sys.argv[1] == "fork of C's" and libc.fork() == 0:
+    libc.close(1)
+    libc.read(0, ctypes.create_string_buffer(1), 1)  # and it holds the pipe, for Python knows nothing of this fork
+    libc._exit(0)
 print(server._server._process.pid, flush=True)
 if sys.argv[1] == "return":
     sys.exit()
@@ -566,7 +571,7 @@ os.kill(os.getpid(), 9)
 """
 
 
-@pytest.mark.parametrize("how", ["kill", "fork", "return"])
+@pytest.mark.parametrize("how", ["kill", "fork", "fork of C's", "return"])
 def test_the_child_ends_when_its_parent_does(how: str) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", HOLD_AND_DIE, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
