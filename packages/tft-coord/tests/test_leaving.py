@@ -141,6 +141,18 @@ class TestTheGroup:
         assert core.handle(events.RankDied(0, "it was shut down", left=True), 0) == []
         assert core.lost is None
 
+    def test_a_rank_is_told_that_its_server_ends_with_rank_0_which_has_left(self) -> None:
+        core = group()
+        core.handle(left(0, 10), 0)
+        (told,) = core.handle(events.RankDied(0, "it was shut down", left=True), 0)
+        message = "replica a has left the job (it is preempted); end this process"
+        assert told == effects.TellGroupLost(1, message, left=True)
+
+    def test_the_step_at_which_a_group_has_finished_is_told_on(self) -> None:
+        core = group()
+        told = core.handle(events.RankLeft(0, 10, "finished at step 8", 5_000, 8), 0)
+        assert effects.LeaveJob("finished at step 8", 5_000, 8) in told
+
     def test_a_death_of_one_that_has_left_is_reported(self) -> None:
         core = group()
         core.handle(left(0, 10), 0)
@@ -169,8 +181,8 @@ class TestTheSession:
         )
         core.start(0)
         core.stream_opened(1)
-        assert core.leave("it is preempted", 5_000) == []  # not before the welcome
-        said = SendLeave("it is preempted", 5_000)
+        assert core.leave("it is preempted", 5_000, 8) == []  # not before the welcome
+        said = SendLeave("it is preempted", 5_000, 8)
         assert core.welcomed(100, 50, 2) == [said]
         assert core.leave("again", 1) == []
         core.stream_broke(20)

@@ -20,6 +20,7 @@ from tft_coord.core.fingerprint import Fingerprint
 from tft_coord.core.foreign_data import Aside
 from tft_coord.core.group import GroupCore
 from tft_coord.core.handshake import Handshake, Standing
+from tft_coord.core.job_end import Ended, JobEnd
 from tft_coord.core.lighthouse import Job, LighthouseCore
 from tft_coord.core.lineage import fold_lineage
 from tft_coord.core.liveness import Accepted, Liveness, OpenRequest, Rejected, Replica
@@ -49,6 +50,7 @@ from tft_coord.testing.worlds import LighthouseWorld
 
 ON_FOREIGN = SimulationConfig(foreign=True)
 WITH_STANDBY = SimulationConfig(standby=True)
+JOB_END_LOOK = JobEnd.look
 SYNCS = "scenario_13_syncs_in_flight"
 SEEDS = 300  # after so many without a word a mistake counts as unseen
 
@@ -520,6 +522,16 @@ def cuts_the_time_short(self: GroupCore, now_ms: int) -> list[Any]:
     return right_group_tick(self, now_ms + 1_000)
 
 
+def lets_the_late_train_on(self: Job) -> list[effects.LighthouseEffect]:
+    return []
+
+
+def ends_while_a_member_trains(
+    self: JobEnd, key: QuorumKey, member_ids: Iterable[str], healthy_ids: Iterable[str], now_ms: int
+) -> Ended | None:
+    return JOB_END_LOOK(self, key, member_ids, (), now_ms)
+
+
 def leaves_open_votes_open(self: Votes, now_ms: int) -> list[Any]:
     for name, current in self._rounds.items():
         if current.verdict is None and any(now_ms >= deadline_ms for deadline_ms in current.deadlines_ms.values()):
@@ -768,6 +780,8 @@ MUTANTS = [
     # Section 5, the vote.
     Mutant(GroupCore, "_merge", takes_rank_0_for_all, "I3", 0),
     Mutant(Votes, "__init__", counts_the_first_vote_for_all, "I5", 0),
+    Mutant(Job, "_refuse_the_late", lets_the_late_train_on, "E1", "job_end"),
+    Mutant(JobEnd, "look", ends_while_a_member_trains, "E1", "job_end"),
     Mutant(Votes, "tick", leaves_open_votes_open, "I5", 0),
     Mutant(Trainer, "vote", takes_its_open_vote_for_the_verdict, "I5", 0),
     Mutant(Votes, "cast", changes_its_mind, "I5", "scenario_02_verdict"),

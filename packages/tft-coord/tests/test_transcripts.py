@@ -26,6 +26,7 @@ NEEDED = {
     "last_holder",
     "last_holder_without_memory",
     "nobody_names_the_quorum",
+    "job_end",
     "scenario_01_snapshot",
     "scenario_02_verdict",
     "scenario_03_lighthouse_without_memory",

@@ -146,7 +146,8 @@ votes = st.builds(
     st.sampled_from(Purpose),
     st.booleans(),
 )
-leaves = st.builds(rank_codec.Leave, st.integers(0, 1000), lines, counts)
+finished = st.none() | st.integers(0, MAX_INT64)
+leaves = st.builds(rank_codec.Leave, st.integers(0, 1000), lines, counts, finished)
 verdicts = st.builds(Verdict, st.booleans(), st.booleans())
 
 
@@ -185,7 +186,7 @@ told_to_lighthouse = st.one_of(
     st.builds(RequestWithdrawn, st.just(7), numbers),
     st.builds(QuorumReported, st.just(7), st.none() | quorums),
     st.builds(DeathReported, st.just(7), lines),
-    st.builds(LeaveReceived, st.just(7), lines, counts),
+    st.builds(LeaveReceived, st.just(7), lines, counts, finished),
 )
 refusals = st.sampled_from(Refusal)
 notices = st.builds(LossNotice, keys, names, numbers, lines, st.booleans())

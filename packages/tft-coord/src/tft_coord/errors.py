@@ -39,6 +39,11 @@ class Refused(CoordinationError, RuntimeError):
         self.code = code
 
 
+class JobOver(Refused):
+    """The job has ended at a later step than this replica is at, and nobody is left from whom it could heal: use the
+    result of that step, or start a new run."""
+
+
 class StaleQuorum(CoordinationError, RuntimeError):
     """The call belongs to a quorum or step that is over: drop its result and start the next quorum."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, final
 
-from tft_coord.core.effects import QuorumFormed, ReplicaLeft, ReplicaLost, WaitNoticed
+from tft_coord.core.effects import JobEnded, QuorumFormed, ReplicaLeft, ReplicaLost, WaitNoticed
 from tft_coord.core.types import Member, Quorum, Refusal
 from tft_coord.logs import logger_for_people
 
@@ -123,6 +123,17 @@ def wait(noticed: WaitNoticed) -> None:
         logger.info("job %s: the wait is over after %d s (%s)", noticed.job, noticed.seconds, noticed.sentence)
     else:
         logger.warning("job %s: waiting for %d s: %s", noticed.job, noticed.seconds, noticed.sentence)
+
+
+def job_ended(ended: JobEnded) -> None:
+    """One line: at which step a job has ended, and who finished there."""
+    logger.info(
+        "job %s ended at step %d: finished by %s",
+        ended.job,
+        ended.step,
+        ", ".join(ended.replica_ids),
+        extra={"job": ended.job, "step": ended.step},
+    )
 
 
 def _member(member: Member) -> str:

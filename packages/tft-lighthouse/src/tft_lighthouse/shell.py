@@ -209,6 +209,8 @@ class LighthouseShell:
                     logger.warning("job %s: %s", job, sentence)
                 case effects.WaitNoticed():
                     log.wait(decision)
+                case effects.JobEnded():
+                    log.job_ended(decision)
                 case effects.AnswerUnaryQuorum(call, quorum):
                     self._answer(call, quorum)
                 case effects.RefuseUnary(call, refusal, message):

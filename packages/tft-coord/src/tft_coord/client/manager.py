@@ -180,7 +180,15 @@ class ManagerClient:
             raise ProtocolError(f"{what}: the manager server answered with a plan; it is broken")
         return verdict
 
-    def leave(self, group_rank: int, reason: str, serve_ms: int, timeout: timedelta) -> None:
+    def leave(
+        self,
+        group_rank: int,
+        reason: str,
+        serve_ms: int,
+        timeout: timedelta,
+        *,
+        finished_step: int | None = None,
+    ) -> None:
         """Leave the job, after a verdict that says so or between two steps; the whole group does.
 
         Args:
@@ -188,13 +196,15 @@ class ManagerClient:
             reason: why.
             serve_ms: for how long the group serves its state, at most.
             timeout: within which the manager server must have taken it.
+            finished_step: the last step of the training, which is over; None: others may train on.
         Raises: CoordinationError: this rank has no session here. DeadlinePassed, GroupLost, Unreachable: the manager
             server has not taken it.
         """
         way = self._session  # not the link, which carries one call at a time: a question may be waiting on it
         if way is None or way.group_rank != group_rank:
             raise CoordinationError(f"rank {group_rank} has no session with this manager server; open one first")
-        way.call(rank_codec.Leave(group_rank, reason, serve_ms), seconds(timeout), f"rank {group_rank}'s leaving")
+        leave = rank_codec.Leave(group_rank, reason, serve_ms, finished_step)
+        way.call(leave, seconds(timeout), f"rank {group_rank}'s leaving")
 
     def kill(self, msg: str, timeout: timedelta = timedelta(seconds=5)) -> None:
         """Have the processes of the manager server's group end at once, each with exit code 1.

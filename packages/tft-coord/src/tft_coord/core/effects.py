@@ -203,6 +203,15 @@ class ReplicaLeft:
     serve_ms: int
 
 
+@dataclass(frozen=True, slots=True)
+class JobEnded:
+    """For the log and the observers: no replica trains any more, and these have finished at that step."""
+
+    job: str
+    step: int
+    replica_ids: tuple[str, ...]
+
+
 LighthouseEffect = (
     Welcome
     | RefuseSession
@@ -220,6 +229,7 @@ LighthouseEffect = (
     | QuorumFormed
     | ReplicaLost
     | ReplicaLeft
+    | JobEnded
 )
 
 
@@ -334,10 +344,11 @@ class TellGroupLost:
 
 @dataclass(frozen=True, slots=True)
 class LeaveJob:
-    """Tell the lighthouse that this group has left."""
+    """Tell the lighthouse that this group has left; `finished_step` as in `events.LeaveReceived`."""
 
     reason: str
     serve_ms: int
+    finished_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

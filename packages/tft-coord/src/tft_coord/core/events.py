@@ -75,11 +75,15 @@ class DeathReported:
 
 @dataclass(frozen=True, slots=True)
 class LeaveReceived:
-    """The group has left the job, and serves its state to those that heal from it, for `serve_ms` at most."""
+    """The group has left the job, and serves its state to those that heal from it, for `serve_ms` at most.
+
+    `finished_step` is the last step of its training, which is over; None: it leaves others to train on.
+    """
 
     stream: int
     reason: str
     serve_ms: int
+    finished_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,12 +218,16 @@ class RankVoted:
 
 @dataclass(frozen=True, slots=True)
 class RankLeft:
-    """A group rank leaves, after a verdict that says so or between two steps; it waits as `call`."""
+    """A group rank leaves, after a verdict that says so or between two steps; it waits as `call`.
+
+    `finished_step` as in `LeaveReceived`.
+    """
 
     rank: int
     call: int
     reason: str
     serve_ms: int
+    finished_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,6 +178,10 @@ class GroupCore:
                 return self._disconnected(event, now_ms)
             case events.RankDied():
                 self._streams.pop(event.rank, None)
+                if event.left and self._leaves is not None and self._lost is None:
+                    # This server ends with its rank. Another rank that still has to leave need not wait to learn it.
+                    message = self._left_message()
+                    return [effects.TellGroupLost(rank, message, left=True) for rank in sorted(self._streams)]
                 return self._lose(f"rank {event.rank} ended: {event.reason}", left=event.left)
             case events.RankAsked():
                 return self._rank_asked(event)
@@ -300,7 +304,7 @@ class GroupCore:
         out: list[effects.GroupEffect] = []
         if self._leaves is None:
             self._leaves = event.reason
-            out.append(effects.LeaveJob(event.reason, event.serve_ms))
+            out.append(effects.LeaveJob(event.reason, event.serve_ms, event.finished_step))
             out += [effects.AnswerVote(call, rank, verdict) for call, rank, verdict in self._votes.leave()]
             out += self._fail_all(Refusal.LEFT.value, self._left_message())
         return [*out, effects.AnswerVote(event.call, event.rank, Verdict(yes=False, leaves=True))]

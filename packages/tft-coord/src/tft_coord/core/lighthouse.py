@@ -17,6 +17,7 @@ from typing import TypeAlias
 from tft_coord.core import effects, events
 from tft_coord.core.assignment import all_at, assign
 from tft_coord.core.handshake import Handshake, Room, Standing
+from tft_coord.core.job_end import JobEnd
 from tft_coord.core.liveness import Accepted, Liveness, Lost, OpenRequest, Rejected, Replica
 from tft_coord.core.progress import HangWatch, hang_reason, stuck_reason
 from tft_coord.core.quorum import Form, Situation, decide, reason_for_new_id
@@ -391,6 +392,7 @@ class Job:
         self._asked_in_vain: set[int] = set()  # streams that could not say the members of the quorum they hold
         self._serving: set[str] = set()  # who has left, and may still be healed from
         self._asker = ""  # who asks just now, if it has trained
+        self._end = JobEnd()
         self._heals_last = ""  # who was found to heal when that was last asked
 
     def was_away(self, now_ms: int, away_ms: int) -> None:
@@ -475,6 +477,8 @@ class Job:
             case events.LeaveReceived():
                 told = replica.left is not None
                 self.liveness.leave(replica, event.reason, now_ms)
+                if event.finished_step is not None:
+                    self._end.finished(replica.replica_id, event.finished_step)
                 out += self._leaves(replica, event.serve_ms, now_ms, told=told)
                 out += self._form(now_ms, wall_ms)
             case events.QuorumRequested() if replica.left is not None:
@@ -1003,7 +1007,7 @@ class Job:
 
     def _form(self, now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
         """Form the next quorum if the rule says so, and answer everyone in it."""
-        out = self._refuse_the_ahead()
+        out = [*self._note_the_end(now_ms), *self._refuse_the_late(), *self._refuse_the_ahead()]
         waiting = self._waiting()
         self._more = 0
         if not waiting:
@@ -1081,6 +1085,39 @@ class Job:
         # Its source takes the state after the reductions, just before it asks for the next quorum.
         return now_ms - max(since, replica.progress_ms, first_asked_ms) < self._timeouts.heartbeat_timeout_ms
 
+    def _note_the_end(self, now_ms: int) -> list[effects.LighthouseEffect]:
+        """The last member has finished, or the others are gone since one has."""
+        if self.previous is None:
+            return []
+        replicas = self.liveness.replicas
+        healthy = (name for name in self._members if (known := replicas.get(name)) is not None and known.healthy)
+        ended = self._end.look(self.previous.key, self._members, healthy, now_ms)
+        if ended is None:
+            return []
+        for replica in replicas.values():
+            replica.ready = False  # a new run does not wait for one that evaluates the old run's state, say
+        return [effects.JobEnded(self.name, ended.step, ended.replica_ids)]
+
+    def _refuse_the_late(self) -> list[effects.LighthouseEffect]:
+        """Replicas of a run that has ended must not train another end of it."""
+        ended = self._end.ended
+        if ended is None:
+            return []
+        out: list[effects.LighthouseEffect] = []
+        for replica, request in self._waiting():
+            if not self._end.is_late(request.member, replica.since_ms, self._previous_key):
+                continue
+            replica.request = None
+            replica.ready = False  # it counts nowhere, and is waited for by nobody
+            if replica.stream is not None:
+                message = (
+                    f"job {self.name} has ended at step {ended.step}, where {_listed(ended.replica_ids)} finished; "
+                    f"replica {replica.replica_id} is at step {request.member.step}, and nobody is left to heal from; "
+                    f"use the result of step {ended.step}; to train a new run, start this process again"
+                )
+                out.append(effects.RefuseRequest(replica.stream, request.request, Refusal.OVER, message))
+        return out
+
     def _refuse_the_ahead(self) -> list[effects.LighthouseEffect]:
         """A state loaded from outside must not overtake the job's own."""
         waiting = self._waiting()
@@ -1110,6 +1147,7 @@ class Job:
         key = standing or QuorumKey(self.last_id + 1, self._nonces())
         if reason is not None:
             self._forget_losses()
+        self._end.quorum_formed()
         quorum = Quorum(key, members, wall_ms)
         self.last_id = max(self.last_id, key.quorum_id)
         self.previous = quorum

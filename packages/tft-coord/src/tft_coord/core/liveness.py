@@ -35,6 +35,7 @@ class Replica:
     """What is known of one replica id.
 
     `last_sign_ms` is moved on where silence is excused, `heard_ms` is not: it is when something was heard in truth.
+    `since_ms` is since when this replica has been known, or the one whose place it takes.
     `presumed` says that others have named it and it has not said hello yet.
     `withdrawn` keeps (asked_ms, withdrawn_ms) of a request that ended without an answer: a replica that asks again
     soon has waited since it first asked. `answered` is the number of the request that the newest quorum answered, and
@@ -49,6 +50,7 @@ class Replica:
     stream: int | None = None
     replaces: str = ""
     heard_ms: int = 0
+    since_ms: int = 0
     presumed: bool = False
     ready: bool = False
     held: QuorumKey | None = None
@@ -159,7 +161,9 @@ class Liveness:
             if rejected is not None:
                 return rejected
         if known is None:
-            known = Replica(hello.replica_id, hello.session, hello.address, now_ms)
+            before = self.replicas.get(hello.replaces)
+            since_ms = before.since_ms if before is not None else now_ms
+            known = Replica(hello.replica_id, hello.session, hello.address, now_ms, since_ms=since_ms)
             self.replicas[hello.replica_id] = known
         # A request belongs to its stream: whoever still wants it says it again; whoever gave it up in between doesn't.
         known.withdraw(now_ms)
@@ -204,7 +208,13 @@ class Liveness:
         for member in members:
             if member.replica_id not in self.replicas and member.replica_id not in replaced:
                 self.replicas[member.replica_id] = Replica(
-                    member.replica_id, member.session, member.address, started_ms, ready=True, presumed=True
+                    member.replica_id,
+                    member.session,
+                    member.address,
+                    started_ms,
+                    since_ms=started_ms,
+                    ready=True,
+                    presumed=True,
                 )
 
     def sign(self, stream: int, now_ms: int) -> Replica | None:

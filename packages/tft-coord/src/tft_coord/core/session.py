@@ -63,10 +63,11 @@ class SendBeat:
 
 @dataclass(frozen=True, slots=True)
 class SendLeave:
-    """Say that the group has left the job."""
+    """Say that the group has left the job; `finished_step` as in `LeaveReceived`."""
 
     reason: str
     serve_ms: int
+    finished_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,11 +224,11 @@ class SessionCore:
         asked = [self._request(self._open)] if self._open is not None else []
         return [*([self._leave] if self._leave is not None else []), *asked]
 
-    def leave(self, reason: str, serve_ms: int) -> list[SessionEffect]:
+    def leave(self, reason: str, serve_ms: int, finished_step: int | None = None) -> list[SessionEffect]:
         """The group has left: say so now, and on every new stream."""
         if self._leave is not None:
             return []
-        self._leave = SendLeave(reason, serve_ms)
+        self._leave = SendLeave(reason, serve_ms, finished_step)
         return [self._leave] if self._welcomed else []
 
     def told_lost(self, session: int, now_ms: int, *, hung: bool = False) -> list[SessionEffect]:

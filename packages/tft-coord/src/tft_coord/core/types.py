@@ -177,6 +177,7 @@ class Refusal(enum.Enum):
     MALFORMED = "malformed"  # the message breaks the protocol
     OLD_LIGHTHOUSE = "old_lighthouse"  # a newer lighthouse serves this cluster
     LEFT = "left"  # it has left the job: end this process; a new life of it joins under a new replica id
+    OVER = "job_over"  # the job ended at a later step: load the state of that step, or start a new run
     UNKNOWN = "unknown"  # there is nobody of that name: look at the names that the message gives
 
 

@@ -181,10 +181,10 @@ class LighthouseLink:
         """The trainer that was hung goes on."""
         self._perform(self._core.went_on(self._now_ms()))
 
-    def leave(self, reason: str, serve_ms: int) -> None:
+    def leave(self, reason: str, serve_ms: int, finished_step: int | None) -> None:
         """Say that this group has left, on every stream from now on."""
         self._foreign_core.ended()  # who does not beat is waited for by nobody, after a while
-        self._perform(self._core.leave(reason, serve_ms))
+        self._perform(self._core.leave(reason, serve_ms, finished_step))
 
     def report_death(self, reason: str) -> None:
         """Say that a trainer of this group ended."""
@@ -222,8 +222,8 @@ class LighthouseLink:
                     self._say(events.BeatReceived(0, healed_bytes, progress))
                 case SendHello(hello):
                     self._say(events.HelloReceived(0, hello))
-                case SendLeave(reason, serve_ms):
-                    self._say(events.LeaveReceived(0, reason, serve_ms))
+                case SendLeave(reason, serve_ms, finished_step):
+                    self._say(events.LeaveReceived(0, reason, serve_ms, finished_step))
                 case Dial(at_ms, address):
                     if not self._ended:
                         self._redial = self._loop.call_at(at_ms / 1000, self._dial, self._targets[address])

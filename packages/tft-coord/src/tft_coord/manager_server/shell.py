@@ -170,9 +170,9 @@ class ManagerServerShell:
                     self._tell(rank, rank_codec.RanksLost(message, left))
                 case effects.TellRank(rank, news):
                     self._tell(rank, news)
-                case effects.LeaveJob(reason, serve_ms):
+                case effects.LeaveJob(reason, serve_ms, finished_step):
                     logger.info("replica %s leaves: %s", self._config.replica_id, reason)
-                    self._link.leave(reason, serve_ms)
+                    self._link.leave(reason, serve_ms, finished_step)
                 case effects.RefuseSession():
                     self._refuse(decision)
                 case effects.ReportDeath(reason):
@@ -313,7 +313,7 @@ class ManagerServerShell:
                     )
                 )
             case rank_codec.Leave():
-                self._handle(events.RankLeft(rank, call, asked.reason, asked.serve_ms))
+                self._handle(events.RankLeft(rank, call, asked.reason, asked.serve_ms, asked.finished_step))
         return call
 
     def _withdraw(self, rank: int, call: int) -> None:

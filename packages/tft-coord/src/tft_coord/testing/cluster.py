@@ -282,6 +282,8 @@ class Cluster:
                 self.marks.hit(f"lost: {kind_of_loss(order.reason)}")
             case effects.ReplicaLeft():
                 self.marks.hit("a replica left")
+            case effects.JobEnded():
+                self.marks.hit("a job ended")
             case effects.RefuseSession():
                 self.marks.hit(f"refused: {order.refusal.value}")
             case effects.RefuseRequest():

@@ -123,6 +123,10 @@ class EndTruth:
                 return any(self._turns_out(other, replica) for other in self._cluster.lives)
             case Refusal.AHEAD.value:
                 return any(self._is_behind(other, replica) for other in self._cluster.lives)
+            case Refusal.OVER.value:
+                finished = [trainer.finished_step for other in self._cluster.lives for trainer in other.trainers]
+                own = min(trainer.step for trainer in replica.trainers)
+                return any(step is not None and step > own for step in finished)
             case Refusal.MALFORMED.value:
                 quorum = self._given.get(replica.manager) if replica.manager is not None else None
                 return quorum is not None and all(self._may_be_torn(each) for each in quorum.replica_ids)

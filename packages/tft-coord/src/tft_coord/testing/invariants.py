@@ -111,6 +111,8 @@ class Attendance:
         self._said: dict[str, tuple[Member, QuorumKey | None]] = {}  # with its newest request
         self._fingerprints: dict[str, Fingerprint] = {}  # as each has said last
         self._gone: dict[str, int] = {}  # who has left the job, and in which session
+        self._finished: dict[str, int] = {}  # who has left because its training is over, and at which step
+        self._ended: tuple[int, set[str]] | None = None  # at which step the job has, and who was known then
         self._released: set[str] = set()  # and is not needed any more
         self._asked_ms: dict[str, int] = {}  # when each asked first since its last answer
         self._heals_ms: dict[str, int] = {}  # since when each heals that does
@@ -156,6 +158,34 @@ class Attendance:
             if newest == stream and replica_id in self._sessions:
                 self._gone[replica_id] = self._sessions.pop(replica_id)
                 self._asking.pop(replica_id, None)
+
+    def finished(self, stream: int, step: int) -> None:
+        """Whoever has that stream leaves because its training is over."""
+        self._finished |= {each: step for each, newest in self._streams.items() if newest == stream}
+
+    def ended(self, step: int) -> None:
+        """The job is said to have ended at that step: a member of its last quorum finished there, and none trains."""
+        members = self._newest.replica_ids if self._newest is not None else ()
+        trains = sorted(each for each in members if each in self._sessions)
+        if trains:
+            raise InvariantBroken("E1", f"the job is said to have ended at step {step}, and {trains} of it train")
+        if step != max((self._finished[each] for each in members if each in self._finished), default=None):
+            raise InvariantBroken(
+                "E1", f"the job is said to have ended at step {step}, where none of {members} finished"
+            )
+        self._ended = step, self._sessions.keys() | self._lost.keys() | self._gone.keys()
+        self._ready.clear()
+
+    def late(self, stream: int) -> None:
+        """Whoever asked there is behind a job that has ended, and counts nowhere."""
+        self._ready -= {replica_id for replica_id, each in self._streams.items() if each == stream}
+
+    def _look_who_is_late(self, quorum: Quorum) -> None:
+        """Nobody who was there when the job ended trains on from before its end."""
+        step, known = self._ended if self._ended is not None else (0, set())
+        late = sorted(each.replica_id for each in quorum.members if each.step < step and each.replica_id in known)
+        if late:
+            raise InvariantBroken("E1", f"the job has ended at step {step}, and {late} train on in {quorum.key}")
 
     def released(self, stream: int) -> None:
         """It is told that nobody heals from it any more: its end is no loss."""
@@ -375,6 +405,7 @@ class Attendance:
         """A quorum with a new id: its members live, are enough, and don't leave all survivors or their state out."""
         self._newest = quorum
         self._look_who_is_ahead(quorum)
+        self._look_who_is_late(quorum)
         if previous is not None:
             self._look_who_starts_over(quorum, previous, now_ms)
         ids = set(quorum.replica_ids)
@@ -470,6 +501,8 @@ class Attendances:
             case events.DeathReported():
                 attendance.death_reported(event.stream)
             case events.LeaveReceived():
+                if event.finished_step is not None:
+                    attendance.finished(event.stream, event.finished_step)
                 attendance.left(event.stream)
             case events.QuorumReported():
                 quorum = event.quorum
@@ -485,9 +518,13 @@ class Attendances:
                 dead = order.reason.startswith(("its manager server reports", "replaced by"))
                 broke = order.reason.startswith("its stream broke")
                 self.of(order.job).lost(order.replica_id, order.session, dead=dead, broke=broke, now_ms=now_ms)
+            case effects.JobEnded():
+                self.of(order.job).ended(order.step)
             case effects.AnswerQuorum() | effects.AnswerUnchanged() | effects.RefuseRequest():
                 if isinstance(order, effects.RefuseRequest) and order.refusal is Refusal.DIFFERS:
                     self.of(self.job_of(order.stream)).differs(order.stream)
+                if isinstance(order, effects.RefuseRequest) and order.refusal is Refusal.OVER:
+                    self.of(self.job_of(order.stream)).late(order.stream)
                 if not isinstance(order, effects.RefuseRequest):
                     quorum = order.quorum if isinstance(order, effects.AnswerQuorum) else None
                     self.of(self.job_of(order.stream)).answered(order.stream, quorum, now_ms)

@@ -47,6 +47,7 @@ FATAL = frozenset(
         Refusal.MALFORMED.value,
         Refusal.OTHER_KIND.value,
         Refusal.DIFFERS.value,
+        Refusal.OVER.value,
     }
 )
 
@@ -217,7 +218,7 @@ class ManagerProcess(Process):
                         self._ranks[order.rank].send(self, order.news)
                 case effects.LeaveJob():
                     self.foreign.ended()
-                    self._perform_session(self.session.leave(order.reason, order.serve_ms))
+                    self._perform_session(self.session.leave(order.reason, order.serve_ms, order.finished_step))
                 case effects.TellGroupLost():
                     self._cluster.marks.hit("a rank was told that its group is lost")  # it ends with the group
                 case effects.RefuseSession():
@@ -253,7 +254,8 @@ class ManagerProcess(Process):
                     healed_bytes, progress = order.healed_bytes, order.progress
                     self._send(partial(events.BeatReceived, healed_bytes=healed_bytes, progress=progress))
                 case SendLeave():
-                    self._send(partial(events.LeaveReceived, reason=order.reason, serve_ms=order.serve_ms))
+                    left = partial(events.LeaveReceived, reason=order.reason, serve_ms=order.serve_ms)
+                    self._send(partial(left, finished_step=order.finished_step))
                 case HangUp():
                     stream, self._stream = self._stream, None
                     if stream is not None:

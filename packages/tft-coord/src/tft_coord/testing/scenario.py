@@ -160,6 +160,9 @@ class Scenario:
                 self._tell(self.cluster.decides, f"{order.replica_id} is lost: {order.reason}")
             case effects.ReplicaLeft():
                 self._tell(self.cluster.decides, f"{order.replica_id} has left: {order.reason}")
+            case effects.JobEnded():
+                finished = " ".join(order.replica_ids)
+                self._tell(self.cluster.decides, f"the job has ended at step {order.step}, finished by {finished}")
             case effects.RefuseSession() | effects.RefuseRequest():
                 if order.message not in self._refusals:  # whoever is refused may try again and again
                     self._refusals.add(order.message)
@@ -536,6 +539,13 @@ class Scenario:
         """leave a | a/1: these are told to leave (SIGTERM, perhaps); they do after the running step."""
         for trainer in self._trainers(words):
             trainer.leave()
+        return []
+
+    def _do_finish(self, words: list[str]) -> Iterable[str]:
+        """finish a b step=4: the training loops of these end when they have committed that step."""
+        (step,) = (int(word.removeprefix("step=")) for word in words if word.startswith("step="))
+        for trainer in self._trainers([word for word in words if "=" not in word]):
+            trainer.finishes_at = step
         return []
 
     def _do_drain(self, words: list[str]) -> Iterable[str]:

@@ -96,7 +96,9 @@ class Outside:
         waiter = Waiter()
 
         def make(call: int) -> events.RankLeft:
-            return events.RankLeft(trainer.rank, call, "it was told to", LEAVE_WITHIN_MS)
+            finished = trainer.finished_step
+            reason = "it was told to" if finished is None else f"finished at step {finished}"
+            return events.RankLeft(trainer.rank, call, reason, LEAVE_WITHIN_MS, finished)
 
         self.cluster.call(trainer, self.replica, make, lambda value: waiter.resolve(value))
         timer = trainer.after(LEAVE_TAKEN_WITHIN_MS, lambda: waiter.resolve(None))

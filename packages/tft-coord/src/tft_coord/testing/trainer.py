@@ -372,6 +372,7 @@ class Trainer(Process):
         self.loads_step: int | None = None
         self.leaving_since_ms: int | None = None  # it was told to leave
         self.left = False
+        self.finishes_at: int | None = None  # its training is over with that step
         self.late_ms = 0
         self.will_hang: Hanging | None = None
         self.settings = settings
@@ -579,6 +580,14 @@ class Trainer(Process):
     def _train(self) -> Life:
         while self.alive:
             yield from self.syncs.one() if self.syncs is not None else self._one_step()
+            if self.finished_step is not None:
+                self.outside.marks.hit("a trainer finished")
+                yield from self.leaves(self.plan)
+
+    @property
+    def finished_step(self) -> int | None:
+        """The step at which its training is over; None while it trains."""
+        return self.step if self.finishes_at is not None and self.step >= self.finishes_at else None
 
     def between_steps(self) -> Life:
         """What the user does there."""

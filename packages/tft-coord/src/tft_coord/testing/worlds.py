@@ -347,7 +347,7 @@ class LighthouseWorld:
                     self._look_anew_who_hangs()
                 case effects.ReplicaLost():
                     self._lost(order)
-                case effects.ReplicaLeft():
+                case effects.ReplicaLeft() | effects.JobEnded():
                     pass
                 case _:
                     self._hear(order)

@@ -12,6 +12,7 @@ from tft_coord.errors import (
     CoordinationError,
     DeadlinePassed,
     GroupLost,
+    JobOver,
     ProtocolError,
     Refused,
     StaleQuorum,
@@ -140,6 +141,8 @@ def error_of_code(code: str, message: str, what: str) -> CoordinationError:
             return StaleQuorum(sentence)
         case Refusal.MALFORMED.value:
             return ProtocolError(sentence)
+        case Refusal.OVER.value:
+            return JobOver(sentence, code=code)
         case _:
             return Refused(sentence, code=code)
 

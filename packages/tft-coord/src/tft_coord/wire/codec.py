@@ -101,7 +101,9 @@ def encode_to_lighthouse(event: LighthouseEvent, said: Member | None = None) -> 
         case DeathReported():
             return pb.ToLighthouse(death=pb.Death(reason=fields.clip(event.reason))).SerializeToString()
         case LeaveReceived():
-            leave = pb.Leave(reason=fields.clip(event.reason), serve_ms=event.serve_ms)
+            leave = pb.Leave(
+                reason=fields.clip(event.reason), serve_ms=event.serve_ms, finished_step=event.finished_step
+            )
             return pb.ToLighthouse(leave=leave).SerializeToString()
         case StreamClosed():
             raise AssertionError("a closed stream is not a message")
@@ -146,6 +148,7 @@ def decode_to_lighthouse(
                 stream,
                 fields.checked_sentence("reason", leave.reason),
                 fields.checked_count("serve_ms", leave.serve_ms),
+                fields.finished_step_from_wire(leave),
             )
         case _:
             raise ProtocolError("a message to the lighthouse says nothing that this version knows")

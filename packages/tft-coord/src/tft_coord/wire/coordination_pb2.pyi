@@ -375,12 +375,14 @@ class QuorumRequest(_message.Message):
     def __init__(self, request: _Optional[int] = ..., member: _Optional[_Union[QuorumMember, _Mapping]] = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., fingerprint: _Optional[_Iterable[_Union[FingerprintPart, _Mapping]]] = ..., as_before: bool = ...) -> None: ...
 
 class Leave(_message.Message):
-    __slots__ = ("reason", "serve_ms")
+    __slots__ = ("reason", "serve_ms", "finished_step")
     REASON_FIELD_NUMBER: _ClassVar[int]
     SERVE_MS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_STEP_FIELD_NUMBER: _ClassVar[int]
     reason: str
     serve_ms: int
-    def __init__(self, reason: _Optional[str] = ..., serve_ms: _Optional[int] = ...) -> None: ...
+    finished_step: int
+    def __init__(self, reason: _Optional[str] = ..., serve_ms: _Optional[int] = ..., finished_step: _Optional[int] = ...) -> None: ...
 
 class Withdraw(_message.Message):
     __slots__ = ("request",)
@@ -599,14 +601,16 @@ class RankBeat(_message.Message):
     def __init__(self, healed_bytes: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
 
 class RankLeaves(_message.Message):
-    __slots__ = ("reason", "serve_ms", "group_rank")
+    __slots__ = ("reason", "serve_ms", "group_rank", "finished_step")
     REASON_FIELD_NUMBER: _ClassVar[int]
     SERVE_MS_FIELD_NUMBER: _ClassVar[int]
     GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_STEP_FIELD_NUMBER: _ClassVar[int]
     reason: str
     serve_ms: int
     group_rank: int
-    def __init__(self, reason: _Optional[str] = ..., serve_ms: _Optional[int] = ..., group_rank: _Optional[int] = ...) -> None: ...
+    finished_step: int
+    def __init__(self, reason: _Optional[str] = ..., serve_ms: _Optional[int] = ..., group_rank: _Optional[int] = ..., finished_step: _Optional[int] = ...) -> None: ...
 
 class RankGoodbye(_message.Message):
     __slots__ = ()

@@ -82,6 +82,12 @@ def progress_to_wire(progress: Progress | None) -> pb.Progress | None:
     )
 
 
+def finished_step_from_wire(leave: pb.Leave | pb.RankLeaves) -> int | None:
+    if not leave.HasField("finished_step"):
+        return None
+    return checked_count("finished_step", leave.finished_step, MAX_INT64)
+
+
 def progress_from_wire(beat: pb.Beat | pb.RankBeat) -> Progress | None:
     if not beat.HasField("progress"):
         return None

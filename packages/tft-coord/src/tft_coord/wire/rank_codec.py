@@ -95,6 +95,7 @@ class Leave:
     group_rank: int
     reason: str
     serve_ms: int
+    finished_step: int | None = None  # as in `events.LeaveReceived`
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,7 +422,12 @@ def encode_from_rank(message: FromRank) -> bytes:
             return pb.ToManagerServer(call=votes).SerializeToString()
         case RankCall(call, timeout_ms, Leave() as leave):
             serve_ms = fields.checked_count("serve_ms", leave.serve_ms)
-            leaves = pb.RankLeaves(reason=fields.clip(leave.reason), serve_ms=serve_ms, group_rank=leave.group_rank)
+            leaves = pb.RankLeaves(
+                reason=fields.clip(leave.reason),
+                serve_ms=serve_ms,
+                group_rank=leave.group_rank,
+                finished_step=leave.finished_step,
+            )
             said = pb.RankCall(call=call, timeout_ms=timeout_ms, leaves=leaves)
             return pb.ToManagerServer(call=said).SerializeToString()
         case RankHello():
@@ -546,6 +552,7 @@ def _call_from_wire(message: pb.RankCall) -> RankCall:
                 rank,
                 fields.checked_sentence("reason", leaves.reason),
                 fields.checked_count("serve_ms", leaves.serve_ms),
+                fields.finished_step_from_wire(leaves),
             )
             return RankCall(message.call, timeout_ms, leave)
         case _:

@@ -1,0 +1,214 @@
+"""The end of a job: who finishes, when the job has ended, and who comes too late for it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tft_coord.core import effects, events
+from tft_coord.core.job_end import Ended, JobEnd
+from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
+from tft_coord.core.types import Hello, Member, QuorumKey, Refusal
+from tft_coord.errors import JobOver
+from tft_coord.timeouts import Timeouts
+from tft_coord.transport.settings import error_of_code
+
+KEY, NEXT = QuorumKey(7, 1), QuorumKey(8, 1)
+FRESH = {"step": 0, "live": False}
+TIMEOUTS = Timeouts()
+
+
+class Lighthouse:
+    """A lighthouse, and replicas whose stream number is their place in the alphabet."""
+
+    def __init__(self) -> None:
+        self.core = LighthouseCore(
+            LighthouseConfig(timeouts=TIMEOUTS),
+            started_ms=1_000_000,
+            cluster_id="cluster",
+            nonces=itertools.count(1).__next__,
+            now_ms=0,
+        )
+        self.now_ms = 10_000  # its first grace is over
+        self.held: dict[str, QuorumKey] = {}
+        self.requests = itertools.count(1)
+
+    def give(self, event: events.LighthouseEvent) -> list[effects.LighthouseEffect]:
+        return self._learn(self.core.handle(event, self.now_ms, 1_000_000 + self.now_ms))
+
+    def tick(self) -> list[effects.LighthouseEffect]:
+        self.now_ms += 100
+        return self._learn(self.core.tick(self.now_ms, 1_000_000 + self.now_ms))
+
+    def _learn(self, orders: list[effects.LighthouseEffect]) -> list[effects.LighthouseEffect]:
+        for order in orders:
+            if isinstance(order, effects.AnswerQuorum):
+                self.held[chr(96 + order.stream)] = order.quorum.key
+        return orders
+
+    def hello(self, *names: str, replaces: str = "", ready: bool = False) -> None:
+        for name in names:
+            hello = Hello("job", name, 1, f"{name}:1", replaces=replaces, ready=ready)
+            self.give(events.HelloReceived(ord(name) - 96, hello))
+
+    def ask(self, name: str, step: int, *, live: bool = True) -> list[effects.LighthouseEffect]:
+        member = Member(name, address=f"{name}:1", store_address=f"{name}:2", step=step, lineage=step, live=live)
+        return self.give(events.QuorumRequested(ord(name) - 96, next(self.requests), member, self.held.get(name)))
+
+    def finish(self, name: str, step: int) -> list[effects.LighthouseEffect]:
+        return self.give(events.LeaveReceived(ord(name) - 96, f"finished at step {step}", 5_000, step))
+
+    def leave(self, name: str) -> list[effects.LighthouseEffect]:
+        return self.give(events.LeaveReceived(ord(name) - 96, "it is preempted", 5_000))
+
+    def end(self, name: str) -> list[effects.LighthouseEffect]:
+        """Its process ends."""
+        return self.give(events.DeathReported(ord(name) - 96, "signal 9")) + self.give(
+            events.StreamClosed(ord(name) - 96)
+        )
+
+
+def ended(orders: list[effects.LighthouseEffect]) -> list[tuple[int, tuple[str, ...]]]:
+    return [(order.step, order.replica_ids) for order in orders if isinstance(order, effects.JobEnded)]
+
+
+def members(orders: list[effects.LighthouseEffect]) -> list[tuple[str, ...]]:
+    return [order.quorum.replica_ids for order in orders if isinstance(order, effects.QuorumFormed)]
+
+
+def refused(orders: list[effects.LighthouseEffect]) -> list[tuple[str, Refusal]]:
+    return [(chr(96 + order.stream), order.refusal) for order in orders if isinstance(order, effects.RefuseRequest)]
+
+
+@pytest.fixture
+def two() -> Lighthouse:
+    """a and b train together from step 5; c is there, and evaluates."""
+    lighthouse = Lighthouse()
+    lighthouse.hello("a", "b", ready=True)
+    lighthouse.hello("c")
+    lighthouse.ask("a", 5)
+    assert members(lighthouse.ask("b", 5)) == [("a", "b")]
+    return lighthouse
+
+
+class TestTheLighthouse:
+    def test_the_job_ends_with_its_last_member(self, two: Lighthouse) -> None:
+        assert ended(two.finish("a", 9)) == []
+        assert ended(two.finish("b", 9)) == [(9, ("a", "b"))]
+        assert ended(two.tick()) == []  # once
+
+    def test_a_member_that_is_lost_after_another_has_finished_ends_the_job_too(self, two: Lighthouse) -> None:
+        two.finish("a", 9)
+        assert ended(two.end("b")) == [(9, ("a",))]
+
+    def test_where_no_member_has_finished_the_job_has_not_ended(self, two: Lighthouse) -> None:
+        assert ended(two.leave("a") + two.end("b") + two.tick()) == []
+        assert members(two.ask("c", 4)) == [("c",)]
+
+    def test_a_member_that_trains_on_goes_on_from_where_it_is(self, two: Lighthouse) -> None:
+        """It may have lost the step that the other has committed and finished with."""
+        two.finish("a", 9)
+        assert members(two.ask("b", 8)) == [("b",)]
+        assert ended(two.finish("b", 12)) == [(12, ("b",))]
+
+    @pytest.mark.parametrize("live", [True, False])
+    def test_a_replica_that_was_there_is_late(self, two: Lighthouse, live: bool) -> None:
+        two.finish("a", 9)
+        two.finish("b", 9)
+        assert refused(two.ask("c", 8, live=live)) == [("c", Refusal.OVER)]
+
+    def test_a_replica_that_waits_when_the_job_ends_is_late(self, two: Lighthouse) -> None:
+        two.ask("c", 0, live=False)
+        two.finish("a", 9)
+        orders = two.finish("b", 9)
+        assert refused(orders) == [("c", Refusal.OVER)]
+        (order,) = [each for each in orders if isinstance(each, effects.RefuseRequest)]
+        assert "job job has ended at step 9, where a, b finished; replica c is at step 0" in order.message
+
+    @pytest.mark.parametrize("step", [9, 12])
+    def test_a_state_of_the_end_or_beyond_goes_on(self, two: Lighthouse, step: int) -> None:
+        two.finish("a", 9)
+        two.finish("b", 9)
+        assert members(two.ask("c", step)) == [("c",)]
+
+    @pytest.mark.parametrize("step", [0, 8], ids=["fresh", "from a checkpoint"])
+    def test_a_replica_that_comes_later_begins_a_new_run_and_waits_for_nobody_of_the_old(
+        self, two: Lighthouse, step: int
+    ) -> None:
+        two.ask("c", 5)
+        two.give(events.RequestWithdrawn(3, 3))  # it has asked before, so that others would wait for it
+        two.finish("a", 9)
+        two.finish("b", 9)
+        two.now_ms += 1
+        two.hello("d")
+        assert members(two.ask("d", step, live=False)) == [("d",)]
+        assert refused(two.ask("c", 5) + two.tick()) == [("c", Refusal.OVER)]  # also while the new run trains
+        assert members(two.ask("d", step + 1)) == []  # its quorum stands
+        assert ended(two.finish("d", step + 1)) == [(step + 1, ("d",))]
+
+    def test_the_successor_of_a_replica_of_the_run_belongs_to_it(self, two: Lighthouse) -> None:
+        two.end("c")
+        two.finish("a", 9)
+        two.finish("b", 9)
+        two.now_ms += 1
+        two.hello("d", replaces="c")
+        assert refused(two.ask("d", 0, live=False)) == [("d", Refusal.OVER)]
+
+    def test_a_state_of_the_run_that_comes_back_is_late_until_a_new_run_begins(self, two: Lighthouse) -> None:
+        two.finish("a", 9)
+        two.finish("b", 9)
+        two.now_ms += 1
+        two.hello("e")  # under an id that this lighthouse does not know
+        assert refused(two.ask("e", 5)) == [("e", Refusal.OVER)]
+
+    def test_a_lighthouse_that_has_forgotten_the_job_knows_no_end(self, two: Lighthouse) -> None:
+        two.finish("a", 9)
+        two.finish("b", 9)
+        for name in "abc":
+            two.give(events.StreamClosed(ord(name) - 96))
+        for _ in range(TIMEOUTS.forget_after_ms // 100 + 100):
+            two.tick()
+        assert two.core.jobs == ()
+
+
+class TestTheEnd:
+    def test_it_is_the_highest_step_of_those_that_finished(self) -> None:
+        end = JobEnd()
+        end.finished("a", 8)
+        end.finished("b", 9)
+        end.finished("z", 20)  # of another quorum
+        assert end.look(KEY, ["a", "b", "c"], ["c"], 5) is None
+        assert end.look(KEY, ["a", "b", "c"], [], 5) == Ended(9, ("a", "b"), KEY, 5)
+        assert end.look(KEY, ["a", "b", "c"], [], 6) is None
+
+    def test_those_who_finished_before_the_newest_quorum_do_not_count(self) -> None:
+        end = JobEnd()
+        end.finished("a", 8)
+        end.quorum_formed()
+        assert end.look(NEXT, ["a", "b"], [], 5) is None
+
+    @pytest.mark.parametrize(
+        ("step", "live", "since_ms", "newest", "late"),
+        [
+            (8, True, 4, KEY, True),
+            (0, False, 5, KEY, True),
+            (0, False, 6, KEY, False),
+            (8, True, 6, KEY, True),
+            (8, True, 6, NEXT, False),
+            (8, True, 4, NEXT, True),
+            (9, True, 4, KEY, False),
+        ],
+    )
+    def test_who_is_late(self, step: int, live: bool, since_ms: int, newest: QuorumKey, late: bool) -> None:
+        end = JobEnd()
+        assert not end.is_late(Member("c", step=step, live=live), since_ms, newest)
+        end.finished("a", 9)
+        end.look(KEY, ["a"], [], 5)
+        assert end.is_late(Member("c", step=step, live=live), since_ms, newest) is late
+
+
+def test_the_refusal_is_an_error_of_its_own() -> None:
+    error = error_of_code(Refusal.OVER.value, "it has ended", "rank 0's quorum")
+    assert isinstance(error, JobOver)
+    assert (str(error), error.code) == ("rank 0's quorum: it has ended", "job_over")
