@@ -107,8 +107,8 @@ class Pair:
         """Until the newest quorum has so many members."""
         give_up_at = time.monotonic() + WITHIN_S
         while True:
-            (job,) = [job for job in operator.describe().jobs if job.name == self._job] or [None]
-            if job is not None and job.num_members == num_members:
+            jobs = operator.describe().jobs
+            if any(job.name == self._job and job.num_members == num_members for job in jobs):
                 return
             assert time.monotonic() < give_up_at, [each.read_text("utf-8") for each in self._folder.glob("output_*")]
             time.sleep(0.05)

@@ -78,7 +78,7 @@ class Client:
         self.answer: Any = self.first_answer
         self.healed_bytes = 0
         self.wishes: list[bool] = []
-        self.left: list[tuple[str, int]] = []
+        self.left: list[tuple[str, int, int | None]] = []
         self.beats: list[Any] = []
         self.limits: list[timedelta] = []
         self.made.append(self)
@@ -94,8 +94,10 @@ class Client:
         self.limits.append(timeout)
         return self._answered()
 
-    def leave(self, group_rank: int, reason: str, serve_ms: int, timeout: timedelta) -> None:
-        self.left.append((reason, serve_ms))
+    def leave(
+        self, group_rank: int, reason: str, serve_ms: int, timeout: timedelta, *, finished_step: int | None
+    ) -> None:
+        self.left.append((reason, serve_ms, finished_step))
         self.limits.append(timeout)
 
     def checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
@@ -324,7 +326,8 @@ def test_answers_and_verdicts_pass_through(make: Any) -> None:
     assert coordinator.vote(0, True, SECOND, key=KEY, purpose=Purpose.COMMIT, leaving=True) == client.answer
     assert client.wishes == [True]
     coordinator.leave("it is preempted", SECOND, SECOND)
-    assert client.left == [("it is preempted", 1_000)]
+    coordinator.leave("finished at step 8", SECOND, SECOND, finished_step=8)
+    assert client.left == [("it is preempted", 1_000, None), ("finished at step 8", 1_000, 8)]
     coordinator.healed(5)
     assert client.healed_bytes == 5
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -90,11 +91,67 @@ def test_without_a_running_step_shutdown_leaves_at_once(rigs: Any) -> None:
         rig.manager.start_quorum()
 
 
-def test_a_goodbye_without_the_wish_is_no_leaving(rigs: Any) -> None:
-    rig = rigs(plan_of(7))
+def test_a_loop_that_ends_by_its_count_has_finished_at_its_last_step(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2), QuorumKey(7, 7))
+    while rig.manager.current_step() < 2:
+        rig.step()
+    rig.manager.shutdown()
+    rig.manager.shutdown()
+    assert rig.coordinator.left == [("finished at step 2", timedelta())]
+    assert rig.coordinator.finished_steps == [2]
+
+
+def raised_in_a_handler(rig: Any) -> None:
+    with contextlib.suppress(ZeroDivisionError):
+        try:
+            raise ZeroDivisionError
+        finally:
+            rig.manager.shutdown()
+
+
+def raised_in_the_context(rig: Any) -> None:
+    with contextlib.suppress(ZeroDivisionError), rig.manager:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("script", "verdicts", "end"),
+    [
+        (lambda rig: None, (), lambda rig: rig.manager.shutdown()),
+        (lambda rig: rig.step(), (False,), lambda rig: rig.manager.shutdown()),
+        (lambda rig: (rig.step(), rig.manager.start_quorum()), (), lambda rig: rig.manager.shutdown()),
+        (lambda rig: (rig.step(), rig.manager.report_torn(OSError())), (), lambda rig: rig.manager.shutdown()),
+        (lambda rig: rig.step(), (), raised_in_a_handler),
+        (lambda rig: rig.step(), (), raised_in_the_context),
+        (lambda rig: rig.step(), (), lambda rig: rig.manager.end_at_exit()),
+    ],
+    ids=["no step", "no commit", "in a step", "torn", "in finally", "in with", "at exit"],
+)
+def test_a_loop_that_ends_otherwise_has_not_finished(rigs: Any, script: Any, verdicts: Any, end: Any) -> None:
+    rig = rigs(plan_of(7, size=2), QuorumKey(7, 7), verdicts=verdicts)
+    script(rig)
+    end(rig)
+    assert (rig.coordinator.left, rig.coordinator.closed) == ([], True)
+
+
+def test_a_replica_that_was_told_to_leave_has_not_finished(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2))
+    rig.manager.start_quorum()
+    rig.manager.leave(reason="it is preempted")
+    assert rig.manager.should_commit()
+    rig.manager.shutdown()
+    assert rig.coordinator.finished_steps == [None]
+
+
+@pytest.mark.parametrize("healing", [[], [1]], ids=["nobody heals", "one heals"])
+def test_ranks_of_a_group_that_has_finished_wait_for_one_another_only_where_somebody_heals(
+    rigs: Any, healing: list[int]
+) -> None:
+    rig = rigs(plan_of(7, size=2, healing=healing), world_size=2, rank=0, store_addr="store", store_port=1)
     assert rig.step()
     rig.manager.shutdown()
-    assert rig.coordinator.left == []
+    assert rig.coordinator.finished_steps == [1]
+    assert [name for name, _ in rig.coordinator.gathered if name == "left"] == ["left"] * len(healing)
 
 
 def test_shutdown_serves_until_nobody_heals(rigs: Any) -> None:
@@ -228,7 +285,8 @@ def test_who_wants_to_leave_waits_for_no_quorum_beyond_its_deadline(rigs: Any, m
         assert told.wait(20)
         raise Refused("replica_0 has left the job", code="left")
 
-    def leave(_reason: str, serve: timedelta, _timeout: timedelta) -> None:
+    def leave(_reason: str, serve: timedelta, _timeout: timedelta, *, finished_step: int | None) -> None:
+        assert finished_step is None
         assert serve == timedelta()
         told.set()
 

@@ -116,10 +116,11 @@ class GroupCoordinator:
         except (Unreachable, Closed) as error:
             raise self._after_the_loss(client, error) from error
 
-    def leave(self, reason: str, serve: timedelta, timeout: timedelta) -> None:
+    def leave(self, reason: str, serve: timedelta, timeout: timedelta, *, finished_step: int | None = None) -> None:
         client, left = self._client_in_use(timeout)
         try:
-            client.leave(self._config.rank, reason, int(1_000 * serve.total_seconds()), left)
+            serve_ms = int(1_000 * serve.total_seconds())
+            client.leave(self._config.rank, reason, serve_ms, left, finished_step=finished_step)
         except (Unreachable, Closed) as error:
             raise self._after_the_loss(client, error) from error
 

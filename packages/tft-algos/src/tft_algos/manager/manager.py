@@ -1066,7 +1066,7 @@ class Manager:
             self._waits.look(self._reducer.num_started)
         return self._where.look()
 
-    def _leave_now(self) -> None:
+    def _leave_now(self, finished_step: int | None = None) -> None:
         leaving = self._leaving
         leaving.left = True
         self._reports.log(logging.INFO, "leaves: %s", leaving.reason)
@@ -1074,26 +1074,30 @@ class Manager:
             self._core.abandon_all(
                 StepAbandoned(f"replica {self.replica_id} has left the job while this step was in flight")
             )
-        self._tell_that_it_leaves()
+        self._tell_that_it_leaves(finished_step)
 
-    def _tell_that_it_leaves(self) -> None:
+    def _tell_that_it_leaves(self, finished_step: int | None = None) -> None:
         leaving = self._leaving
         serve = timedelta(seconds=leaving.remaining_s(self._clock.monotonic()))
         try:
-            self._coordinator.leave(leaving.reason, serve, min(LEAVE_TAKEN_WITHIN, self._config.timeout))
+            within = min(LEAVE_TAKEN_WITHIN, self._config.timeout)
+            self._coordinator.leave(leaving.reason, serve, within, finished_step=finished_step)
         except (CoordinationError, ServerRestarted) as error:
-            # The others find out that this process ends, and lose the step that runs then.
-            self._reports.log(logging.WARNING, "nobody was told that this replica leaves: %s", error)
+            # The others find out that this process ends, and lose the step that runs then. Of a group that has
+            # finished one rank is enough to tell it, and the manager server may have ended with rank 0.
+            level = logging.WARNING if finished_step is None or self._config.world_size == 1 else logging.DEBUG
+            self._reports.log(level, "nobody was told that this replica leaves: %s", error)
             leaving.released.set()
 
-    def _serve_to_the_end(self) -> None:
+    def _serve_to_the_end(self, *, finished: bool) -> None:
         """Those that heal from here have their state before this process ends; and so have the other ranks'."""
         remaining_s = self._leaving.remaining_s(self._clock.monotonic())
+        serves = remaining_s > 0
         if remaining_s > 0 and not self._clock.wait(self._leaving.released, remaining_s):
             self._reports.log(
                 logging.WARNING, "ends though others may still heal from it: its deadline to leave has passed"
             )
-        if self._config.world_size > 1 and self._core.fatal is None:
+        if self._config.world_size > 1 and self._core.fatal is None and (serves or not finished):
             # The manager server, which says where each rank's state is, ends with rank 0.
             with contextlib.suppress(DeadlinePassed, CoordinationError):
                 self._coordinator.gather("left", "", self._config.timeout)
@@ -1103,7 +1107,10 @@ class Manager:
     def shutdown(self, wait: bool = True) -> None:
         """End everything that this Manager started, and its process group; again does nothing.
 
-        After `leave` it first serves those that heal from this replica, until they are done or the deadline passes.
+        After a step that was committed, and without an error under way, the training is finished: this replica leaves,
+        and says with which step. When all have finished, the job has ended there, which a replica that is behind is
+        told (`tft_coord.errors.JobOver`). Who has finished or left first serves those that heal from this replica,
+        until they are done or the deadline passes.
 
         Args:
             wait: until all of it has ended.
@@ -1112,14 +1119,35 @@ class Manager:
         if self._closing.is_set() or os.getpid() != self._pid:
             return  # what a forked child has a copy of is its parent's
         try:
+            finished = self._has_finished()
+            if finished:
+                limit_s = self._config.heal_timeout.total_seconds()
+                self._leaving.wish(Wish(f"finished at step {self._core.step}", self._clock.monotonic() + limit_s))
             if self._leaving.wished and not self._leaving.left and self._core.phase is Phase.IDLE:
-                self._leave_now()
+                self._leave_now(self._core.step if finished else None)
             if self._leaving.left:
-                self._serve_to_the_end()
+                self._serve_to_the_end(finished=finished)
         finally:
             self._closing.set()
             self._end_parts(wait)
             at_exit.forget(self)
+
+    def _has_finished(self) -> bool:
+        """Whether the training loop has ended by itself, as far as this shows it.
+
+        A script that ends without `shutdown` may have been told to exit; its end is a loss to the others.
+        """
+        core = self._core
+        return (
+            not self._exits
+            and sys.exc_info()[0] is None  # set in an `except`, a `finally` and a `with` that an error passes
+            and not self.leaving
+            and core.phase is Phase.IDLE
+            and core.step > 0
+            and core.verdict is True
+            and core.fatal is None
+            and not core.torn
+        )
 
     def end_at_exit(self) -> None:
         """Shut down because the interpreter exits; called by `at_exit` alone."""

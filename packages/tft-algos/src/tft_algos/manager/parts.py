@@ -100,9 +100,10 @@ class Coordinator(Protocol):
         """
         ...
 
-    def leave(self, reason: str, serve: timedelta, timeout: timedelta) -> None:
+    def leave(self, reason: str, serve: timedelta, timeout: timedelta, *, finished_step: int | None = None) -> None:
         """Leave the job, with the whole group; it serves its state for `serve` at most.
 
+        `finished_step`: the last step of the training, which is over; None: others may train on.
         Raises: DeadlinePassed, GroupLost, Closed, ServerRestarted: nobody has taken it.
         """
         ...

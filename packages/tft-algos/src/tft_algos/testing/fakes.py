@@ -21,7 +21,7 @@ from tft_algos.manager.reduction import changing
 from tft_ckpt import CheckpointTransport, Closed, StagedCheckpoint, StateKey, StateUnavailable, WrongSetting
 from tft_coord.core.lineage import initial_lineage
 from tft_coord.core.progress import Progress
-from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest, Source, Verdict
+from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest, Released, Source, Verdict
 from tft_coord.news import News
 from tft_pg.work import PendingWork
 
@@ -100,6 +100,7 @@ class ScriptedCoordinator:
         self.votes: list[tuple[QuorumKey, int, bool, Purpose]] = []
         self.gathered: list[tuple[str, str]] = []
         self.left: list[tuple[str, timedelta]] = []
+        self.finished_steps: list[int | None] = []  # one for each time that it left
         self.other_ranks: tuple[str, ...] = ()
         self.rank = 0
         self.healed_bytes = 0
@@ -125,8 +126,11 @@ class ScriptedCoordinator:
             raise verdict
         return verdict if isinstance(verdict, Verdict) else Verdict(verdict, leaving)
 
-    def leave(self, reason: str, serve: timedelta, timeout: timedelta) -> None:
+    def leave(self, reason: str, serve: timedelta, timeout: timedelta, *, finished_step: int | None = None) -> None:
         self.left.append((reason, serve))
+        self.finished_steps.append(finished_step)
+        if finished_step is not None:
+            self.listener(Released())  # nobody heals from it
 
     def gather(self, name: str, value: str, timeout: timedelta) -> tuple[str, ...]:
         self.gathered.append((name, value))

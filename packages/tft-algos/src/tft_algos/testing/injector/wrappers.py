@@ -118,8 +118,8 @@ class StruckCoordinator:
             self._answered(Place.VOTE)
         return self._inside.vote(step, yes, timeout, key=key, purpose=purpose, leaving=leaving)
 
-    def leave(self, reason: str, serve: timedelta, timeout: timedelta) -> None:
-        self._inside.leave(reason, serve, timeout)
+    def leave(self, reason: str, serve: timedelta, timeout: timedelta, *, finished_step: int | None = None) -> None:
+        self._inside.leave(reason, serve, timeout, finished_step=finished_step)
 
     def _answered(self, place: Place) -> None:
         fault = self._injector.reached(place)
