@@ -189,11 +189,11 @@ def run_epochs(job: Job, start: Callable[[str], Trainer], kill: Kill, *, epochs:
         own = [event for event in b.events if event.kind == "epoch" and event.participants == 2]
         return bool(own) and a.of_kind("epoch")[-1].participants == 2
 
-    for turn in range(every, epochs + 1, every):
-        job.until(
-            lambda turn=turn: len(a.of_kind("epoch")) >= turn and trains_together(),  # type: ignore[misc]
-            f"epoch {turn} of a, and one with b",
-        )
+    for turn in range(1, epochs + 1):
+        job.until(lambda turn=turn: len(a.of_kind("epoch")) >= turn, f"epoch {turn} of a")  # type: ignore[misc]
+        if turn % every:
+            continue
+        job.until(trains_together, "b trains too")
         workers = psutil.Process(b.process.pid).children(recursive=True)
         faults.append(time.time())
         kill(b.process.pid or 0)

@@ -189,17 +189,21 @@ def forget_holds() -> None:
     _ours.clear()
 
 
-def hide_from_programs(*, local: Collection[Endpoint], remote: Collection[Endpoint]) -> None:
-    """Have no program that this process starts inherit the sockets with one of these addresses at that end.
+def hide_from_programs(local: Collection[Endpoint]) -> None:
+    """Have no program that this process starts inherit the sockets with one of these addresses at the local end.
 
-    Gloo (of torch 2.13) leaves them open for `os.system` and for `subprocess` with `close_fds=False`.
+    Gloo (of torch 2.13) leaves its sockets open for `os.system` and for `subprocess` with `close_fds=False`.
     """
     with _lock:
         for descriptor, inode in _inodes():
-            if _end(descriptor, remote=False) in local or _end(descriptor, remote=True) in remote:
-                with contextlib.suppress(OSError):  # closed since the look
-                    if _inode(descriptor) == inode:
-                        os.set_inheritable(descriptor, False)
+            if _end(descriptor, remote=False) in local:
+                _hide(descriptor, inode)
+
+
+def _hide(descriptor: int, inode: int) -> None:
+    with contextlib.suppress(OSError):  # closed since the look
+        if _inode(descriptor) == inode:
+            os.set_inheritable(descriptor, False)
 
 
 class Traffic(NamedTuple):
@@ -225,6 +229,10 @@ class Held(NamedTuple):
     def is_owned(self) -> bool:
         """Whether its owner still has it open."""
         return _inode(self.descriptor) == self.inode
+
+    def hide_from_programs(self) -> None:
+        """Have no program that this process starts inherit its owner's descriptor either."""
+        _hide(self.descriptor, self.inode)
 
     def queued_bytes(self) -> int:
         """What the kernel holds for either end: sent and not acknowledged, or received and not read."""

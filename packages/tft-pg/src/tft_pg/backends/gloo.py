@@ -136,7 +136,9 @@ class ProcessGroupGloo(NativeProcessGroup):
         try:
             attempt.check()
             mesh.finish(where.world_size, len(self._devices), threads=_threads() - before)
-            self._listeners = mesh.own()
+            if self._listeners != mesh.own():
+                self._listeners = mesh.own()
+                sockets.hide_from_programs(self._listeners)
         except Exception:
             del backend  # or the error would keep it, and its threads
             raise
@@ -339,7 +341,6 @@ class _Mesh:
         """
         self._threads = threads
         self._inodes = self._connected()
-        sockets.hide_from_programs(local=self.own(), remote=self._peers)
         expected = (world_size - 1) * num_devices
         if len(self._inodes) < expected:
             raise ConfigureFailed(

@@ -50,6 +50,8 @@ class Watch:
 
     def __init__(self, inodes: Collection[int], on_severed: Callable[[], None]) -> None:
         self._held = sockets.hold(inodes)
+        for held in self._held:
+            held.hide_from_programs()
         self._all_there = len(self._held) == len(inodes)
         self._lock = threading.Lock()
         self._on_severed = on_severed
