@@ -88,7 +88,9 @@ def test_max_retries(rigs: Any) -> None:
 
 
 def test_an_average_is_the_sum_divided_by_the_participants_in_place(rigs: Any) -> None:
-    rig = rigs(plan_of(7, size=4, healing=[3]), others=5.0 / 3)
+    rig = rigs(
+        plan_of(7, size=4, healing=[3]), others=1.25
+    )  # three participants: each gives a quarter, and the sum is divided by 3 / 4
     rig.manager.start_quorum()
     tensor = torch.ones(2)
     assert rig.manager.allreduce(tensor).wait()

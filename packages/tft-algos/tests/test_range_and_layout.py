@@ -127,11 +127,18 @@ def test_a_mean_reaches_the_greatest_number(rigs: Any, dtype: torch.dtype, numbe
         close_to(result, values.double(), number)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize("number", [2, 4])
-def test_the_mean_of_a_power_of_two_is_that_of_a_sum_divided_afterwards(
-    rigs: Any, dtype: torch.dtype, number: int
-) -> None:
+@pytest.mark.parametrize("number", [2, 3, 4, 7])
+def test_a_mean_of_the_smallest_float16_numbers_is_rounded_once(rigs: Any, number: int) -> None:
+    """Thirds of them would be zero, each."""
+    data = [torch.arange(64, dtype=torch.float16) * 2.0**-24 * (1 + index) for index in range(number)]
+    wanted = (sum(tensor.double() for tensor in data) / number).half()
+    for result in reduced(rigs, data):
+        assert torch.equal(result, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("number", [2, 3, 4, 5, 7])
+def test_a_mean_is_bit_for_bit_that_of_a_sum_divided_afterwards(rigs: Any, dtype: torch.dtype, number: int) -> None:
     generator = torch.Generator().manual_seed(number)
     data = [torch.randn(64, generator=generator).to(dtype) for _ in range(number)]
     total = data[0].clone()

@@ -480,8 +480,9 @@ class Manager:
             tensor: dense; every replica gives the same shape and dtype, in the same order of calls. Strides may differ:
                 equal places meet, and a tensor that is not contiguous is copied twice for that.
             should_quantize: refused; there is no quantized reduction here.
-            reduce_op: AVG divides by the number of participants before it adds up, so that it overflows only where the
-                mean does; SUM, MAX, MIN, PRODUCT and the bitwise ones are as torch has them.
+            reduce_op: AVG is the mean over the participants and overflows only where the mean does: tensors are scaled
+                before they are added up, and float16 is reduced in float32. SUM, MAX, MIN, PRODUCT and the bitwise ones are as
+                torch has them.
             weight: of this replica group in an AVG, such as the number of samples or tokens in its batch: the result is
                 sum(weight * tensor) / sum(weight). Every replica says one, or none does: see `set_weight`, whose it is
                 by default.
@@ -549,7 +550,8 @@ class Manager:
 
         Gradients that each replica averaged over its own batch become those of all batches together if each weighs as
         many samples (or tokens) as it has. A member that heals, and a spare, weigh zero whatever they say. The sum of
-        the weights is reduced once a step, beside the first such AVG. The step's end forgets the weight.
+        the weights is reduced once a step, beside the first such AVG. The step's end forgets the weight. No mean of a
+        gradient overflows as long as the weights sum to at most 2**32.
 
         Args:
             weight: zero, or 1e-18 to 1e18. Every replica says one in the same steps, and every rank of this group the

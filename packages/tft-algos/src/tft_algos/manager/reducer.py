@@ -192,14 +192,14 @@ class Reducer:
             self._report(failure, name)
             return LostReduction(tensor)
         try:
-            factor, divide_by = mean_factors(plan.num_participants, tensor.dtype) if reduce_op == _AVG else (1.0, 1.0)
+            factor, divide_by = mean_factors(plan.num_participants) if reduce_op == _AVG else (1.0, 1.0)
             denominator = None
             if weight is not None:
                 factor = weight
                 denominator = self._denominator(weight, tensor.device, name, shared=shared, inside=inside)
             if not gives:
                 fill_with_nothing(tensor, reduce_op)
-            data = times(tensor, factor if gives else 1.0, widens=weight is not None)
+            data = times(tensor, factor if gives else 1.0, widens=reduce_op == _AVG)
             work = self._group.allreduce([data], _SUM if reduce_op == _AVG else reduce_op)
         except Exception as error:
             self._report(error, name)

@@ -28,7 +28,8 @@ from tft_algos.manager.parts import Clock
 from tft_pg.errors import DeadlinePassed
 
 MOST_WEIGHT: Final = 1e18  # so that neither the product with a gradient nor its sum leaves a float32's range soon
-# A product of one of these with a number of tokens overflows, so they are reduced in a wider copy.
+# A product of one of these with a number of tokens overflows. A part of one underflows: halves of small gradients are
+# not those that FSDP2 makes. So a mean of these is reduced in a wider copy, and neither happens.
 _WIDER: Final = {torch.float16: torch.float32, torch.complex32: torch.complex64}
 # Weights are counts (samples, tokens), and their sum is known only after the reduction. This factor keeps products with
 # any float32 or bfloat16 in range as long as the weights sum to at most 2**32. A power of two rounds nothing.
@@ -91,17 +92,14 @@ def check_weight(weight: object) -> float:
     return value
 
 
-def mean_factors(num_participants: int, dtype: torch.dtype) -> tuple[float, float]:
+def mean_factors(num_participants: int) -> tuple[float, float]:
     """Return what each participant's tensor is multiplied by before a sum, and what the sum is divided by after it.
 
-    A sum overflows where its mean does not, so each tensor is divided first, as torch's DistributedDataParallel does:
-    one pass over the memory, and exact for 2, 4 or 8 participants. Rounded thirds can add up to a little more than the
-    whole, which matters in float16 alone, whose greatest number a gradient that is scaled may well reach. It is
-    multiplied by a power of two before, and the rest of the division comes after.
+    A sum overflows where its mean does not, so the scaling comes first. It is a power of two, which rounds nothing, so
+    that the mean is bit for bit that of a sum divided afterwards, as torch's hybrid sharding makes it. For 2, 4 or 8
+    participants nothing is left to do after the sum: there is one pass over the memory.
     """
     number = max(num_participants, 1)
-    if dtype not in _WIDER:
-        return 1.0 / number, 1.0
     power = 1 << (number - 1).bit_length()  # the least that is not below
     return 1.0 / power, number / power
 
