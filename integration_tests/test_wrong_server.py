@@ -195,3 +195,89 @@ def test_a_lighthouse_that_is_away_is_waited_for() -> None:
         manager.start_quorum()
         with pytest.raises(DeadlinePassed, match="nobody listens there"):
             manager.wait_quorum()
+
+
+# --- a lighthouse whose connections take long to make ------------------------------------------------------------
+
+
+class SlowWay:
+    """A way to a lighthouse on which each new connection takes longer than a second; what is open is fast."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self._sockets: list[socket.socket] = [self.listener]
+        self._threads: list[threading.Thread] = []
+        self._start(self._accept)
+
+    def close(self) -> None:
+        for each in self._sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _start(self, run: Callable[..., None], *arguments: socket.socket) -> None:
+        self._threads.append(threading.Thread(target=run, args=arguments, name="test-slow-way"))
+        self._threads[-1].start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self.listener.accept()
+                self._sockets.append(near)
+                self._start(self._connect, near)
+
+    def _connect(self, near: socket.socket) -> None:
+        time.sleep(1.5)  # longer than grpc's own second; the delay is what is tested
+        with contextlib.suppress(OSError):
+            far = socket.create_connection(("127.0.0.1", self._port))
+            self._sockets.append(far)
+            self._start(self._copy, far, near)
+            self._copy(near, far)
+
+    def _copy(self, one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(65536):
+                other.sendall(data)
+            other.shutdown(socket.SHUT_WR)
+
+
+def replica(lighthouse_addr: str, name: str, *, quorum_timeout_s: float) -> Manager:
+    return Manager(
+        ProcessGroupGloo(),
+        lambda _: None,
+        dict,
+        replica_id=name,
+        lighthouse_addr=lighthouse_addr,
+        hostname="localhost",
+        init_sync=False,
+        quorum_timeout=timedelta(seconds=quorum_timeout_s),
+    )
+
+
+def test_a_newcomer_gets_in_although_its_connections_take_long() -> None:
+    """Its connection was given up after a second and begun anew for ever, while the others trained on."""
+    with LighthouseServer("127.0.0.1:0", min_replicas=1, join_timeout_ms=100) as lighthouse:
+        way = SlowWay(int(lighthouse.address.rpartition(":")[2]))
+        address = f"127.0.0.1:{way.listener.getsockname()[1]}"
+        try:
+            with (
+                replica(lighthouse.address, "old", quorum_timeout_s=60) as old,
+                replica(address, "far", quorum_timeout_s=15) as far,
+            ):
+                far.start_quorum()
+                members = 1
+                while members == 1:
+                    old.start_quorum()
+                    old.wait_quorum()
+                    plan = old.plan
+                    assert plan is not None
+                    members = plan.replica_world_size
+                    assert old.should_commit()
+                    assert members == 2 or not far.quorum_is_known(), "it has given up"
+                far.wait_quorum()
+                assert far.should_commit()
+        finally:
+            way.close()

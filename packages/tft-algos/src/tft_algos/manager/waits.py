@@ -22,13 +22,11 @@ from tft_coord.core.names import shorten
 from tft_coord.core.progress import Phase
 from tft_coord.core.waits import NAMES_MOST, WaitNotice
 
-_ITS_TIMEOUT: Final = {
-    "a quorum": "quorum_timeout",
-    "the process group of the new quorum": "timeout",
-    "a reduction": "timeout",
-    "live state": "heal_timeout",
-    "the vote of its group": "timeout",
-}
+QUORUM: Final = "a quorum"
+GROUP: Final = "the process group of the new quorum"
+REDUCTION: Final = "a reduction"
+STATE: Final = "live state"
+VOTE: Final = "the vote of its group"
 
 
 @final
@@ -87,43 +85,45 @@ class WaitWatch:
         if notice.is_over:
             self._reports.log(logging.INFO, "the wait for %s is over after %d s", kind, notice.seconds)
             return
-        limit_s = self._limit(kind).total_seconds()
         self._reports.log(
             logging.WARNING,
-            "waiting for %s for %d s: %s; ends at the latest after %s (%g s)",
+            "waiting for %s for %d s: %s; ends at the latest after %s",
             kind,
             notice.seconds,
             self._who(kind),
-            _ITS_TIMEOUT[kind],
-            limit_s,
+            self._limit(kind),
         )
 
     def _kind_now(self) -> str:
         core, phase = self._core, self._where.phase()
         if phase is not Phase.WAITING:
-            return "a reduction" if phase is Phase.REDUCING else ""
+            return REDUCTION if phase is Phase.REDUCING else ""
         if self._where.quorum_pends:
-            return "a quorum" if core.phase is StepPhase.ASKED else "the process group of the new quorum"
-        return "live state" if core.healing is Healing.FETCHING else "the vote of its group"
+            return QUORUM if core.phase is StepPhase.ASKED else GROUP
+        return STATE if core.healing is Healing.FETCHING else VOTE
 
-    def _limit(self, kind: str) -> timedelta:
-        if kind == "a quorum":
-            return self.quorum_limit
-        return self._config.heal_timeout if kind == "live state" else self._config.timeout
+    def _limit(self, kind: str) -> str:
+        if kind == GROUP:
+            return "the process group's own timeout"
+        if kind == QUORUM:
+            return f"quorum_timeout ({self.quorum_limit.total_seconds():g} s)"
+        if kind == STATE:
+            return f"heal_timeout ({self._config.heal_timeout.total_seconds():g} s)"
+        return f"timeout ({self._config.timeout.total_seconds():g} s)"
 
     def _who(self, kind: str) -> str:
         sentence, told_s = self._told
         if sentence and told_s >= self._since_s:
             return shorten(sentence)
         plan = self._core.plan
-        if kind == "a quorum":
+        if kind == QUORUM:
             return "the lighthouse has not said yet for whom"
         if plan is None:
             return "for whom is not known"
-        if kind == "live state" and plan.sources:
+        if kind == STATE and plan.sources:
             source = plan.sources[0]
             return f"the state of step {plan.step} from {shorten(source.replica_id)} at {source.address}"
-        if kind == "the vote of its group":
+        if kind == VOTE:
             return f"the other ranks of this group of {self._config.world_size}"
         others = [shorten(name) for name in plan.replica_ids if name != plan.replica_id]
         more = f" and {len(others) - NAMES_MOST} more" if len(others) > NAMES_MOST else ""

@@ -1,0 +1,95 @@
+"""What a rank's log says of its waits, by what its core and its training thread are at."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tft_algos.manager.core import Healing
+from tft_algos.manager.core import Phase as StepPhase
+from tft_algos.manager.waits import WaitWatch
+from tft_algos.testing import plan_of
+from tft_coord.core.progress import Phase
+
+
+class Watched:
+    """A watch, and what it looks at."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.lines: list[str] = []
+        self.core = SimpleNamespace(
+            name=SimpleNamespace(attempt=1), phase=StepPhase.PLANNED, healing=Healing.NONE, plan=plan_of(7, size=3)
+        )
+        self.at = Phase.OUTSIDE
+        self.where = SimpleNamespace(quorum_pends=False, phase=lambda: self.at)
+        limits = {"quorum_timeout": 70, "timeout": 60, "heal_timeout": 600}
+        config: Any = SimpleNamespace(world_size=2, **{name: timedelta(seconds=s) for name, s in limits.items()})
+        reports: Any = SimpleNamespace(log=lambda _, message, *args: self.lines.append(message % args))
+        core: Any = self.core
+        where: Any = self.where
+        self.watch = WaitWatch(core, where, config, reports, lambda: self.now_s)
+
+    def run(self, seconds: int, reductions: int = 0) -> list[str]:
+        """Returns: the lines of this time."""
+        del self.lines[:]
+        for _ in range(seconds):
+            self.now_s += 1
+            self.watch.look(reductions)
+        return list(self.lines)
+
+
+def waits(watched: Watched, kind: str) -> None:
+    watched.at = Phase.REDUCING if kind == "a reduction" else Phase.WAITING
+    watched.where.quorum_pends = kind in ("a quorum", "the process group of the new quorum")
+    watched.core.phase = StepPhase.ASKED if kind == "a quorum" else StepPhase.PLANNED
+    watched.core.healing = Healing.FETCHING if kind == "live state" else Healing.NONE
+
+
+@pytest.mark.parametrize(
+    ("kind", "who", "ends"),
+    [
+        ("a quorum", "the lighthouse has not said yet for whom", "quorum_timeout (70 s)"),
+        (
+            "the process group of the new quorum",
+            "the other members of quorum 7: replica_1, replica_2",
+            "the process group's own timeout",
+        ),
+        ("a reduction", "the other members of quorum 7: replica_1, replica_2", "timeout (60 s)"),
+        ("live state", "the state of step 0 from replica_1 at ", "heal_timeout (600 s)"),
+        ("the vote of its group", "the other ranks of this group of 2", "timeout (60 s)"),
+    ],
+)
+def test_each_kind_of_wait_says_for_whom_and_what_ends_it(kind: str, who: str, ends: str) -> None:
+    watched = Watched()
+    if kind == "live state":
+        watched.core.plan = plan_of(7, size=3, rank=0, healing=[0])
+    waits(watched, kind)
+    (line,) = watched.run(10)
+    assert line.startswith(f"waiting for {kind} for 5 s: {who}")
+    assert line.endswith(f"; ends at the latest after {ends}")
+    watched.watch.told("waits for b at b-host:1")
+    (again,) = watched.run(25)
+    assert again.startswith(f"waiting for {kind} for 30 s: waits for b at b-host:1; ends")
+    watched.at = Phase.OUTSIDE
+    assert watched.run(5) == [f"the wait for {kind} is over after 35 s"]
+
+
+def test_what_was_said_of_an_earlier_wait_is_not_said_of_this_one() -> None:
+    watched = Watched()
+    watched.watch.told("waits for b at b-host:1")
+    watched.now_s = 100
+    waits(watched, "a reduction")
+    (line,) = watched.run(10)
+    assert "b-host" not in line
+
+
+def test_steps_that_are_short_say_nothing() -> None:
+    watched = Watched()
+    waits(watched, "a reduction")
+    for step in range(30):
+        watched.core.name.attempt = step
+        assert watched.run(4, reductions=step) == []
