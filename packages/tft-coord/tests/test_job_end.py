@@ -9,6 +9,7 @@ import pytest
 from tft_coord.core import effects, events
 from tft_coord.core.job_end import Ended, JobEnd
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
+from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.types import Hello, Member, QuorumKey, Refusal
 from tft_coord.errors import JobOver
 from tft_coord.timeouts import Timeouts
@@ -161,6 +162,23 @@ class TestTheLighthouse:
         two.now_ms += 1
         two.hello("e")  # under an id that this lighthouse does not know
         assert refused(two.ask("e", 5)) == [("e", Refusal.OVER)]
+
+    def test_a_source_that_has_finished_may_end_when_the_healed_one_is_between_two_steps(self, two: Lighthouse) -> None:
+        """It may evaluate there for long; that it has healed shows before it asks."""
+        two.ask("a", 6)
+        two.ask("b", 6)
+        two.ask("c", 0, live=False)
+        two.ask("a", 7)
+        assert members(two.ask("b", 7)) == [("a", "b", "c")]
+        assert [order for order in two.finish("a", 8) if isinstance(order, effects.Release)] == []
+        for progress, released in (
+            (Progress(0, Phase.OUTSIDE, 5), []),
+            (Progress(0, Phase.WAITING, 5), []),
+            (Progress(8, Phase.WAITING, 5), []),
+            (Progress(8, Phase.OUTSIDE, 5), [effects.Release(1)]),
+        ):
+            two.give(events.BeatReceived(3, 0, progress))
+            assert [order for order in two.tick() if isinstance(order, effects.Release)] == released
 
     def test_a_lighthouse_that_has_forgotten_the_job_knows_no_end(self, two: Lighthouse) -> None:
         two.finish("a", 9)

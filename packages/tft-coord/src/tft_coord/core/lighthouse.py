@@ -19,7 +19,7 @@ from tft_coord.core.assignment import all_at, assign
 from tft_coord.core.handshake import Handshake, Room, Standing
 from tft_coord.core.job_end import JobEnd
 from tft_coord.core.liveness import Accepted, Liveness, Lost, OpenRequest, Rejected, Replica
-from tft_coord.core.progress import HangWatch, hang_reason, stuck_reason
+from tft_coord.core.progress import HangWatch, Phase, Progress, hang_reason, stuck_reason
 from tft_coord.core.quorum import Form, Situation, decide, reason_for_new_id
 from tft_coord.core.types import MAX_INT64, Hello, LossNotice, Member, Quorum, QuorumKey, Refusal
 from tft_coord.core.waits import JobWait, NameWatch, WaitBoard, quorum_wait, step_wait, two_lives, waits_since
@@ -470,6 +470,7 @@ class Job:
             case events.BeatReceived():
                 self._progress(replica, event.healed_bytes, now_ms)
                 replica.where = (event.progress, now_ms) if event.progress is not None else None
+                replica.has_healed = replica.has_healed or self._has_healed(replica, event.progress)
                 self.hangs.heard(replica.replica_id, event.progress if replica.left is None else None, now_ms)
             case events.QuorumReported():
                 out += self._reported(event, now_ms)
@@ -562,11 +563,21 @@ class Job:
                 out.append(effects.Release(replica.stream))
         return out
 
+    def _has_healed(self, replica: Replica, progress: Progress | None) -> bool:
+        """Whether a member that was to heal holds the state now and fetches nothing: it is between two steps again,
+        where it may evaluate for long before it asks."""
+        member = self._members.get(replica.replica_id)
+        if replica.healing_since_ms is None or progress is None or member is None or member.torn:
+            return False
+        reference = max((each.step for each in self._members.values() if not each.torn), default=0)
+        return progress.phase is Phase.OUTSIDE and progress.step >= max(reference, 1)
+
     def _somebody_heals(self) -> bool:
         """In the newest quorum. A whole job that leaves together asks it each time: who healed last is seen first."""
         for replica_id in (self._heals_last, *self._members) if self._heals_last in self._members else self._members:
             replica = self.liveness.replicas.get(replica_id)
-            if replica is not None and replica.healing_since_ms is not None and replica.healthy:
+            heals = replica is not None and replica.healing_since_ms is not None and not replica.has_healed
+            if replica is not None and heals and replica.healthy:
                 self._heals_last = replica_id
                 return True
         return False
@@ -977,6 +988,7 @@ class Job:
         replica.answer_void = False
         replica.withdrawn = None
         replica.healing_since_ms = now_ms if self._recovers(self.previous, replica.replica_id) else None
+        replica.has_healed = False
         return [effects.AnswerQuorum(replica.stream, request.request, self.previous)]
 
     @staticmethod
@@ -1182,6 +1194,7 @@ class Job:
             assert request is not None  # who waits has asked, and on a stream that stands
             assert replica.stream is not None
             replica.healing_since_ms = now_ms if rank in recovering else None
+            replica.has_healed = False
             replica.held = quorum.key
             replica.answered = request.request
             replica.answer_void = False

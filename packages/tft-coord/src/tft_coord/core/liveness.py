@@ -66,6 +66,7 @@ class Replica:
     answered: int | None = None
     answer_void: bool = False
     healing_since_ms: int | None = None
+    has_healed: bool = False  # in that healing, and is between two steps again
     healed_bytes: int = 0
     progress_ms: int = 0
     ineligible_until_ms: int = 0
