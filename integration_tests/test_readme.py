@@ -6,6 +6,7 @@ import os
 import re
 import runpy
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Final
 
 import pytest
 
-from integration_tests.conftest import Spawn
+from integration_tests.conftest import Kill, Launch, Spawn
+from integration_tests.scripts import wait_for
 from tft_lighthouse import LighthouseServer
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -48,6 +50,7 @@ def run_example(folder: Path, lighthouse_address: str) -> None:
     with open("output", "w", encoding="utf-8", buffering=1) as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
+        sys.argv = ["example.py"]
         runpy.run_path(str(folder / "example.py"), run_name="__main__")
 
 
@@ -72,6 +75,35 @@ def test_each_package_shows_an_example() -> None:
     assert {readme.parent.name for readme, _ in examples()} >= {path.name for path in (ROOT / "packages").iterdir()}
 
 
+def shown(readme: Path) -> list[str]:
+    """The lines that the page says one sees, as patterns: any number for a number, anything for an ellipsis."""
+    lines = map(re.escape, "".join(blocks(readme, "text")).splitlines())
+    return [re.sub(r"(?<!_)(?<!participants\\ )\d+", r"\\d+", line).replace("…", ".*") for line in lines]
+
+
+@pytest.mark.timeout(120)
+def test_the_first_steps_of_the_readme_show_what_it_says(
+    launch: Launch, kill: Kill, lighthouse_address: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(blocks(ROOT / "README.md", "python")[0], encoding="utf-8")
+    together, alone, healing, healed, again = shown(ROOT / "README.md")
+
+    def shell(replica: int) -> subprocess.Popen[str]:
+        job = {"TFT_LIGHTHOUSE": lighthouse_address, "TFT_JOB_ID": "first steps", "REPLICA_GROUP_ID": str(replica)}
+        return launch([sys.executable, "train.py", "100000000"], env=job, cwd=tmp_path)
+
+    first = shell(0)
+    wait_for(alone, first)
+    second = shell(1)
+    wait_for(together, second)
+    wait_for(together, first)
+    kill(second.pid)
+    wait_for(alone, first)
+    second = shell(1)
+    for line in (healing, healed, again):
+        wait_for(line, second)
+
+
 def test_the_first_block_of_the_readme_is_the_two_commands() -> None:
     assert list(commands(ROOT / "README.md"))[:2] == [["make", "demo"], ["make", "test"]]
 
@@ -84,7 +116,7 @@ def test_every_command_of_a_console_block_is_there(readme: Path) -> None:
         program, *rest = words
         if program == "make":
             assert {word for word in rest if re.fullmatch(r"[a-z]+", word)} <= targets, " ".join(words)
-        elif program != "export":
+        elif program not in ("export", "."):  # the shell's own
             assert shutil.which(program, path=f"{beside_python}{os.pathsep}{os.environ['PATH']}"), " ".join(words)
         for word in rest:
             if word.startswith(("examples/", "scripts/", "benchmarks/")):
