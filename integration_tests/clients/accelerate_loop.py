@@ -51,7 +51,6 @@ def main(folder: Path) -> None:
                 print_step(manager, manager.current_step(), loss_of(net(held_out), held_out).item())
         if manager.left or manager.current_step() >= STEPS:
             break
-    manager.leave()
     manager.shutdown()
     # [end]
     print_end(manager, schedule.last_epoch, net.state_dict(), adam.state_dict())

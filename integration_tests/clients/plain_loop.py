@@ -57,7 +57,6 @@ def main(folder: Path) -> None:
                     print_step(manager, manager.current_step(), loss_of(net(validation), validation).item())
             if manager.current_step() >= STEPS or manager.left:
                 break
-    manager.leave()
     manager.shutdown()
     # [end]
     print_end(manager, schedule.last_epoch, net.state_dict(), adam.state_dict())

@@ -39,7 +39,7 @@ class FaultToleranceCallback(TrainerCallback):
 
     A replica is one process. All replicas evaluate, at the same steps. The participant with rank 0 logs the loss and
     saves checkpoints. `tft drain` ends `train()` after the running step. When `train()` returns, call
-    `manager.shutdown()`.
+    `manager.shutdown()` at once: the others wait for this replica until then.
 
     Args:
         manager: of this replica. The callback registers model, optimizer, scheduler and the best metric with it.
@@ -102,9 +102,6 @@ class FaultToleranceCallback(TrainerCallback):
         control.should_training_stop |= self._manager.left
 
     on_epoch_end = on_step_end
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._manager.leave(reason="its training has ended")
 
     def _reduce_if(self, reduces: bool) -> None:
         self._quiet.close()

@@ -39,8 +39,8 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
     """Trains one replica of a job with an unmodified Lightning Trainer.
 
     A replica is one process on one device. The participant with rank 0 writes checkpoints. `tft drain` ends `fit()`
-    after the running step. When `fit()` returns, call `manager.shutdown()`. Import `lightning` or `pytorch_lightning`
-    before this module, so that it finds the Trainer that you use.
+    after the running step. When `fit()` returns, call `manager.shutdown()` at once: the others wait for this replica
+    until then. Import `lightning` or `pytorch_lightning` before this module, so that it finds the Trainer that you use.
 
     Args:
         manager: of this replica. The strategy registers module, optimizer and schedulers with it.
@@ -109,9 +109,6 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
     def _step_on_commit(self, scheduler: Any, *args: Any) -> None:
         if self._manager.verdict:
             scheduler.step(*args)
-
-    def on_train_end(self) -> None:
-        self._manager.leave(reason="its training has ended")
 
     @property
     def is_global_zero(self) -> bool:
