@@ -40,7 +40,7 @@ fetch(1)
 # A reader that waits for a state that comes later: a connection is open at both ends while this process forks.
 reader = threading.Thread(target=lambda: receiver.recv_checkpoint(0, source.metadata(), 2, SOON))
 reader.start()
-while len(tcp_sockets()) < 4:
+while len(tcp_sockets()) < 4 and reader.is_alive():
     time.sleep(0.01)
 child = os.fork()
 if child == 0:

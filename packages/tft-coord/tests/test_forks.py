@@ -76,7 +76,8 @@ def test_a_child_holds_no_connection_and_ends_nothing_of_its_parents(what: str, 
     if not os.path.isdir("/proc/self/fd"):
         pytest.skip("this system does not show a process its descriptors")
     done = run(_FORKS, what)
-    assert done.stderr == ""
+    # There is no lighthouse, which the manager servers say after some seconds.
+    assert [line for line in done.stderr.splitlines() if "can't be reached" not in line] == []
     lines = done.stdout.splitlines()
     assert lines == ["held 0", *said, "child 7", "parent True True"]
 
