@@ -194,11 +194,13 @@ def run_epochs(job: Job, start: Callable[[str], Trainer], kill: Kill, *, epochs:
         if turn % every:
             continue
         job.until(trains_together, "b trains too")
+        # A worker that was forked in the moment of the kill takes its parent's heir for its parent, and would stay.
+        psutil.Process(b.process.pid).suspend()
         workers = psutil.Process(b.process.pid).children(recursive=True)
         faults.append(time.time())
         kill(b.process.pid or 0)
         b = start("b")
-        left += workers  # which look for their parent now and then
+        left += workers
     job.until(trains_together, "b is back for the last time")
     for each in (a, b):
         each.connection.send("stop")
