@@ -85,7 +85,7 @@ def test_a_short_run_kills_heals_and_reports(launch: Launch, tmp_path: Path) -> 
     assert report["test_accuracy"] >= 0.95
     assert imread(out / "timeline.png").shape == (900, 1500, 4)
     log = (out / f"replica-{fault['replica']}.log").read_text()
-    assert re.search(r"\[replica_\d:[0-9a-f-]{36}/0 - step \d+\] healed from replica_\d:\S+ to step \d+: \d+ b", log)
+    assert re.search(r"\[replica_\d:[0-9a-f]{8}/0 - step \d+\] healed from replica_\d:\S+ to step \d+: \d+ b", log)
     assert nothing_of_it_is_left()
 
 
