@@ -87,11 +87,11 @@ def test_one_of_two_that_does_not_come_is_named_everywhere(caplog: pytest.LogCap
         manager(lighthouse, "evaluates") as late,
     ):
         step([early, late])
+        heard, over = (said(name, "is over after") for name in ("tft_lighthouse", "tft_algos.manager"))
         early.start_quorum()
         with pytest.raises(DeadlinePassed) as raised:
             early.wait_quorum()
         with LighthouseClient(lighthouse.address, BOUND) as client:
-            heard, over = (said(name, "is over after") for name in ("tft_lighthouse", "tft_algos.manager"))
             early.start_quorum()
             doctor = ""
             while "not asked" not in doctor and not heard.is_set():

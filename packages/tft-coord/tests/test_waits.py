@@ -132,6 +132,17 @@ def test_with_two_replicas_the_missing_one_is_named_with_its_place_and_address()
     assert over.is_over
 
 
+def test_the_sentence_is_right_before_the_rule_is_applied_again() -> None:
+    table = Table(min_replicas=2)
+    table.core.tick(table.now_ms, 1_000_000)
+    held = table.core.quorum("job")
+    assert held is not None
+    member = Member("a", address="a-host:1", step=1)
+    table.handle(events.QuorumRequested(1, 2, member, held.key))
+    assert table.core.waiting_for("job") == "nobody has asked"
+    assert table.core.wait_sentence("job", table.now_ms).startswith("1 of min_replicas 2 have asked; not asked: b")
+
+
 def test_a_member_that_was_lost_is_named_where_too_few_are_left() -> None:
     table = Table(min_replicas=2)
     table.handle(events.DeathReported(2, "its process ended"))

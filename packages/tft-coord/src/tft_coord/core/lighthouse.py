@@ -20,7 +20,7 @@ from tft_coord.core.handshake import Handshake, Room, Standing
 from tft_coord.core.job_end import JobEnd
 from tft_coord.core.liveness import Accepted, Liveness, Lost, OpenRequest, Rejected, Replica
 from tft_coord.core.progress import HangWatch, Phase, Progress, hang_reason, stuck_reason
-from tft_coord.core.quorum import Form, Situation, decide, reason_for_new_id
+from tft_coord.core.quorum import Form, Situation, Wait, decide, reason_for_new_id
 from tft_coord.core.types import MAX_INT64, Hello, LossNotice, Member, Quorum, QuorumKey, Refusal
 from tft_coord.core.waits import JobWait, NameWatch, WaitBoard, quorum_wait, step_wait, two_lives, waits_since
 from tft_coord.errors import ProtocolError, SettingError
@@ -36,6 +36,7 @@ CLOCKS_DIFFER_MOST_MS = 365 * 24 * 3_600_000
 # Quorums whose losses are remembered after the next has formed.
 BROKEN_QUORUMS_KEPT = 16
 NAMES_SHOWN_MOST = 20
+NOBODY_ASKS = "nobody has asked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,7 +358,7 @@ class Job:
         self.liveness = Liveness(config.timeouts)
         self.hangs = HangWatch(config.timeouts)
         self.previous: Quorum | None = None
-        self.waiting_for = "nobody has asked"
+        self.waiting_for = NOBODY_ASKS
         self.board, self.names = WaitBoard(), NameWatch()
         self._config = config
         self._timeouts = config.timeouts
@@ -514,9 +515,13 @@ class Job:
                 if (replica.healthy and replica.ready) or replica.replica_id in self._members
             ]
             below_least = len(waiting) < self._config.min_replicas
+            reason = self.waiting_for
+            if reason == NOBODY_ASKS:  # who waits has asked since the rule was applied last
+                decision = decide(self._situation(waiting, now_ms))
+                reason = decision.reason if isinstance(decision, Wait) else "the lighthouse's next look"
             return JobWait(
                 min(request.asked_ms for _, request in waiting),
-                quorum_wait(self.waiting_for, missing, below_least=below_least, now_ms=now_ms),
+                quorum_wait(reason, missing, below_least=below_least, now_ms=now_ms),
                 tuple(replica.stream for replica, _ in waiting if replica.stream is not None),
             )
         members = [known for name in self._members if (known := self.liveness.replicas.get(name)) is not None]
@@ -1023,7 +1028,7 @@ class Job:
         waiting = self._waiting()
         self._more = 0
         if not waiting:
-            self.waiting_for = "nobody has asked"
+            self.waiting_for = NOBODY_ASKS
             return out
         if self._asking is not None:
             self.waiting_for = f"the members of quorum {self._asking[1][0]}, which a replica holds"
@@ -1171,7 +1176,7 @@ class Job:
             self._key_formed_ms = now_ms
         self._formed_ms = now_ms
         self._asked_since = set()
-        self.waiting_for = "nobody has asked"
+        self.waiting_for = NOBODY_ASKS
         return out + self._answers(quorum, previous, now_ms)
 
     def _begin_round(self) -> None:
