@@ -5,6 +5,7 @@ Law of this file: samples, and what a program prints for its test.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -20,7 +21,6 @@ from tft_suite import Manager
 TOKENS: Final = 16
 LENGTH: Final = 12
 STEPS: Final = 100
-SLOW_S: Final = 0.05
 
 
 def sequences(number: int, seed: int) -> Tensor:
@@ -32,21 +32,21 @@ def sequences(number: int, seed: int) -> Tensor:
 
 
 class Share(Dataset[Tensor]):
-    """The training data of one replica. While the file `slow` is in the folder, a sample takes SLOW_S seconds.
+    """The training data of one replica. A sample takes as many seconds as stand in the folder's file `pace`, if any.
 
     Augmentation: each sample starts at a random place of its sequence.
     """
 
     def __init__(self, replica: int, folder: Path) -> None:
         self._sequences = sequences(200, seed=replica + 1)
-        self._slow = folder / "slow"
+        self._pace = folder / "pace"
 
     def __len__(self) -> int:
         return len(self._sequences)
 
     def __getitem__(self, index: int) -> Tensor:
-        if self._slow.exists():
-            time.sleep(SLOW_S)
+        with contextlib.suppress(FileNotFoundError):
+            time.sleep(float(self._pace.read_text()))
         return self._sequences[index].roll(-int(torch.randint(LENGTH - 8, ())))[:8]
 
 

@@ -27,6 +27,8 @@ ALONE: Final = r"^step (\d+) participants 1 loss"
 LEARNT: Final = 0.2  # of the loss that an untrained model has
 RESUMED_AT: Final = STEPS - 20  # programs write a checkpoint every 20 steps
 SECONDS_TO_END: Final = 120
+SLOW_S: Final = 0.1  # a batch has 8 samples
+SLOWER_S: Final = 0.3  # while a replica starts
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -39,7 +41,7 @@ def lighthouse() -> Iterator[LighthouseServer]:
 
 @pytest.fixture
 def start(launch: Launch, lighthouse: LighthouseServer, tmp_path: Path) -> Start:
-    """`start(program, replica, *flags)` starts a program as one replica; slowly, while the file `slow` is there."""
+    """`start(program, replica, *flags)` starts a program as one replica."""
 
     def start_program(program: str, replica: int, *flags: str) -> subprocess.Popen[str]:
         environment = {
@@ -53,6 +55,12 @@ def start(launch: Launch, lighthouse: LighthouseServer, tmp_path: Path) -> Start
         return launch(command, env=environment, cwd=tmp_path)
 
     return start_program
+
+
+def set_pace(folder: Path, seconds: float) -> None:
+    """Have every sample take so long, so that the programs can't reach their last step before the test is ready."""
+    (folder / "pace.new").write_text(str(seconds))
+    (folder / "pace.new").replace(folder / "pace")
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[dict[int, str], dict[int, str], str]:
@@ -74,17 +82,17 @@ def ended(process: subprocess.Popen[str]) -> tuple[dict[int, str], dict[int, str
 def test_one_of_two_is_killed_started_again_and_goes_on_with_the_others_state(
     program: str, start: Start, kill: Kill, lighthouse: LighthouseServer, tmp_path: Path
 ) -> None:
-    slow = tmp_path / "slow"
-    slow.touch()
+    set_pace(tmp_path, SLOW_S)
     first, second = start(program, 0), start(program, 1)
     began = wait_for(r"^step \d+ participants \d loss (\S+)", first)
     wait_for(TOGETHER, first)
     wait_for(TOGETHER, second)
     kill(second.pid)
     killed_at = int(wait_for(ALONE, first)[1])
+    set_pace(tmp_path, SLOWER_S)
     second = start(program, 1)
     joined = wait_for(rf"{TOGETHER} (\S+)", second)
-    slow.unlink()
+    (tmp_path / "pace").unlink()
 
     of_second, alone, end_of_second = ended(second)
     of_first, _, end_of_first = ended(first)
@@ -98,7 +106,7 @@ def test_one_of_two_is_killed_started_again_and_goes_on_with_the_others_state(
     assert float(of_second[STEPS]) < LEARNT * float(began[1])
     if program in ("huggingface_trainer", "lightning_trainer"):
         shutil.rmtree(tmp_path / "checkpoints" / f"checkpoint-{STEPS}", ignore_errors=True)
-        slow.touch()
+        set_pace(tmp_path, SLOW_S)
         third = start(program, 0, "--resume")
         resumed = wait_for(rf"{ALONE} (\S+)", third)
         assert int(resumed[1]) == RESUMED_AT + 1
