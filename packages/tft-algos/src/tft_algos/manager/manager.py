@@ -481,8 +481,8 @@ class Manager:
                 equal places meet, and a tensor that is not contiguous is copied twice for that.
             should_quantize: refused; there is no quantized reduction here.
             reduce_op: AVG is the mean over the participants and overflows only where the mean does: tensors are scaled
-                before they are added up, and float16 is reduced in float32. SUM, MAX, MIN, PRODUCT and the bitwise ones are as
-                torch has them.
+                before they are added up, and float16 is reduced in float32. SUM, MAX, MIN, PRODUCT and the bitwise
+                ones are as torch has them.
             weight: of this replica group in an AVG, such as the number of samples or tokens in its batch: the result is
                 sum(weight * tensor) / sum(weight). Every replica says one, or none does: see `set_weight`, whose it is
                 by default.

@@ -28,8 +28,8 @@ from tft_algos.manager.parts import Clock
 from tft_pg.errors import DeadlinePassed
 
 MOST_WEIGHT: Final = 1e18  # so that neither the product with a gradient nor its sum leaves a float32's range soon
-# A product of one of these with a number of tokens overflows. A part of one underflows: halves of small gradients are
-# not those that FSDP2 makes. So a mean of these is reduced in a wider copy, and neither happens.
+# Means of these are reduced in a wider copy. In their own dtype a product with a number of tokens overflows, and a
+# small gradient that is scaled down before the sum underflows.
 _WIDER: Final = {torch.float16: torch.float32, torch.complex32: torch.complex64}
 # Weights are counts (samples, tokens), and their sum is known only after the reduction. This factor keeps products with
 # any float32 or bfloat16 in range as long as the weights sum to at most 2**32. A power of two rounds nothing.
