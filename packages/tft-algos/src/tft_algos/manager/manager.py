@@ -185,7 +185,7 @@ class Manager:
             if made is not GroupCoordinator:
                 check_made_coordinator(self._coordinator)
         except BaseException:
-            self._transport.shutdown(wait=False)
+            self._transport.shutdown()
             raise
         # From here on a process of ours runs: nothing below waits, or asks anything that can fail.
         self._reports = Reports(
