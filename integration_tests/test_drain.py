@@ -123,7 +123,7 @@ def test_a_drained_loop_of_the_documentation_ends_with_exit_code_0(
 
     def script(replica: int) -> Path:
         path = tmp_path / f"replica_{replica}.py"
-        code, names = re.subn(r'replica_id="\w+"', f'replica_id="replica_{replica}"', endless)
+        code, names = re.subn(r'replica_id=f?"[^\n]+"', f'replica_id="replica_{replica}"', endless)
         assert names == 1
         path.write_text(code, encoding="utf-8")
         return path

@@ -178,6 +178,8 @@ def test_every_import_is_declared_and_every_dependency_imported(package: str) ->
 def test_no_package_needs_numpy(package: str) -> None:
     # Torch does not depend on numpy, so no import shows what fails without it.
     for file in (ROOT / "packages" / package / "src").rglob("*.py"):
+        if file.name == "numpy_values.py":
+            continue  # reached only where a state holds numpy's values, which its extra is for
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             name = getattr(node, "attr", "") if isinstance(node, ast.Attribute) else ""
             where = f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"

@@ -59,7 +59,8 @@ def test_a_scheduler_counts_the_committed_steps_on_either_optimizer(rigs: Any, i
 
 
 def test_gradients_are_final_when_backward_returns(rigs: Any) -> None:
-    rig = rigs(plan_of(7, size=2), others=3.0)  # the other replica's gradients are 3 everywhere
+    # The other replica's gradients are 3 everywhere. A mean of two is the sum of halves.
+    rig = rigs(plan_of(7, size=2), others=1.5)
     model, ddp, optimizer = loop_of(rig.manager)
     batch = torch.randn(4, 3)
     model(batch).square().mean().backward()
