@@ -195,8 +195,10 @@ def run_epochs(job: Job, start: Callable[[str], Trainer], kill: Kill, *, epochs:
             continue
         job.until(trains_together, "b trains too")
         # A worker that was forked in the moment of the kill takes its parent's heir for its parent, and would stay.
-        psutil.Process(b.process.pid).suspend()
-        workers = psutil.Process(b.process.pid).children(recursive=True)
+        victim = psutil.Process(b.process.pid)
+        victim.suspend()
+        job.until(lambda victim=victim: victim.status() == psutil.STATUS_STOPPED, "b stands")  # type: ignore[misc]
+        workers = victim.children(recursive=True)
         faults.append(time.time())
         kill(b.process.pid or 0)
         b = start("b")
