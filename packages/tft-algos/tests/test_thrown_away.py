@@ -103,6 +103,10 @@ def evaluated_with_gradients(model: Any, net: Net) -> None:
     model.train()
 
 
+def output_lives_on(model: Any, net: Net) -> None:
+    net.kept = model(batch(99))  # type: ignore[assignment]
+
+
 def forward_raises(model: Any, net: Net) -> None:
     net.raises = True
     with pytest.raises(MemoryError):
@@ -121,6 +125,7 @@ SCENARIOS = [
     under_no_sync,
     then_evaluated,
     evaluated_with_gradients,
+    output_lives_on,
     forward_raises,
     backward_raises_at_once,
 ]
@@ -264,6 +269,23 @@ def test_the_pass_of_a_batch_given_up_by_a_later_one_is_not_committed_unreduced(
     late.backward()
     with pytest.raises(UsageError, match="in which no gradient was reduced"):
         replica.optimizer.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("looks_only", [False, True])
+def test_a_forward_under_no_sync_between_a_forward_and_its_backward(rigs: Any, kind: str, looks_only: bool) -> None:
+    """Two views with one backward pass, or a look at other data: nothing was thrown away."""
+    replica = Replica(rigs, kind)
+    replica.first_step()
+    for _ in range(2):
+        replica.optimizer.zero_grad()
+        loss = loss_of(replica.model, batch(1))
+        with replica.model.no_sync():
+            other = loss_of(replica.model, batch(2))
+        total = loss if looks_only else loss + other
+        total.backward()
+        replica.check(batches=(1,) if looks_only else (1, 2))
+        assert replica.optimizer.step()
 
 
 def test_another_memory_format_after_wrapping_is_refused_where_buckets_are_made_anew(rigs: Any) -> None:

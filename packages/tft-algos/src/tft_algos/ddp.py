@@ -15,6 +15,7 @@ Law of this file: what differs from torch's class; no reduction is implemented h
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, final
@@ -22,6 +23,7 @@ from typing import Any, NoReturn, final
 import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.nn.parallel.distributed import _find_tensors
 
 from tft_algos.backward import Frozen, at_end_of_backward, check_model, reductions_of, tell_parameters
 from tft_algos.errors import SettingError, Unsupported, UsageError
@@ -29,6 +31,8 @@ from tft_algos.manager import Manager
 from tft_algos.manager.fingerprint import strides_of
 from tft_algos.manager.island import refuse_strategy
 from tft_pg import Collective, DummyWork, ProcessGroup, ProcessGroupDummy
+
+_GRAPH = "tft-graph"
 
 # Arguments of torch's class that can't hold here, and what to do instead.
 _REFUSED = {
@@ -106,13 +110,19 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         group: dist.ProcessGroup = process_group if process_group is not None else ProcessGroupDummy(0, 1)
         # What torch then reduces itself, through its group, is the map of used parameters. With a static graph it does
         # so in its own first step alone, which is not that of the others, so that stays inside the replica group.
-        maps = _UsedMaps(manager, group, process_group) if kwargs.get("find_unused_parameters") and not static else None
+        maps = None
+        if kwargs.get("find_unused_parameters") and not static:
+            maps = _UsedMaps(manager, group, process_group, left_out=self._is_pass_of_another_batch)
         self._keeps_layout = maps is not None
         self._knows_graph = not static
         self._manager = manager
         self._used_in = 0, 0  # the attempt, and its step, of the last forward pass, or bucket, whichever came later
         self._refused = False  # whether that was a pass in which nothing may be reduced
         self._awaits_pass = False  # whether torch reduces in the next backward pass, whichever it is
+        self._awaited: Callable[[], _Graph | None] = _nothing  # the graph of the forward pass that it belongs to
+        self._awaited_in = 0  # the attempt of that forward pass
+        self._is_in_doubt = False  # whether a forward pass under no_sync() came after it
+        self._has_begun = False  # whether its backward pass has
         super().__init__(module, process_group=maps or group, **kwargs)
         if self._use_python_reducer:
             raise Unsupported(
@@ -126,9 +136,10 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             buffer = bucket.buffer()
             self._knows_graph = True
             self._used_in = manager.attempt, manager.current_step()
-            self._refused = True
-            row.start(manager, buffer, group=process_group)
-            self._refused = False
+            if not self._is_pass_of_another_batch():
+                self._refused = True
+                row.start(manager, buffer, group=process_group)
+                self._refused = False
             self._awaits_pass = self._awaits_pass and not bucket.is_last()
             done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             done.set_result(buffer)
@@ -171,11 +182,42 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self._frozen.check()
         self._forget_pass_that_raised()
         if torch.is_grad_enabled():
-            if not self.require_backward_grad_sync:
+            if self.require_backward_grad_sync:
+                self._awaits_pass = True
+                self._awaited, self._awaited_in = _nothing, self._manager.attempt
+                self._is_in_doubt = self._has_begun = False
+            else:
                 self._forget_batch_thrown_away()
-            self._awaits_pass = self.require_backward_grad_sync
         self._used_in = self._manager.attempt, self._manager.current_step()
         return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # as above
+    def _post_forward(self, output: Any) -> Any:
+        output = super()._post_forward(output)  # type: ignore[no-untyped-call]
+        if not self._awaits_pass or not torch.is_grad_enabled():
+            return output
+        ends = [tensor.grad_fn for tensor in _find_tensors(output) if tensor.grad_fn is not None]
+        if not self.require_backward_grad_sync:
+            self._is_in_doubt = True
+            # The program may drop the output of the earlier batch as late as with the assignment of this one.
+            for end in ends:
+                end.register_prehook(lambda _: self._forget_batch_thrown_away())
+        elif ends:
+            graph = _Graph()
+            for end in ends:
+                end.metadata[_GRAPH] = graph
+                end.register_prehook(self._pass_begins)
+            self._awaited = weakref.ref(graph)
+        else:
+            self._has_begun = True  # the output hides its tensors, so nobody could tell
+        return output
+
+    def _pass_begins(self, _: object) -> None:
+        self._has_begun = True
+
+    def _is_pass_of_another_batch(self) -> bool:
+        """Whether torch reduces in a backward pass under no_sync() what the awaited one would have reduced."""
+        return self._awaits_pass and self._is_in_doubt and not self._has_begun
 
     def _forget_pass_that_raised(self) -> None:
         """Torch still waits for the gradients of a pass that raised, if one did, in a step that is over.
@@ -194,9 +236,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         """Under no_sync(), torch still reduces in the next backward pass if the last forward pass outside had none.
 
         So a replica that throws such a batch away would reduce once more than the others, each of whose reductions then
-        meets another one.
+        meets another one. While the graph of that batch lives, in the same step, its backward pass may still come.
         """
-        if self._awaits_pass and not self._is_unfinished():
+        dropped = (self._awaited() is None and not self._has_begun) or self._awaited_in != self._manager.attempt
+        if self._awaits_pass and dropped and not self._is_unfinished():
+            self._awaits_pass = False
             self._reset()
 
     def _reset(self) -> None:
@@ -268,6 +312,14 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         )
 
 
+def _nothing() -> None:
+    return None
+
+
+class _Graph:
+    """Stands in the metadata of the nodes at the end of a graph, and so lives as long as one of them."""
+
+
 @final
 class _UsedMaps(ProcessGroup):
     """The group whose allreduce torch calls for one thing: to learn which parameters were used by anybody.
@@ -279,13 +331,22 @@ class _UsedMaps(ProcessGroup):
         manager: sums across.
         group: for everything else.
         inside: the processes of this replica group; None: this process is the group.
+        left_out: whether nothing is reduced in this pass.
 
     `parameters` are the reducer's, in its order.
     """
 
-    def __init__(self, manager: Manager, group: dist.ProcessGroup, inside: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        manager: Manager,
+        group: dist.ProcessGroup,
+        inside: dist.ProcessGroup | None,
+        *,
+        left_out: Callable[[], bool],
+    ) -> None:
         super().__init__()
         self._manager = manager
+        self._left_out = left_out
         self._group = group
         self._inside = inside
         self.parameters: Sequence[torch.nn.Parameter] = ()
@@ -296,6 +357,8 @@ class _UsedMaps(ProcessGroup):
             return work
         (counts,) = collective.results(args, kwargs)
         counts.copy_(torch.tensor([parameter.grad is not None for parameter in self.parameters]))
+        if self._left_out():
+            return DummyWork([counts])
 
         def done(succeeded: bool) -> None:
             if succeeded and not self._manager.is_participating():
