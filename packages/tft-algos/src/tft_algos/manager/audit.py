@@ -101,7 +101,8 @@ class StateAudit:
         """Whether a step was committed since the first look, or an optimizer has made its state since the last one."""
         if self._looked_at_step is not None:
             return self._shared.core.step != self._looked_at_step
-        return any(map(_has_state, self._stateless))
+        # The ranks of a larger group may get their first gradients in different steps, and a state function may gather.
+        return self._shared.config.world_size == 1 and any(map(_has_state, self._stateless))
 
     def _check_travels(self, state: Mapping[str, Any]) -> None:
         try:

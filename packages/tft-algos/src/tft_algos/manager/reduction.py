@@ -198,7 +198,7 @@ class LostReduction(dist.Work):
     """What is left of a reduction that could not be started: it has ended, and not well.
 
     Args:
-        tensor: that was to be reduced; it holds what it held.
+        tensor: that was to be reduced; it may hold this replica's own part of the mean by now.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:

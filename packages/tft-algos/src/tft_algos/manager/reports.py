@@ -100,7 +100,7 @@ class Reports:
 
     def log_traceback(self, error: BaseException, message: str, *args: object) -> None:
         """An error of a function of the user's, with the place in it at which it was raised."""
-        logger.error(f"[{self._who} - step {self._core.step}] {message}", *args, exc_info=error)
+        logger.error(f"[%s - step %d] {message}", self._who, self._core.step, *args, exc_info=error)
 
     def group_lost(self, error: GroupLost) -> None:
         """This replica group can't go on."""

@@ -88,9 +88,8 @@ async def _speaks_tls(address: str) -> bool:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     try:
-        await _first_bytes(address, context)
+        return await _first_bytes(address, context) is not None
     except ssl.SSLError as error:
         return error.reason not in ("WRONG_VERSION_NUMBER", "UNEXPECTED_EOF_WHILE_READING", None)
     except OSError:
         return False
-    return True
