@@ -253,7 +253,12 @@ def check_figures(figures: dict[str, Any], folder: Path, stall_s: float) -> None
     print(figures)
     assert max(figures["that no fault explains"], default=0.0) < stall_s, figures
     said = {log.name: log.read_text(errors="replace") for log in sorted(folder.glob("*.log"))}
-    assert {name: text for name, text in said.items() if text} == {}
+    assert {name: text for name, text in said.items() if text and not is_of_multiprocessing(text)} == {}
+
+
+def is_of_multiprocessing(text: str) -> bool:
+    """Whether Python itself says that a worker ended while it asked for a descriptor; nothing of ours is in it."""
+    return "resource_sharer.py" in text and text.endswith("EOFError\n") and "tft" not in text
 
 
 @pytest.mark.parametrize("persistent", [False, True])

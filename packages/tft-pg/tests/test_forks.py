@@ -224,7 +224,7 @@ def test_no_program_inherits_a_connection(pair: Callable[..., Pair]) -> None:
 
 
 def test_a_forked_child_holds_no_connection_and_no_port(pair: Callable[..., Pair]) -> None:
-    found = pair(ProcessGroupGloo, "configuring")
+    found = pair(ProcessGroupGloo, "reducing")
     deadline_s = time.monotonic() + SOON_S
     while any(tcp_sockets_of(child) for child in found.children) and time.monotonic() < deadline_s:
         time.sleep(0.01)  # a child lets go in its first milliseconds
