@@ -18,36 +18,48 @@ pytestmark = pytest.mark.timeout(90)
 
 HEARD_WITHIN_S: Final = 5.0
 
-# So many replicas train together, and 20 steps more. After 5 of them b evaluates, until there is a file named "go".
+# So many replicas train together, and 20 steps more, in so many runs one after the other. After 5 of them b evaluates,
+# until there is a file named "go".
 SCRIPT: Final = """
 import os, sys, time, torch
 from tft_suite import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
-name, replicas = sys.argv[1], int(sys.argv[2])
+name, replicas, runs = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 evaluates = name == "b"
-net = torch.nn.Linear(8, 1)
-inner = torch.optim.AdamW(net.parameters())
-manager = Manager(ProcessGroupGloo(), min_replica_size=1, replica_id=name)
-manager.register_state_dict_fn("net", net.load_state_dict, net.state_dict)
-manager.register_state_dict_fn("inner", inner.load_state_dict, inner.state_dict)
-model = DistributedDataParallel(manager, net)
-optimizer = Optimizer(manager, inner)
-together, last = 0, 1_000_000
-while manager.current_step() < last:
-    optimizer.zero_grad()
-    model(torch.randn(4, 8)).square().mean().backward()
-    time.sleep(0.02)
-    if optimizer.step():
-        together += manager.num_participants() == replicas
-        print("step", manager.current_step(), "of", manager.num_participants(), flush=True)
-        if together == 1:
-            last = min(last, manager.current_step() + 20)
-    if evaluates and together >= 5:
-        print("evaluates", flush=True)
-        while not os.path.exists("go"):
-            time.sleep(0.02)
-        evaluates = False
-manager.shutdown()
+
+
+def train():
+    global evaluates
+    net = torch.nn.Linear(8, 1)
+    inner = torch.optim.AdamW(net.parameters())
+    manager = Manager(ProcessGroupGloo(), min_replica_size=1, replica_id=name)
+    manager.register_state_dict_fn("net", net.load_state_dict, net.state_dict)
+    manager.register_state_dict_fn("inner", inner.load_state_dict, inner.state_dict)
+    model = DistributedDataParallel(manager, net)
+    optimizer = Optimizer(manager, inner)
+    together, last = 0, 1_000_000
+    while manager.current_step() < last:
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().mean().backward()
+        time.sleep(0.02)
+        if optimizer.step():
+            together += manager.num_participants() == replicas
+            print("step", manager.current_step(), "of", manager.num_participants(), flush=True)
+            if together == 1:
+                last = min(last, manager.current_step() + 20)
+        if evaluates and together >= 5:
+            print("evaluates", flush=True)
+            while not os.path.exists("go"):
+                time.sleep(0.02)
+            evaluates = False
+    if name == "c":
+        time.sleep(1)  # it saves its result
+    manager.shutdown()
+    print("run ended", flush=True)
+
+
+for _ in range(runs):
+    train()
 """
 
 
@@ -58,11 +70,11 @@ class Job:
         self._spawn, self._lighthouse, self._folder, self._log = spawn, lighthouse, folder, log
         self.folder = folder
 
-    def start(self, name: str, replicas: int) -> Script:
+    def start(self, name: str, replicas: int, runs: int = 1) -> Script:
         path = self._folder / "script.py"
         path.write_text(SCRIPT, encoding="utf-8")
         environment = {"TFT_LIGHTHOUSE": self._lighthouse.address, "TFT_JOB_ID": self._folder.name}
-        return Script(self._spawn, path, [name, str(replicas)], environment)
+        return Script(self._spawn, path, [name, str(replicas), str(runs)], environment)
 
     def log(self) -> list[str]:
         return [record.getMessage() for record in self._log.records if record.name == "tft_lighthouse"]
@@ -107,7 +119,7 @@ def test_a_late_evaluator_learns_that_the_job_is_over_and_trains_no_second_end(j
         f"JobOver: rank 0's quorum for step {last_step(written)}: job {job.folder.name} has ended at step {last}"
         in after
     )
-    assert "to train a new run, start this process again" in after
+    assert "to train a new run, start the whole job again" in after
     assert not any("lost replica a:" in line for line in job.log())
 
     again, other = (
@@ -122,6 +134,13 @@ def test_replicas_that_finish_together_are_not_lost(job: Job) -> None:
     line = job.ended()
     assert f"ended at step {last}: finished by " in line
     assert not any("lost replica" in each for each in job.log())
+
+
+def test_the_next_manager_of_the_same_script_begins_a_new_run(job: Job) -> None:
+    """As a sweep does, or finetuning after pretraining. Whoever is first waits for nobody who still saves."""
+    scripts = [job.start(name, replicas=2, runs=3) for name in ("a", "c")]
+    for script in scripts:
+        assert script.ended().count("run ended") == 3
 
 
 def test_groups_of_two_ranks_finish_without_a_word(

@@ -99,9 +99,40 @@ class TestTheLighthouse:
         assert ended(two.finish("b", 9)) == [(9, ("a", "b"))]
         assert ended(two.tick()) == []  # once
 
-    def test_a_member_that_is_lost_after_another_has_finished_ends_the_job_too(self, two: Lighthouse) -> None:
+    def test_a_member_that_dies_after_another_has_finished_ends_the_job_too(self, two: Lighthouse) -> None:
         two.finish("a", 9)
         assert ended(two.end("b")) == [(9, ("a",))]
+
+    def test_a_member_that_is_lost_and_may_live_has_a_heartbeat_timeout_to_come_back(self, two: Lighthouse) -> None:
+        """Only its stream broke, in the very step in which the other finished."""
+        two.finish("a", 9)
+        two.give(events.StreamClosed(2))
+        lost_ms = two.now_ms + TIMEOUTS.reconnect_grace_ms
+        while two.now_ms < lost_ms + TIMEOUTS.heartbeat_timeout_ms - 100:
+            assert ended(two.tick()) == []
+        assert ended(two.tick() + two.tick()) == [(9, ("a",))]
+
+    def test_a_member_that_is_back_in_time_trains_on_and_so_does_who_heals_from_it(self, two: Lighthouse) -> None:
+        two.finish("a", 9)
+        two.give(events.StreamClosed(2))
+        while two.now_ms < 10_000 + 2 * TIMEOUTS.reconnect_grace_ms:
+            assert ended(two.tick()) == []
+        two.held.clear()
+        two.give(events.HelloReceived(2, Hello("job", "b", 2, "b:1", ready=True)))
+        assert members(two.ask("b", 8)) == [("b",)]
+        two.end("c")
+        two.hello("d", replaces="c")
+        two.ask("d", 0, live=False)
+        assert members(two.ask("b", 9)) == [("b", "d")]
+
+    def test_a_state_of_the_end_takes_the_end_back(self, two: Lighthouse) -> None:
+        """Its loop is longer: whoever is behind heals from it, also a replica of the same run."""
+        two.finish("a", 9)
+        two.finish("b", 9)
+        assert members(two.ask("c", 9)) == [("c",)]
+        two.hello("d", replaces="c")
+        two.hello("e")
+        assert refused(two.ask("e", 5)) == []
 
     def test_where_no_member_has_finished_the_job_has_not_ended(self, two: Lighthouse) -> None:
         assert ended(two.leave("a") + two.end("b") + two.tick()) == []
@@ -156,6 +187,20 @@ class TestTheLighthouse:
         two.hello("d", replaces="c")
         assert refused(two.ask("d", 0, live=False)) == [("d", Refusal.OVER)]
 
+    @pytest.mark.parametrize("replaces", ["", "a"], ids=["another start", "the next Manager of a's script"])
+    def test_who_starts_after_the_first_has_finished_begins_a_new_run(self, two: Lighthouse, replaces: str) -> None:
+        """b still saves its result. A sweep, or pretraining and then finetuning, begins anew in the same script."""
+        two.finish("a", 9)
+        two.now_ms += 1
+        two.hello("d", replaces=replaces)
+        assert members(two.ask("d", 0, live=False)) == []
+        orders = two.finish("b", 9)
+        assert (ended(orders), refused(orders), members(orders)) == ([(9, ("a", "b"))], [], [("d",)])
+        two.hello("e", replaces="b")
+        two.ask("e", 0, live=False)
+        orders = two.ask("d", 1)
+        assert (refused(orders), members(orders)) == ([], [("d", "e")])
+
     def test_a_state_of_the_run_that_comes_back_is_late_until_a_new_run_begins(self, two: Lighthouse) -> None:
         two.finish("a", 9)
         two.finish("b", 9)
@@ -193,18 +238,28 @@ class TestTheLighthouse:
 class TestTheEnd:
     def test_it_is_the_highest_step_of_those_that_finished(self) -> None:
         end = JobEnd()
-        end.finished("a", 8)
-        end.finished("b", 9)
-        end.finished("z", 20)  # of another quorum
-        assert end.look(KEY, ["a", "b", "c"], ["c"], 5) is None
-        assert end.look(KEY, ["a", "b", "c"], [], 5) == Ended(9, ("a", "b"), KEY, 5)
-        assert end.look(KEY, ["a", "b", "c"], [], 6) is None
+        end.finished("a", 8, 5)
+        end.finished("b", 9, 7)
+        end.finished("z", 20, 8)  # of another quorum
+        assert end.look(KEY, ["a", "b", "c"], ["c"]) is None
+        assert end.look(KEY, ["a", "b", "c"], []) == Ended(9, ("a", "b"), KEY, 5)
+        assert end.look(KEY, ["a", "b", "c"], []) is None
 
     def test_those_who_finished_before_the_newest_quorum_do_not_count(self) -> None:
         end = JobEnd()
-        end.finished("a", 8)
-        end.quorum_formed()
-        assert end.look(NEXT, ["a", "b"], [], 5) is None
+        end.finished("a", 8, 5)
+        end.trains_on(8)
+        assert end.look(NEXT, ["a", "b"], []) is None
+        end.finished("b", 12, 20)
+        assert end.look(NEXT, ["a", "b"], []) == Ended(12, ("b",), NEXT, 20)
+
+    @pytest.mark.parametrize(("step", "is_over"), [(8, True), (9, False), (10, False)])
+    def test_it_is_one_no_more_when_the_job_trains_on_from_there(self, step: int, is_over: bool) -> None:
+        end = JobEnd()
+        end.finished("a", 9, 5)
+        end.look(KEY, ["a"], [])
+        end.trains_on(step)
+        assert (end.ended is not None) is is_over
 
     @pytest.mark.parametrize(
         ("step", "live", "since_ms", "newest", "late"),
@@ -221,8 +276,8 @@ class TestTheEnd:
     def test_who_is_late(self, step: int, live: bool, since_ms: int, newest: QuorumKey, late: bool) -> None:
         end = JobEnd()
         assert not end.is_late(Member("c", step=step, live=live), since_ms, newest)
-        end.finished("a", 9)
-        end.look(KEY, ["a"], [], 5)
+        end.finished("a", 9, 5)
+        end.look(KEY, ["a"], [])
         assert end.is_late(Member("c", step=step, live=live), since_ms, newest) is late
 
 

@@ -527,9 +527,14 @@ def lets_the_late_train_on(self: Job) -> list[effects.LighthouseEffect]:
 
 
 def ends_while_a_member_trains(
-    self: JobEnd, key: QuorumKey, member_ids: Iterable[str], healthy_ids: Iterable[str], now_ms: int
+    self: JobEnd, key: QuorumKey, member_ids: Iterable[str], able_ids: Iterable[str]
 ) -> Ended | None:
-    return JOB_END_LOOK(self, key, member_ids, (), now_ms)
+    return JOB_END_LOOK(self, key, member_ids, ())
+
+
+def ends_while_a_lost_member_may_come_back(self: Job, replica_id: str, now_ms: int) -> bool:
+    replica = self.liveness.replicas.get(replica_id)
+    return replica is not None and replica.healthy
 
 
 def leaves_open_votes_open(self: Votes, now_ms: int) -> list[Any]:
@@ -782,6 +787,7 @@ MUTANTS = [
     Mutant(Votes, "__init__", counts_the_first_vote_for_all, "I5", 0),
     Mutant(Job, "_refuse_the_late", lets_the_late_train_on, "E1", "job_end"),
     Mutant(JobEnd, "look", ends_while_a_member_trains, "E1", "job_end"),
+    Mutant(Job, "_can_go_on", ends_while_a_lost_member_may_come_back, "E1", "job_end"),
     Mutant(Votes, "tick", leaves_open_votes_open, "I5", 0),
     Mutant(Trainer, "vote", takes_its_open_vote_for_the_verdict, "I5", 0),
     Mutant(Votes, "cast", changes_its_mind, "I5", "scenario_02_verdict"),

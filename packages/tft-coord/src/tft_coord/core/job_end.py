@@ -1,13 +1,15 @@
 """The end of a job: at which step its replicas finished, and who comes too late.
 
 A replica whose training loop has ended says so when it leaves, with its last step. When none of the newest quorum's
-members is healthy any more and one of them has finished, the job has ended at that step. A replica of the same run that
+members can go on any more and one of them has finished, the job has ended at that step. A replica of the same run that
 is behind that step can heal from nobody. Training on alone, it would make a second result of the job.
 
-A run is told from the next one by time: whoever the lighthouse knew when the job ended, or takes the place of such a
-replica, belongs to the run that ended. So does a state that was committed in this job, until another run begins.
+A run is told from the next one by time: whoever the lighthouse knew when the first of them finished, or takes the place
+of such a replica that did not leave, belongs to the run that ended. So does a state that was committed in this job,
+until another run begins. The time is that of the first finish and not that of the end, because who has finished may
+start the next run while another one still saves its result.
 
-Law of this file: one job's end; who is a member, and who is healthy, is told by the caller.
+Law of this file: one job's end; who is a member, and who can go on, is told by the caller.
 """
 
 from __future__ import annotations
@@ -26,49 +28,54 @@ class Ended:
         step: the last that was finished.
         replica_ids: of the replicas that finished, sorted.
         key: of its last quorum.
-        at_ms: of the lighthouse's clock.
+        since_ms: when the first of them finished, of the lighthouse's clock.
     """
 
     step: int
     replica_ids: tuple[str, ...]
     key: QuorumKey
-    at_ms: int
+    since_ms: int
 
 
 class JobEnd:
     """What is known of one job's end.
 
     Attributes:
-        ended: the last end of this job, also while its next run trains; None before.
+        ended: the last end of this job, until the job trains on from that step or a later one; None before.
     """
 
     def __init__(self) -> None:
         self.ended: Ended | None = None
         self._finished: dict[str, int] = {}  # steps, by replica id, since the newest quorum formed
+        self._since_ms = 0  # when the first of those did
 
-    def finished(self, replica_id: str, step: int) -> None:
+    def finished(self, replica_id: str, step: int, now_ms: int) -> None:
         """A replica says that its training is over."""
+        if not self._finished:
+            self._since_ms = now_ms
         self._finished[replica_id] = step
 
-    def quorum_formed(self) -> None:
-        """Others train on, or again."""
+    def trains_on(self, step: int) -> None:
+        """A quorum forms, here or at another lighthouse, whose newest member is at that step."""
         self._finished.clear()
+        if self.ended is not None and step >= self.ended.step:
+            self.ended = None  # there is a newer result to heal from, or to wait for
 
-    def look(self, key: QuorumKey, member_ids: Iterable[str], healthy_ids: Iterable[str], now_ms: int) -> Ended | None:
+    def look(self, key: QuorumKey, member_ids: Iterable[str], able_ids: Iterable[str]) -> Ended | None:
         """Whether the job has just ended. Costs nothing while no replica has finished.
 
         Args:
             key: of the newest quorum.
             member_ids: its members.
-            healthy_ids: those of them that are healthy.
+            able_ids: those of them that can go on.
         Returns: the end, once.
         """
-        if not self._finished or (self.ended is not None and self.ended.key == key) or any(True for _ in healthy_ids):
+        if not self._finished or (self.ended is not None and self.ended.key == key) or any(True for _ in able_ids):
             return None
         finished = tuple(sorted(name for name in member_ids if name in self._finished))
         if not finished:
             return None
-        self.ended = Ended(max(self._finished[name] for name in finished), finished, key, now_ms)
+        self.ended = Ended(max(self._finished[name] for name in finished), finished, key, self._since_ms)
         return self.ended
 
     def is_late(self, member: Member, since_ms: int, newest: QuorumKey | None) -> bool:
@@ -82,4 +89,4 @@ class JobEnd:
         ended = self.ended
         if ended is None or member.step >= ended.step:
             return False
-        return since_ms <= ended.at_ms or (member.live and newest == ended.key)
+        return since_ms <= ended.since_ms or (member.live and newest == ended.key)

@@ -480,7 +480,7 @@ class Job:
                 told = replica.left is not None
                 self.liveness.leave(replica, event.reason, now_ms)
                 if event.finished_step is not None:
-                    self._end.finished(replica.replica_id, event.finished_step)
+                    self._end.finished(replica.replica_id, event.finished_step, now_ms)
                 out += self._leaves(replica, event.serve_ms, now_ms, told=told)
                 out += self._form(now_ms, wall_ms)
             case events.QuorumRequested() if replica.left is not None:
@@ -1103,17 +1103,24 @@ class Job:
         return now_ms - max(since, replica.progress_ms, first_asked_ms) < self._timeouts.heartbeat_timeout_ms
 
     def _note_the_end(self, now_ms: int) -> list[effects.LighthouseEffect]:
-        """The last member has finished, or the others are gone since one has."""
+        """The last member has finished, or the others can't come back since one has."""
         if self.previous is None:
             return []
-        replicas = self.liveness.replicas
-        healthy = (name for name in self._members if (known := replicas.get(name)) is not None and known.healthy)
-        ended = self._end.look(self.previous.key, self._members, healthy, now_ms)
+        able = (name for name in self._members if self._can_go_on(name, now_ms))
+        ended = self._end.look(self.previous.key, self._members, able)
         if ended is None:
             return []
-        for replica in replicas.values():
-            replica.ready = False  # a new run does not wait for one that evaluates the old run's state, say
+        for replica in self.liveness.replicas.values():
+            # A new run does not wait for one that evaluates the old run's state, say; who asks may begin it.
+            replica.ready = replica.request is not None
         return [effects.JobEnded(self.name, ended.step, ended.replica_ids)]
+
+    def _can_go_on(self, replica_id: str, now_ms: int) -> bool:
+        """Whether a member may train on: one that is lost and may live has a heartbeat_timeout to come back."""
+        replica = self.liveness.replicas.get(replica_id)
+        if replica is None or replica.left is not None or replica.dead:
+            return False
+        return replica.lost is None or now_ms - replica.lost_ms < self._timeouts.heartbeat_timeout_ms
 
     def _refuse_the_late(self) -> list[effects.LighthouseEffect]:
         """Replicas of a run that has ended must not train another end of it."""
@@ -1130,7 +1137,7 @@ class Job:
                 message = (
                     f"job {self.name} has ended at step {ended.step}, where {_listed(ended.replica_ids)} finished; "
                     f"replica {replica.replica_id} is at step {request.member.step}, and nobody is left to heal from; "
-                    f"use the result of step {ended.step}; to train a new run, start this process again"
+                    f"use the result of step {ended.step}; to train a new run, start the whole job again"
                 )
                 out.append(effects.RefuseRequest(replica.stream, request.request, Refusal.OVER, message))
         return out
@@ -1164,7 +1171,6 @@ class Job:
         key = standing or QuorumKey(self.last_id + 1, self._nonces())
         if reason is not None:
             self._forget_losses()
-        self._end.quorum_formed()
         quorum = Quorum(key, members, wall_ms)
         self.last_id = max(self.last_id, key.quorum_id)
         self.previous = quorum
@@ -1185,6 +1191,7 @@ class Job:
         self._broken = None
         self._newest_step = max(member.step for member in self._members.values())
         self._announced = False
+        self._end.trains_on(self._newest_step)
 
     def _answers(self, quorum: Quorum, previous: Quorum | None, now_ms: int) -> list[effects.LighthouseEffect]:
         unchanged = self._unchanged(quorum, previous)

@@ -35,7 +35,7 @@ class Replica:
     """What is known of one replica id.
 
     `last_sign_ms` is moved on where silence is excused, `heard_ms` is not: it is when something was heard in truth.
-    `since_ms` is since when this replica has been known, or the one whose place it takes.
+    `since_ms` is since when this replica has been known, or the one whose place it takes and that did not leave.
     `presumed` says that others have named it and it has not said hello yet.
     `withdrawn` keeps (asked_ms, withdrawn_ms) of a request that ended without an answer: a replica that asks again
     soon has waited since it first asked. `answered` is the number of the request that the newest quorum answered, and
@@ -163,7 +163,8 @@ class Liveness:
                 return rejected
         if known is None:
             before = self.replicas.get(hello.replaces)
-            since_ms = before.since_ms if before is not None else now_ms
+            # Who takes the place of one that has left begins something else: the next Manager of the same script, say.
+            since_ms = before.since_ms if before is not None and before.left is None else now_ms
             known = Replica(hello.replica_id, hello.session, hello.address, now_ms, since_ms=since_ms)
             self.replicas[hello.replica_id] = known
         # A request belongs to its stream: whoever still wants it says it again; whoever gave it up in between doesn't.

@@ -112,7 +112,8 @@ class Attendance:
         self._fingerprints: dict[str, Fingerprint] = {}  # as each has said last
         self._gone: dict[str, int] = {}  # who has left the job, and in which session
         self._finished: dict[str, int] = {}  # who has left because its training is over, and at which step
-        self._ended: tuple[int, set[str]] | None = None  # at which step the job has, and who was known then
+        self._knew: set[str] = set()  # who was known when the first finished since the newest quorum
+        self._ended: tuple[int, set[str]] | None = None  # at which step the job has, and who was of that run
         self._released: set[str] = set()  # and is not needed any more
         self._asked_ms: dict[str, int] = {}  # when each asked first since its last answer
         self._heals_ms: dict[str, int] = {}  # since when each heals that does
@@ -162,30 +163,35 @@ class Attendance:
     def finished(self, stream: int, step: int) -> None:
         """Whoever has that stream leaves because its training is over."""
         self._finished |= {each: step for each, newest in self._streams.items() if newest == stream}
+        if not self._knew:
+            self._knew = self._sessions.keys() | self._lost.keys() | self._gone.keys()
 
-    def ended(self, step: int) -> None:
-        """The job is said to have ended at that step: a member of its last quorum finished there, and none trains."""
+    def ended(self, step: int, now_ms: int) -> None:
+        """The job is said to have ended at that step: a member of its last quorum finished there, none can go on."""
         members = self._newest.replica_ids if self._newest is not None else ()
-        trains = sorted(each for each in members if each in self._sessions)
+        trains = sorted(each for each in members if each in self._sessions or self._may_come_back(each, now_ms))
         if trains:
             raise InvariantBroken("E1", f"the job is said to have ended at step {step}, and {trains} of it train")
         if step != max((self._finished[each] for each in members if each in self._finished), default=None):
             raise InvariantBroken(
                 "E1", f"the job is said to have ended at step {step}, where none of {members} finished"
             )
-        self._ended = step, self._sessions.keys() | self._lost.keys() | self._gone.keys()
-        self._ready.clear()
+        self._ended = step, self._knew
+        self._ready &= self._asking.keys()
 
     def late(self, stream: int) -> None:
         """Whoever asked there is behind a job that has ended, and counts nowhere."""
         self._ready -= {replica_id for replica_id, each in self._streams.items() if each == stream}
 
     def _look_who_is_late(self, quorum: Quorum) -> None:
-        """Nobody who was there when the job ended trains on from before its end."""
+        """Nobody of the run that ended trains on from before its end, until another has a state of the end."""
         step, known = self._ended if self._ended is not None else (0, set())
         late = sorted(each.replica_id for each in quorum.members if each.step < step and each.replica_id in known)
         if late:
             raise InvariantBroken("E1", f"the job has ended at step {step}, and {late} train on in {quorum.key}")
+        self._knew = set()
+        if any(each.step >= step for each in quorum.members):
+            self._ended = None
 
     def released(self, stream: int) -> None:
         """It is told that nobody heals from it any more: its end is no loss."""
@@ -519,7 +525,7 @@ class Attendances:
                 broke = order.reason.startswith("its stream broke")
                 self.of(order.job).lost(order.replica_id, order.session, dead=dead, broke=broke, now_ms=now_ms)
             case effects.JobEnded():
-                self.of(order.job).ended(order.step)
+                self.of(order.job).ended(order.step, now_ms)
             case effects.AnswerQuorum() | effects.AnswerUnchanged() | effects.RefuseRequest():
                 if isinstance(order, effects.RefuseRequest) and order.refusal is Refusal.DIFFERS:
                     self.of(self.job_of(order.stream)).differs(order.stream)
