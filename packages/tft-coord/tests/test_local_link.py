@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tft_coord.client.local_link import LATE_ANSWER_S, LocalLink
+from tft_coord.client.local_link import LocalLink
 from tft_coord.core.fingerprint import fingerprint_of
 from tft_coord.core.types import RankRequest
 from tft_coord.errors import Closed, DeadlinePassed, Unreachable
@@ -36,7 +36,7 @@ def test_a_question_that_nobody_reads_ends_at_its_deadline_and_with_it_the_link(
     begun = time.monotonic()
     with pytest.raises(DeadlinePassed, match=r"the first quorum: no answer from the manager server in 0\.2 s"):
         link.call(rank_codec.Ask(0, LARGE), 0.2, "the first quorum")
-    assert time.monotonic() - begun < 0.2 + 4 * LATE_ANSWER_S
+    assert time.monotonic() - begun < 10  # also on a busy machine; a send without a deadline never ends
     with pytest.raises(Unreachable, match="the second quorum: the manager server has ended"):
         link.call(rank_codec.Ask(0, RankRequest(step=0)), 5.0, "the second quorum")
 
