@@ -53,7 +53,9 @@ from tft_coord.core.types import (
     Refusal,
     Released,
     Source,
+    Unreached,
     Verdict,
+    Via,
 )
 from tft_coord.errors import ProtocolError
 from tft_coord.views import DescribedJob, LighthouseDescription
@@ -73,6 +75,7 @@ lineages = st.none() | numbers
 progresses = st.builds(Progress, steps, st.sampled_from(Phase), steps, st.booleans(), steps)
 keys = st.builds(QuorumKey, steps, numbers)
 sizes = st.integers(1, 1000)
+unreached = st.lists(st.builds(Unreached, names, st.sampled_from(Via), lines), max_size=3).map(tuple)
 members = st.builds(
     Member,
     replica_id=names,
@@ -87,6 +90,7 @@ members = st.builds(
     min_replica_size=sizes,
     data=texts,
     reconfigure_handles=st.lists(texts, max_size=3).map(tuple),
+    unreached=unreached,
     **{
         field: st.booleans()
         for field in (
@@ -98,6 +102,7 @@ members = st.builds(
             "allow_heal",
             "use_async_quorum",
             "fixed_with_spares",
+            "store_failed",
         )
     },
 )
@@ -135,6 +140,7 @@ requests = st.builds(
     data=texts,
     reconfigure_handle=texts,
     attempt=steps,
+    unreached=unreached,
 )
 asks = st.builds(rank_codec.Ask, st.integers(0, 1000), requests)
 votes = st.builds(

@@ -9,6 +9,7 @@ Law of this file: decisions only; the caller gives the time and performs the eff
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from tft_coord.core import effects, events
@@ -17,6 +18,7 @@ from tft_coord.core.commit import MAX_ROUNDS, RoundName, Votes
 from tft_coord.core.fingerprint import Fingerprint, differences_of_ranks, merged, said
 from tft_coord.core.progress import GroupProgress, Phase, Progress
 from tft_coord.core.types import (
+    UNREACHED_MOST,
     KillOrder,
     LeaveRequest,
     LossNotice,
@@ -27,6 +29,7 @@ from tft_coord.core.types import (
     RankRequest,
     Refusal,
     Released,
+    Unreached,
     Verdict,
     WaitsFor,
 )
@@ -60,6 +63,12 @@ def _all_at_state_of(own: Member, quorum: Quorum) -> Quorum:
         for member in quorum.members
     )
     return Quorum(quorum.key, members, quorum.created_ms)
+
+
+def _all_unreached(requests: Collection[RankRequest]) -> tuple[Unreached, ...]:
+    """Whom any rank could not reach, each once a port, as many as a message may name."""
+    found = {(each.replica_id, each.via): each for request in requests for each in request.unreached}
+    return tuple(found[key] for key in sorted(found, key=lambda key: (key[0], key[1].value))[:UNREACHED_MOST])
 
 
 def _about(notice: LossNotice) -> tuple[QuorumKey, str, int, bool]:
@@ -479,6 +488,7 @@ class GroupCore:
             reconfigure_handles=tuple(request.reconfigure_handle for request in requests)
             if any(request.reconfigure_handle for request in requests)
             else (),
+            unreached=_all_unreached(requests),
         )
         return member, held
 

@@ -18,6 +18,7 @@ from tft_coord.errors import ProtocolError
 
 MAX_UINT64 = 2**64 - 1
 MAX_INT64 = 2**63 - 1
+UNREACHED_MOST = 64  # named by one request
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -47,6 +48,34 @@ def _check_names(**names: str) -> None:
             raise ProtocolError(f"{what} is {name[:80]!r}; give printable characters only, without line breaks")
 
 
+class Via(enum.Enum):
+    """By which of its ports a member is used by another."""
+
+    STORE = "store"  # its rendezvous store
+    GROUP = "group"  # its port in the process group
+    STATE = "state"  # its state server
+
+
+@dataclass(frozen=True, slots=True)
+class Unreached:
+    """A member could not reach another one, or got nothing from it.
+
+    Args:
+        replica_id: of the other one.
+        via: the port that was tried.
+        why: one sentence for the log, "" where there is none.
+    """
+
+    replica_id: str
+    via: Via
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.replica_id:
+            raise ProtocolError("a report of a peer that was not reached has no replica id; name the peer")
+        _check_names(replica_id=self.replica_id, why=self.why)
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """One replica group as it stands in a quorum, or as it asks for one.
@@ -65,6 +94,8 @@ class Member:
         live: its state was committed or healed in this job (False: fresh, or loaded from outside).
         torn: its ranks hold different states; it heals, whole, and is no source and no participant.
         failed_heals: healings in a row that failed.
+        unreached: whom its ranks could not reach since their last request; () in a quorum.
+        store_failed: its rendezvous store was not reached in the round before. Set by the lighthouse.
         init_sync, allow_heal, use_async_quorum, fixed_with_spares, min_replica_size: the settings that the plan
             depends on.
         data: JSON of the user's own, forwarded and not used.
@@ -91,6 +122,8 @@ class Member:
     min_replica_size: int = 1
     data: str = ""
     reconfigure_handles: tuple[str, ...] = ()
+    unreached: tuple[Unreached, ...] = ()
+    store_failed: bool = False
 
     def __post_init__(self) -> None:
         if not self.replica_id:
@@ -280,6 +313,7 @@ class RankRequest:
     reconfigure_handle: str = ""
     attempt: int = 0
     fingerprint: Fingerprint = ()
+    unreached: tuple[Unreached, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -406,6 +406,8 @@ def _member_to_wire(member: Member, *, ours: bool = True) -> pb.QuorumMember:
         message.use_async_quorum = member.use_async_quorum
         message.fixed_with_spares = member.fixed_with_spares
         message.min_replica_size = member.min_replica_size
+        message.unreached.extend(fields.unreached_to_wire(member.unreached))
+        message.store_failed = member.store_failed
     return message
 
 
@@ -432,6 +434,8 @@ def _member_from_wire(message: pb.QuorumMember) -> Member:
         min_replica_size=fields.checked_count("min_replica_size", message.min_replica_size, MAX_MEMBERS) if ours else 1,
         data=fields.checked_text("data", message.data, MAX_DATA_BYTES),
         reconfigure_handles=fields.checked_handles(message.reconfigure_handles),
+        unreached=fields.unreached_from_wire(message.unreached),
+        store_failed=message.store_failed,
     )
 
 

@@ -10,6 +10,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Via(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STORE: _ClassVar[Via]
+    GROUP: _ClassVar[Via]
+    STATE: _ClassVar[Via]
+
 class Purpose(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     COMMIT: _ClassVar[Purpose]
@@ -26,6 +32,9 @@ class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OWN: _ClassVar[Phase]
     WAITING: _ClassVar[Phase]
     REDUCING: _ClassVar[Phase]
+STORE: Via
+GROUP: Via
+STATE: Via
 COMMIT: Purpose
 STAGED: Purpose
 WITHOUT_OWN: Purpose
@@ -69,7 +78,7 @@ class InfoResponse(_message.Message):
     def __init__(self, peers: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ...) -> None: ...
 
 class QuorumMember(_message.Message):
-    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "reconfigure_handles", "session", "lineage", "live", "torn", "needs_configure", "failed_heals", "init_sync", "allow_heal", "use_async_quorum", "fixed_with_spares", "min_replica_size")
+    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "reconfigure_handles", "session", "lineage", "live", "torn", "needs_configure", "failed_heals", "init_sync", "allow_heal", "use_async_quorum", "fixed_with_spares", "min_replica_size", "unreached", "store_failed")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +99,8 @@ class QuorumMember(_message.Message):
     USE_ASYNC_QUORUM_FIELD_NUMBER: _ClassVar[int]
     FIXED_WITH_SPARES_FIELD_NUMBER: _ClassVar[int]
     MIN_REPLICA_SIZE_FIELD_NUMBER: _ClassVar[int]
+    UNREACHED_FIELD_NUMBER: _ClassVar[int]
+    STORE_FAILED_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     address: str
     store_address: str
@@ -110,7 +121,19 @@ class QuorumMember(_message.Message):
     use_async_quorum: bool
     fixed_with_spares: bool
     min_replica_size: int
-    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., session: _Optional[int] = ..., lineage: _Optional[int] = ..., live: bool = ..., torn: bool = ..., needs_configure: bool = ..., failed_heals: _Optional[int] = ..., init_sync: bool = ..., allow_heal: bool = ..., use_async_quorum: bool = ..., fixed_with_spares: bool = ..., min_replica_size: _Optional[int] = ...) -> None: ...
+    unreached: _containers.RepeatedCompositeFieldContainer[Unreached]
+    store_failed: bool
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., session: _Optional[int] = ..., lineage: _Optional[int] = ..., live: bool = ..., torn: bool = ..., needs_configure: bool = ..., failed_heals: _Optional[int] = ..., init_sync: bool = ..., allow_heal: bool = ..., use_async_quorum: bool = ..., fixed_with_spares: bool = ..., min_replica_size: _Optional[int] = ..., unreached: _Optional[_Iterable[_Union[Unreached, _Mapping]]] = ..., store_failed: bool = ...) -> None: ...
+
+class Unreached(_message.Message):
+    __slots__ = ("replica_id", "via", "why")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    VIA_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    via: Via
+    why: str
+    def __init__(self, replica_id: _Optional[str] = ..., via: _Optional[_Union[Via, str]] = ..., why: _Optional[str] = ...) -> None: ...
 
 class Quorum(_message.Message):
     __slots__ = ("quorum_id", "participants", "created", "nonce")
@@ -147,7 +170,7 @@ class LighthouseHeartbeatResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ManagerQuorumRequest(_message.Message):
-    __slots__ = ("group_rank", "step", "checkpoint_metadata", "shrink_only", "init_sync", "commit_failures", "reconfigure_handle", "lineage", "live", "torn", "needs_configure", "failed_heals", "allow_heal", "use_async_quorum", "fixed_with_spares", "min_replica_size", "data", "held", "attempt", "fingerprint")
+    __slots__ = ("group_rank", "step", "checkpoint_metadata", "shrink_only", "init_sync", "commit_failures", "reconfigure_handle", "lineage", "live", "torn", "needs_configure", "failed_heals", "allow_heal", "use_async_quorum", "fixed_with_spares", "min_replica_size", "data", "held", "attempt", "fingerprint", "unreached")
     GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_METADATA_FIELD_NUMBER: _ClassVar[int]
@@ -168,6 +191,7 @@ class ManagerQuorumRequest(_message.Message):
     HELD_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    UNREACHED_FIELD_NUMBER: _ClassVar[int]
     group_rank: int
     step: int
     checkpoint_metadata: str
@@ -188,7 +212,8 @@ class ManagerQuorumRequest(_message.Message):
     held: QuorumKey
     attempt: int
     fingerprint: _containers.RepeatedCompositeFieldContainer[FingerprintPart]
-    def __init__(self, group_rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_metadata: _Optional[str] = ..., shrink_only: bool = ..., init_sync: bool = ..., commit_failures: _Optional[int] = ..., reconfigure_handle: _Optional[str] = ..., lineage: _Optional[int] = ..., live: bool = ..., torn: bool = ..., needs_configure: bool = ..., failed_heals: _Optional[int] = ..., allow_heal: bool = ..., use_async_quorum: bool = ..., fixed_with_spares: bool = ..., min_replica_size: _Optional[int] = ..., data: _Optional[str] = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., attempt: _Optional[int] = ..., fingerprint: _Optional[_Iterable[_Union[FingerprintPart, _Mapping]]] = ...) -> None: ...
+    unreached: _containers.RepeatedCompositeFieldContainer[Unreached]
+    def __init__(self, group_rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_metadata: _Optional[str] = ..., shrink_only: bool = ..., init_sync: bool = ..., commit_failures: _Optional[int] = ..., reconfigure_handle: _Optional[str] = ..., lineage: _Optional[int] = ..., live: bool = ..., torn: bool = ..., needs_configure: bool = ..., failed_heals: _Optional[int] = ..., allow_heal: bool = ..., use_async_quorum: bool = ..., fixed_with_spares: bool = ..., min_replica_size: _Optional[int] = ..., data: _Optional[str] = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., attempt: _Optional[int] = ..., fingerprint: _Optional[_Iterable[_Union[FingerprintPart, _Mapping]]] = ..., unreached: _Optional[_Iterable[_Union[Unreached, _Mapping]]] = ...) -> None: ...
 
 class ManagerQuorumResponse(_message.Message):
     __slots__ = ("quorum_id", "recover_src_manager_address", "recover_src_replica_rank", "recover_dst_replica_ranks", "store_address", "max_step", "max_replica_rank", "max_world_size", "replica_rank", "replica_world_size", "heal", "commit_failures", "replica_ids", "reconfigure_handles", "nonce", "unchanged", "lineage", "sources", "serve", "up_to_date", "participants", "min_replica_size")

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError, Message
 from tft_coord.core.fingerprint import Fingerprint, FingerprintPart
 from tft_coord.core.fingerprint import check as check_fingerprint
 from tft_coord.core.progress import Phase, Progress
-from tft_coord.core.types import MAX_INT64, LossNotice, QuorumKey, Refusal
+from tft_coord.core.types import MAX_INT64, UNREACHED_MOST, LossNotice, QuorumKey, Refusal, Unreached, Via
 from tft_coord.errors import ProtocolError
 from tft_coord.wire import coordination_pb2 as pb
 from tft_coord.wire.limits import (
@@ -68,6 +68,26 @@ def fingerprint_from_wire(parts: Collection[pb.FingerprintPart]) -> Fingerprint:
     if not parts:
         return ()
     return check_fingerprint(tuple(FingerprintPart(part.name, part.value) for part in parts))
+
+
+def unreached_to_wire(unreached: Collection[Unreached]) -> list[pb.Unreached]:
+    return [pb.Unreached(replica_id=each.replica_id, via=each.via.name, why=clip(each.why)) for each in unreached]
+
+
+def unreached_from_wire(parts: Collection[pb.Unreached]) -> tuple[Unreached, ...]:
+    if len(parts) > UNREACHED_MOST:
+        raise ProtocolError(f"{len(parts)} peers are said not to be reached; {UNREACHED_MOST} at most are named")
+    return tuple(
+        Unreached(checked_name("replica_id", part.replica_id), _via(part.via), checked_sentence("why", part.why))
+        for part in parts
+    )
+
+
+def _via(number: int) -> Via:
+    try:
+        return Via[pb.Via.Name(number)]
+    except (ValueError, KeyError):
+        raise ProtocolError(f"a peer was not reached by way {number}, which this version does not know") from None
 
 
 def progress_to_wire(progress: Progress | None) -> pb.Progress | None:

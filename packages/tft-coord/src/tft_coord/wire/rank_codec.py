@@ -201,6 +201,7 @@ def _ask_to_wire(ask: Ask) -> pb.ManagerQuorumRequest:
         held=fields.key_to_wire(request.held),
         attempt=request.attempt,
         fingerprint=fields.fingerprint_to_wire(request.fingerprint),
+        unreached=fields.unreached_to_wire(request.unreached),
     )
 
 
@@ -227,6 +228,7 @@ def _ask_from_wire(message: pb.ManagerQuorumRequest) -> Ask:
         reconfigure_handle=fields.checked_text("reconfigure_handle", message.reconfigure_handle, MAX_METADATA_BYTES),
         attempt=fields.checked_count("attempt", message.attempt, MAX_INT64),
         fingerprint=fields.fingerprint_from_wire(message.fingerprint),
+        unreached=fields.unreached_from_wire(message.unreached),
     )
     return Ask(rank, request)
 
