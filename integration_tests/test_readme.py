@@ -19,8 +19,9 @@ from integration_tests.scripts import wait_for
 from tft_lighthouse import LighthouseServer
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-HOW_TO: Final = [ROOT / f"docs/{page}.md" for page in ("training-loops", "hsdp", "slow-links")]
+HOW_TO: Final = sorted(ROOT.glob("docs/*.md"))
 READMES: Final = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md")), *HOW_TO]
+NAME: Final = "REPLICA_GROUP_ID"
 
 
 def blocks(readme: Path, language: str) -> list[str]:
@@ -46,7 +47,7 @@ def lighthouse_address() -> Iterator[str]:
 def run_example(folder: Path, lighthouse_address: str) -> None:
     """What the child process does: run example.py as a script, with its output in a file beside it."""
     os.chdir(folder)
-    os.environ["TFT_LIGHTHOUSE"] = lighthouse_address
+    os.environ |= {"TFT_LIGHTHOUSE": lighthouse_address, NAME: "1", "NUM_REPLICA_GROUPS": "2"}
     with open("output", "w", encoding="utf-8", buffering=1) as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
@@ -71,6 +72,13 @@ def test_a_python_block_runs_as_printed(
     assert process.exitcode == 0, (tmp_path / "output").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("page", HOW_TO, ids=lambda page: page.stem)
+def test_a_replica_of_a_page_has_the_name_that_its_environment_gives(page: Path) -> None:
+    """Otherwise a reader who starts the block in two shells has two replicas of one name."""
+    managers = [block for block in blocks(page, "python") if re.search(r"\bManager\(", block)]
+    assert [block for block in managers if NAME not in block or re.search(r'replica_id="', block)] == []
+
+
 def test_each_package_shows_an_example() -> None:
     assert {readme.parent.name for readme, _ in examples()} >= {path.name for path in (ROOT / "packages").iterdir()}
 
@@ -89,7 +97,7 @@ def test_the_first_steps_of_the_readme_show_what_it_says(
     together, alone, healing, healed, again = shown(ROOT / "README.md")
 
     def shell(replica: int) -> subprocess.Popen[str]:
-        job = {"TFT_LIGHTHOUSE": lighthouse_address, "TFT_JOB_ID": "first steps", "REPLICA_GROUP_ID": str(replica)}
+        job = {"TFT_LIGHTHOUSE": lighthouse_address, "TFT_JOB_ID": "first steps", NAME: str(replica)}
         return launch([sys.executable, "train.py", "100000000"], env=job, cwd=tmp_path)
 
     first = shell(0)
@@ -108,7 +116,7 @@ def test_the_first_block_of_the_readme_is_the_two_commands() -> None:
     assert list(commands(ROOT / "README.md"))[:2] == [["make", "demo"], ["make", "test"]]
 
 
-@pytest.mark.parametrize("readme", READMES, ids=lambda readme: readme.parent.name)
+@pytest.mark.parametrize("readme", READMES, ids=lambda readme: f"{readme.parent.name}-{readme.stem}")
 def test_every_command_of_a_console_block_is_there(readme: Path) -> None:
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     beside_python = Path(sys.executable).parent
