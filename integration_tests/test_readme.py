@@ -47,7 +47,7 @@ def lighthouse_address() -> Iterator[str]:
 def run_example(folder: Path, lighthouse_address: str) -> None:
     """What the child process does: run example.py as a script, with its output in a file beside it."""
     os.chdir(folder)
-    os.environ |= {"TFT_LIGHTHOUSE": lighthouse_address, NAME: "1", "NUM_REPLICA_GROUPS": "2"}
+    os.environ |= {"TFT_LIGHTHOUSE": lighthouse_address, NAME: "1", "NUM_REPLICA_GROUPS": "2", "HF_HUB_OFFLINE": "1"}
     with open("output", "w", encoding="utf-8", buffering=1) as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
@@ -59,6 +59,7 @@ def examples() -> list[tuple[Path, int]]:
     return [(readme, index) for readme in READMES for index, _ in enumerate(blocks(readme, "python"))]
 
 
+@pytest.mark.timeout(150)  # transformers takes seconds to import, and many more on a machine that is busy
 @pytest.mark.parametrize(
     ("readme", "index"),
     [pytest.param(readme, index, id=f"{readme.parent.name}-{readme.stem}-{index}") for readme, index in examples()],
@@ -68,7 +69,7 @@ def test_a_python_block_runs_as_printed(
 ) -> None:
     (tmp_path / "example.py").write_text(blocks(readme, "python")[index], encoding="utf-8")
     process = spawn(run_example, tmp_path, lighthouse_address)
-    process.join(50)
+    process.join(120)
     assert process.exitcode == 0, (tmp_path / "output").read_text(encoding="utf-8")
 
 
@@ -77,6 +78,12 @@ def test_a_replica_of_a_page_has_the_name_that_its_environment_gives(page: Path)
     """Otherwise a reader who starts the block in two shells has two replicas of one name."""
     managers = [block for block in blocks(page, "python") if re.search(r"\bManager\(", block)]
     assert [block for block in managers if NAME not in block or re.search(r'replica_id="', block)] == []
+
+
+def test_no_page_shows_a_part_of_a_program() -> None:
+    """A part can't run as it is printed, and the test above does not find it."""
+    included = re.compile(r"\{literalinclude\} .*\.py$", re.MULTILINE)
+    assert [page.name for page in READMES if included.search(page.read_text(encoding="utf-8"))] == []
 
 
 def test_each_package_shows_an_example() -> None:

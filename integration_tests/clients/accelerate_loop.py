@@ -26,7 +26,6 @@ from tft_suite.integrations.data import endless
 def main(folder: Path) -> None:
     net = network()
     held_out = sequences(64, seed=0)
-    # [setup]
     manager = Manager(pg=ProcessGroupGloo(), replica_id=f"replica_{replica()}", min_replica_size=1)
     adam = torch.optim.AdamW(net.parameters(), lr=0.02)
     schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 1 - step / STEPS)
@@ -52,7 +51,6 @@ def main(folder: Path) -> None:
         if manager.left or manager.current_step() >= STEPS:
             break
     manager.shutdown()
-    # [end]
     print_end(manager, schedule.last_epoch, net.state_dict(), adam.state_dict())
 
 

@@ -43,7 +43,6 @@ def main(folder: Path, *flags: str) -> None:
         vocab_size=TOKENS, n_positions=LENGTH, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
     )
     model = GPT2LMHeadModel(config)
-    # [the trainer]
     manager = Manager(pg=ProcessGroupGloo(), replica_id=f"replica_{replica()}", min_replica_size=1)
     trainer = Trainer(
         model=model,
@@ -71,7 +70,6 @@ def main(folder: Path, *flags: str) -> None:
         data_collator=as_inputs,
         callbacks=[FaultToleranceCallback(manager)],
     )
-    # [report]
     trainer.add_callback(Report(manager))
     trainer.train(resume_from_checkpoint="--resume" in flags)
     print_end(manager, trainer.state.global_step, model.state_dict(), trainer.optimizer.state_dict())

@@ -63,7 +63,6 @@ class Report(pl.Callback):
 
 def main(folder: Path, *flags: str) -> None:
     module = LanguageModel()
-    # [the trainer]
     manager = Manager(pg=ProcessGroupGloo(), replica_id=f"replica_{replica()}", min_replica_size=1)
     checkpoints = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=20, save_top_k=-1, filename="{step}")
     trainer = pl.Trainer(
@@ -77,7 +76,6 @@ def main(folder: Path, *flags: str) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    # [report]
     trainer.callbacks.append(Report(manager))
     loader = DataLoader(Share(replica(), folder), batch_size=4, shuffle=True)
     validation: Any = DataLoader(list(sequences(64, seed=0)), batch_size=64)  # type: ignore[arg-type]

@@ -28,7 +28,6 @@ def main(folder: Path) -> None:
     adam = torch.optim.AdamW(net.parameters(), lr=0.02)
     schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 1 - step / STEPS)
     validation = sequences(64, seed=0)
-    # [loop]
     manager = Manager(pg=ProcessGroupGloo(), replica_id=f"replica_{replica()}", min_replica_size=1)
     for name, part in (("model", net), ("optimizer", adam), ("scheduler", schedule)):
         manager.register_state_dict_fn(name, part.load_state_dict, part.state_dict)
@@ -58,7 +57,6 @@ def main(folder: Path) -> None:
             if manager.current_step() >= STEPS or manager.left:
                 break
     manager.shutdown()
-    # [end]
     print_end(manager, schedule.last_epoch, net.state_dict(), adam.state_dict())
 
 

@@ -1,6 +1,7 @@
 """Trainers of others, and a loop as people write them: one of two replicas is killed and started again.
 
-Each program stands in a file of its own and runs as its user would start it. docs/trainers.md quotes them.
+Each program stands in a file of its own and runs as its user would start it. docs/trainers.md shows shorter ones of the
+same kinds, which test_readme.py runs.
 """
 
 from __future__ import annotations
