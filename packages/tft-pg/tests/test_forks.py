@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -30,7 +31,10 @@ from tft_pg import (
     ProcessGroupNCCL,
     ProcessGroupWrapper,
     format_store_addr,
+    sockets,
 )
+from tft_pg.forks import forks_wait, let_go_in_child
+from tft_pg.sockets import Endpoint
 from tft_pg.testing import WAYS, FakeAccelerator, WaitsOnHost, end_children, fork_child
 from tft_pg.testing.forking import FORKS
 
@@ -224,11 +228,49 @@ def test_no_program_inherits_a_connection(pair: Callable[..., Pair]) -> None:
 
 
 def test_a_forked_child_holds_no_connection_and_no_port(pair: Callable[..., Pair]) -> None:
-    found = pair(ProcessGroupGloo, "reducing")
-    deadline_s = time.monotonic() + SOON_S
+    found = pair(ProcessGroupGloo, "configuring")
+    deadline_s = time.monotonic() + GUARD.total_seconds()  # a busy machine lets many children wait for its processor
     while any(tcp_sockets_of(child) for child in found.children) and time.monotonic() < deadline_s:
-        time.sleep(0.01)  # a child lets go in its first milliseconds
+        time.sleep(0.01)
     assert [tcp_sockets_of(child) for child in found.children] == [set()] * len(found.children)
+
+
+def test_a_fork_waits_while_a_listener_has_no_name() -> None:
+    let_go_in_child(group := ProcessGroupGloo())  # the hooks are there when anything of ours is
+    order: list[str] = []
+
+    def fork() -> None:
+        end_children([fork_child("os.fork")])
+        order.append("forked")
+
+    thread = threading.Thread(target=fork, name="tft-pg-test-forks")
+    with forks_wait():
+        thread.start()
+        thread.join(0.2)
+        order.append("named")
+        end_children([fork_child("os.fork")])  # of a signal handler, say, in the same thread
+    thread.join(30)
+    assert order == ["named", "forked"]
+    group.shutdown()
+
+
+def test_a_child_tells_a_connection_that_its_parent_makes_after_the_fork() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    there = frozenset({Endpoint.of(listener.getsockname())})
+    looks, told = os.pipe()
+    early = socket.socket()
+    child = os.fork()
+    if child == 0:
+        missing = not sockets.connected(remote=there)
+        os.write(told, b"x")
+        sockets.wait_until_connected()
+        os._exit(7 if missing and sockets.connected(remote=there) else 1)
+    os.read(looks, 1)
+    early.connect(listener.getsockname())
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    for each in (early, listener):
+        each.close()
+    os.close(looks), os.close(told)
 
 
 # --- in the child --------------------------------------------------------------------------------------------------

@@ -7,7 +7,11 @@ process's death only after the child's. The child therefore lets go of ours as i
 It does not close a descriptor but puts the null device in its place. C++ objects still know the number: they would
 close it once more, or shut down whatever has the number by then. It never shuts a connection down, because that ends
 the connection for the parent too. It destroys no torch group, store server or listener, because their destructors join
-threads that the child does not have. The law of this file: what happens in the child; each owner says what is its own.
+threads that the child does not have.
+
+A socket that C++ has made a moment ago has no name yet by which its owner could tell it from a user's. A fork waits
+while a listener is made; a child waits until a new socket is connected. The law of this file: what happens at a fork;
+each owner says what is its own.
 """
 
 from __future__ import annotations
@@ -16,14 +20,15 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from tft_pg import sockets
 from tft_pg.sockets import Endpoint
 
-__all__ = ["Inheritance", "Owner", "fork_safe_lock", "keep_for_ever", "let_go_in_child"]
+__all__ = ["Inheritance", "Owner", "fork_safe_lock", "forks_wait", "keep_for_ever", "let_go_in_child"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,10 @@ _locks: list[threading.Lock] = []
 _hooking = threading.Lock()
 _hooked = False
 
+_FORK_WAITS_S: Final = 5.0
+_no_fork = threading.RLock()
+_forking = threading.local()  # `waited`: whether this thread holds the lock for its fork
+
 
 def let_go_in_child(owner: Owner) -> None:
     """From now on each forked child asks this owner what to let go of; the owner is held weakly."""
@@ -66,7 +75,7 @@ def let_go_in_child(owner: Owner) -> None:
         _owners.add(owner)
         if not _hooked:
             _hooked = True
-            os.register_at_fork(after_in_child=_in_child)
+            os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
 
 
 def fork_safe_lock() -> threading.Lock:
@@ -76,13 +85,29 @@ def fork_safe_lock() -> threading.Lock:
     return lock
 
 
+@contextmanager
+def forks_wait() -> Iterator[None]:
+    """Delay the forks of other threads, by 5 s at most, while a socket exists that its owner can't name yet."""
+    with _no_fork:
+        yield
+
+
 def keep_for_ever(obj: object) -> None:
     """Have nothing destroy this object in this process."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(obj))
 
 
+def _before() -> None:
+    _forking.waited = _no_fork.acquire(timeout=_FORK_WAITS_S)
+
+
+def _in_parent() -> None:
+    if _forking.waited:
+        _no_fork.release()
+
+
 def _in_child() -> None:
-    for lock in (_hooking, *_locks):
+    for lock in (_hooking, _no_fork, *_locks):
         lock._at_fork_reinit()  # type: ignore[attr-defined]  # as threading and logging do with theirs
     sockets.forget_holds()
     owners = list(_owners)

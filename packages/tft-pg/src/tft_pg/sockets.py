@@ -21,6 +21,7 @@ import struct
 import sys
 import termios
 import threading
+import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
@@ -38,11 +39,14 @@ __all__ = [
     "shut_down",
     "supported",
     "traffic",
+    "wait_until_connected",
 ]
 
 _DESCRIPTORS = "/proc/self/fd"
 _SYN_SENT = "02"
 _SOCKADDR_BYTES = 128
+_CONNECTS_WITHIN_S = 1.0
+_LOOKS_EVERY_S = 0.001
 # Of Linux's struct tcp_info: two 64-bit counters side by side, bytes acknowledged and bytes received.
 _TCP_INFO_BYTES = 256
 _TCP_COUNTERS = struct.Struct("=120xQQ")
@@ -181,6 +185,29 @@ def descriptors(
         if inode in wanted or at_port or to_port or here in local or there in remote:
             found.add(descriptor)
     return found
+
+
+def wait_until_connected() -> None:
+    """In a forked child: wait until the parent's threads have connected the sockets that they made before the fork.
+
+    A child shares such a socket with its parent, and can tell whose it is only when it has an address. A socket that
+    its owner never connects is waited for in vain, for a second.
+    """
+    give_up_s = time.monotonic() + _CONNECTS_WITHIN_S
+    while any(map(_has_no_address, os.listdir(_DESCRIPTORS))) and time.monotonic() < give_up_s:
+        time.sleep(_LOOKS_EVERY_S)
+
+
+def _has_no_address(name: str) -> bool:
+    """Whether that descriptor is a TCP socket that is neither bound nor connected."""
+    descriptor = int(name)
+    here = _end(descriptor, remote=False)
+    if here is None or here.port:
+        return False
+    kind = ctypes.c_int()
+    length = ctypes.c_uint32(ctypes.sizeof(kind))
+    _libc.getsockopt(descriptor, socket.SOL_SOCKET, socket.SO_TYPE, ctypes.byref(kind), ctypes.byref(length))
+    return kind.value == socket.SOCK_STREAM
 
 
 def forget_holds() -> None:

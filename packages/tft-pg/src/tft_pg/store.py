@@ -159,8 +159,11 @@ class StoreClient:
     def forked(self) -> Inheritance:
         """In a child: the connection is the parent's."""
         self._lock = threading.Lock()
-        # While torch connects, nobody knows which connection is its own: one that has come since.
-        own = self._own or (sockets.connected(remote=self._remote) - self._before)
+        own = self._own
+        if not own and self._remote:
+            # While torch connects, nobody knows which connection is its own: one that has come since.
+            sockets.wait_until_connected()
+            own = (sockets.connecting(remote=self._remote) | sockets.connected(remote=self._remote)) - self._before
         return Inheritance(inodes=own, kept=() if self._store is None else [self._store])
 
     def connect(self, timeout: timedelta, *, keep_trying: Callable[[], None]) -> None:

@@ -24,6 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -52,7 +53,7 @@ from tft_pg.errors import (
     Unsupported,
     Where,
 )
-from tft_pg.forks import Inheritance, let_go_in_child
+from tft_pg.forks import Inheritance, forks_wait, let_go_in_child
 from tft_pg.forwarding import forward
 from tft_pg.ops import Collective
 from tft_pg.sockets import Endpoint
@@ -118,21 +119,24 @@ class ProcessGroupGloo(NativeProcessGroup):
         mesh = _Mesh(where.rank)
         attempt.break_with(mesh.sever_unfinished)
         place = self._place()
-        if not self._devices or place != self._listens or sockets.connected(local=self._listeners, remote=frozenset()):
-            # The group before has no connection any more: these are strangers', whom Gloo neither answers nor lets go,
-            # and the end of one would be taken for a member's.
-            self._devices = ()
-            self._listens, self._devices = place, place.make_devices()
-        options = _Gloo._Options()
-        options._devices = list(self._devices)
-        options._timeout = attempt.timeout + _NEVER_FIRST
-        witness = _WitnessStore(store, mesh, attempt)
-        before = _threads()
-        try:
-            backend = _Gloo(witness, where.rank, where.world_size, options)
-        except Exception as error:
-            # An exception of the store in between passes through C++ and loses its type on the way.
-            raise witness.error or error from None
+        # Forks wait until Gloo says where a new listener listens; of several interfaces, the first.
+        with ExitStack() as unnamed:
+            if not self._devices or place != self._listens or sockets.connected(local=self._listeners):
+                # The group before has no connection any more: these are strangers', whom Gloo neither answers nor lets
+                # go, and the end of one would be taken for a member's.
+                self._devices = ()
+                unnamed.enter_context(forks_wait())
+                self._listens, self._devices = place, place.make_devices()
+            options = _Gloo._Options()
+            options._devices = list(self._devices)
+            options._timeout = attempt.timeout + _NEVER_FIRST
+            witness = _WitnessStore(store, mesh, attempt, on_published=unnamed.close)
+            before = _threads()
+            try:
+                backend = _Gloo(witness, where.rank, where.world_size, options)
+            except Exception as error:
+                # An exception of the store in between passes through C++ and loses its type on the way.
+                raise witness.error or error from None
         try:
             attempt.check()
             mesh.finish(where.world_size, len(self._devices), threads=_threads() - before)
@@ -314,6 +318,7 @@ class _Mesh:
         self._poked: set[str] = set()
         self._inodes: frozenset[int] = frozenset()
         self._threads: frozenset[str] = frozenset()
+        self._is_built = False
         self._watch: Watch | None = None
         let_go_in_child(self)
 
@@ -340,6 +345,7 @@ class _Mesh:
         Raises: ConfigureFailed: they are fewer, so that a peer is gone already.
         """
         self._threads = threads
+        self._is_built = True
         self._inodes = self._connected()
         expected = (world_size - 1) * num_devices
         if len(self._inodes) < expected:
@@ -374,6 +380,8 @@ class _Mesh:
     def forked(self) -> Inheritance:
         """In a child: neither listens nor is connected."""
         self._lock = threading.Lock()
+        if self._peers and not self._is_built:
+            sockets.wait_until_connected()
         return Inheritance(local=self.own(), remote=self._peers)
 
     def sever_unfinished(self) -> None:
@@ -411,8 +419,9 @@ class _Mesh:
 class _WitnessStore(Store):
     """The store that Gloo is given: passes everything on, and tells the mesh which addresses went by."""
 
-    def __init__(self, store: Store, mesh: _Mesh, attempt: Attempt) -> None:
+    def __init__(self, store: Store, mesh: _Mesh, attempt: Attempt, *, on_published: Callable[[], None]) -> None:
         super().__init__()
+        self._on_published = on_published
         self._store = store
         self._mesh = mesh
         self._attempt = attempt
@@ -425,6 +434,7 @@ class _WitnessStore(Store):
         with _Keeping(self):
             self._attempt.check()
             self._mesh.published(_device_of(key), record)
+            self._on_published()
             found = self._store.compare_set(key, "", record)  # type: ignore[arg-type]  # bytes, in fact
             if found != record:
                 raise ConfigureFailed(
