@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tft_algos import (
@@ -132,6 +133,75 @@ def test_a_look_leaves_an_optimizer_without_state_as_it_was(rigs: Any) -> None:
 
 
 # --- what can't travel ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])  # which makes no state at all
+def test_a_look_runs_no_hook_of_a_step(rigs: Any, kind: Any, wraps: bool) -> None:
+    module = torch.nn.Linear(2, 2)
+    inner = kind(module.parameters())
+    rig = rigs(plan_of(), plan_of(2, step=1), registers=False, looks=True)
+    wrapped = Optimizer(rig.manager, inner)
+    ran: list[str] = []
+    own = [
+        inner.register_step_pre_hook(lambda *_: ran.append("before")),
+        inner.register_step_post_hook(lambda *_: ran.append("after")),
+        register_optimizer_step_pre_hook(lambda *_: ran.append("before any")),
+        register_optimizer_step_post_hook(lambda *_: ran.append("after any")),
+    ]
+    try:
+        rig.manager.register_state_dict_fn("m", print, module.state_dict)
+        asked = wrapped if wraps else inner
+        rig.manager.register_state_dict_fn("o", print, lambda: get_optimizer_state_dict(module, asked))
+        assert rig.step()
+        assert rig.step()
+        assert ran == []
+        module(torch.ones(1, 2)).sum().backward()
+        inner.step()
+        assert ran == ["before any", "before", "after", "after any"]
+        rig.manager._user.take()
+        assert len(ran) == 4
+    finally:
+        for handle in own:
+            handle.remove()
+    inner.step()
+    assert len(ran) == 4, "a hook can be removed as before"
+
+
+def test_a_forgotten_scheduler_is_named_once_after_the_first_step(rigs: Any, caplog: Any) -> None:
+    rig = rigs(*(plan_of(n, step=n) for n in range(4)), registers=False, looks=True)
+    module = torch.nn.Linear(2, 2)
+    adam = torch.optim.AdamW(module.parameters())
+    wrapped = Optimizer(rig.manager, adam)
+    schedule = torch.optim.lr_scheduler.StepLR(wrapped, 2)  # the wrapper's groups are the optimizer's
+    rig.manager.register_state_dict_fn("m", print, module.state_dict)
+    rig.manager.register_state_dict_fn("o", print, adam.state_dict)
+    with caplog.at_level(logging.WARNING, logger="tft_algos.manager"):
+        assert rig.step()
+        assert caplog.messages == [], "it may be registered when the first step is over"
+        assert rig.step()
+        (message,) = caplog.messages
+        assert "StepLR of AdamW; register their state_dict and load_state_dict" in message
+        rig.manager.register_state_dict_fn("other", print, dict)
+        assert rig.step()
+        assert len([message for message in caplog.messages if "StepLR" in message]) == 1
+    del wrapped, schedule
+
+
+def test_a_scheduler_that_is_registered_after_the_first_step_is_not_missed(rigs: Any, caplog: Any) -> None:
+    rig = rigs(*(plan_of(n, step=n) for n in range(3)), registers=False, looks=True)
+    module = torch.nn.Linear(2, 2)
+    adam = torch.optim.AdamW(module.parameters())
+    wrapped = Optimizer(rig.manager, adam)
+    schedule = torch.optim.lr_scheduler.StepLR(adam, 2)
+    with caplog.at_level(logging.WARNING, logger="tft_algos.manager"):
+        assert rig.step()
+        for name, part in (("m", module), ("o", adam), ("rate", schedule)):
+            rig.manager.register_state_dict_fn(name, print, part.state_dict)
+        assert rig.step()
+        assert rig.step()
+    assert caplog.messages == []
+    del wrapped
 
 
 def test_what_can_not_travel_is_raised_in_the_first_step_with_its_path(rigs: Any) -> None:

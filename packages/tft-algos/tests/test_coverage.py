@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.utils import parameters_to_vector
 
-from tft_algos.manager.coverage import held_by_models, held_by_optimizers, shortened, uncovered
+from tft_algos.manager.coverage import forgotten_schedulers, held_by_models, held_by_optimizers, shortened, uncovered
 from tft_ckpt import LocalShard, Placement, Sharding
 
 
@@ -100,3 +101,91 @@ def test_parameters_that_only_an_optimizer_has_are_looked_for_too() -> None:
 def test_few_names_are_told_and_how_many_more() -> None:
     assert shortened(list("abcde")) == "a, b, c, d, e"
     assert shortened(list("abcdefg")) == "a, b, c, d, e and 2 more"
+
+
+# --- schedulers -------------------------------------------------------------------------------------------------------
+
+schedulers = torch.optim.lr_scheduler
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda step: 0.9**step),
+    "MultiplicativeLR": lambda o: schedulers.MultiplicativeLR(o, lambda step: 0.9),
+    "StepLR": lambda o: schedulers.StepLR(o, 2),
+    "MultiStepLR": lambda o: schedulers.MultiStepLR(o, [2, 3]),
+    "ConstantLR": schedulers.ConstantLR,
+    "LinearLR": schedulers.LinearLR,
+    "ExponentialLR": lambda o: schedulers.ExponentialLR(o, 0.9),
+    "SequentialLR": lambda o: schedulers.SequentialLR(o, [schedulers.ConstantLR(o), schedulers.LinearLR(o)], [2]),
+    "PolynomialLR": schedulers.PolynomialLR,
+    "CosineAnnealingLR": lambda o: schedulers.CosineAnnealingLR(o, 9),
+    "ChainedScheduler": lambda o: schedulers.ChainedScheduler([schedulers.ConstantLR(o), schedulers.StepLR(o, 2)]),
+    "ReduceLROnPlateau": schedulers.ReduceLROnPlateau,
+    "CyclicLR": lambda o: schedulers.CyclicLR(o, 0.1, 0.2, cycle_momentum=False),
+    "CosineAnnealingWarmRestarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 9),
+    "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 0.1, 9),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.1),
+}
+
+
+def test_every_scheduler_of_this_torch_is_tried() -> None:
+    of_torch = {name for name in schedulers.__all__ if name != "LRScheduler"} | {"SWALR"}
+    assert set(SCHEDULERS) == of_torch
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_forgotten_scheduler_is_named(kind: str) -> None:
+    _, adam = trained()
+    whole = {"o": adam.state_dict()}
+    assert forgotten_schedulers([adam], whole) == []
+    scheduler = SCHEDULERS[kind](adam)
+    whole["o"] = adam.state_dict()
+    assert forgotten_schedulers([adam], whole) == [f"{kind} of AdamW"]
+    assert forgotten_schedulers([trained()[1]], whole) == [], "of another optimizer"
+    assert forgotten_schedulers([adam], whole | {"rate": scheduler.state_dict()}) == []
+    other = schedulers.StepLR(adam, 7)
+    both = {"rates": [scheduler.state_dict(), {"second": other.state_dict()}]}
+    assert forgotten_schedulers([adam], whole | both) == []
+    assert forgotten_schedulers([adam], whole | {"s": other.state_dict()}) == [f"{kind} of AdamW"] or kind == "StepLR"
+    del other
+    gc.collect()
+    adam.load_state_dict(whole["o"])  # makes other groups
+    assert forgotten_schedulers([adam], whole) == [f"{kind} of AdamW"]
+
+
+class Halving(schedulers.LRScheduler):
+    """A scheduler of a user's own, in a cycle with itself."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer)
+        self.myself = self
+
+    def get_lr(self) -> list[Any]:
+        return [base * 0.5**self.last_epoch for base in self.base_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"halvings": self.last_epoch}
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda s: {"scheduler": s.state_dict()},
+        lambda s: {"LRScheduler": s.last_epoch},
+        lambda s: {"progress": {"lr_sched": torch.tensor(s.last_epoch)}},
+        lambda s: {"all": b"saved"},
+        lambda s: {"mine": {"last_epoch": s.last_epoch}},
+        lambda s: {"scheduler": {}},
+    ],
+    ids=["own form", "a number", "a tensor", "bytes", "a part", "nothing, on purpose"],
+)
+def test_a_scheduler_in_another_form_raises_no_false_alarm(take: Callable[[Any], dict[str, Any]]) -> None:
+    _, adam = trained()
+    halving = Halving(adam)
+    assert forgotten_schedulers([adam], {"o": adam.state_dict()}) == ["Halving of AdamW"]
+    assert forgotten_schedulers([adam], {"o": adam.state_dict(), **take(halving)}) == []
+
+
+def test_a_scheduler_that_is_gone_is_not_missed() -> None:
+    _, adam = trained()
+    Halving(adam)
+    assert adam.param_groups[0]["initial_lr"]
+    assert forgotten_schedulers([adam], {"o": adam.state_dict()}) == []

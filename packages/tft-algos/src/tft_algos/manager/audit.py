@@ -19,7 +19,7 @@ import torch
 
 from tft_algos.dtensors import is_dtensor
 from tft_algos.errors import SettingError, StateUnavailable
-from tft_algos.manager.coverage import held_by_models, held_by_optimizers, shortened, uncovered
+from tft_algos.manager.coverage import forgotten_schedulers, held_by_models, held_by_optimizers, shortened, uncovered
 from tft_algos.manager.divergence import describe, difference, leaves
 from tft_algos.manager.shared import Shared
 from tft_ckpt import StateUnsupported
@@ -61,6 +61,7 @@ class StateAudit:
     def optimizer_wrapped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is."""
         self._optimizers.append(weakref.ref(optimizer))
+        self._shared.user_state.optimizers.add(optimizer)
         self._wrapped.append(type(optimizer).__name__)
 
     # --- before a step ------------------------------------------------------------------------------------------------
@@ -127,6 +128,19 @@ class StateAudit:
                 len(held),
                 shortened(lacking),
                 _ADVICE,
+            )
+        if self._shared.core.name.attempt == 0:
+            return  # a scheduler may be registered when the first step is over
+        forgotten = forgotten_schedulers(_living(self._optimizers), state)
+        forgotten = [name for name in forgotten if name not in self._reported]
+        if forgotten:
+            self._reported.update(forgotten)
+            self._shared.reports.log(
+                logging.WARNING,
+                "learning-rate schedulers of wrapped optimizers stand in no registered state, so a replica that joins "
+                "goes on with a learning rate of its own: %s; register their state_dict and load_state_dict, under a "
+                "key with the word scheduler if it is another dict than torch's",
+                shortened(forgotten),
             )
 
     # --- after a recovery ---------------------------------------------------------------------------------------------

@@ -1,19 +1,22 @@
-"""Which tensors that are trained here stand in no registered state.
+"""Which tensors that are trained here, and which of torch's schedulers, stand in no registered state.
 
 A replica that joins gets the registered state and nothing else. A tensor that is missing there keeps what the newcomer
 made of it, and no error tells. So the tensors of the wrapped models and optimizers are compared with those of the
-state: by the memory that they lie in, and where the state holds copies, by their shapes.
+state: by the memory that they lie in, and where the state holds copies, by their shapes. No optimizer knows its
+schedulers, so they are looked for among all objects; their states are told by the keys.
 
 Law of this file: functions of values. When they are compared, and what becomes of the answer, is `audit`'s.
 """
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from tft_algos.dtensors import is_dtensor
 from tft_algos.manager.divergence import as_tensor, leaves
@@ -21,6 +24,7 @@ from tft_algos.manager.fingerprint import uncompiled
 from tft_ckpt import LocalShard
 
 MOST_NAMES: Final = 5
+_OF_A_SCHEDULER: Final = ("last_epoch", "_last_lr")  # each state dict of torch's schedulers has one of these
 
 Memory: TypeAlias = tuple[torch.device, int]
 
@@ -101,6 +105,59 @@ def uncovered(held: Iterable[Held], state: Mapping[str, Any]) -> list[str]:
     if any(_flat_length(leaf) >= needed for leaf in copies):
         return []
     return [one.name for one in rest]
+
+
+def forgotten_schedulers(optimizers: Iterable[torch.optim.Optimizer], state: Mapping[str, Any]) -> list[str]:
+    """Return the names of torch's schedulers of some optimizers that a state lacks: `StepLR of AdamW`.
+
+    A scheduler is there if a dict has the keys of its state dict. For the others as many dicts with a key that only
+    schedulers have are enough. Bytes, and what has "sched" in its name, may hold all of them, so that another form is
+    never taken for a fault.
+    """
+    groups = {id(optimizer.param_groups): type(optimizer).__name__ for optimizer in optimizers}
+    if len(list(_schedulers_of(groups))) <= len(registered := list(_registered_keys(state))) or None in registered:
+        return []
+    gc.collect()  # a scheduler that is used no more may have lived on
+    unclaimed = Counter(registered)
+    missing = []
+    for scheduler in _schedulers_of(groups):
+        keys = frozenset(scheduler.state_dict())
+        if unclaimed[keys]:
+            unclaimed[keys] -= 1
+        else:
+            missing.append(f"{type(scheduler).__name__} of {groups[id(scheduler.optimizer.param_groups)]}")
+    return missing[unclaimed.total() :]
+
+
+def _schedulers_of(groups: Collection[int]) -> Iterator[LRScheduler]:
+    """The schedulers of the optimizers that have these lists of groups, without those inside another one."""
+    kinds = set(_kinds(LRScheduler))
+    living = [each for each in gc.get_objects() if type(each) in kinds]
+    inside = {id(part) for each in living for part in vars(each).get("_schedulers", ())}
+    for each in living:
+        optimizer = vars(each).get("optimizer")
+        if id(each) not in inside and id(getattr(optimizer, "param_groups", None)) in groups:
+            yield each
+
+
+def _kinds(kind: type[LRScheduler]) -> Iterator[type]:
+    yield kind
+    for below in kind.__subclasses__():
+        yield from _kinds(below)
+
+
+def _registered_keys(value: object, name: str = "") -> Iterator[frozenset[Any] | None]:
+    """The keys of each dict that looks like a scheduler's state; None for what may hold any."""
+    if isinstance(value, Mapping) and any(key in value for key in _OF_A_SCHEDULER):
+        yield frozenset(value)
+    elif isinstance(value, Mapping) and value:
+        for key, part in value.items():
+            yield from _registered_keys(part, f"{name}.{key}")
+    elif isinstance(value, list | tuple) and value:
+        for part in value:
+            yield from _registered_keys(part, name)
+    elif isinstance(value, bytes) or "sched" in name.lower():
+        yield None
 
 
 def shortened(names: list[str]) -> str:

@@ -7,8 +7,13 @@ they are called, and what becomes of the state, is decided elsewhere.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeAlias, final
+
+import torch
+import torch.optim.optimizer as torch_optimizer
 
 from tft_algos.errors import LoadFailed, SettingError, StateUnavailable
 from tft_algos.manager.island import whole
@@ -33,6 +38,7 @@ class UserState:
         is_island: the ranks of this group cut the state as they like, so that others can make use of it only whole.
     Attributes:
         readable: False: the user says that it is half written.
+        optimizers: that are wrapped; no function that gives state runs their step hooks.
     """
 
     def __init__(self, *, is_island: bool) -> None:
@@ -40,6 +46,7 @@ class UserState:
         self._is_island = is_island
         self._functions: dict[str, tuple[LoadState, TakeState]] = {}
         self._not_compared: set[str] = set()
+        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def register(self, key: str, load: LoadState, take: TakeState, *, compared: bool = True) -> None:
         """See `Manager.register_state_dict_fn`."""
@@ -98,7 +105,32 @@ class UserState:
         for key in keys:
             _, take = self._functions[key]
             try:
-                taken[key] = take()
+                with _without_step_hooks(self.optimizers):
+                    taken[key] = take()
             except Exception as error:
                 raise StateUnavailable(f"the state_dict registered under {key!r} raised {error!r}") from error
         return taken
+
+
+@contextmanager
+def _without_step_hooks(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+    """Have the hooks of these optimizers' steps, and of all steps, not run.
+
+    Torch's get_optimizer_state_dict makes the state of an optimizer that has none by a step with zero gradients. That
+    is no step of the training, so whatever counts or averages in a hook must not notice.
+    """
+    stateless = [optimizer for optimizer in optimizers if not optimizer.state]
+    hooks: list[dict[int, Any]] = []
+    for optimizer in stateless:
+        # A container of optimizers may have none.
+        hooks += [getattr(optimizer, name, {}) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")]
+    if stateless:
+        hooks += torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
+    kept = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, own in zip(hooks, kept, strict=True):
+            each.update(own)
