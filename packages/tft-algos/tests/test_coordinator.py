@@ -11,6 +11,7 @@ import pytest
 from torch.distributed import DistNetworkError, DistStoreError, HashStore  # type: ignore[attr-defined]
 
 import tft_coord
+from tft_algos.errors import SettingError as WrongSetting
 from tft_algos.manager import coordinator as module
 from tft_algos.manager import group_store
 from tft_algos.manager.config import ResolvedConfig, config_of, from_environment
@@ -205,6 +206,7 @@ def test_a_call_that_waited_for_the_start_has_only_what_is_left_of_its_time(
 ) -> None:
     gathers: list[timedelta] = []
     monkeypatch.setattr(GroupStore, "gather", lambda *arguments: gathers.append(arguments[-1]))
+    monkeypatch.setattr(GroupStore, "answer", lambda *_: True)
     Server.starts.clear()
     Client.first_answer = plan_of(7)
     coordinator = make(rank=0, **TWO)
@@ -288,9 +290,12 @@ def test_what_ranks_give_each_other_waits_for_the_address_that_the_others_wait_f
     with pytest.raises(DeadlinePassed, match="has not started"):
         coordinator.gather("shape", "8", SECOND / 20)
     Server.starts.set()
-    with pytest.raises(DeadlinePassed, match=r"for what the others of its replica group give for '.*shape'"):
+    with pytest.raises(DeadlinePassed, match=r"not all 2 ranks of replica .* have started within 0\.05 s"):
         coordinator.gather("shape", "8", SECOND / 20)
-    assert coordinator._store.published(0, SECOND) == (coordinator.replica_id, "server:1")
+    other = make(rank=1, **TWO)
+    assert (other.replica_id, Client.made[-1].addr) == (coordinator.replica_id, "server:1")
+    with pytest.raises(DeadlinePassed, match=r"for what the others of its replica group give for '.*shape'"):
+        coordinator.gather("shape", "8", SECOND)
 
 
 def test_what_is_told_before_anybody_listens_is_heard_in_order(make: Any) -> None:
@@ -404,32 +409,66 @@ def test_a_call_that_waits_ends_when_the_manager_is_shut_down(make: Any) -> None
     assert [type(error) for error in errors] == [Closed]
 
 
-def test_a_restarted_group_takes_its_predecessors_place_and_not_its_addresses(make: Any) -> None:
-    def start(rank: int, count: int) -> GroupCoordinator:
-        environ = {"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": str(count)}
+@pytest.mark.parametrize("count", ["it is raised", "it is not", "there is none"])
+def test_a_restarted_group_takes_its_predecessors_place_and_not_its_addresses(make: Any, count: str) -> None:
+    starts = 0
+
+    def start(rank: int) -> GroupCoordinator:
+        environ = {} if count == "there is none" else {"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": "0"}
+        if count == "it is raised":
+            environ["TORCHELASTIC_RESTART_COUNT"] = str(starts)
         coordinator: GroupCoordinator = make(
-            rank=rank, replica_id="a", connect_timeout=timedelta(milliseconds=100), environ=environ, **TWO
+            rank=rank, replica_id="a", connect_timeout=timedelta(milliseconds=500), environ=environ, **TWO
         )
         return coordinator
 
-    first = start(0, 0)
+    first = start(0)
     assert Server.made[0].kwargs["replaces"] == ""
-    assert start(1, 0).replica_id == first.replica_id
+    before = start(1)
+    assert before.replica_id == first.replica_id
+    before.close()
+    first.close()
+    starts = 1
     # The rank that comes back first must not find the server of the start before.
     with pytest.raises(DeadlinePassed, match="look whether group rank 0 has started"):
-        start(1, 1)
-    second = start(0, 1)
+        start(1)
+    second = start(0)
     assert Server.made[1].kwargs["replaces"] == first.replica_id
-    assert start(1, 1).replica_id == second.replica_id != first.replica_id
+    assert start(1).replica_id == second.replica_id != first.replica_id
     assert second.replica_id.startswith("a:")
+
+
+def test_a_restarted_group_may_have_another_size_and_its_ranks_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = GroupStore(HashStore(), "store:1", "run/0", "run")  # torchrun doesn't raise the count for new members
+    monkeypatch.setattr(group_store.socket, "gethostname", lambda: "one")
+    store.check_alone(1)
+    store.claim("first", 1, 2)
+    monkeypatch.setattr(group_store.socket, "gethostname", lambda: "other")
+    store.check_alone(1)
+    store.claim("second", 1, 4)
+    with pytest.raises(WrongSetting, match=r"rank 2 was told a WORLD_SIZE of 2, and another .* one of 4"):
+        store.claim("second", 2, 2)
+    monkeypatch.setattr(group_store.socket, "gethostname", lambda: "one")
+    with pytest.raises(WrongSetting, match="on other is rank 1 of this replica group already"):
+        store.claim("second", 1, 4)
+
+
+def test_asks_are_answered_until_all_places_are_taken() -> None:
+    store = GroupStore(HashStore(), "store:1", "run/0", "run")
+    assert not store.answer("a", "server:1", 2)
+    store.claim("a", 0, 2)
+    with pytest.raises(DeadlinePassed, match=r"rank 1 waited 0\.001 s"):
+        store.ask(1, SECOND / 1_000)
+    assert not store.answer("a", "server:1", 2), "who asked has died"
+    store.claim("a", 1, 2)
+    assert store.answer("a", "server:1", 2)
 
 
 def test_a_group_of_one_hosts_its_own_store() -> None:
     store = open_group_store(resolved())
     assert store.address == f"localhost:{store.store.port}"
+    assert store.predecessor() == ""
     store.publish_id("a")
-    store.publish_address("b:1")
-    assert store.published(0, SECOND) == ("a", "b:1")
     assert store.predecessor() == "a"
 
 

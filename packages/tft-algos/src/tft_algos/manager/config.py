@@ -195,7 +195,8 @@ class ResolvedConfig:
         timeout_was_said: `timeout` came from the user, so the process group takes it too.
         store_addr: None: this process hosts the store.
         tls: of the transport for live state that the Manager makes, or None.
-        run_scope: names this start of the group, for keys in a store that outlives it.
+        run_scope: names the group with its restart count, for keys in a store that outlives it; no launcher has to give
+            one, nor to raise it.
         group_scope: names the group across its restarts, for the same store.
     """
 

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, final
 
+from torch.distributed import DistNetworkError, DistStoreError
+
 from tft_algos.manager.config import ResolvedConfig
 from tft_algos.manager.group_store import GroupStore, open_group_store
 from tft_algos.manager.parts import ServerRestarted
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tft_algos.manager")
 
 WATCH_INTERVAL_S: Final = 0.1
+ANSWER_INTERVAL_S: Final = 0.02
 NOTICED_WITHIN_S: Final = 1.0
 MAX_UNHEARD: Final = 256
 MAX_STARTS: Final = 3  # of a manager server that is killed while it starts
@@ -69,11 +72,13 @@ class GroupCoordinator:
         self._stage = _Stage.STARTING
         self._no_start: Exception | None = None
         self._closing = threading.Event()
+        self._has_answered = threading.Event()  # all ranks have taken their places, of which rank 0 has told them
         self._listener: Callable[[News], None] | None = None
         self._unheard: deque[News] = deque(maxlen=MAX_UNHEARD)  # that came before there was a listener
         self._hearing = threading.Lock()
         self._progress: Callable[[], Progress | None] = lambda: None
         self._watch: threading.Thread | None = None
+        self._address = ""  # of the manager server, on rank 0
         self._store: GroupStore = open_group_store(config)
         try:
             if config.rank == 0:
@@ -81,12 +86,15 @@ class GroupCoordinator:
                 unique = str(uuid.uuid4())
                 self.replica_id = f"{config.replica_id}:{unique}" if config.replica_id else unique
                 self._store.publish_id(self.replica_id)
+                if config.world_size > 1:
+                    self._store.claim(self.replica_id, 0, config.world_size)
                 self._server = self._new_server()
                 self._watch = threading.Thread(
                     target=self._serve, args=[self._server], name="tft-watch-server", daemon=True
                 )
             else:
-                self.replica_id, address = self._store.published(config.rank, config.connect_timeout)
+                self.replica_id, address = self._store.ask(config.rank, config.connect_timeout)
+                self._store.claim(self.replica_id, config.rank, config.world_size)
                 self._client = self._new_client(address)
                 self._stage = _Stage.STARTED
         except BaseException:
@@ -143,6 +151,14 @@ class GroupCoordinator:
             return (value,)
         # The others wait for its address, and one call at a time is made of the store.
         _, left = self._client_in_use(timeout)
+        if self._config.rank == 0:
+            give_up_at = time.monotonic() + left.total_seconds()
+            if not self._has_answered.wait(left.total_seconds()):
+                raise DeadlinePassed(
+                    f"not all {self._config.world_size} ranks of replica {self.replica_id} have started within "
+                    f"{timeout.total_seconds():g} s; look at the logs of those that are not there"
+                )
+            left = timedelta(seconds=max(give_up_at - time.monotonic(), 0.001))
         return self._store.gather(f"{self.replica_id}/{name}", value, self._config.rank, self._config.world_size, left)
 
     def source_metadata(self, address: str, timeout: timedelta) -> str:
@@ -288,9 +304,8 @@ class GroupCoordinator:
                 if self._closing.is_set():
                     return None
                 self._stage = _Stage.CONNECTING
-            if self._config.world_size > 1:
-                self._store.publish_address(address)
             client = self._new_client(address)
+            self._address = address
         except Exception as error:
             # Whatever it was, somebody waits for the start, and is told instead.
             self._no_start, client = error, None
@@ -327,12 +342,31 @@ class GroupCoordinator:
 
     def _wait_for_end(self) -> bool:
         """Wait until the manager server's process has ended, which no call notices as fast. False: this closes."""
-        while not self._closing.wait(WATCH_INTERVAL_S):
+        while not self._closing.wait(self._answer_ranks()):
             server = self._server
             if server is not None and not server.alive():
                 # The interpreter may be at its end, which ends the child: `close` comes a moment later, if it does.
                 return not self._closing.is_set()
         return False
+
+    def _answer_ranks(self) -> float:
+        """Answer the ranks that look for the manager server. Returns: seconds until the next look."""
+        if self._config.world_size == 1 or self._has_answered.is_set():
+            return WATCH_INTERVAL_S
+        try:
+            all_came = self._store.answer(self.replica_id, self._address, self._config.world_size)
+        except (DistStoreError, DistNetworkError) as error:
+            logger.warning(
+                "[%s/0] lost the store %s of the replica group (%s), so ranks that have not started yet can't; look "
+                "whether torchrun, or what else hosts it, still runs",
+                self.replica_id,
+                self._store.address,
+                str(error).partition("\n")[0],
+            )
+            all_came = True
+        if all_came:
+            self._has_answered.set()
+        return ANSWER_INTERVAL_S
 
     def _new_server(self) -> ManagerServer:
         config = self._config

@@ -1,9 +1,12 @@
 """The replica group's store: where its ranks find each other, and a restarted group finds its predecessor.
 
 Under torchrun the store belongs to the agent and outlives the processes, so what one start of the group writes must
-not be taken for what the next one writes: keys carry the start's scope. One key belongs to all starts: the id of the
-replica that was here before, whose place the new one takes. Ranks that were told different things find that out here,
-before one of them waits for another that will never come.
+not be taken for what the next one writes. A restart count does not tell all starts apart: torchrun does not raise it
+when its members change, and other launchers have none. So each rank asks with a word that nobody has used, and only a
+rank 0 of the same start answers. It gives the replica id of this start, under which the other keys stand.
+
+One key belongs to all starts: the id of the replica that was here before, whose place the new one takes. Ranks that
+were told different things find that out here, before one of them waits for another that will never come.
 
 Law of this file: opening the store, and the keys in it.
 """
@@ -15,6 +18,7 @@ import os
 import socket
 import threading
 import time
+import uuid
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,7 +35,8 @@ from tft_pg.forks import Inheritance, let_go_in_child
 from tft_pg.store import StoreClient
 from tft_pg.threads import join_within
 
-MANAGER_ADDR_KEY = "manager_addr"
+ASKS_KEY = "asks"  # their number, and under it each with the word that it is answered under
+ANSWER_KEY = "answer"
 REPLICA_ID_KEY = "replica_id"
 WORLD_SIZE_KEY = "world_size"
 HOLDER_KEY = "holder_of_rank"
@@ -55,54 +60,76 @@ class GroupStore:
     address: str
     run_scope: str
     group_scope: str
+    _answered: set[int] = field(default_factory=set, repr=False)  # numbers of asks
     _given: list[str] = field(default_factory=list, repr=False)  # at most two keys, of the last exchanges
 
     def publish_id(self, replica_id: str) -> None:
-        """Group rank 0 tells the other ranks, and the starts to come, who they are."""
+        """As group rank 0, tell the starts to come who was here."""
         self.store.set(f"{self.group_scope}/{REPLICA_ID_KEY}", replica_id)
-        self.store.set(f"{self.run_scope}/{REPLICA_ID_KEY}", replica_id)
 
-    def publish_address(self, manager_addr: str) -> None:
-        """And then where their manager server is."""
-        self.store.set(f"{self.run_scope}/{MANAGER_ADDR_KEY}", manager_addr)
+    def ask(self, rank: int, timeout: timedelta) -> tuple[str, str]:
+        """Ask the group rank 0 of this start: (replica id, address of the manager server).
 
-    def published(self, rank: int, timeout: timedelta) -> tuple[str, str]:
-        """What group rank 0 told: (replica id, address of the manager server).
-
-        Raises: DeadlinePassed: it has told nothing in time.
+        Raises: DeadlinePassed: it has not answered in time.
         """
+        word, asks = uuid.uuid4().hex, f"{self.run_scope}/{ASKS_KEY}"
         try:
-            self.store.wait([f"{self.run_scope}/{MANAGER_ADDR_KEY}"], timeout)
+            self.store.set(f"{asks}/{self.store.add(asks, 1)}", word)
+            self.store.wait([f"{self.run_scope}/{ANSWER_KEY}/{word}"], timeout)
         except DistStoreError as error:
             raise DeadlinePassed(
                 f"rank {rank} waited {timeout.total_seconds():g} s in the store {self.address} for the address of its "
                 "manager server; look whether group rank 0 has started"
             ) from error
-        address = self.store.get(f"{self.run_scope}/{MANAGER_ADDR_KEY}").decode()
-        return self.store.get(f"{self.run_scope}/{REPLICA_ID_KEY}").decode(), address
+        replica_id, address = self.store.get(f"{self.run_scope}/{ANSWER_KEY}/{word}").decode().rsplit(" ", 1)
+        return replica_id, address
 
-    def claim(self, rank: int, world_size: int) -> None:
+    def answer(self, replica_id: str, manager_addr: str, world_size: int) -> bool:
+        """As group rank 0, answer whoever has asked since the last call, also processes that have died.
+
+        Returns: whether all ranks have taken their places.
+        """
+        asks = f"{self.run_scope}/{ASKS_KEY}"
+        for number in set(range(1, self.store.add(asks, 0) + 1)) - self._answered:
+            if self.store.check([f"{asks}/{number}"]):  # else it is written in a moment
+                word = self.store.get(f"{asks}/{number}").decode()
+                self.store.compare_set(f"{self.run_scope}/{ANSWER_KEY}/{word}", "", f"{replica_id} {manager_addr}")
+                self._answered.add(number)
+        return self.store.check([self._holder_key(replica_id, rank) for rank in range(world_size)])
+
+    def claim(self, replica_id: str, rank: int, world_size: int) -> None:
         """Take a place in the group, for this start of it.
 
-        Raises: SettingError: another rank was told another world size, or another process that lives has this rank.
+        Raises: SettingError: another rank was told another world size, or another process has this rank.
         """
-        first = self.store.compare_set(f"{self.run_scope}/{WORLD_SIZE_KEY}", "", str(world_size)).decode()
+        key = f"{self.run_scope}/{replica_id}/{WORLD_SIZE_KEY}"
+        first = self.store.compare_set(key, "", str(world_size)).decode()
         if first != str(world_size):
             raise SettingError(
                 f"rank {rank} was told a WORLD_SIZE of {world_size}, and another process of its replica group one of "
                 f"{first}; give every process of the group the same"
             )
-        key, mine = f"{self.run_scope}/{HOLDER_KEY}/{rank}", f"{socket.gethostname()}/{os.getpid()}"
-        holder = self.store.compare_set(key, "", mine).decode()
-        if holder != mine and _has_ended(holder):
-            holder = self.store.compare_set(key, holder, mine).decode()
+        mine = _this_process()
+        holder = self.store.compare_set(self._holder_key(replica_id, rank), "", mine).decode()
         if holder != mine:
-            host, _, process = holder.rpartition("/")
-            raise SettingError(
-                f"process {process} on {host} is rank {rank} of this replica group already; give every process of the "
-                "group a RANK of its own, and every start of the group another TORCHELASTIC_RESTART_COUNT, as torchrun "
-                "does"
-            )
+            raise _taken(rank, holder)
+
+    def check_alone(self, rank: int) -> None:
+        """Look for a process of this rank on this machine, before any is waited for.
+
+        Raises: SettingError: there is one.
+        """
+        key, mine = f"{self.run_scope}/{HOLDER_KEY}/{rank}", _this_process()
+        holder = self.store.compare_set(key, "", mine).decode()
+        if holder == mine:
+            return
+        if _lives_here(holder):
+            raise _taken(rank, holder)
+        # It has died, or a launcher has moved its rank here from another machine.
+        self.store.set(key, mine)
+
+    def _holder_key(self, replica_id: str, rank: int) -> str:
+        return f"{self.run_scope}/{replica_id}/{HOLDER_KEY}/{rank}"
 
     def gather(self, name: str, value: str, rank: int, world_size: int, timeout: timedelta) -> tuple[str, ...]:
         """Give all ranks a value, and take theirs; returns them in rank order.
@@ -192,7 +219,7 @@ def open_group_store(config: ResolvedConfig) -> GroupStore:
     host = config.hostname if is_loopback(config.store_addr) else config.store_addr
     group = GroupStore(client.under(""), join_address(host, config.store_port), config.run_scope, config.group_scope)
     if config.world_size > 1:
-        group.claim(config.rank, config.world_size)
+        group.check_alone(config.rank)
     return group
 
 
@@ -225,16 +252,29 @@ def _reach(config: ResolvedConfig, where: str) -> None:
         time.sleep(RETRY_S)
 
 
-def _has_ended(holder: str) -> bool:
-    """Whether that process, `host/pid`, ran on this machine and does no more."""
+def _this_process() -> str:
+    return f"{socket.gethostname()}/{os.getpid()}"
+
+
+def _lives_here(holder: str) -> bool:
+    """Whether that process, `host/pid`, runs on this machine."""
     host, _, process = holder.rpartition("/")
-    if host == socket.gethostname() and process.isdecimal():
+    if host != socket.gethostname() or not process.isdecimal():
+        return False
+    try:
         with suppress(PermissionError):
-            try:
-                os.kill(int(process), 0)
-            except ProcessLookupError:
-                return True
-    return False
+            os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _taken(rank: int, holder: str) -> SettingError:
+    host, _, process = holder.rpartition("/")
+    return SettingError(
+        f"process {process} on {host} is rank {rank} of this replica group already; give every process of the group a "
+        "RANK of its own, and start no second group on the same store while the first one runs"
+    )
 
 
 def own_host() -> str:
