@@ -21,7 +21,8 @@ import pytest
 import trustme
 
 from tft_algos import Manager
-from tft_coord.errors import DeadlinePassed, ProtocolError, Refused, Unreachable
+from tft_coord import LighthouseClient
+from tft_coord.errors import CoordinationError, DeadlinePassed, ProtocolError, Refused, Unreachable
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.dial import dial
 from tft_lighthouse import LighthouseServer
@@ -74,7 +75,7 @@ def guarded_lighthouse() -> Iterator[int]:
     [
         (http_server, "is no lighthouse: an HTTP server answers there"),
         (grpc_server, "is no lighthouse: a gRPC server of another kind answers there"),
-        (guarded_lighthouse, "refuses this replica's secret"),
+        (guarded_lighthouse, "refuses this process's secret"),
     ],
 )
 def test_a_start_against_what_is_no_lighthouse_ends_at_once(
@@ -93,9 +94,13 @@ def test_a_start_against_what_is_no_lighthouse_ends_at_once(
             token="a-wrong-one",
         ) as manager:
             manager.start_quorum()
-            with pytest.raises(Refused, match=says):
+            with pytest.raises(Refused, match=says) as raised:
                 manager.should_commit()
         assert time.monotonic() - started < SOON_S
+        address = f"127.0.0.1:{port}"
+        with pytest.raises(CoordinationError) as told:  # what `tft doctor` says
+            LighthouseClient(address, LATE, token="a-wrong-one", waits=False).describe()
+        assert str(told.value) in str(raised.value)
 
 
 # --- who listens at an address -----------------------------------------------------------------------------------

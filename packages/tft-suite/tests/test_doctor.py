@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import http.server
 import os
 import socket
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -86,7 +91,11 @@ def lighthouse(**changes: object) -> tuple[LighthouseFacts, ...]:
         ({"environ": {"NCCL_SOCKET_IFNAME": "docker"}}, ["NCCL_SOCKET_IFNAME names 'docker'"], True),
         ({"environ": {"GLOO_SOCKET_IFNAME": "ib0"}}, ["is ib0", "lighthouse is eth0"], False),
         ({"environ": {"GLOO_SOCKET_IFNAME": "lo"}}, ["is lo", "no other machine can reach", "is eth0"], True),
-        ({"lighthouses": lighthouse(description=None, trouble="nobody answers")}, ["lh:1", "nobody answers"], True),
+        (
+            {"lighthouses": lighthouse(description=None, trouble="the lighthouse at lh:1: nothing")},
+            ["lh:1: nothing"],
+            True,
+        ),
         ({"lighthouses": lighthouse(description=None, is_foreign=True)}, ["lh:1", "heartbeat time-out alone"], False),
         ({"lighthouses": lighthouse(answers_anybody=True)}, ["lighthouse at lh:1 has none", "TFT_TOKEN"], False),
         ({"lighthouses": lighthouse(clock_ahead_ms=-90_000)}, ["90 s behind", "NTP"], False),
@@ -170,7 +179,7 @@ def test_a_wrong_secret_is_said(served: LighthouseServer) -> None:
     facts = survey({"TFT_TOKEN": "another-long-secret"}, lighthouse=served.address, timeout=SOON)
     (finding,) = [finding for finding in findings(facts) if finding.is_problem]
     assert "secret" in finding.sentence
-    assert served.address in finding.sentence
+    assert served.address.removeprefix("http://") in finding.sentence
 
 
 def test_a_lighthouse_without_the_secret_that_is_set_here_is_said() -> None:
@@ -182,18 +191,40 @@ def test_a_lighthouse_without_the_secret_that_is_set_here_is_said() -> None:
     assert not any(said in finding.sentence for finding in findings(without))
 
 
-def test_a_server_without_our_service_is_foreign() -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
+@contextmanager
+def grpc_server(*handlers: grpc.GenericRpcHandler) -> Iterator[str]:
     with ThreadPoolExecutor(1) as threads:
-        server = grpc.server(threads)
+        server = grpc.server(threads, handlers=list(handlers))
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
         try:
-            facts = survey({}, lighthouse=f"127.0.0.1:{port}", timeout=SOON)
+            yield f"127.0.0.1:{port}"
         finally:
             server.stop(None).wait()
+
+
+class Torchfts(grpc.GenericRpcHandler):
+    """Knows torchft's calls, and refuses a request without a member."""
+
+    def service(self, call: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
+        if not call.method.startswith("/torchft.LighthouseService/"):
+            return None
+        return grpc.unary_unary_rpc_method_handler(
+            lambda _, context: context.abort(grpc.StatusCode.INVALID_ARGUMENT, "missing requester")
+        )
+
+
+def test_torchfts_lighthouse_is_of_use() -> None:
+    with grpc_server(Torchfts()) as address:
+        facts = survey({}, lighthouse=address, timeout=SOON)
     assert facts.lighthouses[0].is_foreign
+    assert not any(finding.is_problem for finding in findings(facts))
+
+
+def test_another_programs_grpc_server_is_no_lighthouse(capsys: pytest.CaptureFixture[str]) -> None:
+    with grpc_server() as address:
+        told = said_by_both(capsys, address)
+    assert "is no lighthouse: a gRPC server of another kind answers there" in told
 
 
 def test_the_command_prints_and_exits(
@@ -225,12 +256,68 @@ def test_nobody_there_is_a_problem_and_not_a_hang(capsys: pytest.CaptureFixture[
     with socket.socket() as taken:  # bound and not listening: refused at once, and nobody else's
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
+        told = said_by_both(capsys, address)
+    assert f"the lighthouse at {address} can't be reached: nobody listens there (connection refused)" in told
+
+
+def said_by_both(capsys: pytest.CaptureFixture[str], address: str) -> str:
+    """What `tft doctor` and `tft drain` say of an address; both say it alike, and at once."""
+    started = time.monotonic()
+    assert exit_code_of(["doctor", "--lighthouse", address, "--timeout", "60"]) == 1
+    (told,) = (line[5:] for line in capsys.readouterr().out.splitlines() if line.startswith("  1. the lighthouse"))
+    assert exit_code_of(["drain", "a", "--lighthouse", address, "--timeout", "60"]) == 2
+    assert capsys.readouterr().err.endswith(f"tft: a was not asked to leave: {told}\n")
+    assert time.monotonic() - started < 20
+    return told
+
+
+def test_a_name_that_nobody_knows_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "can't be reached: the name no.such.host.invalid is unknown" in said_by_both(
+        capsys, "no.such.host.invalid:1"
+    )
+
+
+def test_an_http_server_is_no_lighthouse(capsys: pytest.CaptureFixture[str]) -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
+        thread = threading.Thread(target=server.serve_forever, name="test-http")
+        thread.start()
+        try:
+            told = said_by_both(capsys, f"127.0.0.1:{server.server_port}")
+        finally:
+            server.shutdown()
+            thread.join()
+    assert "is no lighthouse: an HTTP server answers there" in told
+
+
+@pytest.mark.parametrize(
+    ("token", "says"),
+    [
+        ("another-long-secret", "refuses this process's secret: "),
+        (None, "refuses this process, which has no secret: "),
+    ],
+)
+def test_a_wrong_secret_and_none_are_told_apart(
+    served: LighthouseServer,
+    token: str | None,
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TFT_TOKEN_FILE", raising=False)
+    monkeypatch.delenv("TFT_TOKEN", raising=False)
+    if token is not None:
+        monkeypatch.setenv("TFT_TOKEN", token)
+    address = served.address.removeprefix("http://")
+    told = said_by_both(capsys, address)
+    assert told.startswith(f"the lighthouse at {address} {says}")
+    assert "set TFT_TOKEN or TFT_TOKEN_FILE" in told
+
+
+def test_a_lighthouse_that_is_busy_for_long_is_given_its_time(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
         assert exit_code_of(["doctor", "--lighthouse", address, "--timeout", "0.3"]) == 1
-        told = capsys.readouterr().out
-        assert "was not reached within 0.3 s" in told
-        assert "raise --timeout" in told
-        assert exit_code_of(["drain", "a", "--lighthouse", address, "--timeout", "0.3"]) == 2
-        assert "raise --timeout" in capsys.readouterr().err
+    assert "can't be reached within 0.3 s (--timeout): a server takes the connection" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("address", ["nonsense", "host:port", "http://[::1", ","])

@@ -67,7 +67,7 @@ def test_what_is_no_lighthouse_of_ours_is_said(capsys: pytest.CaptureFixture[str
             assert exit_code_of(["drain", "a", "--lighthouse", f"127.0.0.1:{port}"]) == 2
         finally:
             server.stop(None).wait()
-    assert "another program's server" in capsys.readouterr().err
+    assert "is no lighthouse: a gRPC server of another kind answers there" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         Refused,
         SettingError,
         StaleQuorum,
+        UnknownCall,
         Unreachable,
     )
     from tft_coord.manager_server import ManagerServer
@@ -56,6 +57,7 @@ __all__ = [
     "Timeouts",
     "Timestamp",
     "Unchanged",
+    "UnknownCall",
     "Unreachable",
 ]
 
@@ -73,6 +75,7 @@ _HOMES = {
         "Refused",
         "SettingError",
         "StaleQuorum",
+        "UnknownCall",
         "Unreachable",
     ),
     "tft_coord.manager_server": ("ManagerServer",),

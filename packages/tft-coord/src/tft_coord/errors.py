@@ -19,6 +19,10 @@ class ProtocolError(CoordinationError, ValueError):
     """A peer sent what the protocol does not allow: it speaks another version, or its frame was damaged."""
 
 
+class UnknownCall(ProtocolError):
+    """The server does not know this call, as torchft's lighthouse knows none of ours: do without, or start ours."""
+
+
 class DeadlinePassed(CoordinationError, TimeoutError):
     """Nobody answered in time: ask again, or look at what the message says it waited for."""
 

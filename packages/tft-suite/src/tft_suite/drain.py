@@ -21,7 +21,7 @@ DEFAULT_JOB = "default"
 
 def in_our_words(error: CoordinationError) -> str:
     """What a client of a lighthouse says: its connect_timeout is this command's --timeout."""
-    return str(error).replace("raise connect_timeout", "raise --timeout")
+    return str(error).replace("(connect_timeout)", "(--timeout)")
 
 
 def drain(
@@ -50,7 +50,7 @@ def drain(
         raise SettingError(f"{replica} was not asked to leave: {error}") from error
     for address in addresses:
         try:
-            with LighthouseClient(address, timeout, token=token) as client:
+            with LighthouseClient(address, timeout, token=token, waits=False) as client:
                 client.drain(job, replica, timeout, reason=reason)
         except CoordinationError as error:
             refused.append(in_our_words(error))

@@ -11,12 +11,13 @@ import time
 from datetime import timedelta
 from typing import final
 
-from tft_coord.errors import Closed, DeadlinePassed, SettingError, Unreachable
+from tft_coord.errors import Closed, DeadlinePassed, Refused, SettingError, Unreachable
 from tft_coord.forks import Inheritance, let_go_in_child
 from tft_coord.rpc import grpc
 from tft_coord.security import call_metadata
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.address import target
+from tft_coord.transport.listener import look, no_peer, secret_refused
 from tft_coord.transport.settings import channel_options, error_of
 from tft_coord.wire.limits import MAX_COUNT
 from tft_coord.wire.services import UnaryStub, unary_stub
@@ -48,7 +49,8 @@ class Caller:
         token: shared secret of the job, or None.
         timeouts: heartbeat_timeout_ms bounds how long a broken connection is tried again.
         is_known: somebody has just said that he serves there: the first call connects.
-    Raises: SettingError: the address is none. Unreachable: nobody answered within connect_timeout.
+        waits: try for the whole connect_timeout where nobody listens or the name is unknown, for a server may come.
+    Raises: SettingError: the address is none. Unreachable: nobody answered. ProtocolError: another kind of server does.
     """
 
     def __init__(
@@ -60,9 +62,11 @@ class Caller:
         timeouts: Timeouts,
         *,
         is_known: bool = False,
+        waits: bool = True,
     ) -> None:
         self.target = target(address)
-        self._peer = f"the {peer} at {self.target}"
+        self._kind = peer
+        self.peer = f"the {peer} at {self.target}"
         self._broken_at_most_s = timeouts.heartbeat_timeout_ms / 1000
         self._metadata = call_metadata(token)
         within_s = seconds(connect_timeout, "connect_timeout")
@@ -72,7 +76,7 @@ class Caller:
         let_go_in_child(self)
         try:
             if not is_known:
-                self._probe(within_s)
+                self._probe(within_s, waits=waits)
         except BaseException:
             self._channel.close()
             raise
@@ -98,12 +102,15 @@ class Caller:
             tried_at = time.monotonic()
             self._check_open(what)
             if tried_at >= give_up_at:
-                raise DeadlinePassed(f"{what}: no answer from {self._peer} within {timeout_s:g} s")
+                raise DeadlinePassed(f"{what}: no answer from {self.peer} within {timeout_s:g} s")
             try:
                 return stub(request, timeout=give_up_at - tried_at, metadata=self._metadata)
             except grpc.RpcError as failure:
-                error = error_of(failure, f"{what}, asked of {self._peer}")
+                error = error_of(failure, f"{what}, asked of {self.peer}")
                 self._check_open(what)
+                if failure.code() is grpc.StatusCode.UNAUTHENTICATED:
+                    refused = secret_refused(failure.details() or "no reason given", shown=bool(self._metadata))
+                    raise Refused(f"{self.peer} {refused}", code="unauthenticated") from None
                 if not isinstance(error, Unreachable) or not again:
                     raise error from failure
                 now = time.monotonic()
@@ -137,14 +144,28 @@ class Caller:
         if self._closed:
             raise Closed(f"{what}: this client was closed; make a new one")
 
-    def _probe(self, within_s: float) -> None:
-        try:
-            self.stub(_PROBE)(b"", timeout=within_s, wait_for_ready=True)
-        except grpc.RpcError as failure:
-            if failure.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAUTHENTICATED):
+    def _probe(self, within_s: float, *, waits: bool) -> None:
+        """See who answers. What can't mend itself is said at once: another kind of server, say."""
+        give_up_at = time.monotonic() + within_s
+        failure = self._failure(within_s, wait_for_ready=False)
+        if failure is None:
+            return
+        why = look(self.target)
+        left_s = give_up_at - time.monotonic()
+        if waits and isinstance(why, Unreachable) and left_s > 0:
+            failure = self._failure(left_s, wait_for_ready=True)
+            if failure is None:
                 return
-            raise Unreachable(
-                f"{self._peer} was not reached within {within_s:g} s; check that the address is right, that the server "
-                "runs there and that this machine can reach it, or raise connect_timeout "
-                f"({failure.code().name}: {failure.details()})"
-            ) from failure
+            why = look(self.target)
+        late = failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        within = f" within {within_s:g} s (connect_timeout)" if late else ""
+        raise type(why)(f"{self.peer} {no_peer(self._kind, why, within=within)}") from None
+
+    def _failure(self, within_s: float, *, wait_for_ready: bool) -> grpc.RpcError | None:
+        """Why no gRPC server has answered; None: one has."""
+        try:
+            self.stub(_PROBE)(b"", timeout=within_s, wait_for_ready=wait_for_ready)
+        except grpc.RpcError as failure:
+            answered = failure.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAUTHENTICATED)
+            return None if answered else failure
+        return None

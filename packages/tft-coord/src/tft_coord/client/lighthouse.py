@@ -13,10 +13,12 @@ from typing import Any, final
 from tft_coord.client.caller import Caller, seconds
 from tft_coord.core.events import DrainRequested
 from tft_coord.core.types import Member
-from tft_coord.errors import SettingError
+from tft_coord.errors import CoordinationError, DeadlinePassed, ProtocolError, SettingError, UnknownCall, Unreachable
 from tft_coord.timeouts import Timeouts
+from tft_coord.transport.listener import OF_ANOTHER_KIND
 from tft_coord.views import LighthouseDescription, Quorum, quorum_view
 from tft_coord.wire import codec, services
+from tft_coord.wire.services import UnaryStub
 
 
 @final
@@ -27,13 +29,20 @@ class LighthouseClient:
         addr: of the lighthouse, `host:port` or `http://host:port`.
         connect_timeout: how long the constructor tries to reach it.
         token: shared secret, or None.
-    Raises: SettingError: the address is none. Unreachable: nobody answered in time.
+        waits: a server that is not there yet, or whose name is unknown, is tried for the whole connect_timeout. False:
+            only a connection that takes long is.
+    Raises: SettingError: the address is none. Unreachable: nobody answered. ProtocolError: another kind of server did.
     """
 
     def __init__(
-        self, addr: str, connect_timeout: timedelta = timedelta(seconds=60), *, token: str | None = None
+        self,
+        addr: str,
+        connect_timeout: timedelta = timedelta(seconds=60),
+        *,
+        token: str | None = None,
+        waits: bool = True,
     ) -> None:
-        self._caller = Caller("lighthouse", addr, connect_timeout, token, Timeouts())
+        self._caller = Caller("lighthouse", addr, connect_timeout, token, Timeouts(), waits=waits)
         self._quorum_stub = self._caller.stub(services.LIGHTHOUSE_QUORUM)
         self._describe_stub = self._caller.stub(services.LIGHTHOUSE_DESCRIBE)
         self._heartbeat_stub = self._caller.stub(services.LIGHTHOUSE_HEARTBEAT)
@@ -89,11 +98,11 @@ class LighthouseClient:
     def describe(self, timeout: timedelta = timedelta(seconds=5)) -> LighthouseDescription:
         """What the lighthouse says of itself: version, clock, time-outs, jobs. Only ours does.
 
-        Raises: ProtocolError: it is not one of ours. Refused: the token is wrong. DeadlinePassed, Unreachable.
+        Raises: UnknownCall: it is torchft's. ProtocolError: it is none. Refused: the secret is wrong.
+            DeadlinePassed, Unreachable.
         """
-        answer = self._caller.call(
-            self._describe_stub, b"", seconds(timeout), "what the lighthouse says of itself", again=False
-        )
+        what = "what the lighthouse says of itself"
+        answer = self._call_ours(self._describe_stub, b"", seconds(timeout), what, again=False)
         return codec.decode_description(answer)
 
     def drain(
@@ -113,15 +122,35 @@ class LighthouseClient:
             timeout: within which the lighthouse must have taken it.
             reason: why; the replica logs it, and who asked.
             serve: for how long it may serve its state to those that heal; None: its own default.
-        Raises: Refused: there is no such job or replica; the message says who is there. DeadlinePassed, Unreachable.
+        Raises: Refused: there is no such job or replica, the message says who is there; or the secret is wrong.
+            UnknownCall: it is torchft's. ProtocolError: it is none. DeadlinePassed, Unreachable.
         """
         serve_ms = 0 if serve is None else int(1_000 * seconds(serve, "serve"))
         request = codec.encode_drain(DrainRequested(0, job, replica_id, reason, serve_ms))
-        self._caller.call(self._drain_stub, request, seconds(timeout), f"draining {replica_id}", again=True)
+        self._call_ours(self._drain_stub, request, seconds(timeout), f"draining {replica_id}", again=True)
 
     def close(self) -> None:
         """Calls under way end with Closed. Idempotent."""
         self._caller.close()
+
+    def _call_ours(self, stub: UnaryStub, request: bytes, timeout_s: float, what: str, *, again: bool) -> bytes:
+        """A call that torchft's lighthouse does not know, nor does another program's server."""
+        try:
+            return self._caller.call(stub, request, timeout_s, what, again=again)
+        except UnknownCall:
+            pass
+        try:
+            # Without a member in it a request changes nothing there; a lighthouse refuses it.
+            self._caller.call(self._quorum_stub, b"", timeout_s, what, again=False)
+        except UnknownCall:
+            raise ProtocolError(f"{self._caller.peer} is no lighthouse: {OF_ANOTHER_KIND}") from None
+        except (DeadlinePassed, Unreachable):
+            raise
+        except CoordinationError:
+            pass  # it knows the call
+        raise UnknownCall(
+            f"{self._caller.peer} is torchft's, which does not know this call ({what}); start tft-lighthouse there"
+        )
 
     def __enter__(self) -> LighthouseClient:
         return self

@@ -58,6 +58,7 @@ from tft_coord.timeouts import Timeouts
 from tft_coord.transport import direct
 from tft_coord.transport.address import host_of, targets
 from tft_coord.transport.dial import cancelled, dial
+from tft_coord.transport.listener import OF_ANOTHER_KIND, no_peer, secret_refused
 from tft_coord.transport.outbox import Outbox
 from tft_coord.transport.settings import MAX_MESSAGE_BYTES
 from tft_coord.wire import codec, services
@@ -284,11 +285,11 @@ class LighthouseLink:
         except grpc.aio.AioRpcError as error:
             why = error.details() or error.code().name
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                self._refusal = f"refuses this replica's secret: {why}"
+                self._refusal = secret_refused(why, shown=bool(self._metadata))
             self._note_trouble(why)
             self._dial_failed("unauthenticated" if self._refusal else "")
         except ProtocolError as error:
-            self._refusal = f"is no lighthouse: {error}"
+            self._refusal = no_peer("lighthouse", error)
             self._note_trouble(str(error))
             self._dial_failed("wrong_server")
         except Unreachable as error:
@@ -394,9 +395,7 @@ class LighthouseLink:
             await services.call_stub(channel, services.LIGHTHOUSE_QUORUM)(b"", timeout=within_s)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise ProtocolError(
-                    "a gRPC server of another kind answers there; check the host and the port"
-                ) from error
+                raise ProtocolError(OF_ANOTHER_KIND) from error
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 raise
 

@@ -4,7 +4,8 @@ grpc says only that a connection failed. A user needs to know whether nobody lis
 kind of server answers: the first two may mend themselves, the last one never does. So after a failed dial one plain
 connection asks with the first words of HTTP/2, and the first bytes of the answer tell.
 
-Law of this file: one short connection, and what its answer means; at most `_FIRST_BYTES` are read.
+Law of this file: one short connection, and what its answer means; at most `_FIRST_BYTES` are read. The sentences that
+a trainer and the clients of a server share stand here as well.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+import threading
 from contextlib import suppress
 from typing import Final
 
@@ -22,6 +24,42 @@ _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x
 _FIRST_BYTES: Final = 16
 _SETTINGS: Final = 4  # the type of the first frame of an HTTP/2 server
 _WITHIN_S: Final = 1.0
+_LOOK_WITHIN_S: Final = 3 * _WITHIN_S  # two connections and a name that is slow to resolve
+
+OF_ANOTHER_KIND: Final = "a gRPC server of another kind answers there; check the host and the port"
+
+
+def no_peer(peer: str, why: Unreachable | ProtocolError, *, within: str = "") -> str:
+    """Say what is wrong with a server, to stand behind its name and address.
+
+    Args:
+        peer: what should listen there, in words.
+        why: as `why_unreachable` gives it.
+        within: how long it was tried, in words.
+    """
+    if isinstance(why, Unreachable):
+        return f"can't be reached{within}: {why}; check the address, and that the server runs"
+    return f"is no {peer}: {why}"
+
+
+def secret_refused(details: str, *, shown: bool) -> str:
+    """Say that a server refuses the secret that this process has shown, or that it has shown none."""
+    what = "this process's secret" if shown else "this process, which has no secret"
+    return f"refuses {what}: {details}"
+
+
+def look(address: str) -> Unreachable | ProtocolError:
+    """Look as `why_unreachable` does, and wait for the answer; from any thread."""
+    found: list[Unreachable | ProtocolError] = []
+
+    async def ask() -> None:
+        found.append(await why_unreachable(address))
+
+    # On a thread: there may be a loop that runs in this one.
+    thread = threading.Thread(target=asyncio.run, args=(ask(),), name="tft-look", daemon=True)
+    thread.start()
+    thread.join(_LOOK_WITHIN_S)
+    return found[0] if found else Unreachable(f"no look at it has ended within {_LOOK_WITHIN_S:g} s")
 
 
 async def why_unreachable(address: str) -> Unreachable | ProtocolError:
@@ -61,12 +99,25 @@ def _verdict(answer: bytes | None) -> Unreachable | ProtocolError:
 
 async def _first_bytes(address: str, tls: ssl.SSLContext | None) -> bytes | None:
     """Raises: OSError: no connection. None: no answer in time."""
+    host, port = host_of(address), int(address.rpartition(":")[2])
     writer: asyncio.StreamWriter | None = None
+
+    async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        # One after the other, so that the error is that of one attempt: all at once have one of their own.
+        places = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        failure: OSError | None = None
+        for _, _, _, _, place in places:
+            try:
+                return await asyncio.open_connection(
+                    str(place[0]), port, ssl=tls, server_hostname=host if tls is not None else None
+                )
+            except OSError as error:
+                failure = error
+        raise failure or OSError("the name has no address")
 
     async def ask() -> bytes:
         nonlocal writer
-        host, port = host_of(address), int(address.rpartition(":")[2])
-        reader, writer = await asyncio.open_connection(host, port, ssl=tls)
+        reader, writer = await connect()
         writer.write(_PREFACE)
         with suppress(ConnectionError):
             return await reader.read(_FIRST_BYTES)
@@ -75,7 +126,11 @@ async def _first_bytes(address: str, tls: ssl.SSLContext | None) -> bytes | None
     asking = asyncio.ensure_future(ask())
     try:
         await asyncio.wait([asking], timeout=_WITHIN_S)  # not wait_for, which may swallow that this is cancelled
-        return asking.result() if asking.done() else None
+        if asking.done():
+            return asking.result()
+        if writer is None:
+            raise TimeoutError(f"none stands after {_WITHIN_S:g} s; the host is down, or a firewall drops packets")
+        return None
     finally:
         asking.cancel()
         if writer is not None:

@@ -16,6 +16,7 @@ from tft_coord.errors import (
     ProtocolError,
     Refused,
     StaleQuorum,
+    UnknownCall,
     Unreachable,
 )
 from tft_coord.rpc import grpc
@@ -120,7 +121,7 @@ def error_of(failure: grpc.RpcError, what: str) -> CoordinationError:
         case grpc.StatusCode.INTERNAL if details == BROKE_WHILE_WRITING:
             return Unreachable(f"{what}: its stream ended in the middle of a message")
         case grpc.StatusCode.UNIMPLEMENTED:
-            return ProtocolError(f"{what}: it does not know this call; it is another program's server, or an older one")
+            return UnknownCall(f"{what}: it does not know this call; it is another program's server, or an older one")
         case grpc.StatusCode.INVALID_ARGUMENT:
             return ProtocolError(sentence)
         case grpc.StatusCode.PERMISSION_DENIED | grpc.StatusCode.UNAUTHENTICATED:

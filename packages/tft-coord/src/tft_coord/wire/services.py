@@ -72,7 +72,7 @@ class Services(grpc.GenericRpcHandler):
 async def _refuse(_request: object, context: Context) -> bytes:
     await context.abort(
         grpc.StatusCode.UNAUTHENTICATED,
-        "this server has a shared secret and the call did not show it; "
+        "this server has a shared secret, and the call showed none or another; "
         "set TFT_TOKEN or TFT_TOKEN_FILE to the same secret in every process of the job",
     )
 

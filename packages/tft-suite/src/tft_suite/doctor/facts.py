@@ -20,8 +20,8 @@ class LighthouseFacts:
     Args:
         address: as it was given.
         description: what it says of itself; None: it could not be heard.
-        trouble: why not, in one sentence; "" if it was.
-        is_foreign: something answers there that has not got our service; torchft's lighthouse has not.
+        trouble: why not, in one sentence that names it; "" if it was.
+        is_foreign: torchft's lighthouse answers there.
         clock_ahead_ms: of its clock, before this machine's; less than nothing: behind.
         answers_anybody: a secret is set here, and it answers who shows none.
         local_address: of this machine, on the way to it; "" if unknown.

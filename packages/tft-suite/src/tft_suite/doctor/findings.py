@@ -151,12 +151,12 @@ def _of_lighthouses(facts: Facts) -> Iterator[Finding]:
             )
         if each.is_foreign:
             yield Finding(
-                f"what answers at {each.address} has not got our service; torchft's lighthouse works, but a death is "
-                "found by its heartbeat time-out alone; start tft-lighthouse there",
+                f"the lighthouse at {each.address} is torchft's: it works, but a death is found by its heartbeat "
+                "time-out alone; start tft-lighthouse there",
                 is_problem=False,
             )
         elif each.trouble:
-            yield Finding(f"the lighthouse at {each.address} can't be used: {each.trouble}")
+            yield Finding(each.trouble)  # the words of a trainer's start, which name the lighthouse
         elif abs(each.clock_ahead_ms) >= _CLOCKS_DIFFER_MS:
             way = "ahead of" if each.clock_ahead_ms > 0 else "behind"
             yield Finding(

@@ -58,7 +58,7 @@ def _of(found: Sequence[Finding], *, is_problem: bool, heading: str) -> Iterator
 def _described(lighthouse: LighthouseFacts) -> str:
     found = lighthouse.description
     if found is None:
-        return "something without our service" if lighthouse.is_foreign else "not reached"
+        return "torchft's" if lighthouse.is_foreign else "of no use, see the problems"
     up_s = (found.now_ms - found.started_ms) // 1000
     named = [(f"job {job.name}", job) for job in found.jobs]
     if found.torchft is not None:

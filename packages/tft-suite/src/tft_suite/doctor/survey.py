@@ -22,7 +22,7 @@ from tft_algos.errors import SettingError
 from tft_algos.manager.config import ManagerConfig, from_environment
 from tft_algos.manager.group_store import is_loopback, own_host
 from tft_coord import LighthouseClient
-from tft_coord.errors import CoordinationError, ProtocolError
+from tft_coord.errors import CoordinationError, UnknownCall
 from tft_coord.errors import SettingError as CoordinationSettingError
 from tft_coord.security import read_token
 from tft_coord.timeouts import Timeouts
@@ -121,10 +121,10 @@ def _accelerator() -> str:
 def _ask(address: str, *, token: str | None, timeout: timedelta) -> LighthouseFacts:
     local_address = _way_to(address)
     try:
-        with LighthouseClient(address, timeout, token=token) as client:
+        with LighthouseClient(address, timeout, token=token, waits=False) as client:
             description = client.describe(timeout)
             clock_ahead_ms = description.now_ms - time.time_ns() // 1_000_000
-    except ProtocolError:
+    except UnknownCall:
         return LighthouseFacts(address=address, is_foreign=True, local_address=local_address)
     except CoordinationError as error:
         return LighthouseFacts(address=address, trouble=in_our_words(error), local_address=local_address)
@@ -140,7 +140,7 @@ def _ask(address: str, *, token: str | None, timeout: timedelta) -> LighthouseFa
 def _answers_anybody(address: str, timeout: timedelta) -> bool:
     """Whether it answers who shows no secret: one that has a secret refuses a call without."""
     try:
-        with LighthouseClient(address, timeout) as client:
+        with LighthouseClient(address, timeout, waits=False) as client:
             client.describe(timeout)
     except CoordinationError:
         return False  # refused, as it should be; or not heard this time, which tells nothing of secrets
