@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from tft_algos.manager.healing import state_key
 from tft_algos.testing import MemoryTransport, plan_of
 from tft_coord.core.types import LossNotice, Purpose, QuorumKey
 from tft_coord.errors import GroupLost, Refused
+from tft_pg.errors import Aborted, ConfigureFailed, PeerFailed
 
 
 def loss(quorum_id: int, replica_id: str = "replica_1") -> LossNotice:
@@ -68,7 +69,78 @@ def test_one_loss_is_one_line_with_short_ids(rigs: Any, caplog: pytest.LogCaptur
         "[replica_0/0 - step 0] quorum 7.0000000000000007 is broken: replica victim:0f3a9c1d was lost (its manager "
         "server reports: killed); what runs in it is ended"
     ]
-    assert "should_commit=False enough_replicas=True errored=the broken quorum" in caplog.text
+    assert "should_commit=False" not in caplog.text
+
+
+RESET: Final = "allreduce failed (rank 0 of 2): a connection to another rank ended (Connection reset by peer)"
+LOST: Final = (
+    "[replica_0/0 - step 0] quorum 7.0000000000000007 is broken: replica replica_1 was lost (its manager server "
+    "reports: killed); "
+)
+
+
+@pytest.mark.parametrize("first", ["the failure", "the loss"])
+@pytest.mark.parametrize("kind", [PeerFailed, Aborted])
+def test_a_failure_and_the_loss_behind_it_are_one_line(
+    rigs: Any, caplog: pytest.LogCaptureFixture, first: str, kind: type[Exception]
+) -> None:
+    """The process group sees that a connection ended before anybody knows that a replica died."""
+    caplog.set_level(logging.INFO)
+    rig = rigs(plan_of(7, size=2), verdicts=[False])
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    caplog.clear()
+    if first == "the loss":
+        rig.coordinator.listener(loss(7))
+    rig.manager.report_error(kind(RESET))
+    assert not rig.manager.should_commit()
+    if first == "the failure":
+        rig.coordinator.listener(loss(7))
+    rig.manager.shutdown()
+    says = "step 0 will not commit, and what runs in it is ended"
+    assert caplog.messages == [LOST + (says if first == "the failure" else "what runs in it is ended")]
+
+
+@pytest.mark.parametrize("end", ["two beats", "shutdown", "another failure"])
+def test_a_failure_that_no_loss_explains_is_told_soon(rigs: Any, caplog: pytest.LogCaptureFixture, end: str) -> None:
+    rig = rigs(plan_of(7, size=2), plan_of(7, size=2), verdicts=[False, False])
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    rig.manager.report_error(PeerFailed(RESET))
+    assert not rig.manager.should_commit()
+    assert RESET not in caplog.text
+    if end == "shutdown":
+        rig.manager.shutdown()
+    elif end == "two beats":
+        for _ in range(3):
+            rig.manager._look()
+    else:
+        rig.manager.start_quorum()
+        rig.manager.wait_quorum()
+        rig.manager.report_error(PeerFailed("another"))
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warnings == [f"[replica_0/0 - step 0] this step will not commit: {RESET}"]
+
+
+def test_a_failure_of_the_users_own_is_told_beside_a_loss(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
+    rig = rigs(plan_of(7, size=2))
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    rig.coordinator.listener(loss(7))
+    rig.manager.report_error(RuntimeError("not a number"))
+    assert "this step will not commit: not a number" in caplog.text
+
+
+def test_a_group_that_a_dead_member_keeps_from_being_built_is_one_line(
+    rigs: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = rigs(plan_of(7, size=2), verdicts=[False])
+    rig.group.failing_configure = ConfigureFailed("rank 1 did not come")
+    rig.manager.start_quorum()
+    assert not rig.manager.should_commit()
+    rig.coordinator.listener(loss(7))
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert line == LOST + "step 0 will not commit, and what runs in it is ended"
 
 
 def test_who_ends_does_not_blame_who_survives(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -671,7 +671,7 @@ def test_one_of_the_two_state_functions_is_not_enough() -> None:
 
 
 def test_the_log_says_what_happened_where(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "tft_algos.manager")
+    caplog.set_level(logging.DEBUG, "tft_algos.manager")
     rig = rigs(plan_of(7, size=2, healing=[1]), verdicts=[False])
     rig.manager.start_quorum()
     rig.manager.wait_quorum()
@@ -682,7 +682,9 @@ def test_the_log_says_what_happened_where(rigs: Any, caplog: pytest.LogCaptureFi
     text = "\n".join(lines)
     assert "reconfigured: quorum 7.0000000000000007, rank 0 of 2, 1 participants" in text
     assert "serving step 0 to ['replica_1']" in text
-    assert "should_commit=False enough_replicas=True errored=50% gone" in text
+    assert "this step will not commit: 50% gone" in text
+    assert "should_commit=False enough_replicas=True errored=RuntimeError" in text
+    assert text.count("gone") == 1
 
 
 def test_what_fails_a_step_is_told_once_a_step(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -739,11 +739,12 @@ class Manager:
                 plan.min_replica_size,
             )
         if not vote.yes:
+            # An error has a line of its own, with the loss that has caused it.
             self._reports.log(
-                logging.INFO,
+                logging.INFO if vote.error is None else logging.DEBUG,
                 "should_commit=False enough_replicas=%s errored=%s",
                 vote.enough_replicas,
-                "the broken quorum" if self._reports.follows_from_a_loss(vote.error) else vote.error,
+                None if vote.error is None else type(vote.error).__name__,
             )
         try:
             return self._coordinator.vote(
@@ -1066,6 +1067,7 @@ class Manager:
             self._giver_up.start()  # the manager server refuses the question that waits, and the step ends without one
         if not self._closing.is_set():
             self._waits.look(self._reducer.num_started)
+        self._reports.look()
         return self._where.look()
 
     def _leave_now(self, finished_step: int | None = None) -> None:
@@ -1130,6 +1132,7 @@ class Manager:
             if self._leaving.left:
                 self._serve_to_the_end(finished=finished)
         finally:
+            self._reports.write_held()  # what fails from now on fails by this end
             self._closing.set()
             self._end_parts(wait)
             at_exit.forget(self)

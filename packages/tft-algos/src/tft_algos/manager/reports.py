@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import final
+from dataclasses import replace
+from typing import Final, final
 
 from tft_algos.manager.attempt import Attempt, StepName
 from tft_algos.manager.core import StepCore
@@ -15,6 +16,11 @@ from tft_algos.manager.records import Records
 from tft_coord.core.names import shorten
 from tft_coord.core.types import LossNotice, QuorumKey
 from tft_coord.errors import GroupLost
+from tft_pg.errors import Aborted, ConfigureFailed, PeerFailed
+
+# What a process group says when a member has died. It says so before anybody knows who that was.
+_BY_A_PEER: Final = (PeerFailed, Aborted, ConfigureFailed)
+_LOOKS_TO_KNOW_WHO: Final = 2  # about a beat later the loss is known, if there is one
 
 logger = logging.getLogger("tft_algos.manager")
 
@@ -36,13 +42,20 @@ class Reports:
         self.records = Records(job_id=job_id, replica_id=replica_id, rank=rank)
         self._core = core
         self._loss = ""  # the last one that was logged
+        self._lost_in: QuorumKey | None = None  # the quorum of that, if a member was lost
+        self._held: tuple[StepName, str] | None = None  # a failure that the loss of a member may explain
+        self._looks = 0  # at that
+        self._holding = threading.Lock()
         self._who = f"{shorten(replica_id)}/{rank}"
 
     def log(self, level: int, message: str, *args: object) -> None:
         """A line that says who tells it, and in which step."""
         if logger.isEnabledFor(level):
-            said = shorten(message % args) if args else message
-            logger.log(level, "[%s - step %d] %s", self._who, self._core.step, said)
+            self._log_of(self._core.step, level, message % args if args else message)
+
+    def _log_of(self, step: int, level: int, sentence: str) -> None:
+        if logger.isEnabledFor(level):
+            logger.log(level, "[%s - step %d] %s", self._who, step, shorten(sentence))
 
     def error(self, error: Exception, name: StepName | None) -> None:
         """Something of a step has failed: a reduction, a future, or what the user says. `name`: None: the open one."""
@@ -52,9 +65,7 @@ class Reports:
         self.records.error(name or self._core.name, error, counts=counts)
         if counts:
             # One loss fails hundreds of reductions, each with the same words; the records have them all.
-            is_news = is_first and not self.follows_from_a_loss(error)
-            level = logging.WARNING if is_news else logging.DEBUG
-            self.log(level, "this step will not commit: %s", error)
+            self._step_failed(name or self._core.name, error, f"this step will not commit: {error}", is_news=is_first)
         else:
             self.log(logging.WARNING, "an error of %s came when that was over: %s", name or "a step", error)
 
@@ -64,8 +75,42 @@ class Reports:
         `is_closing`: this replica ends, and breaks the quorum itself, whatever the others say of one another.
         """
         self._loss = str(notice)
+        failed = ""
+        if not notice.lives:
+            with self._holding:
+                self._lost_in = notice.key
+                if self._held is not None and self._held[0].key == notice.key:
+                    failed, self._held = f"step {self._held[0].step} will not commit, and ", None
         level = logging.INFO if notice.lives else logging.WARNING
-        self.log(logging.DEBUG if is_closing else level, "%s; what runs in it is ended", notice)
+        self.log(logging.DEBUG if is_closing else level, "%s; %swhat runs in it is ended", notice, failed)
+
+    def look(self) -> None:
+        """Write the failure that is held back, if no loss has explained it. Call it once a beat."""
+        with self._holding:
+            self._looks += 1
+            is_due = self._looks > _LOOKS_TO_KNOW_WHO
+        if is_due:
+            self.write_held()
+
+    def write_held(self) -> None:
+        """Write the failure that is held back, if one is."""
+        with self._holding:
+            held, self._held = self._held, None
+        if held is not None:
+            self._log_of(held[0].step, logging.WARNING, held[1])
+
+    def _step_failed(self, name: StepName, error: Exception, sentence: str, *, is_news: bool = True) -> None:
+        """Log a failure of a step: once, and not beside the loss that explains it."""
+        by_peer = isinstance(error, _BY_A_PEER) and name.key is not None
+        before = None
+        with self._holding:
+            explained = self.follows_from_a_loss(error) or (by_peer and name.key == self._lost_in)
+            is_news = is_news and not explained
+            if is_news and by_peer:
+                before, self._held, self._looks = self._held, (name, sentence), 0
+        if before is not None:
+            self._log_of(before[0].step, logging.WARNING, before[1])
+        self._log_of(name.step, logging.WARNING if is_news and not by_peer else logging.DEBUG, sentence)
 
     def follows_from_a_loss(self, error: Exception | None) -> bool:
         """Whether an error only repeats the last loss."""
@@ -81,7 +126,9 @@ class Reports:
         """The process group could not be built for a quorum."""
         with self.lock:
             self._core.configure_failed(error)
-        self._tell(logging.WARNING, error, "could not configure quorum %s: %s", key, error)
+        self.records.error(self._core.name, error, counts=True)
+        name = replace(self._core.name, key=key)
+        self._step_failed(name, error, f"could not configure quorum {key}, so this step will not commit: {error}")
 
     def heal_failed(self, error: Exception, *, by_source: bool, traceback_of: BaseException | None = None) -> None:
         """This replica did not heal.
