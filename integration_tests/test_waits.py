@@ -17,9 +17,12 @@ import torch
 
 from tft_algos import Manager
 from tft_coord import LighthouseClient, ManagerServer
+from tft_coord.core.names import shorten
 from tft_coord.errors import DeadlinePassed
 from tft_lighthouse import LighthouseServer
 from tft_pg import ProcessGroupGloo
+from tft_suite.doctor.findings import findings
+from tft_suite.doctor.survey import survey
 
 BOUND: Final = timedelta(seconds=30)
 UUID: Final = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-")
@@ -145,14 +148,21 @@ def test_a_reduction_that_waits_names_who_is_not_in_it(caplog: pytest.LogCapture
 def test_two_lives_of_one_name_are_warned_of_on_all_sides(caplog: pytest.LogCaptureFixture, said: Said) -> None:
     with LighthouseServer("127.0.0.1:0", min_replicas=1) as lighthouse:
         heard = said("tft_lighthouse", "two replicas of the name 'twin' live")
-        with manager(lighthouse, "twin") as one, manager(lighthouse, "twin") as other:
+        with (
+            manager(lighthouse, "twin") as one,
+            manager(lighthouse, "twin") as other,
+            manager(lighthouse, "third") as third,
+        ):
             trainers = [
-                said("tft_algos.manager", f"[twin:{each.replica_id.split(':')[1][:8]}/0 - step 0] two replicas")
-                for each in (one, other)
+                said("tft_algos.manager", f"[{shorten(each.replica_id)}/0 - step 0] two replicas of the name 'twin'")
+                for each in (one, other, third)
             ]
             assert all(each.wait(BOUND.total_seconds()) for each in (heard, *trainers))
+            facts = survey({}, lighthouse=lighthouse.address, timeout=BOUND)
+            problems = [finding.sentence for finding in findings(facts) if finding.is_problem]
     (line,) = (message for message in caplog.messages if message.startswith("job default: two replicas"))
     assert len(re.findall(rf"twin:[0-9a-f]{{8}} at localhost:\d+ \(pid {os.getpid()}\)", line)) == 2, line
+    assert line in problems
 
 
 START: Final = """\

@@ -262,9 +262,13 @@ def test_two_living_replicas_of_one_name_are_warned_of_on_all_sides_once() -> No
     )
     assert names.run(60) == [
         effects.Warned("job", warning),
-        effects.TellWait(1, warning, True),
-        effects.TellWait(3, warning, True),
+        *(effects.TellWait(stream, warning, True) for stream in (1, 2, 3)),
     ]
+    assert names.core.warnings("job") == (warning,)
+    names.beats.remove(1)
+    names.core.handle(events.DeathReported(1, "killed"), names.now_ms, 1_000_000)
+    names.run(1)
+    assert names.core.warnings("job") == ()
 
 
 def test_a_restart_whose_predecessor_dies_is_no_second_life() -> None:

@@ -341,7 +341,7 @@ def test_what_a_lighthouse_says_of_itself() -> None:
         jobs=jobs,
     )
     assert codec.decode_description(codec.encode_description(said)) == replace(said, jobs=jobs[:1_000])
-    theirs = replace(said, jobs=(), torchft=DescribedJob("default", 7, 2, "nobody has asked"))
+    theirs = replace(said, jobs=(), torchft=DescribedJob("default", 7, 2, "nobody has asked", ("two replicas",)))
     assert codec.decode_description(codec.encode_description(theirs)) == theirs
     with pytest.raises(ProtocolError, match="version"):
         codec.decode_description(pb.DescribeResponse(version="two\nlines").SerializeToString())

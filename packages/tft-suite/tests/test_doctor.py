@@ -97,6 +97,15 @@ def lighthouse(**changes: object) -> tuple[LighthouseFacts, ...]:
             True,
         ),
         ({"lighthouses": lighthouse(description=None, is_foreign=True)}, ["lh:1", "heartbeat time-out alone"], False),
+        (
+            {
+                "lighthouses": lighthouse(
+                    description=replace(DESCRIPTION, jobs=(DescribedJob("j", 7, 3, "nobody", ("two of 'a' live",)),))
+                )
+            },
+            ["job j: two of 'a' live"],
+            True,
+        ),
         ({"lighthouses": lighthouse(answers_anybody=True)}, ["lighthouse at lh:1 has none", "TFT_TOKEN"], False),
         ({"lighthouses": lighthouse(clock_ahead_ms=-90_000)}, ["90 s behind", "NTP"], False),
         (

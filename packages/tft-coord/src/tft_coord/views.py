@@ -45,12 +45,13 @@ class Quorum:
 
 @dataclass(frozen=True, slots=True)
 class DescribedJob:
-    """One job of a lighthouse: its newest quorum (id 0: none yet), and what its next one waits for."""
+    """One job of a lighthouse: its newest quorum (id 0: none yet), what its next one waits for, and what is wrong."""
 
     name: str
     quorum_id: int
     num_members: int
     waiting_for: str
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -330,7 +330,8 @@ class LighthouseShell:
         timeouts = self._config.timeouts
         core, theirs = self._core, self._theirs
         jobs = tuple(
-            _described(name, core.quorum(name), core.wait_sentence(name, self._now_ms())) for name in core.jobs
+            _described(name, core.quorum(name), core.wait_sentence(name, self._now_ms()), core.warnings(name))
+            for name in core.jobs
         )
         lives = theirs.living(self._now_ms()) is not None
         return codec.encode_description(
@@ -411,6 +412,6 @@ class _Last(Generic[_T]):
         return self._last[1]
 
 
-def _described(job: str, quorum: Quorum | None, waiting_for: str) -> DescribedJob:
+def _described(job: str, quorum: Quorum | None, waiting_for: str, warnings: tuple[str, ...] = ()) -> DescribedJob:
     quorum_id, num_members = (quorum.key.quorum_id, len(quorum.members)) if quorum is not None else (0, 0)
-    return DescribedJob(job, quorum_id, num_members, waiting_for)
+    return DescribedJob(job, quorum_id, num_members, waiting_for, warnings)

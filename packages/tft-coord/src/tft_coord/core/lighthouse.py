@@ -22,7 +22,7 @@ from tft_coord.core.liveness import Accepted, Liveness, Lost, OpenRequest, Rejec
 from tft_coord.core.progress import HangWatch, Phase, Progress, hang_reason, stuck_reason
 from tft_coord.core.quorum import Form, Situation, Wait, decide, reason_for_new_id
 from tft_coord.core.types import MAX_INT64, Hello, LossNotice, Member, Quorum, QuorumKey, Refusal
-from tft_coord.core.waits import JobWait, NameWatch, WaitBoard, quorum_wait, step_wait, two_lives, waits_since
+from tft_coord.core.waits import JobWait, NameWatch, WaitBoard, quorum_wait, step_wait, waits_since
 from tft_coord.errors import ProtocolError, SettingError
 from tft_coord.timeouts import Timeouts
 
@@ -173,6 +173,10 @@ class LighthouseCore:
         wait = self._jobs[job].wait(now_ms) if job in self._jobs else None
         return wait.sentence if wait is not None else self.waiting_for(job)
 
+    def warnings(self, job: str) -> tuple[str, ...]:
+        """What is wrong with the job now, one sentence each: two living replicas of one name."""
+        return self._jobs[job].names.warnings if job in self._jobs else ()
+
     def look_at_waits(self, now_ms: int) -> list[effects.TellWait | effects.WaitNoticed | effects.Warned]:
         """Who is to be told now whom it waits for, and what is to be logged of it. Call it once a second."""
         out: list[effects.TellWait | effects.WaitNoticed | effects.Warned] = []
@@ -182,10 +186,11 @@ class LighthouseCore:
                 out += [effects.TellWait(stream, told.sentence) for stream in told.streams]
             if notice is not None:
                 out.append(effects.WaitNoticed(job.name, notice.seconds, notice.is_over, sentence))
-            for pair in job.names.look(job.liveness.replicas.values(), now_ms):
-                warning = two_lives(*pair)
+            for warning in job.names.look(job.liveness.replicas.values(), now_ms):
                 out.append(effects.Warned(job.name, warning))
-                out += [effects.TellWait(each.stream, warning, True) for each in pair if each.stream is not None]
+                # All of the job: what two of one name train harms the others as well.
+                living = (each for each in job.liveness.replicas.values() if each.healthy)
+                out += [effects.TellWait(each.stream, warning, True) for each in living if each.stream is not None]
         return out
 
     def handle(self, event: events.LighthouseEvent, now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:

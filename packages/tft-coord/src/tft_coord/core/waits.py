@@ -159,9 +159,10 @@ class NameWatch:
     def __init__(self) -> None:
         self._seen: dict[str, tuple[str, int]] = {}  # replica id: its name, and when it was seen first
         self._warned: set[frozenset[str]] = set()
+        self.warnings: tuple[str, ...] = ()  # that were right at the last look
 
-    def look(self, replicas: Collection[Replica], now_ms: int) -> list[tuple[Replica, Replica]]:
-        """Returns: each pair to be warned of now; once a pair."""
+    def look(self, replicas: Collection[Replica], now_ms: int) -> list[str]:
+        """Returns: what to warn of now, one sentence a pair; once a pair."""
         living = {each.replica_id: each for each in replicas if each.healthy and not each.presumed}
         self._seen = {name: self._seen.get(name) or (base_name(name), now_ms) for name in living}
         if self._warned:
@@ -170,15 +171,20 @@ class NameWatch:
         for replica_id, (name, _) in self._seen.items():
             if name:
                 by_name.setdefault(name, []).append(replica_id)
-        found = []
+        found: list[str] = []
+        warnings: list[str] = []
         for same in by_name.values():
             same.sort(key=lambda replica_id: self._seen[replica_id][1])
             for older, younger in pairwise(same):
                 lives_ms = min(living[older].heard_ms, living[younger].heard_ms) - self._seen[younger][1]
                 pair = frozenset((older, younger))
-                if lives_ms >= BOTH_LIVE_MS and pair not in self._warned:
+                if lives_ms < BOTH_LIVE_MS:
+                    continue
+                warnings.append(two_lives(living[older], living[younger]))
+                if pair not in self._warned:
                     self._warned.add(pair)
-                    found.append((living[older], living[younger]))
+                    found.append(warnings[-1])
+        self.warnings = tuple(warnings)
         return found
 
 

@@ -51,6 +51,7 @@ from tft_coord.wire.limits import (
     MAX_MEMBERS,
     MAX_NAME_BYTES,
     MAX_SENTENCE_BYTES,
+    MAX_WARNINGS_DESCRIBED,
     MAX_WORLD_SIZE,
 )
 
@@ -342,6 +343,7 @@ def _job_to_wire(job: DescribedJob) -> pb.DescribedJob:
         quorum_id=job.quorum_id,
         num_members=job.num_members,
         waiting_for=fields.clip(job.waiting_for),
+        warnings=[fields.clip(warning) for warning in job.warnings[:MAX_WARNINGS_DESCRIBED]],
     )
 
 
@@ -368,6 +370,10 @@ def _job_from_wire(job: pb.DescribedJob) -> DescribedJob:
         quorum_id=fields.checked_count("quorum_id", job.quorum_id, MAX_INT64),
         num_members=fields.checked_count("num_members", job.num_members, MAX_MEMBERS),
         waiting_for=fields.checked_printable("waiting_for", job.waiting_for, MAX_SENTENCE_BYTES),
+        warnings=tuple(
+            fields.checked_printable("warnings", warning, MAX_SENTENCE_BYTES)
+            for warning in job.warnings[:MAX_WARNINGS_DESCRIBED]
+        ),
     )
 
 

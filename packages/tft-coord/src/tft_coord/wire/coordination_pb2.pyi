@@ -574,16 +574,18 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribedJob(_message.Message):
-    __slots__ = ("name", "quorum_id", "num_members", "waiting_for")
+    __slots__ = ("name", "quorum_id", "num_members", "waiting_for", "warnings")
     NAME_FIELD_NUMBER: _ClassVar[int]
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_MEMBERS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
     name: str
     quorum_id: int
     num_members: int
     waiting_for: str
-    def __init__(self, name: _Optional[str] = ..., quorum_id: _Optional[int] = ..., num_members: _Optional[int] = ..., waiting_for: _Optional[str] = ...) -> None: ...
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., quorum_id: _Optional[int] = ..., num_members: _Optional[int] = ..., waiting_for: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
     __slots__ = ("version", "started_ms", "now_ms", "cluster_id", "min_replicas", "join_timeout_ms", "heartbeat_timeout_ms", "quorum_tick_ms", "jobs", "torchft")

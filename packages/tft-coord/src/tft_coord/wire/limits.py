@@ -15,6 +15,7 @@ MAX_HANDLES_BYTES = 256 * 1024  # of one member, together
 MAX_SENTENCE_BYTES = 4096
 MAX_MEMBERS = 100_000
 MAX_JOBS_DESCRIBED = 1_000
+MAX_WARNINGS_DESCRIBED = 20
 MAX_WORLD_SIZE = 1_000_000
 MAX_COUNT = 2**31 - 1
 MAX_HEALED_BYTES = MAX_INT64 // MAX_WORLD_SIZE  # of one rank, so that the sum over a group's ranks always fits

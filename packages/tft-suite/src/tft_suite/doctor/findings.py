@@ -157,7 +157,10 @@ def _of_lighthouses(facts: Facts) -> Iterator[Finding]:
             )
         elif each.trouble:
             yield Finding(each.trouble)  # the words of a trainer's start, which name the lighthouse
-        elif abs(each.clock_ahead_ms) >= _CLOCKS_DIFFER_MS:
+        for job in each.description.jobs if each.description is not None else ():
+            for warning in job.warnings:
+                yield Finding(f"job {job.name}: {warning}")
+        if abs(each.clock_ahead_ms) >= _CLOCKS_DIFFER_MS:
             way = "ahead of" if each.clock_ahead_ms > 0 else "behind"
             yield Finding(
                 f"the clock of the lighthouse at {each.address} is {abs(each.clock_ahead_ms) / 1000:.0f} s {way} this "
