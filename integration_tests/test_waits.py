@@ -103,7 +103,7 @@ def test_one_of_two_that_does_not_come_is_named_everywhere(caplog: pytest.LogCap
         early.wait_quorum()
         assert all(each.wait(BOUND.total_seconds()) for each in (heard, over))
     unique = late.replica_id.split(":")[1][:8]
-    place = rf"evaluates:{unique} at localhost:\d+ \(step 0, between this step and the next for \d+ s\)"
+    place = rf"evaluates:{unique} at localhost:\d+ \(step 1, between two steps for \d+ s\)"
     sentence = rf"1 of min_replicas 2 have asked; not asked: {place}; ends when another replica asks, or --min-replicas"
     assert re.search(sentence, str(raised.value)), raised.value
     assert re.search(sentence, doctor), doctor

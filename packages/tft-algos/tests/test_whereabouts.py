@@ -46,6 +46,7 @@ def test_between_two_steps_it_is_outside(make: Any, clock: ManualClock) -> None:
     rig.step()
     clock.now_s += 300
     assert look(rig).phase is Phase.OUTSIDE
+    assert look(rig).step == rig.manager.current_step() == 1
     clock.now_s += 1
     assert look(rig).since_ms == 1_000
     assert not look(rig).is_hung

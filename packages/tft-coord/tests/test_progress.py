@@ -63,8 +63,8 @@ def group_of(*words: Progress, at_ms: int = 0) -> GroupProgress:
 
 def test_a_group_whose_ranks_say_nothing_says_nothing() -> None:
     progress = GroupProgress(2, TIMEOUTS)
-    for event in (progress.votes, progress.ended):
-        event(0, 5)
+    progress.votes(0, 5)
+    progress.ended(0, 4, 5)
     progress.asked(0, 3, 5)
     progress.planned(0, 3, 6, excused=False, heals=False)
     assert progress.now(100_000) is None
@@ -152,14 +152,14 @@ class TestSilence:
 
     def test_a_verdict_ends_the_step(self) -> None:
         progress = group_of(word(OWN, 100))
-        progress.ended(0, 50)
-        assert progress.now(1_000) == word(OUTSIDE, 950)
+        progress.ended(0, 8, 50)
+        assert progress.now(1_000) == word(OUTSIDE, 950, step=8)
 
     @pytest.mark.parametrize("late", [word(WAITING, 116), word(REDUCING, 2), word(OWN, 300)])
     def test_a_beat_that_the_verdict_overtook_says_nothing(self, late: Progress) -> None:
         """It was on its way when the rank was answered, and evaluates now without giving its lock up."""
         progress = group_of(word(OWN, 100))
-        progress.ended(0, 50)
+        progress.ended(0, 8, 50)
         progress.said(0, late, 53)
         assert not progress.is_hung(1_000_000)
 
@@ -179,7 +179,7 @@ class TestSilence:
 
     def test_so_is_one_of_what_came_after(self) -> None:
         progress = group_of(word(OWN, 100))
-        progress.ended(0, 50)
+        progress.ended(0, 8, 50)
         progress.said(0, word(OWN, 1), 60)  # its optimizer
         assert progress.is_hung(60 + LIMIT_MS)
 

@@ -120,8 +120,8 @@ def test_with_two_replicas_the_missing_one_is_named_with_its_place_and_address()
     told = [order for _, order in orders if isinstance(order, effects.TellWait)]
     assert {order.stream for order in told} == {1}  # who waits, and nobody else
     sentence = (
-        "1 of 2 healthy replicas have asked, and a majority is needed; not asked: b at b-host:1 (step 7, between this "
-        "step and the next for 5 s); ends when it asks or is lost"
+        "1 of 2 healthy replicas have asked, and a majority is needed; not asked: b at b-host:1 (step 7, between "
+        "two steps for 5 s); ends when it asks or is lost"
     )
     lines = [(now_ms, order) for now_ms, order in orders if isinstance(order, effects.WaitNoticed)]
     assert lines[0] == (7_000, effects.WaitNoticed("job", 5, False, sentence))

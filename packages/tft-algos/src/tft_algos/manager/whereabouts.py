@@ -83,8 +83,9 @@ class Whereabouts:
         here = (core.name.attempt, phase, self._num_reductions(), self._inner_steps)
         if here != self._last:
             self._last, self._since_s = here, now_s
+        is_between = core.phase is StepPhase.IDLE and not core.num_deferred
         return Progress(
-            step=plan.step if plan is not None else core.step,
+            step=core.step if plan is None or is_between else plan.step,
             phase=phase,
             since_ms=round((now_s - self._since_s) * 1_000),
             excused=self.excused or self.quorum_pends,

@@ -165,7 +165,7 @@ class GroupCore:
                 progress.asked(event.rank, event.request.step, now_ms)
             case events.RankVoted():
                 progress.votes(event.rank, now_ms)
-        verdict = isinstance(event, events.RankVoted) and event.purpose is Purpose.COMMIT
+        voted_on = event.step if isinstance(event, events.RankVoted) and event.purpose is Purpose.COMMIT else None
         key = self._followed
         for order in decided:
             match order:
@@ -174,8 +174,8 @@ class GroupCore:
                     progress.planned(rank, plan.step, now_ms, excused=plan.key != key, heals=plan.heal)
                 case effects.AnswerRankUnchanged(_, rank):
                     progress.planned(rank, None, now_ms, excused=False, heals=False)
-                case effects.AnswerVote(_, rank) if verdict:
-                    progress.ended(rank, now_ms)
+                case effects.AnswerVote(_, rank, verdict) if voted_on is not None:
+                    progress.ended(rank, voted_on + verdict.yes, now_ms)
 
     def _handle(self, event: events.GroupEvent, now_ms: int) -> list[effects.GroupEffect]:
         match event:

@@ -32,7 +32,7 @@ class Phase(enum.Enum):
 
 
 WORDS: Final = {
-    Phase.OUTSIDE: "between this step and the next",
+    Phase.OUTSIDE: "between two steps",
     Phase.OWN: "busy with its own part of the step",
     Phase.WAITING: "waiting",
     Phase.REDUCING: "in a reduction",
@@ -44,7 +44,7 @@ class Progress:
     """What a rank, or the group of it, says of its training thread.
 
     Args:
-        step: committed steps when the running one began.
+        step: committed steps: between two steps all of them, in a step those before it.
         phase: where in it.
         since_ms: for so many milliseconds without a break.
         excused: the step is the first after a start, a healing or a reconfiguration, and may take any time.
@@ -155,11 +155,9 @@ class GroupProgress:
         if word is not None:
             self._is(rank, Phase.WAITING, word.progress.step, now_ms, excused=word.progress.excused)
 
-    def ended(self, rank: int, now_ms: int) -> None:
-        """A rank is given the verdict on its step, and is between two steps."""
-        word = self._words.get(rank)
-        if word is not None:
-            self._is(rank, Phase.OUTSIDE, word.progress.step, now_ms, excused=False)
+    def ended(self, rank: int, step: int, now_ms: int) -> None:
+        """A rank is given the verdict on its step, and is between two steps. `step`: those that are committed now."""
+        self._is(rank, Phase.OUTSIDE, step, now_ms, excused=False)
 
     def _is(self, rank: int, phase: Phase, step: int, now_ms: int, *, excused: bool) -> None:
         word = self._words.get(rank)
