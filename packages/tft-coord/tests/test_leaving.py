@@ -460,6 +460,13 @@ class TestDraining:
         table.hello("b:1")
         assert self.drain(table, "b") == [effects.AskToLeave(2, "its host goes down", 7_000)]
 
+    def test_the_short_id_of_logs_is_enough(self) -> None:
+        table = Table()
+        table.pass_ms(400)
+        table.hello("a:1f3a9c1d-1234-4abc-8def-0123456789ab")
+        table.give(events.HelloReceived(5, Hello("job", "a:0f3a9c1d-1234-4abc-8def-0123456789ab", 1, "a2:1")))
+        assert self.drain(table, "a:0f3a9c1d") == [effects.AskToLeave(5, "its host goes down", 7_000)]
+
     def test_a_name_that_two_have_is_refused_with_both(self) -> None:
         table = Table()
         table.pass_ms(400)

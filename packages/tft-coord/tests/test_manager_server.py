@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -451,6 +452,15 @@ def test_a_rank_that_does_not_reach_its_server_says_what_it_saw_last() -> None:
     says = r"was not taken within 0\.5 s \(the name no\.such\.host\.invalid is unknown \(.*\)\); check the address"
     with pytest.raises(Unreachable, match=says):
         ManagerClient("no.such.host.invalid:1", timedelta(seconds=0.5), group_rank=0, connect_now=False)
+
+
+@pytest.mark.parametrize("group_rank", [None, 0])
+def test_what_a_server_refuses_is_said_once_without_grpcs_own_text(group_rank: int | None) -> None:
+    with serve(token="the-right-one") as server, pytest.raises(Refused, match="shared secret") as raised:
+        ManagerClient(server.address(), LATE, group_rank=group_rank, token="a-wrong-one").checkpoint_metadata(0, LATE)
+    text = "".join(traceback.format_exception(raised.value))
+    assert text.count("shared secret") == 1
+    assert "RpcError" not in text
 
 
 # --- settings and the process ----------------------------------------------------------------------------------------

@@ -11,9 +11,17 @@ from __future__ import annotations
 
 import traceback
 
+from tft_coord.core.names import shorten
+
 
 class TrainingError(Exception):
-    """Base of every error that tft-algos raises on purpose."""
+    """Base of every error that tft-algos raises on purpose.
+
+    Its text has short replica ids, its `args` have whole ones.
+    """
+
+    def __str__(self) -> str:
+        return shorten(super().__str__())
 
 
 class SettingError(TrainingError, ValueError):
@@ -53,7 +61,7 @@ class LeftJob(SystemExit):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(message)
+        super().__init__(shorten(message))
         self.code = 0  # or the message would be the exit code: printed, and 1
 
 

@@ -8,7 +8,8 @@ Law of this file: classes only, no decisions and no I/O.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from tft_ckpt.key import StateKey
@@ -26,8 +27,18 @@ __all__ = [
 ]
 
 
+_UUID: Final = re.compile(r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b")
+
+
 class CheckpointError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of every error that this package raises on purpose.
+
+    Its text has short replica ids, its `args` have whole ones.
+    """
+
+    def __str__(self) -> str:
+        """The message, with replica ids as people read them: `replica_1:0f3a9c1d`."""
+        return _UUID.sub(r"\1", super().__str__())
 
 
 class WrongSetting(CheckpointError, ValueError):

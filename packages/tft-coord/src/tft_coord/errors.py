@@ -6,9 +6,17 @@ happened, where, and what to do.
 
 from __future__ import annotations
 
+from tft_coord.core.names import shorten
+
 
 class CoordinationError(Exception):
-    """Base of every error that tft-coord raises on purpose."""
+    """Base of every error that tft-coord raises on purpose.
+
+    Its text has short replica ids, its `args` have whole ones.
+    """
+
+    def __str__(self) -> str:
+        return shorten(super().__str__())
 
 
 class SettingError(CoordinationError, ValueError):

@@ -7,7 +7,9 @@ what to do. The law of this file: errors only, no decisions about when they are 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import Final
 
 __all__ = [
     "Aborted",
@@ -55,6 +57,9 @@ class Where:
         return ", ".join(parts)
 
 
+_UUID: Final = re.compile(r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b")
+
+
 class ProcessGroupError(RuntimeError):
     """The base of all errors of this package.
 
@@ -66,6 +71,10 @@ class ProcessGroupError(RuntimeError):
     def __init__(self, message: str, *, where: Where | None = None) -> None:
         super().__init__(message)
         self.where = where
+
+    def __str__(self) -> str:
+        """The message, with replica ids as people read them: `replica_1:0f3a9c1d`."""
+        return _UUID.sub(r"\1", super().__str__())
 
 
 class InvalidSetting(ProcessGroupError, ValueError):

@@ -26,10 +26,11 @@ from tft_algos.manager.fingerprint import OwnFingerprint
 from tft_algos.manager.island import global_ranks
 from tft_algos.manager.leaving import Leaving
 from tft_algos.manager.parts import Group, ServerRestarted
+from tft_algos.manager.reports import raise_told
 from tft_algos.manager.shared import Shared
 from tft_algos.manager.whereabouts import Whereabouts
 from tft_coord.core.types import LossNotice, Plan, QuorumKey, RankRequest, Refusal
-from tft_coord.errors import Closed, Refused
+from tft_coord.errors import Closed, GroupLost, Refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,10 @@ class Negotiation:
     def wait(self) -> None:
         """Wait for the end. Raises: why there is no plan."""
         if self._last is not None:
-            self._last.result()
+            try:
+                self._last.result()
+            except (GroupLost, Refused) as error:
+                raise_told(error)
 
     def plan(self) -> Plan | None:
         """The plan of this step, waited for; None if there is none. Never raises what the quorum raised."""

@@ -72,7 +72,9 @@ class Records:
     def error(self, name: StepName, error: BaseException, *, counts: bool) -> None:
         """Something has failed."""
         if self.errors.isEnabledFor(logging.DEBUG):
-            told = {"error": str(error), "error_type": type(error).__name__, "counts": counts}
+            # Machines get whole ids; the text for people has short ones.
+            text = error.args[0] if len(error.args) == 1 and isinstance(error.args[0], str) else str(error)
+            told = {"error": text, "error_type": type(error).__name__, "counts": counts}
             self._write(self.errors, name, "error", **told)
 
     def _write(self, logger: logging.Logger, name: StepName, event: str, **facts: object) -> None:

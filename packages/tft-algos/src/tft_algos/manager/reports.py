@@ -8,14 +8,14 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import replace
-from typing import Final, final
+from typing import Final, NoReturn, final
 
-from tft_algos.manager.attempt import Attempt, StepName
+from tft_algos.manager.attempt import FATAL, Attempt, StepName
 from tft_algos.manager.core import StepCore
 from tft_algos.manager.records import Records
 from tft_coord.core.names import shorten
 from tft_coord.core.types import LossNotice, QuorumKey
-from tft_coord.errors import GroupLost
+from tft_coord.errors import GroupLost, Refused
 from tft_pg.errors import Aborted, ConfigureFailed, PeerFailed
 
 # What a process group says when a member has died. It says so before anybody knows who that was.
@@ -23,6 +23,13 @@ _BY_A_PEER: Final = (PeerFailed, Aborted, ConfigureFailed)
 _LOOKS_TO_KNOW_WHO: Final = 2  # about a beat later the loss is known, if there is one
 
 logger = logging.getLogger("tft_algos.manager")
+
+
+def raise_told(error: Exception) -> NoReturn:
+    """Raise an error. The frames of a thread that has only heard it from another process add nothing."""
+    if isinstance(error, (Refused, GroupLost)):
+        raise error.with_traceback(None) from None
+    raise error
 
 
 @final
@@ -74,7 +81,7 @@ class Reports:
 
         `is_closing`: this replica ends, and breaks the quorum itself, whatever the others say of one another.
         """
-        self._loss = str(notice)
+        self._loss = shorten(str(notice))
         failed = ""
         if not notice.lives:
             with self._holding:
@@ -114,13 +121,14 @@ class Reports:
 
     def follows_from_a_loss(self, error: Exception | None) -> bool:
         """Whether an error only repeats the last loss."""
-        return bool(self._loss) and self._loss in str(error)
+        return bool(self._loss) and self._loss in shorten(str(error))
 
     def no_quorum(self, error: Exception, *, others_go_on: bool) -> None:
         """The step has no quorum. `others_go_on`: see `StepCore.quorum_failed`."""
         with self.lock:
             self._core.quorum_failed(error, others_go_on=others_go_on)
-        self._tell(logging.WARNING, error, "no quorum: %s", error)
+        # The training thread raises what this process can't go on with; its sentence is said there.
+        self._tell(logging.DEBUG if isinstance(error, FATAL) else logging.WARNING, error, "no quorum: %s", error)
 
     def configure_failed(self, key: QuorumKey, error: Exception) -> None:
         """The process group could not be built for a quorum."""
@@ -165,7 +173,7 @@ class Reports:
         """Raise that with which this process can't go on, if there is such a thing. `attempt`: None: the open one."""
         fatal = self._core.fatal if attempt is None else self._core.fatal_of(attempt)
         if fatal is not None:
-            raise fatal
+            raise_told(fatal)
 
     def _tell(self, level: int, error: Exception, message: str, *args: object) -> None:
         self.records.error(self._core.name, error, counts=True)

@@ -112,13 +112,13 @@ class Caller:
                     refused = secret_refused(failure.details() or "no reason given", shown=bool(self._metadata))
                     raise Refused(f"{self.peer} {refused}", code="unauthenticated") from None
                 if not isinstance(error, Unreachable) or not again:
-                    raise error from failure
+                    raise error from None  # grpc's own text only repeats it
                 now = time.monotonic()
                 # A call that waited before it broke had a connection until now.
                 if broken_since is None or now - tried_at > 1.0:
                     broken_since = now
                 if now - broken_since >= self._broken_at_most_s:
-                    raise error from failure
+                    raise error from None
             except ValueError as error:  # grpc's word for a channel that was closed between two lines
                 raise Closed(f"{what}: this client was closed; make a new one") from error
             time.sleep(random.uniform(0.05, 0.1))

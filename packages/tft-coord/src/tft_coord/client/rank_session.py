@@ -31,7 +31,7 @@ from tft_coord.core.types import (
     Verdict,
     WaitsFor,
 )
-from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, GroupLost, Unreachable
+from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, GroupLost, Refused, Unreachable
 from tft_coord.news import News
 from tft_coord.rpc import grpc
 from tft_coord.security import call_metadata
@@ -125,7 +125,11 @@ class RankSession:
             case rank_codec.Failure(code, message):
                 raise error_of_code(code, message, what)
             case CoordinationError() as error:
-                raise type(error)(f"{what}: {error}") from error
+                # The loop's frames add nothing, and its text would stand here twice.
+                told = type(error)(f"{what}: {error.args[0] if error.args else error}")
+                if isinstance(error, Refused) and isinstance(told, Refused):
+                    told.code = error.code
+                raise told from None
             case answer:
                 return answer
 
@@ -220,7 +224,7 @@ class RankSession:
                     return
                 error = error_of(failure, self._what) if isinstance(failure, grpc.aio.AioRpcError) else failure
                 if not isinstance(error, Unreachable):
-                    raise error from failure
+                    raise error from None
                 if self._outbox is not None:
                     logger.info("%s broke: %s", self._what, error)
                     broken_at = time.monotonic()

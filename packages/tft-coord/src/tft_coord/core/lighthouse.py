@@ -19,6 +19,7 @@ from tft_coord.core.assignment import all_at, assign
 from tft_coord.core.handshake import Handshake, Room, Standing
 from tft_coord.core.job_end import JobEnd
 from tft_coord.core.liveness import Accepted, Liveness, Lost, OpenRequest, Rejected, Replica
+from tft_coord.core.names import shorten
 from tft_coord.core.progress import HangWatch, Phase, Progress, hang_reason, stuck_reason
 from tft_coord.core.quorum import Form, Situation, Wait, decide, reason_for_new_id
 from tft_coord.core.types import MAX_INT64, Hello, LossNotice, Member, Quorum, QuorumKey, Refusal
@@ -596,6 +597,8 @@ class Job:
         """Ask a replica to leave, now and on every new stream, until it has. Who is lost or has left can't be asked."""
         known = [replica for replica in self.liveness.replicas.values() if not replica.presumed]
         found = [replica for replica in known if replica.replica_id == event.replica]
+        # Logs and errors say the short one.
+        found = found or [replica for replica in known if shorten(replica.replica_id) == event.replica]
         found = found or [replica for replica in known if replica.replica_id.startswith(f"{event.replica}:")]
         gone = [replica for replica in found if not replica.healthy]
         found = [replica for replica in found if replica.healthy]

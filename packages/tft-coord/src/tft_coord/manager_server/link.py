@@ -245,7 +245,7 @@ class LighthouseLink:
                     # Who has reported its own end is refused as dead; that is no news.
                     is_start = code in ("unauthenticated", "wrong_server")
                     if is_start:
-                        logger.error("replica %s can't start: %s", self._replica_id, message)
+                        logger.info("replica %s can't start: %s", self._replica_id, message)  # the trainer raises it
                     elif not (self._reported_death and code == Refusal.DEAD.value):
                         logger.error("replica %s: the lighthouse refuses it (%s): %s", self._replica_id, code, message)
                     if not is_start:
