@@ -285,6 +285,21 @@ def test_those_that_say_nothing_are_few() -> None:
     in_loop(test)
 
 
+def test_one_host_does_not_push_out_another() -> None:
+    async def test() -> None:
+        async with served() as port:
+            _, offer = offered(port, lambda end: None)
+            other, others_writer = await asyncio.open_connection(HOST, offer.port, local_addr=("127.0.0.2", 0))
+            silent = [await asyncio.open_connection(HOST, offer.port) for _ in range(direct.MOST_SILENT)]
+            with suppress(ConnectionError):
+                assert await silent[0][0].read(1) == b""
+            assert not other.at_eof()
+            for writer in (others_writer, *(writer for _, writer in silent)):
+                writer.close()
+
+    in_loop(test)
+
+
 def test_without_a_descriptor_it_waits_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,16 +13,22 @@ import grpc
 import grpc.aio
 import pytest
 
+from tft_coord import descriptors
+from tft_coord.timeouts import Timeouts
 from tft_coord.transport import server as module
-from tft_coord.transport import steady
+from tft_coord.transport import settings, steady
 from tft_coord.transport.server import Server
+from tft_coord.transport.settings import Options
+from tft_coord.wire import services
 from tft_coord.wire.services import Context, Services, call_stub, stream_stub
 
 ECHO = "/torchft.ManagerService/Quorum"
 STREAM = "/torchft.TftManagerService/Session"
 WITHIN_S = 20.0
 NO_TEXT = b"/torchft.\xefManager/Quorum"
+OPENING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\x04\0\0\0\0\0"
 UNIMPLEMENTED = b"grpc-status\x0212"
+UNAUTHENTICATED = b"grpc-status\x0216"
 
 
 async def echo(request: bytes, _context: Context) -> bytes:
@@ -33,16 +40,17 @@ async def echo_all(_requests: object, context: Context) -> None:
         await context.write(message)
 
 
-def opening(method: bytes) -> bytes:
-    """What a client of HTTP/2 says first, and the headers of one call."""
+def opening(method: bytes, message: bytes = b"") -> bytes:
+    """What a client of HTTP/2 says first, and the headers of one call with the beginning of a message."""
 
     def text(words: bytes) -> bytes:
         return bytes([len(words)]) + words
 
     headers = b"\x83\x86\x04" + text(method) + b"\x01" + text(b"here") + b"\x0f\x10" + text(b"application/grpc")
     headers += b"\x00" + text(b"te") + text(b"trailers")
-    settings = b"\0\0\0\x04\0\0\0\0\0"
-    return b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings + bytes([0, 0, len(headers), 1, 4, 0, 0, 0, 1]) + headers
+    data = bytes([0, 0, len(message), 0, 0, 0, 0, 0, 1]) + message if message else b""
+    headers = bytes([0, 0, len(headers), 1, 4, 0, 0, 0, 1]) + headers
+    return OPENING + headers + data
 
 
 async def say(port: int, words: bytes) -> bytes:
@@ -72,14 +80,18 @@ def at(port: int) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)])
 
 
-def serving(token: str | None = None) -> Server:
-    return Server([("grpc.so_reuseport", 0)], Services(unary={ECHO: echo}, streams={STREAM: echo_all}, token=token))
+def serving(token: str | None = None, options: Options = [("grpc.so_reuseport", 0)]) -> Server:  # noqa: B006
+    return Server(options, Services(unary={ECHO: echo}, streams={STREAM: echo_all}, token=token))
 
 
 @asynccontextmanager
-async def listening(token: str | None = None) -> AsyncIterator[tuple[Server, int]]:
-    """A server that answers, and its port."""
-    server = serving(token)
+async def listening(token: str | None = None, *, with_limits: bool = False) -> AsyncIterator[tuple[Server, int]]:
+    """A server that answers, and its port.
+
+    Args:
+        with_limits: it has the options that the servers of this package have.
+    """
+    server = serving(token, settings.server_options(Timeouts())) if with_limits else serving(token)
     port = server.bind("127.0.0.1:0")
     await server.start()
     try:
@@ -118,6 +130,147 @@ def test_the_secret_is_asked_for() -> None:
             assert await status_of(channel, STREAM) is grpc.StatusCode.UNAUTHENTICATED
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("method", [ECHO, STREAM])
+def test_a_refused_call_is_refused_by_its_headers(method: str) -> None:
+    """It announces eight megabytes and sends none of them: who waits for them, waits."""
+
+    async def run() -> None:
+        async with listening(token="a secret of the job") as (_, port):
+            answer = await asyncio.wait_for(say(port, opening(method.encode(), b"\0\0\x80\0\0")), WITHIN_S)
+            assert UNAUTHENTICATED in answer
+
+    asyncio.run(run())
+
+
+def test_a_flood_of_refused_calls_is_answered_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "LATE_S", 2 * WITHIN_S)
+    most_at_once = 2 * services.AT_ONCE_A_SECOND  # a second may end meanwhile
+
+    async def run() -> None:
+        async with listening(token="a secret of the job") as (_, port), at(port) as channel, at(port) as honest:
+            calls = [asyncio.ensure_future(status_of(channel, ECHO)) for _ in range(4 * most_at_once)]
+            while sum(each.done() for each in calls) < services.AT_ONCE_A_SECOND:
+                await asyncio.wait([each for each in calls if not each.done()], return_when=asyncio.FIRST_COMPLETED)
+            show = (("authorization", "Bearer a secret of the job"),)
+            for _ in range(10):
+                assert await call_stub(honest, ECHO)(b"a word", metadata=show, timeout=WITHIN_S) == b"a word"
+            done = [each for each in calls if each.done()]
+            assert {each.result() for each in done} == {grpc.StatusCode.UNAUTHENTICATED}
+            assert len(done) <= most_at_once
+            for each in calls:
+                each.cancel()
+            await asyncio.wait(calls)
+
+    asyncio.run(run())
+
+
+def test_no_more_refused_calls_wait_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "LATE_S", 2 * WITHIN_S)
+    monkeypatch.setattr(services, "MOST_LATE", 3)
+
+    async def run() -> None:
+        async with listening(token="a secret of the job") as (_, port), at(port) as channel:
+            calls = [asyncio.ensure_future(status_of(channel, ECHO)) for _ in range(80)]
+            while sum(not each.done() for each in calls) > services.MOST_LATE:
+                await asyncio.wait([each for each in calls if not each.done()], return_when=asyncio.FIRST_COMPLETED)
+            for each in calls:
+                each.cancel()
+            await asyncio.wait(calls)
+
+    asyncio.run(asyncio.wait_for(run(), WITHIN_S))
+
+
+def test_a_connection_without_a_call_is_ended_and_its_client_connects_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "CONNECTION_IDLE_MS", 50)
+
+    async def run() -> None:
+        async with listening(with_limits=True) as (_, port), at(port) as channel:
+            await until_answered(channel)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(OPENING)
+            assert b"idle" in await asyncio.wait_for(reader.read(-1), WITHIN_S)
+            writer.close()
+            while channel.get_state() is not grpc.ChannelConnectivity.IDLE:
+                await channel.wait_for_state_change(channel.get_state())
+            assert await call_stub(channel, ECHO)(b"again", timeout=WITHIN_S) == b"again"
+
+    asyncio.run(asyncio.wait_for(run(), WITHIN_S))
+
+
+def test_a_stream_outlives_the_age_of_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection takes no new calls; the client's next one opens another."""
+    monkeypatch.setattr(settings, "CONNECTION_AGE_MS", 50)
+
+    async def run() -> None:
+        async with listening(with_limits=True) as (_, port), at(port) as channel:
+            stream = stream_stub(channel, STREAM)()
+            await stream.write(b"young")
+            assert await stream.read() == b"young"
+            while channel.get_state() is not grpc.ChannelConnectivity.IDLE:
+                await channel.wait_for_state_change(channel.get_state())
+            await until_answered(channel)
+            await stream.write(b"old")
+            assert await stream.read() == b"old"
+            await stream.done_writing()
+            assert await stream.read() is grpc.aio.EOF
+
+    asyncio.run(asyncio.wait_for(run(), WITHIN_S))
+
+
+def test_connections_are_fewer_than_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(descriptors, "limit", lambda: 6)
+
+    async def run() -> None:
+        async with listening(with_limits=True) as (_, port), at(port) as channel:
+            await until_answered(channel)
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+            reading = [asyncio.ensure_future(reader.read(1)) for reader, _ in silent]
+            ended = 0
+            for answered in asyncio.as_completed(reading):
+                ended += await answered == b""
+                if ended == 2:
+                    break
+            assert ended == 2
+            await until_answered(channel)
+            for reader in reading:
+                reader.cancel()
+            for _, writer in silent:
+                writer.close()
+            await asyncio.wait(reading)
+
+    asyncio.run(asyncio.wait_for(run(), WITHIN_S))
+
+
+def test_few_descriptors_are_warned_of_once_in_a_while(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(descriptors, "LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(descriptors, "limit", lambda: 5)
+    looks: list[int] = []
+
+    def lowest_free() -> int:
+        looks.append(4 if len(looks) < 3 else 5)
+        return looks[-1]
+
+    monkeypatch.setattr(descriptors, "_lowest_free", lowest_free)
+
+    async def run() -> None:
+        async with listening():
+            while len(looks) < 9:
+                await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(run(), WITHIN_S))
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "nearly all of its 5 descriptors in use" in line
+
+
+def test_the_number_of_open_files_is_seen() -> None:
+    before = descriptors._lowest_free()
+    with open(os.devnull), open(os.devnull):
+        assert descriptors._lowest_free() > before
+    assert descriptors._lowest_free() == before < descriptors.limit()
 
 
 def test_open_calls_have_the_grace() -> None:

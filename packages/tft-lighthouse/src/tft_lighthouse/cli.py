@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -21,7 +20,6 @@ USAGE_ERROR = 2
 ENDED_BY: Final = (signal.SIGINT, signal.SIGTERM)
 # Each replica group holds a connection, and so does each of torchft's.
 FEW_DESCRIPTORS: Final = 4096
-MOST_DESCRIPTORS: Final = 1 << 20  # where the limit says "any number"
 DESCRIPTORS_OF_ONE: Final = 2  # a replica's stream, and its socket
 OTHER_DESCRIPTORS: Final = 64  # logs, the listening sockets, what grpc waits with
 
@@ -48,13 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _serve(settings: argparse.Namespace) -> int:
     # grpc's own words about a port in use or a client that went away would stand beside ours.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    from tft_coord.descriptors import raise_limit
     from tft_coord.errors import SettingError
     from tft_coord.logs import configure_process
     from tft_coord.security import read_token
     from tft_lighthouse.server import LighthouseServer
 
     configure_process(logging.INFO)
-    descriptors = _take_all_descriptors()
+    descriptors = raise_limit()
     try:
         server = LighthouseServer(
             bind=settings.bind,
@@ -78,19 +77,6 @@ def _serve(settings: argparse.Namespace) -> int:
     with server:
         signal.sigwait(ENDED_BY)
     return 0
-
-
-def _take_all_descriptors() -> int:
-    """Raise the soft limit of open files to the hard one. Returns: the limit from now on."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else hard
-    if soft == resource.RLIM_INFINITY or soft >= most:
-        return MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    except (OSError, ValueError):
-        return soft  # this system has a limit besides
-    return most
 
 
 @final

@@ -22,6 +22,7 @@ import threading
 from contextlib import suppress
 from typing import Final
 
+from tft_coord.descriptors import raise_limit
 from tft_coord.errors import CoordinationError
 from tft_coord.logs import configure_process
 from tft_coord.manager_server.config import ManagerServerConfig
@@ -44,6 +45,7 @@ def main(settings: str, report_fd: int, link_fd: int, parent_pid: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     configure_process(logging.WARNING)
+    raise_limit()
     asyncio.run(_serve(settings, report_fd, link_fd, parent_pid))
 
 

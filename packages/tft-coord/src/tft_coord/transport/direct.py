@@ -18,6 +18,7 @@ import asyncio
 import logging
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Final, TypeAlias, cast, final
@@ -41,7 +42,7 @@ LAST: Final = b""
 _ASK: Final = "tft-direct"
 _PORT: Final = "tft-direct-port"
 _TICKET: Final = "tft-direct-ticket"
-MOST_SILENT: Final = 256  # sockets that have not greeted; above it the oldest is sent off
+MOST_SILENT: Final = 256  # sockets that have not greeted; above it one is sent off
 ACCEPT_AGAIN_S: Final = 1.0  # after the process has had no descriptor left
 _GREETING: Final = b"TFT direct 1\n"
 _TICKET_BYTES: Final = 16
@@ -62,12 +63,14 @@ class DirectSocket(asyncio.Protocol):
     Fields:
         greeting: the other side's first message.
         ended: done when the socket has ended; what came before its end has been taken.
+        host: of the other side, "" before it is connected.
     """
 
     def __init__(self, *, most_bytes: int, silence_s: float, overflows: Callable[[], object] = lambda: None) -> None:
         loop = asyncio.get_running_loop()
         self.greeting: asyncio.Future[bytes] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
+        self.host = ""
         self._loop = loop
         self._most_bytes = most_bytes
         self._silence_s = silence_s
@@ -119,6 +122,7 @@ class DirectSocket(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        self.host = str((transport.get_extra_info("peername") or ("",))[0])
         connection: socket.socket = transport.get_extra_info("socket")
         # asyncio does it where a socket was made for TCP by name, which one that a listener gave was not; without it
         # the second of two messages waits for the first one's acknowledgement, which the other host delays by 40 ms.
@@ -301,6 +305,12 @@ class DirectPort:
         if self._listener is not None:
             self._loop.add_reader(self._listener, self._accept)
 
+    def _send_off_one(self) -> None:
+        """The oldest of the host that has the most, so that one host can't push out the others."""
+        hosts = Counter(each.host for each in self._open)
+        most, _ = hosts.most_common(1)[0]
+        next(each for each in self._open if each.host == most).abort()
+
     async def _begin(self, connection: socket.socket) -> None:
         end = DirectSocket(most_bytes=self._most_bytes, silence_s=self._silence_s)
         try:
@@ -310,7 +320,7 @@ class DirectPort:
             return
         self._open[end] = None
         if len(self._open) > MOST_SILENT:
-            next(iter(self._open)).abort()
+            self._send_off_one()
         patience = self._loop.call_later(self._silence_s, end.abort)
 
         def greeted(greeting: asyncio.Future[bytes]) -> None:

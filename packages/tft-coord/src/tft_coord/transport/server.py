@@ -16,6 +16,7 @@ import weakref
 from contextlib import suppress
 from typing import Any, Final, TypeAlias, final
 
+from tft_coord.descriptors import DescriptorWatch
 from tft_coord.forks import Inheritance, let_go_in_child
 from tft_coord.rpc import grpc
 from tft_coord.transport.address import host_of, join_host_port
@@ -47,6 +48,7 @@ class Server:
         self._stopped = False
         self._again: asyncio.Task[None] | None = None
         self._server = self._make()
+        self._watch: DescriptorWatch | None = None
         self._before: dict[GrpcServer, asyncio.Task[None]] = {}  # that have ended, and still have open calls
         let_go_in_child(self)
 
@@ -59,11 +61,14 @@ class Server:
     async def start(self) -> None:
         """Answer."""
         await self._server.start()
+        self._watch = DescriptorWatch(f"the server at {self._bind}")
         _hear_of_ends(asyncio.get_running_loop(), self)
 
     async def stop(self, grace_s: float) -> None:
         """End; open calls have so long."""
         self._stopped = True
+        if self._watch is not None:
+            self._watch.end()
         if self._again is not None:
             self._again.cancel()
             await asyncio.wait([self._again])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from tft_coord import descriptors
 from tft_coord.core.types import Refusal
 from tft_coord.errors import (
     CoordinationError,
@@ -26,6 +27,12 @@ from tft_coord.wire.services import Context
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # a quorum of 100,000 members; every part is bounded once more by the codec
 # A server takes less, because anyone may send to it: the largest that it is told is a quorum, of 20,000 members here.
 MAX_REQUEST_BYTES = 8 * 1024 * 1024
+MAX_STREAMS = 128  # calls of one connection at a time; a client of grpc keeps what is above it waiting
+# A connection without a call is closed after so long, and its client connects again with its next call.
+CONNECTION_IDLE_MS = 30_000
+# A connection of that age takes no new calls. Its streams go on for as long as they like; the next call of its client
+# opens another connection. So a stranger's refused calls do not keep a connection for good.
+CONNECTION_AGE_MS = 600_000
 CODE_KEY = "tft-code"  # trailing metadata: which error of ours a status stands for
 # What grpc.aio says of a stream that ended while a message was written (grpc's issue 36066): the other side's own
 # status is overwritten, so that nothing is known but that the stream broke.
@@ -78,6 +85,12 @@ def server_options(timeouts: Timeouts, *, hears_beats: bool = False) -> Options:
         ("grpc.http2.bdp_probe", 0),
         # Who connects and says nothing is sent off: its connection is a descriptor that others need.
         ("grpc.server_handshake_timeout_ms", timeouts.heartbeat_timeout_ms),
+        ("grpc.max_connection_idle_ms", CONNECTION_IDLE_MS),
+        ("grpc.max_connection_age_ms", CONNECTION_AGE_MS),
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
+        # Half of the descriptors, for a member may have a socket beside its stream. Above it a connection is ended as
+        # it is made; without descriptors nothing of this process would work.
+        ("grpc.max_allowed_incoming_connections", max(1, descriptors.limit() // 2)),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ]

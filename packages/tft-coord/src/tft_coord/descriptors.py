@@ -1,0 +1,82 @@
+"""How many files this process may open, and a word before it may open none.
+
+Each connection is a descriptor. A process that has none left accepts no connection, opens no log and dials nobody, so
+its limit is raised as far as the system lets it, and the operator hears before it is reached.
+
+Law of this file: the limit and how near it is; who opens what is not known here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+from contextlib import suppress
+from typing import Final, final
+
+logger = logging.getLogger(__name__)
+
+MOST: Final = 1 << 20  # where the limit says "any number"
+NEAR: Final = 0.9  # of the limit
+LOOK_EVERY_S: Final = 5.0
+AGAIN_S: Final = 60.0
+
+
+def raise_limit() -> int:
+    """Raise the soft limit of open files to the hard one. Returns: the limit from now on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST if hard == resource.RLIM_INFINITY else hard
+    if soft == resource.RLIM_INFINITY or soft >= most:
+        return limit()
+    with suppress(OSError, ValueError):  # this system has a limit besides
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return limit()
+
+
+def limit() -> int:
+    """How many files this process may open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST if soft == resource.RLIM_INFINITY else soft
+
+
+@final
+class DescriptorWatch:
+    """Warns while few descriptors are left. To be used on one loop only.
+
+    Args:
+        server: that needs them, for the message.
+    """
+
+    def __init__(self, server: str) -> None:
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self._warned_s = -AGAIN_S
+        self._timer = self._loop.call_later(LOOK_EVERY_S, self._look)
+
+    def end(self) -> None:
+        """Look no more."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        self._timer = self._loop.call_later(LOOK_EVERY_S, self._look)
+        most = limit()
+        if _lowest_free() < NEAR * most or self._loop.time() - self._warned_s < AGAIN_S:
+            return
+        self._warned_s = self._loop.time()
+        logger.warning(
+            "%s: this process has nearly all of its %d descriptors in use, and above them no connection is accepted; "
+            "look who is connected (ss -tnp), or raise the hard limit (ulimit -Hn, LimitNOFILE=)",
+            self._server,
+            most,
+        )
+
+
+def _lowest_free() -> int:
+    """The number that the next file gets: so many are open, or a few more."""
+    try:
+        free = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return limit()
+    os.close(free)
+    return free
