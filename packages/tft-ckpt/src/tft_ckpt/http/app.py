@@ -25,7 +25,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
 from tft_ckpt.errors import StateUnavailable, WrongSetting
-from tft_ckpt.http.address import BACKLOG, parse_url
+from tft_ckpt.http.address import parse_url
+from tft_ckpt.http.door import Door
 from tft_ckpt.http.pace import Pace
 from tft_ckpt.http.relay import Relay
 from tft_ckpt.http.routes import (
@@ -111,6 +112,7 @@ class App:
         self._silence_s = silence_s
         self._pace = None if send_bytes_per_s is None else Pace(send_bytes_per_s)
         self._tls = tls
+        self._door: Door | None = None
         self._stop = asyncio.Event()
         self._changed = asyncio.Event()
         self._summing: dict[Snapshot, asyncio.Task[None]] = {}
@@ -141,22 +143,19 @@ class App:
             access_log=None,
             logger=_log_of_requests(),
             shutdown_timeout=0.05,
+            lingering_time=0.0,  # no request of a reader has a body; one that has is ended with its answer
         )
         try:
             await runner.setup()
-            assert runner.server is not None, "a runner that was set up has a server"
-            accepting = await self._loop.create_server(
-                runner.server,
-                sock=self._listener,
-                backlog=BACKLOG,
-                ssl=self._tls,
-                # What has not proved yet who it is must not hold a descriptor for longer than others.
-                ssl_handshake_timeout=None if self._tls is None else self._silence_s,
-            )
         except BaseException:
             self._listener.close()
             raise
         server = runner.server
+        assert server is not None, "a runner that was set up has a server"
+        self._door = door = Door(
+            self._loop, self._listener, protocol=server, tls=self._tls, proof_within_s=self._silence_s
+        )
+        door.open()
         self._loop.create_task(self._send_off_the_idle(server), name="tft-ckpt-idle")
         await self._stop.wait()
         try:
@@ -164,15 +163,12 @@ class App:
                 held = self._shelf.clear()
             self.send_off([*held, *self._relays.values()])
             self.wake()
-            # First no more are accepted, and those just accepted become known to the runner, which will close them:
-            # asyncio (of 3.11 at least) forgets to close a connection whose listener was closed in the turn that
-            # accepted it.
-            self._loop.remove_reader(self._listener.fileno())
+            # First no more are accepted, and those just accepted become known to the runner, which will close them.
+            await door.close()
             await _turns()
-            accepting.close()
             await runner.cleanup()
         finally:  # whatever one connection raises as it is ended, none is left
-            accepting.close()
+            await door.close()
             await _turns()
             for connection in server.connections:
                 connection.force_close()
@@ -316,10 +312,14 @@ class App:
         async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
             if expected is not None and not hmac.compare_digest(given, expected):
-                raise web.HTTPUnauthorized(
+                refusal = web.HTTPUnauthorized(
                     text="this job's token is missing or wrong; give every process of the job the same one",
                     headers={"www-authenticate": "Bearer"},
                 )
+                refusal.force_close()
+                raise refusal
+            if self._door is not None:
+                self._door.proved(request.transport)
             return await handler(request)
 
         return guard

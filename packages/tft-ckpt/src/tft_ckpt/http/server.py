@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, final
 
 from tft_ckpt.buffers import Buffer
+from tft_ckpt.descriptors import raise_limit
 from tft_ckpt.errors import Closed, StateUnavailable
 from tft_ckpt.forks import Inheritance, let_go_in_child
 from tft_ckpt.http.pace import check_rate
@@ -52,6 +53,8 @@ _log = logging.getLogger("tft_ckpt.http")
 @final
 class StateServer:
     """Serves one shelf, and what this process is receiving, over HTTP, from construction to `close`.
+
+    It raises this process's limit of open files to the hard one: each reader is one.
 
     Args:
         listener: bound and listening; belongs to the server from now on.
@@ -86,6 +89,7 @@ class StateServer:
         except BaseException:
             listener.close()
             raise
+        raise_limit()
         self._listener = listener
         self._token = token
         self._send_bytes_per_s = send_bytes_per_s
