@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks.step_worker import tell
+from benchmarks.step_worker import SECRET, tell
 from tft_lighthouse import LighthouseServer
 
 
@@ -17,7 +17,9 @@ def main() -> None:
     parser.add_argument("--min-replicas", dest="min_replicas", type=int, required=True)
     arguments = parser.parse_args()
     bind = f"{arguments.hostname}:0"
-    with LighthouseServer(bind, hostname=arguments.hostname, min_replicas=arguments.min_replicas) as lighthouse:
+    with LighthouseServer(
+        bind, hostname=arguments.hostname, min_replicas=arguments.min_replicas, token=SECRET
+    ) as lighthouse:
         tell(address=str(lighthouse.address))
         sys.stdin.read()
 

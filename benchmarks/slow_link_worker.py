@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in __all__
 
-from benchmarks.step_worker import tell
+from benchmarks.step_worker import SECRET, tell
 from examples.train_lm import Decoder, Settings, read_text
 from integration_tests.hosts import INTERFACE
 from tft_suite import DiLoCo, Manager, ProcessGroupGloo, fragment_model
@@ -138,6 +138,7 @@ def ways(arguments: argparse.Namespace) -> Iterator[dict[str, Way]]:
                     replica_id=f"island_{arguments.island}",
                     lighthouse_addr=arguments.lighthouse,
                     hostname=arguments.hostname,
+                    token=SECRET,
                     min_replica_size=ISLANDS,
                 )
             )

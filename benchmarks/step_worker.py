@@ -24,6 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 
 BATCH = 4
 LAYERS = 4
+SECRET = "benchmark"  # without one other hosts are not served
 Closer = Callable[[], None]
 
 

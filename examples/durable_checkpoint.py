@@ -1,5 +1,7 @@
 """Checkpoints on disk beside live ones: kill all replica groups at once, start some of them again, and they go on.
 
+    openssl rand -hex 32 > tft-token                                                          # once
+    export TFT_TOKEN_FILE=$PWD/tft-token                                                      # in each shell
     tft-lighthouse --min_replicas 1                                                           # shell 1
     TFT_LIGHTHOUSE=http://localhost:29510 REPLICA_GROUP_ID=0 python durable_checkpoint.py     # shell 2
     TFT_LIGHTHOUSE=http://localhost:29510 REPLICA_GROUP_ID=1 python durable_checkpoint.py     # shell 3

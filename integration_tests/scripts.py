@@ -21,6 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from integration_tests.conftest import Spawn
 
+SECRET: Final = "made-by-openssl-rand"  # of a job of examples, which are run as the documentation says
 SECONDS_TO_END: Final = 120  # on a machine that is busy
 
 

@@ -37,6 +37,7 @@ TIMEOUTS: Final = Timeouts(
     timeout_ms=3_600_000, heartbeat_timeout_ms=int(HEARTBEAT_TIMEOUT_S * 1000), beat_interval_ms=500
 )
 SETTINGS: Final[dict[str, Any]] = {"timeouts": TIMEOUTS, "timeout": timedelta(hours=1)}
+SECRET: Final = "of-this-job"  # without one other hosts are not served
 LIGHTHOUSE: Final[dict[str, Any]] = {
     "heartbeat_timeout_ms": TIMEOUTS.heartbeat_timeout_ms,
     "join_timeout_ms": 1_000,
@@ -98,7 +99,7 @@ def come_back(job: Job, victim: Trainer, restart: Callable[[], Trainer]) -> Trai
 
 
 def serve_lighthouse(bind: str, connection: Connection) -> None:
-    with LighthouseServer(bind, hostname=bind.rpartition(":")[0], **LIGHTHOUSE) as lighthouse:
+    with LighthouseServer(bind, hostname=bind.rpartition(":")[0], token=SECRET, **LIGHTHOUSE) as lighthouse:
         connection.send(str(lighthouse.address))
         connection.recv()
 
@@ -127,7 +128,7 @@ class Network:
         return self.job.start(
             name,
             faults=(),
-            environment={"GLOO_SOCKET_IFNAME": INTERFACE},
+            environment={"GLOO_SOCKET_IFNAME": INTERFACE, "TFT_TOKEN": SECRET},
             hostname=self.cluster.address(name),
             **SETTINGS,
         )

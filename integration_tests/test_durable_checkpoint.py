@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from integration_tests.conftest import Kill, Launch, Spawn
+from integration_tests.scripts import SECRET
 from tft_algos import DistributedDataParallel, Manager, Optimizer
 from tft_algos.durable import REMOVING, WRITING, DurableCheckpoint
 from tft_algos.errors import CheckpointFailed
@@ -488,8 +489,8 @@ def test_a_sharded_group_goes_on_with_another_number_of_ranks(
 
 @contextmanager
 def lighthouse_of_one() -> Iterator[dict[str, str]]:
-    with LighthouseServer("127.0.0.1:0", min_replicas=1) as lighthouse:
-        yield {"TFT_LIGHTHOUSE": str(lighthouse.address)}
+    with LighthouseServer("127.0.0.1:0", min_replicas=1, token=SECRET) as lighthouse:
+        yield {"TFT_LIGHTHOUSE": str(lighthouse.address), "TFT_TOKEN": SECRET}
 
 
 def printed(process: subprocess.Popen[str]) -> str:

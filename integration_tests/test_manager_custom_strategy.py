@@ -12,6 +12,7 @@ from typing import Final
 import pytest
 
 from integration_tests.conftest import ROOT, Launch
+from integration_tests.scripts import SECRET
 from tft_lighthouse import LighthouseServer
 
 EXAMPLE: Final = ROOT / "examples" / "custom_strategy.py"
@@ -22,7 +23,7 @@ K: Final = 2
 
 @pytest.fixture
 def lighthouse() -> Iterator[LighthouseServer]:
-    with LighthouseServer("127.0.0.1:0", min_replicas=3, join_timeout_ms=5_000) as server:
+    with LighthouseServer("127.0.0.1:0", min_replicas=3, join_timeout_ms=5_000, token=SECRET) as server:
         yield server
 
 
@@ -42,7 +43,7 @@ def test_the_mean_is_over_the_first_two_of_three(launch: Launch, lighthouse: Lig
     processes = [
         launch(
             [sys.executable, str(EXAMPLE), str(STEPS), "--replica", str(replica), "--piece_s", str(piece_s)],
-            env={"TFT_LIGHTHOUSE": str(lighthouse.address)},
+            env={"TFT_LIGHTHOUSE": str(lighthouse.address), "TFT_TOKEN": SECRET},
             cwd=tmp_path,
         )
         for replica, piece_s in enumerate((0.0, 0.0, PIECE_S))

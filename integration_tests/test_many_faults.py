@@ -47,6 +47,9 @@ TIMEOUTS: Final = Timeouts(
 )
 
 
+SECRET: Final = "of-this-job"  # without one other hosts are not served
+
+
 def serve(bind: str) -> None:
     """A lighthouse, until it is killed."""
     with LighthouseServer(
@@ -55,6 +58,7 @@ def serve(bind: str) -> None:
         heartbeat_timeout_ms=HEARTBEAT_TIMEOUT_MS,
         join_timeout_ms=JOIN_TIMEOUT_MS,
         min_replicas=1,
+        token=SECRET,
     ):
         threading.Event().wait()
 
@@ -131,7 +135,7 @@ class Run:
             model="buckets",
             batch_s=0.02,
             leaves=True,
-            environment={"GLOO_SOCKET_IFNAME": INTERFACE},
+            environment={"GLOO_SOCKET_IFNAME": INTERFACE, "TFT_TOKEN": SECRET},
             hostname=self._cluster.address(name),
             timeouts=TIMEOUTS,
             timeout=timedelta(milliseconds=TIMEOUTS.timeout_ms),

@@ -10,7 +10,7 @@ from typing import Final
 import pytest
 
 from integration_tests.conftest import ROOT, Kill, Launch
-from integration_tests.scripts import wait_for
+from integration_tests.scripts import SECRET, wait_for
 from tft_lighthouse import LighthouseServer
 
 EXAMPLE: Final = ROOT / "examples" / "train_ddp.py"
@@ -19,12 +19,13 @@ TORCHRUN: Final = [sys.executable, "-m", "torch.distributed.run", "--standalone"
 
 @pytest.fixture(params=[1, 2], ids=["min_replicas=1", "min_replicas=2"])
 def lighthouse(request: pytest.FixtureRequest) -> Iterator[LighthouseServer]:
-    with LighthouseServer("127.0.0.1:0", min_replicas=request.param, join_timeout_ms=5_000) as server:
+    with LighthouseServer("127.0.0.1:0", min_replicas=request.param, join_timeout_ms=5_000, token=SECRET) as server:
         yield server
 
 
 def shell(replica: int, lighthouse: LighthouseServer, name: str = "TFT_LIGHTHOUSE") -> dict[str, str]:
-    return {name: str(lighthouse.address), "REPLICA_GROUP_ID": str(replica), "NUM_REPLICA_GROUPS": "2"}
+    job = {name: str(lighthouse.address), "TFT_TOKEN": SECRET, "NUM_REPLICA_GROUPS": "2"}
+    return {**job, "REPLICA_GROUP_ID": str(replica)}
 
 
 def test_it_is_short_enough_to_copy() -> None:

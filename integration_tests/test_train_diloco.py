@@ -10,7 +10,7 @@ from typing import Final
 import pytest
 
 from integration_tests.conftest import ROOT, Kill, Launch, Spawn
-from integration_tests.scripts import Shells, refused, wait_for
+from integration_tests.scripts import SECRET, Shells, refused, wait_for
 from tft_lighthouse import LighthouseServer
 
 EXAMPLE: Final = ROOT / "examples" / "train_diloco.py"
@@ -21,13 +21,14 @@ pytestmark = pytest.mark.timeout(180)  # interpreters import torch, on a machine
 @pytest.fixture
 def lighthouse(request: pytest.FixtureRequest) -> Iterator[LighthouseServer]:
     """With the test's smallest quorum."""
-    with LighthouseServer("127.0.0.1:0", min_replicas=request.param, join_timeout_ms=5_000) as server:
+    with LighthouseServer("127.0.0.1:0", min_replicas=request.param, join_timeout_ms=5_000, token=SECRET) as server:
         yield server
 
 
 def shell(replica: int, lighthouse: LighthouseServer, streaming: bool) -> dict[str, str]:
     return {
         "TFT_LIGHTHOUSE": str(lighthouse.address),
+        "TFT_TOKEN": SECRET,
         "REPLICA_GROUP_ID": str(replica),
         "NUM_REPLICA_GROUPS": "2",
         "USE_STREAMING": str(streaming),

@@ -16,7 +16,7 @@ import torch
 
 from examples.train_lm import FaultTolerance, Settings, read_settings
 from integration_tests.conftest import ROOT, Kill, Launch, Spawn
-from integration_tests.scripts import SECONDS_TO_END, Shells, refused, wait_for
+from integration_tests.scripts import SECONDS_TO_END, SECRET, Shells, refused, wait_for
 from tft_algos import SettingError
 from tft_lighthouse import LighthouseServer
 
@@ -45,12 +45,13 @@ pytestmark = pytest.mark.timeout(180)  # eight interpreters import torch, on a m
 @pytest.fixture
 def lighthouse(request: pytest.FixtureRequest) -> Iterator[LighthouseServer]:
     """With the test's smallest quorum."""
-    with LighthouseServer("127.0.0.1:0", min_replicas=request.param, join_timeout_ms=5_000) as server:
+    with LighthouseServer("127.0.0.1:0", min_replicas=request.param, join_timeout_ms=5_000, token=SECRET) as server:
         yield server
 
 
 def shell(replica: int, lighthouse: LighthouseServer) -> dict[str, str]:
-    return {"TFT_LIGHTHOUSE": str(lighthouse.address), "REPLICA_GROUP_ID": str(replica), "NUM_REPLICA_GROUPS": "2"}
+    job = {"TFT_LIGHTHOUSE": str(lighthouse.address), "TFT_TOKEN": SECRET, "NUM_REPLICA_GROUPS": "2"}
+    return {**job, "REPLICA_GROUP_ID": str(replica)}
 
 
 def test_it_is_short_enough_to_read() -> None:

@@ -52,7 +52,7 @@ class Rig:
             self.weights.take if registers else None,
             coordinator=self.coordinator,
             checkpoint_transport=self.transport,
-            lighthouse_addr="nowhere:1",
+            lighthouse_addr="localhost:1",
             hostname="localhost",
             **settings,
         )

@@ -15,7 +15,7 @@ from tft_algos.testing import MemoryTransport
 from tft_ckpt import HTTPTransport
 from tft_coord.timeouts import Timeouts
 
-LIGHTHOUSE = {"TFT_LIGHTHOUSE": "localhost:1"}
+LIGHTHOUSE = {"TFT_LIGHTHOUSE": "localhost:1", "TFT_TOKEN": "secret"}
 
 
 def resolve(environ: dict[str, str] | None = None, **settings: object) -> ResolvedConfig:
@@ -46,7 +46,24 @@ def test_torchruns_environment_is_enough() -> None:
 
 @pytest.mark.parametrize("name", ["TFT_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE"])
 def test_either_name_of_the_lighthouse_will_do(name: str) -> None:
-    assert resolve({name: "http://there:2"}).lighthouse_addr == "http://there:2"
+    assert resolve({name: "http://there:2", "TFT_INSECURE": "1"}).lighthouse_addr == "http://there:2"
+
+
+def test_without_a_secret_a_job_is_of_this_machine() -> None:
+    assert resolve({"TFT_LIGHTHOUSE": "localhost:1"}).hostname == "localhost"
+    for environ in ({"TFT_TOKEN": "secret"}, {"TFT_INSECURE": "1"}):
+        assert resolve({"TFT_LIGHTHOUSE": "there:1", **environ}).hostname == "here"
+    assert resolve({"TFT_LIGHTHOUSE": "there:1"}, insecure=True).insecure
+    for environ, settings, says in (
+        ({"TFT_LIGHTHOUSE": "there:1"}, {}, "the lighthouse's host .* is 'there' and no shared secret is set"),
+        ({"TFT_LIGHTHOUSE": "localhost:1,10.0.0.1:1"}, {}, "is '10.0.0.1' and no shared"),
+        ({"TFT_LIGHTHOUSE": "localhost:1"}, {"hostname": "node-1"}, "hostname is 'node-1' and no shared secret"),
+        ({"TFT_LIGHTHOUSE": "there:1", "TFT_INSECURE": "1"}, {"insecure": False}, "openssl rand -hex 32"),
+        ({"TFT_LIGHTHOUSE": "there:1", "TFT_INSECURE": "yes"}, {}, "TFT_INSECURE is 'yes'; give 0 or 1"),
+        ({"TFT_LIGHTHOUSE": "there:1"}, {"insecure": 1}, "insecure is 1; give True or False"),
+    ):
+        with pytest.raises(SettingError, match=says):
+            resolve(environ, **settings)
 
 
 def test_an_argument_beats_the_environment() -> None:

@@ -131,7 +131,7 @@ class Client:
 def resolved(**settings: Any) -> ResolvedConfig:
     environ = settings.pop("environ", {})
     return from_environment(
-        config_of(None, {"lighthouse_addr": "lighthouse:1", **settings}), environ, own_host=lambda: "localhost"
+        config_of(None, {"lighthouse_addr": "localhost:1", **settings}), environ, own_host=lambda: "localhost"
     )
 
 

@@ -59,7 +59,7 @@ class Rig:
             self.module.state_dict,
             coordinator=self.injector.coordinator(self.inside),
             checkpoint_transport=self.injector.transport(self.transport),
-            lighthouse_addr="nowhere:1",
+            lighthouse_addr="localhost:1",
             hostname="localhost",
             replica_id=name,
             **settings,
@@ -116,7 +116,7 @@ def managers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Manager]
             module.state_dict,
             coordinator=parts["coordinator"],
             checkpoint_transport=parts["transport"],
-            lighthouse_addr="nowhere:1",
+            lighthouse_addr="localhost:1",
             hostname="localhost",
             **settings,
         )

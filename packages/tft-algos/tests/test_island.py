@@ -85,7 +85,7 @@ def votes(rig: Any) -> list[tuple[bool, Purpose]]:
     ],
 )
 def test_it_is_said_by_argument_or_environment(said: bool | None, environ: dict[str, str], resolved: bool) -> None:
-    config = ManagerConfig(rank0_synchronization_only=said, lighthouse_addr="nowhere:1")
+    config = ManagerConfig(rank0_synchronization_only=said, lighthouse_addr="localhost:1")
     assert from_environment(config, environ, own_host=lambda: "here").rank0_synchronization_only is resolved
 
 
@@ -94,7 +94,7 @@ def test_what_is_neither_yes_nor_no_is_refused() -> None:
         ManagerConfig(rank0_synchronization_only=1)  # type: ignore[arg-type]
     with pytest.raises(SettingError, match="TFT_RANK0_SYNCHRONIZATION_ONLY is 'yes'; give 0 or 1"):
         from_environment(
-            ManagerConfig(lighthouse_addr="nowhere:1"),
+            ManagerConfig(lighthouse_addr="localhost:1"),
             {"TFT_RANK0_SYNCHRONIZATION_ONLY": "yes"},
             own_host=lambda: "here",
         )

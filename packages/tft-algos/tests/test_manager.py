@@ -837,7 +837,7 @@ def test_state_that_is_registered_late_is_warned_of_where_nothing_makes_it_alike
 )
 def test_what_is_no_process_group_is_refused_by_name(pg: Any, says: str) -> None:
     with pytest.raises(SettingError, match=says):
-        Manager(pg, lighthouse_addr="nowhere:1")
+        Manager(pg, lighthouse_addr="localhost:1")
 
 
 class Lookalike:
@@ -864,7 +864,7 @@ class Lookalike:
 )
 def test_what_is_no_part_of_a_manager_is_refused_by_name(part: dict[str, Any], says: str) -> None:
     with pytest.raises(SettingError, match=says):
-        Manager(FakeGroup(), lighthouse_addr="nowhere:1", **part)
+        Manager(FakeGroup(), lighthouse_addr="localhost:1", **part)
 
 
 @pytest.mark.parametrize("said", [{"allow_heal": "no"}, {"shrink_only": 2}, {"use_async_quorum": 0}])
@@ -932,7 +932,7 @@ def test_a_state_that_is_no_managers_is_refused(rigs: Any, state: Any) -> None:
 
 def test_a_name_that_would_break_a_log_line_is_refused() -> None:
     with pytest.raises(SettingError, match="replica_id has unprintable characters"):
-        Manager(FakeGroup(), lighthouse_addr="nowhere:1", replica_id="a\nb")
+        Manager(FakeGroup(), lighthouse_addr="localhost:1", replica_id="a\nb")
 
 
 def test_who_is_told_while_it_heals_that_its_group_is_lost_does_not_vote(rigs: Any) -> None:

@@ -177,7 +177,7 @@ class Pair:
                 ProcessGroupGloo(),
                 coordinator=coordinator,
                 checkpoint_transport=MemoryTransport(),
-                lighthouse_addr="nowhere:1",
+                lighthouse_addr="localhost:1",
                 hostname="localhost",
             ) as manager:
                 inner, step = loop(model, replica)

@@ -103,7 +103,7 @@ class Replicas:
             ProcessGroupGloo(),
             coordinator=ScriptedCoordinator(answers, verdicts),
             checkpoint_transport=MemoryTransport(),
-            lighthouse_addr="nowhere:1",
+            lighthouse_addr="localhost:1",
             hostname="localhost",
         ) as manager:
             if recipe.algorithm == "local_sgd":

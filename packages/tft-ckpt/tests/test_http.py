@@ -254,7 +254,28 @@ def test_a_transport_without_a_token_says_so(caplog: pytest.LogCaptureFixture) -
     with HTTPTransport[Any](bind="127.0.0.1", token="x"):
         assert not caplog.records
     with HTTPTransport[Any](bind="127.0.0.1"):
-        assert "no token is set" in caplog.text
+        assert "no token is set; only this machine is served" in caplog.text
+    with HTTPTransport[Any](insecure=True):
+        assert "no token is set; whoever reaches" in caplog.text
+
+
+def test_without_a_token_only_this_machine_is_served() -> None:
+    def listens(transport: HTTPTransport[Any]) -> str:
+        return str(transport._server._listener.getsockname()[0])
+
+    with HTTPTransport[Any]() as inside, HTTPTransport[Any](token="x") as member:
+        assert listens(inside) in ("127.0.0.1", "::1")
+        assert listens(member) == "::"
+    with HTTPTransport[Any](insecure=True) as everywhere, HTTPTransport[Any](bind="::1") as said:
+        assert (listens(everywhere), listens(said)) == ("::", "::1")
+    for bind in ("0.0.0.0", "::"):
+        with pytest.raises(WrongSetting, match=f"serve its state at {bind} to everybody: .*openssl rand -hex 32"):
+            HTTPTransport[Any](bind=bind)
+
+
+def test_a_token_is_not_shown() -> None:
+    with HTTPTransport[Any](bind="127.0.0.1", token="s3cret") as transport:
+        assert "s3cret" not in repr(transport._settings)
 
 
 def test_a_reader_that_takes_nothing_is_sent_off() -> None:
@@ -697,7 +718,7 @@ def test_the_advertised_address_can_be_chosen(given: str, expected: str) -> None
 
 
 def test_the_address_found_out_is_one_that_reaches_it() -> None:
-    with HTTPTransport[Any]() as everywhere, HTTPTransport[Any](bind="::1") as inside:
+    with HTTPTransport[Any](insecure=True) as everywhere, HTTPTransport[Any](bind="::1") as inside:
         assert inside.metadata().startswith("http://[::1]:")
         assert "0.0.0.0" not in everywhere.metadata()
         assert "[::]" not in everywhere.metadata()

@@ -20,9 +20,10 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
+import psutil
 import pytest
 
 from tft_coord import (
@@ -487,6 +488,11 @@ def test_an_address_that_cannot_be_bound_is_said_in_one_sentence(in_process: boo
         ({"quorum_retries": -1}, "quorum_retries is -1"),
         ({"connect_timeout": timedelta(0)}, "longer than nothing"),
         ({"token": "two words"}, "shared secret"),
+        (
+            {"hostname": "node-1"},
+            "hostname is 'node-1' and no shared secret is set, so that only",
+        ),
+        ({"bind": "192.0.2.1:0"}, "bind is '192.0.2.1:0' and no shared secret is set; to serve other machines set TFT"),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused_by_name(change: dict[str, object], says: str) -> None:
@@ -501,6 +507,28 @@ def test_a_setting_that_cannot_be_is_refused_by_name(change: dict[str, object], 
     }
     with pytest.raises(SettingError, match=says):
         ManagerServer(**{**settings, **change})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "listens"),
+    [
+        ({}, {"127.0.0.1", "::1", "::ffff:127.0.0.1"}),
+        ({"token": "secret"}, {"::", "0.0.0.0"}),
+        ({"insecure": True}, {"::", "0.0.0.0"}),
+    ],
+)
+def test_without_a_secret_a_server_listens_at_loopback(settings: dict[str, Any], listens: set[str]) -> None:
+    with ManagerServer("a", NOBODY, "localhost", "[::]:0", "", 1, in_process=True, **settings) as server:
+        port = int(server.address().rpartition(":")[2])
+        found = psutil.Process().net_connections(kind="tcp")
+        at = {each.laddr.ip for each in found if each.status == psutil.CONN_LISTEN and each.laddr.port == port}
+        assert at
+        assert at <= listens
+
+
+def test_a_config_does_not_show_the_secret() -> None:
+    with ManagerServer("a", NOBODY, "localhost", "[::]:0", "", 1, in_process=True, token="s3cret") as server:
+        assert "s3cret" not in repr(server._server._shell._config)  # type: ignore[union-attr]
 
 
 def test_a_server_that_is_not_waited_for_tells_its_address_when_it_serves() -> None:
@@ -521,7 +549,7 @@ def test_a_server_that_is_not_waited_for_says_at_once_that_its_port_is_taken() -
 
 
 def test_a_server_that_can_not_start_says_so_whenever_its_address_is_asked_for() -> None:
-    with ManagerServer("a", NOBODY, "127.0.0.1", "192.0.2.1:0", "", 1, wait=False) as server:
+    with ManagerServer("a", NOBODY, "127.0.0.1", "192.0.2.1:0", "", 1, wait=False, insecure=True) as server:
         for _ in range(2):
             with pytest.raises(SettingError, match=r"replica a can't listen at 192\.0\.2\.1:0"):
                 server.address()

@@ -156,7 +156,8 @@ def test_it_may_open_as_many_files_as_it_is_allowed_and_says_when_these_are_few(
         (["--quorum_tick_ms", "6000"], "quorum_tick_ms (6000 ms) exceeds heartbeat_timeout_ms (5000 ms)"),
         (["--bind", "here"], "bind is 'here'; give host:port"),
         (["--min_replica", "1"], "unrecognized arguments: --min_replica"),
-        (["--bind", "192.0.2.1:1"], "can't listen at 192.0.2.1:1"),
+        (["--insecure", "--bind", "192.0.2.1:1"], "can't listen at 192.0.2.1:1"),
+        (["--bind", "192.0.2.1:1"], "bind is '192.0.2.1:1' and no shared secret is set; to serve other machines"),
     ],
 )
 def test_a_wrong_word_is_one_sentence_and_exit_code_2(words: list[str], says: str) -> None:
@@ -191,7 +192,7 @@ def test_it_serves_until_a_signal_ends_it_cleanly(number: signal.Signals) -> Non
         rest = process.stderr.read()
         process.wait(10)
     assert process.returncode == 0
-    assert "no shared secret is set: anyone who reaches" in rest
+    assert "no shared secret is set, so only this machine is served" in rest
     assert f"new quorum {quorum.quorum_id}" in rest
     assert f"quorum changed, id none -> {quorum.quorum_id}, because" in rest
     assert "Traceback" not in rest

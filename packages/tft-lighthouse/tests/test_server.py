@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 import grpc
+import psutil
 import pytest
 
 from tft_coord import (
@@ -603,9 +604,32 @@ def test_a_lighthouse_with_a_secret_answers_nobody_without_it() -> None:
 def test_without_a_secret_the_server_says_so_loudly(caplog: pytest.LogCaptureFixture) -> None:
     with LighthouseServer("127.0.0.1:0"):
         pass
-    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warnings) == 1
-    assert "no shared secret is set: anyone who reaches" in warnings[0]
+    with LighthouseServer("127.0.0.1:0", insecure=True):
+        pass
+    first, second = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    assert "no shared secret is set, so only this machine is served, at http://127.0.0.1:" in first
+    assert "make one with `openssl rand -hex 32`" in first
+    assert "insecure: anyone who reaches" in second
+
+
+def addresses_listened_at(address: str) -> set[str]:
+    port = int(address.rpartition(":")[2])
+    connections = psutil.Process().net_connections(kind="tcp")
+    return {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN and each.laddr.port == port}
+
+
+def test_without_a_secret_only_this_machine_is_served() -> None:
+    with LighthouseServer("[::]:0") as lighthouse:
+        assert lighthouse.address.startswith("http://localhost:")
+        assert addresses_listened_at(lighthouse.address) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+        with LighthouseClient(lighthouse.address) as client:
+            client.describe()
+    for settings in ({"token": "secret"}, {"insecure": True}):
+        with LighthouseServer("[::]:0", **settings) as lighthouse:  # type: ignore[arg-type]
+            assert addresses_listened_at(lighthouse.address) & {"::", "0.0.0.0"}
+    for bind, hostname in (("192.0.2.1:0", None), ("[::]:0", "node-1"), ("[2001:db8::1]:0", None)):
+        with pytest.raises(SettingError, match=r"no shared secret is set.*openssl rand -hex 32.*TFT_INSECURE=1"):
+            LighthouseServer(bind, hostname=hostname)
 
 
 # --- beginning and end --------------------------------------------------------------------------------------

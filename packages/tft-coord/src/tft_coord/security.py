@@ -1,9 +1,10 @@
 """One shared secret per job: who shows it may speak, nobody else.
 
 The secret travels as gRPC metadata `authorization: Bearer ...` on every call, and a server that has one answers
-nothing without it.
+nothing without it. One call of a stranger can end a replica or give the whole job other weights, so a server without a
+secret serves this machine alone, unless it is told to be insecure.
 
-Law of this file: the secret, where it comes from, and the comparison; no sockets.
+Law of this file: the secret, where it comes from, the comparison, and what is served without one; no sockets.
 """
 
 from __future__ import annotations
@@ -14,10 +15,16 @@ import stat
 from collections.abc import Iterable, Mapping
 
 from tft_coord.errors import SettingError
+from tft_coord.transport.address import interface_of, is_loopback
 
 MAX_TOKEN_BYTES = 4096
 _MAX_FILE_BYTES = MAX_TOKEN_BYTES + 16  # with the ends of its line
 METADATA_KEY = "authorization"
+INSECURE = "TFT_INSECURE"
+HOW_TO_SERVE_OTHERS = (
+    "to serve other machines set TFT_TOKEN to the same secret in every process of the job (make one with "
+    f"`openssl rand -hex 32`), or set {INSECURE}=1 to serve everybody without one"
+)
 _PREFIX = "Bearer "
 
 
@@ -51,6 +58,44 @@ def _read_file(path: str) -> bytes:
     if len(found) > _MAX_FILE_BYTES:
         raise ValueError(f"it is larger than a shared secret, which has at most {MAX_TOKEN_BYTES} bytes")
     return found
+
+
+def read_insecure(environment: Mapping[str, str]) -> bool:
+    """Whether TFT_INSECURE asks to serve everybody without a secret. Raises: SettingError: it is neither 0 nor 1."""
+    text = environment.get(INSECURE) or "0"
+    if text not in ("0", "1"):
+        raise SettingError(f"{INSECURE} is {text[:64]!r}; give 0 or 1")
+    return text == "1"
+
+
+def bind_without_secret(bind: str) -> str:
+    """Where a server without a secret listens: at loopback only.
+
+    Args:
+        bind: `host:port` that was asked for. All interfaces become `localhost`.
+    Raises: SettingError: it names an interface that other machines reach.
+    """
+    host = interface_of(bind)
+    if not host:
+        return f"localhost:{bind.rpartition(':')[2]}"
+    if not is_loopback(host):
+        raise SettingError(f"bind is {bind!r} and no shared secret is set; {HOW_TO_SERVE_OTHERS}")
+    return bind
+
+
+def check_host_without_secret(name: str, host: str) -> None:
+    """Whether a server that serves this machine alone may be told of under that host.
+
+    Args:
+        name: of the setting.
+        host: a name or an address.
+    Raises: SettingError: it means another machine to others.
+    """
+    if not is_loopback(host):
+        raise SettingError(
+            f"{name} is {host!r} and no shared secret is set, so that only this machine is served, as localhost; "
+            f"{HOW_TO_SERVE_OTHERS}"
+        )
 
 
 def check_token(token: str) -> str:

@@ -49,7 +49,7 @@ def _serve(settings: argparse.Namespace) -> int:
     from tft_coord.descriptors import raise_limit
     from tft_coord.errors import SettingError
     from tft_coord.logs import configure_process
-    from tft_coord.security import read_token
+    from tft_coord.security import read_insecure, read_token
     from tft_lighthouse.server import LighthouseServer
 
     configure_process(logging.INFO)
@@ -63,6 +63,7 @@ def _serve(settings: argparse.Namespace) -> int:
             heartbeat_timeout_ms=settings.heartbeat_timeout_ms,
             cluster_id=settings.cluster_id,
             token=read_token(os.environ),
+            insecure=settings.insecure or read_insecure(os.environ),
         )
     except SettingError as error:
         print(f"tft-lighthouse: {error}", file=sys.stderr)
@@ -90,7 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="tft-lighthouse",
         description="The server that decides membership for fault-tolerant training. It ends by SIGINT or SIGTERM.",
-        epilog="TFT_TOKEN, or TFT_TOKEN_FILE, sets a secret that every process of the job must share.",
+        epilog="TFT_TOKEN, or TFT_TOKEN_FILE, sets a secret that every process of the job must share; make one with "
+        "openssl rand -hex 32. Without one only this machine is served.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
@@ -112,6 +114,11 @@ def _parser() -> argparse.ArgumentParser:
         "--cluster-id",
         metavar="NAME",
         help="one name for all lighthouses whose addresses a job is given; without it a random one, of this one alone",
+    )
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="serve everybody without a secret; else without one only this machine is served (env TFT_INSECURE=1)",
     )
     parser.add_argument("-V", "--version", action="version", version=f"tft-lighthouse {__version__}")
     return parser

@@ -12,7 +12,7 @@ from typing import final
 
 from tft_coord.core.lighthouse import LighthouseConfig
 from tft_coord.errors import Closed, SettingError
-from tft_coord.security import check_token
+from tft_coord.security import HOW_TO_SERVE_OTHERS, bind_without_secret, check_host_without_secret, check_token
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.address import check_host, interface_of, join_host_port
 from tft_coord.transport.loop import LoopShare
@@ -49,7 +49,9 @@ class LighthouseServer:
             that is all interfaces.
         cluster_id: one name for all lighthouses whose addresses a job is given, 1 to 256 bytes; None takes a random
             one, of this lighthouse alone.
-        token: shared secret, or None; with one, nothing is answered without it.
+        token: shared secret, or None; with one, nothing is answered without it. Without one only this machine is
+            served: `[::]` means loopback then.
+        insecure: serve everybody without a secret.
     Raises: SettingError: an argument can't be, two of them clash, or the address can't be bound.
     """
 
@@ -64,6 +66,7 @@ class LighthouseServer:
         hostname: str | None = None,
         cluster_id: str | None = None,
         token: str | None = None,
+        insecure: bool = False,
     ) -> None:
         host = _host_of(bind)
         if hostname is not None:
@@ -78,8 +81,13 @@ class LighthouseServer:
         if cluster_id is not None and not (cluster_id.isprintable() and 0 < len(cluster_id.encode()) <= MAX_NAME_BYTES):
             raise SettingError(f"cluster_id is {cluster_id[:64]!r}; give 1 to {MAX_NAME_BYTES} bytes, printable")
         config = LighthouseConfig(min_replicas=min_replicas, timeouts=timeouts)
+        is_for_this_machine = token is None and not insecure
         if token is not None:
             check_token(token)
+        elif is_for_this_machine:
+            bind = bind_without_secret(bind)
+            host = _host_of(bind)
+            check_host_without_secret("hostname", hostname or host)
         self._shell: LighthouseShell | None = None
         self._share = LoopShare("this lighthouse", at_exit=self.shutdown)
         try:
@@ -89,8 +97,11 @@ class LighthouseServer:
             raise
         self._address = Address(f"http://{join_host_port(hostname or host or _this_machine(), port)}")
         logger.info("listening at %s (bind %s, min_replicas %d)", self._address, bind, min_replicas)
-        if token is None:
-            logger.warning("no shared secret is set: anyone who reaches %s can join; set TFT_TOKEN", self._address)
+        if is_for_this_machine:
+            sentence = "no shared secret is set, so only this machine is served, at %s; %s"
+            logger.warning(sentence, self._address, HOW_TO_SERVE_OTHERS)
+        elif token is None:
+            logger.warning("insecure: anyone who reaches %s can join, end and change the job", self._address)
 
     @property
     def address(self) -> Address:

@@ -19,9 +19,9 @@ from typing import Any, Final, Literal
 from tft_algos.errors import SettingError, UnknownSetting
 from tft_ckpt import TLS, CheckpointTransport, WrongSetting
 from tft_coord.errors import SettingError as CoordinationSettingError
-from tft_coord.security import check_token, read_token
+from tft_coord.security import check_host_without_secret, check_token, read_insecure, read_token
 from tft_coord.timeouts import Timeouts
-from tft_coord.transport.address import check_host, targets
+from tft_coord.transport.address import check_host, host_of, targets
 
 DEFAULT_JOB: Final = "default"
 MAX_PORT: Final = 65_535
@@ -87,7 +87,9 @@ class ManagerConfig:
             of the tokenizer, the name of the data set. Who differs is refused by name. `Manager.add_to_fingerprint`
             adds later ones.
         job: jobs of different names on one lighthouse never meet; env TFT_JOB_ID. Default "default".
-        token: the job's shared secret, shown to and demanded of everybody; env TFT_TOKEN or TFT_TOKEN_FILE.
+        token: the job's shared secret, shown to and demanded of everybody; env TFT_TOKEN or TFT_TOKEN_FILE. Without one
+            the job is this machine's alone: what it serves listens at loopback.
+        insecure: serve everybody without a secret; env TFT_INSECURE, 0 or 1. Default False.
     Raises: SettingError: a value can't work; one sentence names it.
     """
 
@@ -119,6 +121,7 @@ class ManagerConfig:
     fingerprint: Mapping[str, str] | None = None
     job: str | None = None
     token: str | None = field(default=None, repr=False)
+    insecure: bool | None = None
 
     def __post_init__(self) -> None:
         self._check_whole("min_replica_size", 1)
@@ -134,6 +137,8 @@ class ManagerConfig:
                 raise SettingError(f"{name} is {getattr(self, name)!r}; give True or False")
         if self.rank0_synchronization_only is not None and not isinstance(self.rank0_synchronization_only, bool):
             raise SettingError(f"rank0_synchronization_only is {self.rank0_synchronization_only!r}; give True or False")
+        if self.insecure is not None and not isinstance(self.insecure, bool):
+            raise SettingError(f"insecure is {self.insecure!r}; give True or False")
         if not isinstance(self.world_size_mode, WorldSizeMode):
             raise SettingError(f"world_size_mode is {self.world_size_mode!r}; give a WorldSizeMode")
         for name, least in (("rank", 0), ("world_size", 0), ("max_retries", 0), ("quorum_retries", 0)):
@@ -224,6 +229,7 @@ class ResolvedConfig:
     fingerprint: Mapping[str, str]
     job: str
     token: str | None = field(repr=False)
+    insecure: bool
     tls: TLS | None
     run_scope: str
     group_scope: str
@@ -341,6 +347,13 @@ def from_environment(
         )
     if lighthouse is not None:
         _check_address("the lighthouse (lighthouse_addr, or TFT_LIGHTHOUSE)", lighthouse)
+    token, insecure = _token(config, environ), _insecure(config, environ)
+    if token is None and not insecure:
+        _check_this_machine("hostname", config.hostname)
+        if rank == 0 and lighthouse is not None:
+            for address in targets(lighthouse):
+                _check_this_machine("the lighthouse's host (lighthouse_addr, or TFT_LIGHTHOUSE)", host_of(address))
+        own_host = _this_machine
     timeouts, timeout_was_said = _timeouts(config, environ)
     retries = config.quorum_retries
     job = config.job or environ.get("TFT_JOB_ID") or DEFAULT_JOB
@@ -373,7 +386,8 @@ def from_environment(
         quorum_retries=retries if retries is not None else _whole(environ, "TORCHFT_QUORUM_RETRIES", 0) or 0,
         fingerprint=dict(config.fingerprint or {}),
         job=job,
-        token=_token(config, environ),
+        token=token,
+        insecure=insecure,
         tls=_tls(environ) if config.checkpoint_transport is None else None,
         run_scope=f"{group_scope}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
         group_scope=group_scope,
@@ -385,6 +399,25 @@ def _token(config: ManagerConfig, environ: Mapping[str, str]) -> str | None:
         return check_token(config.token) if config.token is not None else read_token(environ)
     except CoordinationSettingError as error:
         raise SettingError(str(error)) from error
+
+
+def _insecure(config: ManagerConfig, environ: Mapping[str, str]) -> bool:
+    try:
+        return config.insecure if config.insecure is not None else read_insecure(environ)
+    except CoordinationSettingError as error:
+        raise SettingError(str(error)) from error
+
+
+def _check_this_machine(name: str, host: str | None) -> None:
+    try:
+        if host:
+            check_host_without_secret(name, host)
+    except CoordinationSettingError as error:
+        raise SettingError(str(error)) from error
+
+
+def _this_machine() -> str:
+    return "localhost"
 
 
 def _tls(environ: Mapping[str, str]) -> TLS | None:

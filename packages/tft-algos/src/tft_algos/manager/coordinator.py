@@ -385,6 +385,7 @@ class GroupCoordinator:
             timeouts=config.timeouts,
             replaces=self._replaces,
             token=config.token,
+            insecure=config.insecure,
             wait=False,
         )
 

@@ -1232,5 +1232,10 @@ def _core_settings(config: ResolvedConfig) -> CoreSettings:
 
 def _own_transport(config: ResolvedConfig) -> CheckpointTransport[Any]:
     return HTTPTransport(
-        config.timeout, advertise_addr=config.hostname, token=config.token, tls=config.tls, import_later=True
+        config.timeout,
+        advertise_addr=config.hostname,
+        token=config.token,
+        tls=config.tls,
+        import_later=True,
+        insecure=config.insecure,
     )

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from tft_ckpt.errors import StateUnavailable, WrongSetting
 
-__all__ = ["BACKLOG", "advertised_url", "interface_address", "is_tls", "listen", "parse_url"]
+__all__ = ["BACKLOG", "advertised_url", "interface_address", "is_of_loopback", "is_tls", "listen", "parse_url"]
 
 # Connections that may wait to be accepted: a whole job may turn to one source at once.
 BACKLOG = 1024
@@ -54,6 +54,11 @@ def listen(bind: str | None, port: int, interface: str | None = None) -> socket.
         return socket.create_server(info[4][:2], family=info[0], backlog=BACKLOG, dualstack_ipv6=dual)
     except (OSError, UnicodeError, OverflowError) as error:
         raise WrongSetting(f"can't listen on {host} port {port}: {error}; choose another bind or port") from error
+
+
+def is_of_loopback(listener: socket.socket) -> bool:
+    """Whether this machine alone reaches a listening socket."""
+    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def interface_address(name: str) -> str:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, final
 
 from tft_ckpt.errors import CheckpointError, StateCorrupt, StateMismatch, StateUnavailable, WrongSetting
@@ -86,7 +86,7 @@ class Terms:
     """
 
     key: StateKey
-    token: str | None
+    token: str | None = field(repr=False)
     own: str
     limits: Limits
     tls: ssl.SSLContext | None = None

@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
 from typing import TypeVar, final
@@ -22,7 +22,7 @@ from tft_ckpt.arguments import key_of, positive_seconds
 from tft_ckpt.buffers import Buffer, BufferPool
 from tft_ckpt.errors import CheckpointError, Closed, DeadlinePassed, WrongSetting
 from tft_ckpt.forks import Inheritance, let_go_in_child
-from tft_ckpt.http.address import advertised_url, listen
+from tft_ckpt.http.address import advertised_url, is_of_loopback, listen
 from tft_ckpt.http.client import Receive, ReceiveReport
 from tft_ckpt.http.connection import StopSignal
 from tft_ckpt.http.link import interface_of, link_bytes_per_s, slow_link_sentence
@@ -53,7 +53,7 @@ class _Settings:
     timeout_s: float
     num_chunks: int
     port: int
-    token: str | None
+    token: str | None = field(repr=False)
     chunk_bytes: int
     send_bytes_per_s: float | None
     receive_bytes_per_s: float | None
@@ -74,13 +74,14 @@ class _Settings:
 class HTTPTransport(CheckpointTransport[T]):
     """Serves and fetches states over HTTP, from construction to `shutdown`.
 
-    Without a token, whoever reaches the port can read the weights; it says so in the log at start.
+    Without a token whoever reaches the port can read the weights, so it listens at loopback only then.
 
     Args:
         timeout: how long the other side of a connection may say or take nothing before it is taken for dead.
         num_chunks: connections to each source at the same time when receiving; with 0 or 1, a single source is read on
             the calling thread.
-        bind: host name or address of the interface to listen on; None is all of them, IPv6 included.
+        bind: host name or address of the interface to listen on; None is all of them, IPv6 included, or loopback where
+            nobody has to prove who they are.
         interface: name of the network interface to listen on and to be reached over, in place of bind.
         port: to listen on; 0 takes a free one.
         advertise_addr: how others reach this process: host, host:port or [ipv6]:port; None finds out.
@@ -98,6 +99,7 @@ class HTTPTransport(CheckpointTransport[T]):
         import_later: import the web server when a reader comes, a state is offered or `prepare_to_send` hints at it,
             not at once: it takes a tenth of a second of a core, for which a trainer that starts has other use. The
             first reader waits so long if nobody hints in time.
+        insecure: serve everybody without a token, or a certificate that `tls` checks.
     Raises: WrongSetting.
     """
 
@@ -119,6 +121,7 @@ class HTTPTransport(CheckpointTransport[T]):
         keep_buffers: bool = True,
         tls: TLS | None = None,
         import_later: bool = False,
+        insecure: bool = False,
     ) -> None:
         self._settings = _Settings(
             timeout_s=positive_seconds(timeout),
@@ -140,7 +143,17 @@ class HTTPTransport(CheckpointTransport[T]):
         self._last_receive: ReceiveReport | None = None
         self._parent_pid = 0  # in a forked child: whose transport this is a copy of
         let_go_in_child(self)
-        listener = listen(bind, port, interface)
+        is_open = token is None and not (tls is not None and tls.check_client)
+        listener = listen(
+            "localhost" if is_open and not insecure and bind is interface is None else bind, port, interface
+        )
+        if is_open and not insecure and not is_of_loopback(listener):
+            host = listener.getsockname()[0]
+            listener.close()
+            raise WrongSetting(
+                f"this process would serve its state at {host} to everybody: give the job's token (TFT_TOKEN; make one "
+                "with `openssl rand -hex 32`), or insecure=True (TFT_INSECURE=1)"
+            )
         try:
             self._url = advertised_url(listener, advertise_addr, "http" if tls is None else "https")
         except BaseException:
@@ -157,8 +170,9 @@ class HTTPTransport(CheckpointTransport[T]):
             tls=server_tls,
             import_later=import_later,
         )
-        if token is None and not (tls is not None and tls.check_client):
-            _log.warning("no token is set: whoever reaches %s can read this process's state", self._url)
+        if is_open:
+            who = "whoever reaches" if insecure else "only this machine is served: whoever on it reaches"
+            _log.warning("no token is set; %s %s can read this process's state", who, self._url)
 
     stages = True
 

@@ -6,10 +6,10 @@ Law of this file: one frozen value that checks itself, and its JSON.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from tft_coord.errors import SettingError
-from tft_coord.security import check_token
+from tft_coord.security import bind_without_secret, check_host_without_secret, check_token
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.address import check_host, targets
 from tft_coord.wire.limits import MAX_ADDRESS_BYTES, MAX_NAME_BYTES, MAX_WORLD_SIZE
@@ -30,6 +30,7 @@ class ManagerServerConfig:
         replaces: replica id of the group's predecessor, or "".
         token: shared secret of the job, or None.
         timeouts: of the job.
+        insecure: serve everybody without a secret. Else a server without one listens at loopback only.
     Raises: SettingError: one of them can't be; the message names it.
     """
 
@@ -41,13 +42,14 @@ class ManagerServerConfig:
     world_size: int
     job: str
     replaces: str
-    token: str | None
+    token: str | None = field(repr=False)
     timeouts: Timeouts
+    insecure: bool = False
 
     def __post_init__(self) -> None:
-        for field, text in (("replica_id", self.replica_id), ("job", self.job), ("hostname", self.hostname)):
+        for name, text in (("replica_id", self.replica_id), ("job", self.job), ("hostname", self.hostname)):
             if not 0 < len(text.encode()) <= MAX_NAME_BYTES:
-                raise SettingError(f"{field} is {text[:64]!r}; give 1 to {MAX_NAME_BYTES} bytes")
+                raise SettingError(f"{name} is {text[:64]!r}; give 1 to {MAX_NAME_BYTES} bytes")
         check_host("hostname", self.hostname)
         if len(self.replaces.encode()) > MAX_NAME_BYTES:
             raise SettingError(
@@ -59,7 +61,15 @@ class ManagerServerConfig:
             raise SettingError(f"world_size is {self.world_size!r}; give 1 to {MAX_WORLD_SIZE}")
         if self.token is not None:
             check_token(self.token)
+        elif not self.insecure:
+            check_host_without_secret("hostname", self.hostname)
+            bind_without_secret(self.bind)
         targets(self.lighthouse_addr)
+
+    @property
+    def listens_at(self) -> str:
+        """`bind`, or without a secret the loopback part of it."""
+        return self.bind if self.token is not None or self.insecure else bind_without_secret(self.bind)
 
     def cannot_listen(self) -> SettingError:
         """What to raise when `bind` can't be had."""

@@ -62,8 +62,10 @@ class ManagerServer:
         job: that the group belongs to; jobs on one lighthouse never meet.
         timeouts: of the job.
         replaces: replica id of this group's predecessor, which is lost from now on, or "".
-        token: shared secret of the job, or None.
+        token: shared secret of the job, or None. Without one it listens at loopback only, and `hostname` must be of
+            loopback too.
         in_process: serve on this process's loop thread instead of in a child. For tests.
+        insecure: serve everybody without a secret.
         wait: return when it serves. False: return while the child starts, which takes a fraction of a second that the
             caller has a use for; `address()` waits for it then, and raises what kept it from serving.
     Raises:
@@ -90,6 +92,7 @@ class ManagerServer:
         token: str | None = None,
         in_process: bool = False,
         wait: bool = True,
+        insecure: bool = False,
     ) -> None:
         if heartbeat_interval <= timedelta(0) or connect_timeout <= timedelta(0):
             raise SettingError("heartbeat_interval and connect_timeout must be longer than nothing")
@@ -106,6 +109,7 @@ class ManagerServer:
             replaces=replaces,
             token=token,
             timeouts=timeouts,
+            insecure=insecure,
         )
         self._replica_id = replica_id
         self._server: _Child | _InProcess | None = (
@@ -289,12 +293,12 @@ def _check_free(config: ManagerServerConfig) -> None:
 
     Raises: SettingError: somebody listens there.
     """
-    port = config.bind.rpartition(":")[2]
+    host, port = host_of(config.listens_at), config.listens_at.rpartition(":")[2]
     if not port.isdecimal() or int(port) == 0:
         return
     with suppress(OSError):  # what else is wrong with it, the child says
         for family, kind, protocol, _, place in socket.getaddrinfo(
-            host_of(config.bind), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         ):
             with socket.socket(family, kind, protocol) as trial:
                 trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

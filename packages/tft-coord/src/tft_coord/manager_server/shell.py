@@ -85,7 +85,7 @@ class ManagerServerShell:
         """
         config = self._config
         try:
-            port = self._server.bind(config.bind)
+            port = self._server.bind(config.listens_at)
         except RuntimeError as error:
             raise config.cannot_listen() from error
         address = join_host_port(config.hostname, port)

@@ -72,6 +72,15 @@ def interface_of(bind: str) -> str:
     return host
 
 
+def is_loopback(host: str) -> bool:
+    """Whether that name or address means this machine to whoever reads it."""
+    if host in ("localhost", "localhost.localdomain", "ip6-localhost"):
+        return True
+    with suppress(ValueError):
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    return False
+
+
 def join_host_port(host: str, port: int) -> str:
     """`host:port`, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"

@@ -21,7 +21,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 from tft_pg.backends.attempt import Attempt
@@ -51,7 +51,7 @@ _UNANSWERED_MS = 1000 * (_KEEPALIVE_IDLE_S + _KEEPALIVE_PROBES * _KEEPALIVE_INTE
 class _Invitation:
     """Where one rank listens, and what to say there."""
 
-    token: bytes
+    token: bytes = field(repr=False)
     port: int
     address: str
 

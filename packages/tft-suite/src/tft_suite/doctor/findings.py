@@ -22,6 +22,7 @@ READ: Final = (
     "TFT_SLOWEST_STEP_SEC",
     "TFT_TOKEN",
     "TFT_TOKEN_FILE",
+    "TFT_INSECURE",
     "TFT_TLS_CERT",
     "TFT_TLS_KEY",
     "TFT_TLS_CA",
@@ -83,8 +84,9 @@ def _of_settings(facts: Facts) -> Iterator[Finding]:
             yield Finding(f"{name} is set and read by nothing here; if {meant[0]} is meant, correct the name", False)
     if not facts.token_is_set:
         yield Finding(
-            "no shared secret is set: whoever reaches a port of the job can join it; set TFT_TOKEN or TFT_TOKEN_FILE "
-            "to the same secret on every process and on the lighthouse",
+            "no shared secret is set, so the job is this machine's alone, or whoever reaches a port can join it "
+            "(TFT_INSECURE=1); set TFT_TOKEN or TFT_TOKEN_FILE to the same secret, made with `openssl rand -hex 32`, "
+            "on every process and on the lighthouse",
             is_problem=False,
         )
     if facts.token_file_mode is not None and facts.token_file_mode & _OTHERS_MAY_READ:
