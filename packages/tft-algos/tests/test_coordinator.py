@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import pytest
 from torch.distributed import DistNetworkError, DistStoreError, HashStore  # type: ignore[attr-defined]
 
@@ -464,6 +465,21 @@ def test_asks_are_answered_until_all_places_are_taken() -> None:
     assert store.answer("a", "server:1", 2)
 
 
+def addresses_listened_at(port: int) -> set[str]:
+    connections = psutil.Process().net_connections(kind="tcp")
+    return {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN and each.laddr.port == port}
+
+
+@pytest.mark.parametrize(
+    ("hostname", "listens"),
+    [("localhost", {"127.0.0.1"}), ("127.0.0.2", {"127.0.0.2"}), ("::1", {"::1"}), ("192.0.2.1", {"::"})],
+)
+def test_a_store_that_is_hosted_listens_at_the_address_that_others_are_told(hostname: str, listens: set[str]) -> None:
+    """Of all interfaces only where that address is forwarded to this machine."""
+    group = open_group_store(resolved(hostname=hostname, token="secret"))
+    assert addresses_listened_at(group.store.port) == listens
+
+
 def test_a_group_of_one_hosts_its_own_store() -> None:
     store = open_group_store(resolved())
     assert store.address == f"localhost:{store.store.port}"
@@ -472,12 +488,12 @@ def test_a_group_of_one_hosts_its_own_store() -> None:
     assert store.predecessor() == "a"
 
 
-def test_a_localhost_that_is_not_of_this_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_own_address_that_can_not_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise DistNetworkError("the client socket has failed to connect to (localhost, 1)\nat a place in C++")
+        raise DistNetworkError("the client socket has failed to connect to (127.0.0.1, 1)\nat a place in C++")
 
     monkeypatch.setattr(group_store, "TCPStore", refuse)
-    with pytest.raises(Unreachable, match=r"connect to \(localhost, 1\)\); look whether /etc/hosts gives that name"):
+    with pytest.raises(Unreachable, match=r"hosts at 127\.0\.0\.1 .*connect to \(127\.0\.0\.1, 1\)\); look what keeps"):
         open_group_store(resolved())
 
 

@@ -43,6 +43,7 @@ HOLDER_KEY = "holder_of_rank"
 GATHER_KEY = "gathered"
 
 RETRY_S = 0.1
+BACKLOG: Final = 1024  # a whole job may turn to one store at once
 _OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))  # for documentation, so never somebody's
 
 
@@ -188,14 +189,23 @@ def open_group_store(config: ResolvedConfig) -> GroupStore:
         SettingError: this rank's settings contradict those of the ranks that were there before.
     """
     if config.store_addr is None:
-        # The store must answer under the name that other replicas are told, and TCPStore listens on all interfaces.
+        # The store must answer under the name that other replicas are told. Anybody who reaches it may read and write
+        # its keys, so it listens at that name's address and not, as TCPStore would, on all interfaces.
+        listener = _listener(config.hostname)
+        host, port = listener.getsockname()[:2]
         try:
-            store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=config.connect_timeout)
+            store = TCPStore(
+                {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host),
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=config.connect_timeout,
+                master_listen_fd=listener.detach(),  # torch's from now on
+            )
         except DistNetworkError as error:
             raise Unreachable(
-                "this process can't host its replica group's store, which is reached under the name localhost "
-                f"({str(error).partition(chr(10))[0]}); look whether /etc/hosts gives that name an address of this "
-                "machine"
+                f"this process can't reach the replica group's store that it hosts at {host} "
+                f"({str(error).partition(chr(10))[0]}); look what keeps connections to own addresses from being made"
             ) from error
         _hosted.add(store)
         return GroupStore(store, join_address(config.hostname, store.port), config.run_scope, config.group_scope)
@@ -221,6 +231,29 @@ def open_group_store(config: ResolvedConfig) -> GroupStore:
     if config.world_size > 1:
         group.check_alone(config.rank)
     return group
+
+
+def _listener(hostname: str) -> socket.socket:
+    """A port at the address that others are told: of all interfaces only where no address of this machine is known.
+
+    Raises: Unreachable: there is none, at no address.
+    """
+    try:
+        found = socket.getaddrinfo(hostname.strip("[]"), 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError):
+        found = []
+    # Who dials a name tries all of its addresses.
+    for family, _, _, _, address in sorted(found, key=lambda info: info[0] != socket.AF_INET):
+        with suppress(OSError):  # an address that is forwarded to this machine, and is not its own
+            return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    try:
+        with suppress(OSError):
+            return socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
+        return socket.create_server(("0.0.0.0", 0), backlog=BACKLOG)
+    except OSError as error:
+        raise Unreachable(
+            f"this process can't host its replica group's store: no port is to be had ({error})"
+        ) from error
 
 
 def _sever_late(client: StoreClient, connected: threading.Event, config: ResolvedConfig) -> None:
