@@ -221,7 +221,7 @@ def write_manifest(path: Path, body: bytes) -> None:
 SPOILERS: dict[str, Callable[[Path], object]] = {
     "a bit": tamper_data,
     "cut": lambda path: os.truncate(next(path.glob("*.distcp")), 10),
-    "gone": lambda path: (path / ".metadata").unlink(),
+    "gone": lambda path: (path / "rank-0.json").unlink(),
     "more": lambda path: (path / "__1_0.distcp").touch(),
     "manifest": tamper_manifest,
     "manifest cut": lambda path: os.truncate(path / durable.MANIFEST, 100),

@@ -9,8 +9,8 @@ carries a manifest with the digest of each file. So whenever the writer dies, wh
 what is not whole any more is not taken. A writer that is at work holds a lock, which ends with its process: what
 writers left behind that hold none is removed by the next one.
 
-The directory is the user's own disk, not the wire. Torch's reader unpickles what it finds there, once the digests are
-right; they tell what broke, not who meant harm: who can write there can run code in the job.
+The directory is the user's own disk, not the wire. The digests tell what broke, not who meant harm: who can write there
+can give the job other weights. Nothing that is read there is executed (`rank_files`).
 
 Law of this file: files, and the order in which they appear. What is in a state is torch's, the lineage the Manager's.
 """
@@ -37,7 +37,6 @@ from typing import Any, Final, final
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -53,10 +52,17 @@ from torch.distributed.checkpoint.stateful import Stateful
 from tft_algos.errors import CheckpointFailed, SettingError
 from tft_algos.manager import Manager
 from tft_algos.optim import Optimizer
+from tft_algos.rank_files import (
+    RankLoadPlanner,
+    RankReader,
+    RankSavePlanner,
+    RankWriter,
+    read_metadata,
+)
 
 logger = logging.getLogger("tft_algos.durable")
 
-FORMAT: Final = 1
+FORMAT: Final = 2  # 1 had torch's pickled description in it
 MANIFEST: Final = "manifest"
 WRITING: Final = ".tft-writing-"
 REMOVING: Final = ".tft-removing-"
@@ -203,16 +209,16 @@ class DurableCheckpoint:
         step = manager.current_step()
         begun = time.monotonic()
         state = self._taken(step)
-        writer = _Writer(self._directory, f"{manager.replica_id} {manager.attempt}", step)
+        writer = _Writer(self._directory, f"{manager.replica_id} {manager.attempt}", step, self._world_size)
         try:
             with self._explaining(step, "write"):
                 self._on_rank_0(writer.begin, step)
-                with _without_dcp_warnings():
+                with self._together(step, "write"), _without_dcp_warnings():
                     save(
                         state,
-                        storage_writer=FileSystemWriter(writer.place),
-                        process_group=self._group,
-                        no_dist=self._group is None,
+                        storage_writer=RankWriter(writer.place, self._rank),
+                        planner=RankSavePlanner(self._rank),
+                        no_dist=True,
                     )
                 path = self._directory / f"step-{step}"
                 number = self._on_rank_0(lambda: writer.publish(manager.state_dict()), step)
@@ -271,8 +277,7 @@ class DurableCheckpoint:
             manifest = found[0] if found else _read_manifest(path)
         with self._explaining(step, "load", path):
             state = self._state()
-            reader = FileSystemReader(path)
-            metadata = reader.read_metadata()
+            metadata = read_metadata(path)
             saved = metadata.planner_data
             self._check_wanted(state, metadata)
             if self._optimizers:
@@ -285,13 +290,8 @@ class DurableCheckpoint:
                         _named(without),
                         step,
                     )
-            with _without_dcp_warnings():
-                load(
-                    state,
-                    storage_reader=reader,
-                    process_group=self._group,
-                    no_dist=self._group is None,
-                )
+            with self._together(step, "load", path), _without_dcp_warnings():
+                load(state, storage_reader=RankReader(path, metadata), planner=RankLoadPlanner(), no_dist=True)
             set_model_state_dict(self._model, state["model"])
             if self._optimizers:
                 set_optimizer_state_dict(
@@ -371,6 +371,28 @@ class DurableCheckpoint:
             raise error
         return state
 
+    @contextlib.contextmanager
+    def _together(self, step: int | None, verb: str, path: Path | None = None) -> Iterator[None]:
+        """What each rank does by itself, all have done, or all raise.
+
+        Raises: CheckpointFailed: another rank could not; what was raised here is raised.
+        """
+        error: BaseException | None = None
+        try:
+            yield
+        except (Exception, CheckpointException) as raised:
+            error = raised
+        if self._all_say(error is None):
+            return
+        if error is not None:
+            raise error
+        raise CheckpointFailed(
+            f"another rank of replica {self._manager.replica_id} could not {verb} its part of the checkpoint of step "
+            f"{step} in {path or self._directory}; its own error says why",
+            path=str(path or self._directory),
+            step=step,
+        )
+
     def _all_say(self, yes: bool) -> bool:
         """Whether all ranks of this group say yes."""
         if self._group is None:
@@ -421,8 +443,8 @@ class DurableCheckpoint:
             of_step = "" if step is None else f" of step {step}"
             cause: BaseException = error
             if isinstance(error, CheckpointException) and error.failures:
-                rank, (cause, _) = min(error.failures.items())
-                of_step += f" (rank {rank})"
+                cause, _ = min(error.failures.items())[1]
+                of_step += f" (rank {self._rank})"
             advice = {
                 "take": "mend what raised it; nothing was written, and the earlier checkpoints are as they were",
                 "write": "make room or mend the permissions; the earlier checkpoints are as they were",
@@ -465,11 +487,12 @@ def _leave_out(wanted: dict[str, Any], saved: Mapping[str, Sequence[Any]] | None
 class _Writer:
     """One attempt to write one checkpoint; on rank 0, save for `place`."""
 
-    def __init__(self, directory: Path, unique: str, step: int) -> None:
+    def __init__(self, directory: Path, unique: str, step: int, world_size: int) -> None:
         name = hashlib.blake2b(unique.encode(), digest_size=8).hexdigest()
         self.place = directory / f"{WRITING}{step}-{name}"
         self._directory = directory
         self._step = step
+        self._world_size = world_size
         self._lock: int | None = None
 
     def begin(self) -> None:
@@ -485,8 +508,11 @@ class _Writer:
     def publish(self, manager: Mapping[str, Any]) -> int:
         """Make what is in the place a checkpoint; returns the number behind its name, 0 for none."""
         files = {path.name: (path.stat().st_size, _digest_of(path)) for path in sorted(self.place.iterdir())}
-        written = {each.relative_path for each in FileSystemReader(self.place).read_metadata().storage_data.values()}
-        if elsewhere := sorted(written - {*files}):
+        elsewhere = [f"rank-{rank}.json" for rank in range(self._world_size) if f"rank-{rank}.json" not in files]
+        if not elsewhere:
+            written = {each.relative_path for each in read_metadata(self.place).storage_data.values()}
+            elsewhere = sorted(written - {*files})
+        if elsewhere:
             raise FileNotFoundError(
                 f"{', '.join(elsewhere[:MOST_NAMED])} can't be seen from rank 0; all ranks of a group write into one "
                 "directory"
@@ -536,7 +562,8 @@ def _lock_of(place: Path) -> Path:
 def _take_lock(path: Path) -> int | None:
     """Lock a file, made where there is none; returns its descriptor, or None if a living process has it."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        # A link in the directory could have a file made, or locked, anywhere.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with contextlib.suppress(FileNotFoundError):

@@ -1,0 +1,267 @@
+"""Torch's distributed checkpoint, of which each rank writes and reads its own part, without a word to the others.
+
+Torch has the ranks send each other their plans as pickled objects, and who takes a rank's place runs code in the
+others by it. It has them leave a pickled description on the disk, too. Neither is needed. A rank knows which parts of
+the state it holds, and which of them it writes: of what several ranks hold it is the first of them. What it wrote it
+describes in a file of its own, as JSON; together the descriptions are that of the checkpoint. A rank that reads looks
+up what it needs.
+
+What is no tensor (a learning rate, a scheduler's state) is read by torch's reader for weights, which builds plain data
+and tensors and calls nothing that it is told. Whether it can read that back is tried when it is written.
+
+Law of this file: plans, descriptions and their checks; which directory that is, and whether it is whole, is
+`durable`'s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+import os
+import pickle
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+
+__all__ = ["RankLoadPlanner", "RankReader", "RankSavePlanner", "RankWriter", "files_of_ranks", "read_metadata"]
+
+DESCRIBES: Final = "rank-{}.json"
+MOST_BYTES: Final = 256 << 20
+MOST_DIMENSIONS: Final = 64
+
+
+def files_of_ranks(place: Path) -> list[Path]:
+    """The descriptions that are there."""
+    return sorted(place.glob(DESCRIBES.format("*")))
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+@final
+class RankSavePlanner(DefaultSavePlanner):
+    """Plans what one rank writes: what it alone holds, and what it is the first to hold.
+
+    Args:
+        rank: of this process, in its group.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Of this rank alone; whether all of them together have everything is looked at by `read_metadata`."""
+        (plan,) = all_plans
+        own = dataclasses.replace(plan, items=[item for item in plan.items if self._writes(item)])
+        plans, metadata = create_default_global_save_plan([own])
+        mappings = {item.index.fqn: plan.planner_data[item.index.fqn] for item in own.items}
+        return plans, dataclasses.replace(metadata, planner_data=mappings)
+
+    def _writes(self, item: WriteItem) -> bool:
+        held = self.state_dict[item.index.fqn]
+        if not isinstance(held, DTensor):
+            return self._rank == 0
+        here = held.device_mesh.get_coordinate()
+        placed = zip(here or (), held.placements, strict=True)
+        return all(where == 0 for where, placement in placed if placement.is_replicate())
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """Raises: ValueError: what is no tensor can't be read back; the message names it."""
+        data = super().resolve_data(write_item)
+        if isinstance(data, io.BytesIO):
+            try:
+                torch.load(io.BytesIO(data.getvalue()), weights_only=True)
+            except pickle.UnpicklingError as error:
+                raise ValueError(
+                    f"{write_item.index.fqn} can't be read back as plain data ({str(error).partition(chr(10))[0]}); "
+                    "keep numbers, texts, lists, dicts and tensors in it, or name its classes in "
+                    "torch.serialization.add_safe_globals"
+                ) from error
+        return data
+
+
+@final
+class RankWriter(FileSystemWriter):
+    """Writes one rank's files.
+
+    Args:
+        place: an empty directory that all ranks of the group see.
+        rank: of this process.
+    """
+
+    def __init__(self, place: Path, rank: int) -> None:
+        super().__init__(place)
+        self._place = place
+        self._own_rank = rank
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Torch names the files by the plan's place in the list."""
+        (plan,) = plans
+        return super().prepare_global_plan([plan] * (self._own_rank + 1))[-1:]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Describe what was written."""
+        files = [
+            {
+                "name": result.index.fqn,
+                "offset": None if result.index.offset is None else list(result.index.offset),
+                "file": result.storage_data.relative_path,
+                "at": result.storage_data.offset,
+                "length": result.storage_data.length,
+            }
+            for each in results
+            for result in each
+        ]
+        leaves = {name: _described(leaf) for name, leaf in metadata.state_dict_metadata.items()}
+        keys = {name: list(path) for name, path in (metadata.planner_data or {}).items()}
+        with (self._place / DESCRIBES.format(self._own_rank)).open("w", encoding="utf-8") as stream:
+            json.dump({"leaves": leaves, "keys": keys, "files": files}, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+def _described(leaf: TensorStorageMetadata | BytesStorageMetadata) -> dict[str, Any]:
+    if isinstance(leaf, BytesStorageMetadata):
+        return {}
+    return {
+        "dtype": str(leaf.properties.dtype).removeprefix("torch."),
+        "size": list(leaf.size),
+        "chunks": [[list(chunk.offsets), list(chunk.sizes)] for chunk in leaf.chunks],
+    }
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """Where a part is, in the words of torch's reader."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: tuple[str, ...] | None = None
+
+
+@final
+class RankReader(FileSystemReader):
+    """Reads what one rank needs. Args: metadata: of the checkpoint at that place, from `read_metadata`."""
+
+    def __init__(self, place: Path, metadata: Metadata) -> None:
+        super().__init__(place)
+        self._metadata = metadata
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """What was given."""
+        return self._metadata
+
+
+@final
+class RankLoadPlanner(DefaultLoadPlanner):
+    """Builds plain data and tensors from what is read, and calls nothing."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Raises: pickle.UnpicklingError: it is more than that; the message names what."""
+        *path, last = self.mappings[read_item.dest_index.fqn]
+        inside: Any = self.original_state_dict
+        for key in path:
+            inside = inside[key]
+        inside[last] = torch.load(value, weights_only=True)
+
+
+def read_metadata(place: Path) -> Metadata:
+    """Put the descriptions of all ranks together.
+
+    Raises: OSError: one can't be read. ValueError: they don't make sense, or a part of a tensor is nobody's.
+    """
+    leaves: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    keys: dict[str, tuple[str | int, ...]] = {}
+    stored: dict[MetadataIndex, _Stored] = {}
+    for path in files_of_ranks(place):
+        with path.open("rb") as stream:
+            body = stream.read(MOST_BYTES + 1)
+        if len(body) > MOST_BYTES:
+            raise ValueError(f"{path.name} has more than {MOST_BYTES} bytes")
+        try:
+            said = json.loads(body)
+            for name, leaf in said["leaves"].items():
+                _add(leaves, str(name), leaf)
+            for name, way in said["keys"].items():
+                keys[str(name)] = tuple(key if isinstance(key, int) else str(key) for key in way)
+            for each in said["files"]:
+                offset = None if each["offset"] is None else _numbers(each["offset"])
+                if Path(each["file"]).name != each["file"]:
+                    raise ValueError(f"it names the file {each['file']!r}, which is elsewhere")
+                at, length = _numbers([each["at"], each["length"]])
+                stored.setdefault(MetadataIndex(str(each["name"]), offset), _Stored(each["file"], at, length))
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            raise ValueError(f"{path.name} is no description of a rank's files: {error!r}") from error
+    _check_whole(leaves, stored)
+    return Metadata(state_dict_metadata=dict(leaves), planner_data=keys, storage_data=stored)
+
+
+def _add(leaves: dict[str, TensorStorageMetadata | BytesStorageMetadata], name: str, said: Mapping[str, Any]) -> None:
+    if not said:
+        leaves.setdefault(name, BytesStorageMetadata())
+        return
+    dtype = getattr(torch, said["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name} has the dtype {said['dtype']!r}, which this torch has not")
+    size = torch.Size(_numbers(said["size"]))
+    leaf = leaves.setdefault(name, TensorStorageMetadata(TensorProperties(dtype=dtype), size, []))
+    if not isinstance(leaf, TensorStorageMetadata) or (leaf.size, leaf.properties.dtype) != (size, dtype):
+        raise ValueError(f"{name} is described in two ways")
+    known = {tuple(chunk.offsets) for chunk in leaf.chunks}
+    for offsets, sizes in said["chunks"]:
+        chunk = ChunkStorageMetadata(torch.Size(_numbers(offsets)), torch.Size(_numbers(sizes)))
+        if not len(chunk.offsets) == len(chunk.sizes) == len(size) or any(
+            at + length > most for at, length, most in zip(chunk.offsets, chunk.sizes, size, strict=True)
+        ):
+            raise ValueError(f"{name} has a part that is not inside it")
+        if tuple(chunk.offsets) not in known:
+            known.add(tuple(chunk.offsets))
+            leaf.chunks.append(chunk)
+
+
+def _numbers(said: Iterable[Any]) -> list[int]:
+    found = list(said)
+    if len(found) > MOST_DIMENSIONS or not all(type(number) is int and 0 <= number < 2**63 for number in found):
+        raise ValueError(f"{str(found)[:64]} are no whole numbers")
+    return found
+
+
+def _check_whole(
+    leaves: Mapping[str, TensorStorageMetadata | BytesStorageMetadata], stored: Mapping[MetadataIndex, _Stored]
+) -> None:
+    for name, leaf in leaves.items():
+        if isinstance(leaf, BytesStorageMetadata):
+            parts = [MetadataIndex(name)]
+        else:
+            parts = [MetadataIndex(name, chunk.offsets) for chunk in leaf.chunks]
+            described = sum(math.prod(chunk.sizes) for chunk in leaf.chunks)
+            if described != math.prod(leaf.size):
+                raise ValueError(f"of {name}, {math.prod(leaf.size)} numbers, {described} were written")
+        if any(part not in stored for part in parts):
+            raise ValueError(f"a part of {name} is in no file")
