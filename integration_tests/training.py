@@ -161,7 +161,12 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
         transport: CheckpointTransport[Any] = (
             PGTransport(pg, timedelta(seconds=60), torch.device("cpu"))
             if spec.over_group
-            else HTTPTransport(timedelta(seconds=60), num_chunks=0, advertise_addr=settings["hostname"])
+            else HTTPTransport(
+                timedelta(seconds=60),
+                num_chunks=0,
+                advertise_addr=settings["hostname"],
+                token=os.environ.get("TFT_TOKEN"),
+            )
         )
         pg = injector.group(pg)
         settings |= {"coordinator": injector.coordinator, "checkpoint_transport": injector.transport(transport)}
