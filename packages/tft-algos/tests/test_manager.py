@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections.abc import Callable
@@ -23,7 +24,9 @@ from tft_algos import (
     UsageError,
 )
 from tft_algos.manager import ServerRestarted, reduction
+from tft_algos.manager.healing import state_key
 from tft_algos.testing import FakeGroup, ManualClock, MemoryTransport, plan_of
+from tft_ckpt import StateUnavailable as CheckpointUnavailable
 from tft_ckpt import StateUnsupported
 from tft_coord.core.types import Purpose, QuorumKey
 from tft_coord.errors import DeadlinePassed, GroupLost, Refused
@@ -608,6 +611,20 @@ def test_those_that_heal_are_named_to_the_transport_that_refuses_them_and_it_may
     assert source.step()
     assert refused == [(0, [1])]
     assert "heal in vain: the transport was shut down" in caplog.text
+
+
+def test_a_transport_that_fails_before_it_knows_the_key_keeps_no_healer_waiting(rigs: Any) -> None:
+    shelf: dict[Any, Any] = {}
+    source = rigs(plan_of(7, size=2, healing=[1]), checkpoint_transport=MemoryTransport(shelf))
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    source.transport.send_checkpoint = fail
+    assert source.step()
+    told = shelf[state_key(plan_of(7, size=2, healing=[1]))]
+    assert isinstance(told, CheckpointUnavailable), "the healer is told"
+    assert "Too many open files" in str(told)
 
 
 def test_a_state_that_was_declared_half_written_is_not_served(rigs: Any) -> None:

@@ -121,6 +121,7 @@ class PGTransport(CheckpointTransport[T]):
         self._lock = threading.Lock()
         self._running: dict[str, Call] = {}
         self._closed = False
+        self._answered: StateKey | None = None  # the state of which the receivers know what became of it
 
     def metadata(self) -> str:
         """The same for all: a receiver needs no address."""
@@ -163,12 +164,15 @@ class PGTransport(CheckpointTransport[T]):
                 )
             except StateUnsupported as error:
                 sentence = f"the source can't give it: {error}"
+                self._answered = key
                 _to_all(links, lambda link: _refuse(link, key, sentence))
                 raise
             except CheckpointError:
                 # There is no time left for words, or this side was told to stop.
+                self._answered = key
                 call.break_off()
                 raise
+            self._answered = key
             failures = _to_all(links, lambda link: _send(link, key, outgoing))
         if failures:
             raise failures[0]
@@ -178,12 +182,13 @@ class PGTransport(CheckpointTransport[T]):
     ) -> None:
         """Tell these replica ranks, in place of the state; see `CheckpointTransport.refuse_checkpoint`.
 
-        It takes until they ask, at most the constructor's timeout; then the group ends, as after a send.
+        It takes until they ask, at most the constructor's timeout; then the group ends, as after a send. After a send
+        of the same state that failed, it does nothing if the receivers were told by that, or their group has ended.
         """
         key = key_of(key, step)
         ranks = _ranks(dst_ranks)
         self._check_open()
-        if not ranks:
+        if not ranks or self._answered == key:
             return
         with self._call("send", ranks, self._silence_s) as call:
             links = [Link(call, rank=rank, device=self._device, is_source=True) for rank in ranks]

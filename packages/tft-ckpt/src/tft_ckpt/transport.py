@@ -77,8 +77,10 @@ class CheckpointTransport(ABC, Generic[T]):
     ) -> None:
         """Say in place of `send_checkpoint` that this process can't give the state, and why.
 
-        Those that wait for it are told the sentence, where the transport can tell them; by default it can't, and they
-        wait until their time-out. Who can't be told is left to his time-out too, and that is no error.
+        It is called also after `send_checkpoint` has raised, with the same key, because that may have failed before it
+        had told anybody. Those that wait for the state are told the sentence, where the transport can tell them; by
+        default it can't, and they wait until their time-out. One that can't be told waits until its time-out too, and
+        that is no error.
 
         Args:
             step: committed steps.

@@ -165,8 +165,10 @@ class StateExchange:
                 list(plan.recover_dst_replica_ranks), plan.step, state, self._config.heal_timeout, key=state_key(plan)
             )
         except Exception as error:
-            # This replica's step is sound, whatever its transport did; who waits for the state finds another source.
+            # This replica's step is sound, whatever its transport did. Its peers must not wait for a state that it has
+            # not offered: the transport may have failed before it knew the key.
             self._reports.log(logging.ERROR, "can't serve step %d: %s", plan.step, error)
+            self._refuse(plan, f"its transport could not offer it: {str(error) or type(error).__name__}")
             return
         self._reports.log(
             logging.INFO,

@@ -283,6 +283,28 @@ def check_a_failed_snapshot_is_told(make: Make) -> None:
             assert _recv(receiver, source.metadata()) == {"a": 1}
 
 
+def check_a_refusal_after_a_failed_send(make: Make) -> None:
+    """A send that failed may be followed by a refusal of the same state, which waits for nobody who was told already;
+    concerns transports that can tell."""
+    with _transports(make, 2) as (source, receiver):
+        if type(source).refuse_checkpoint is CheckpointTransport.refuse_checkpoint:
+            return
+        waits = threading.Event()
+        with _background(lambda: _recv(receiver, source.metadata(), cancelled=_telling(waits))) as got:
+            assert waits.wait(BOUND.total_seconds())
+            _fails(StateUnsupported, lambda: _send(source, {"a": object()}))
+            told = _fails(StateUnavailable, lambda: got.result(BOUND.total_seconds()))
+            assert "['a']" in str(told), str(told)
+        with _background(lambda: _refuse_again(source)) as refused:
+            refused.result(BOUND.total_seconds() / 6)  # it waits for no receiver that was told
+        with _offering(source, {"a": 1}, NEXT_KEY):
+            assert _recv(receiver, source.metadata(), NEXT_KEY) == {"a": 1}
+
+
+def _refuse_again(source: Transport) -> None:
+    source.refuse_checkpoint(KEY.step, "its trainer raised", key=KEY, dst_ranks=[1])
+
+
 def check_a_state_is_looked_at(make: Make) -> None:
     """`check_state` refuses what can't travel, with its path; concerns transports that can tell."""
     with _transports(make, 1) as (source,):
