@@ -13,6 +13,7 @@ from tft_algos import Closed, StateUnavailable, UsageError
 from tft_algos.manager.healing import state_key
 from tft_algos.testing import MemoryTransport, plan_of
 from tft_ckpt import StateKey
+from tft_ckpt import StateUnavailable as CheckpointUnavailable
 from tft_coord.core.progress import Phase
 from tft_coord.core.types import NewcomerAsks, Plan, QuorumKey, RankRequest
 from tft_coord.errors import DeadlinePassed
@@ -80,6 +81,17 @@ def test_the_next_step_exchanges_again(rigs: Any) -> None:
         rig.manager.exchange_state()
         rig.manager.should_commit()
     assert list(rig.transport.shelf) == [state_key(SERVING), state_key(again)]
+
+
+def test_who_waits_for_the_state_of_a_step_that_was_given_up_is_told(rigs: Any) -> None:
+    """The forward pass has raised, say, and the loop begins the next step."""
+    rig = rigs(SERVING, plan_of(8, step=0, size=2))
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    rig.manager.start_quorum()
+    told = rig.transport.shelf[state_key(SERVING)]
+    assert isinstance(told, CheckpointUnavailable)
+    assert "its step 0 ended before it took its state" in str(told)
 
 
 def test_a_healing_that_failed_fails_the_step(rigs: Any) -> None:

@@ -125,6 +125,25 @@ def test_who_refuses_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert transport.received_from == [(0, "at replica_0", ["at replica_2"])]
 
 
+def test_bytes_are_reported_however_fast_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the lighthouse would take a replica that loads its state for one that has received nothing."""
+    sources = Sources()
+    reported: list[int] = []
+    sources.healed = reported.append  # type: ignore[attr-defined]
+    fetch, transport = fetch_from(sources, monkeypatch)
+    receive = transport.recv_checkpoint
+
+    def at_once(*args: Any, progress: Callable[[int, int], None], **named: Any) -> Any:
+        for received in (0, 3, 5, 8):
+            progress(received, 8)
+        return receive(*args, **named)
+
+    transport.recv_checkpoint = at_once  # type: ignore[method-assign]
+    fetch.run()
+    assert fetch.result() == "state"
+    assert reported == [3, 8]
+
+
 @pytest.mark.parametrize("attempts_later", [0, 1], ids=["before the next step", "later"])
 def test_state_that_is_registered_right_after_a_healing_is_healed_too(rigs: Any, attempts_later: int) -> None:
     shelf: dict[Any, Any] = {}

@@ -11,6 +11,7 @@ import pytest
 from tft_coord.core import effects, events
 from tft_coord.core.effects import AnswerQuorum, AnswerUnchanged, AskForQuorum, LighthouseEffect, QuorumFormed
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
+from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.types import MAX_INT64, Hello, LossNotice, Member, Quorum, QuorumKey, Refusal
 from tft_coord.errors import ProtocolError, SettingError
 from tft_coord.timeouts import Timeouts
@@ -793,6 +794,53 @@ class TestHealing:
         table.hello("b", session=2)
         table.give(events.BeatReceived(2, healed_bytes=10))
         assert table.core._jobs["job"].liveness.replicas["b"].progress_ms == table.now_ms
+
+
+class TestNoByteComes:
+    """A replica waits for a state, and its source gives nothing: field report D11."""
+
+    def join(self, *before: str, phase: Phase = Phase.WAITING, **timeouts: int) -> Table:
+        table = Table(**timeouts)
+        table.first_quorum(*before)
+        table.hello("z")
+        table.ask("z", 0)
+        for name in before:
+            table.ask(name, 6, live=True)
+        for name in before:
+            table.ask(name, 7, live=True)
+        table.give(events.BeatReceived(26, progress=Progress(0, phase, 0)))
+        return table
+
+    def beat(self, table: Table, seconds: int, phase: Phase = Phase.WAITING) -> list[tuple[tuple[str, ...], str]]:
+        out = []
+        for second in range(seconds):
+            table.give(events.BeatReceived(26, progress=Progress(0, phase, second * 1_000)))
+            out += formed(table.pass_ms(1_000, *(name for name in table.streams if name != "z")))
+        return out
+
+    def test_its_only_source_does_not_wait_for_it_without_end(self) -> None:
+        table = self.join("a", join_timeout_ms=20_000)
+        assert self.beat(table, 4) == []
+        assert self.beat(table, 2) == [(("a",), "z is gone")]
+
+    def test_nor_do_the_others_until_join_timeout(self) -> None:
+        table = self.join("a", "b", join_timeout_ms=20_000)
+        assert self.beat(table, 6) == [(("a", "b"), "z is gone")]
+
+    def test_a_source_has_a_quarter_of_join_timeout_for_the_first_byte(self) -> None:
+        table = self.join("a", join_timeout_ms=60_000)
+        assert self.beat(table, 14) == []
+        assert self.beat(table, 2) == [(("a",), "z is gone")]
+
+    def test_from_the_first_byte_on_the_usual_rule_holds(self) -> None:
+        table = self.join("a", "b", join_timeout_ms=20_000)
+        table.give(events.BeatReceived(26, healed_bytes=1, progress=Progress(0, Phase.WAITING, 0)))
+        assert self.beat(table, 18) == []
+        assert self.beat(table, 3) == [(("a", "b"), "z is gone")]
+
+    def test_a_replica_that_is_still_busy_with_its_step_is_waited_for(self) -> None:
+        table = self.join("a", "b", phase=Phase.OWN, join_timeout_ms=20_000)
+        assert self.beat(table, 18, Phase.OWN) == []
 
 
 class TestAheadOfTheJob:

@@ -596,6 +596,10 @@ def lets_in_who_never_heals(situation: Situation) -> Any:
     return right_decide(replace(situation, ineligible=()))
 
 
+def waits_for_who_receives_nothing(self: Job, replica: Any, first_asked_ms: int, now_ms: int) -> bool:
+    return False
+
+
 def needs_few_on_the_fast_path(situation: Situation) -> Any:
     few = is_fast(situation)
     return right_decide(replace(situation, min_replicas=1) if few else situation)
@@ -748,6 +752,7 @@ MUTANTS = [
     Mutant(lighthouse, "decide", needs_few_on_the_fast_path, "I2", 6),
     Mutant(lighthouse, "decide", needs_few_on_the_slow_path, "I2", 0),
     Mutant(Job, "_heals", waits_for_nobody_who_heals, "P2", 35),
+    Mutant(Job, "_is_stalled", waits_for_who_receives_nothing, "transcript", "scenario_10_long_healing"),
     Mutant(Liveness, "hello", heals_no_more_after_a_redial, "P2", 767),
     Mutant(Job, "_formed", knows_its_own_ids_only, "I1", 23),
     Mutant(Job, "_refuse_the_ahead", lets_the_ahead_in, "I3", "scenario_12_foreign_states"),

@@ -79,6 +79,12 @@ class Timeouts:
             "quorum_tick_ms": min(100, self.heartbeat_timeout_ms),
         }
 
+    @property
+    def first_byte_ms(self) -> int:
+        """How long a healing replica that waits for its state may have received nothing: a source needs a while to take
+        its state, and to compute the checksums of a large one, before the first byte goes out."""
+        return max(self.heartbeat_timeout_ms, self.join_timeout_ms // 4)
+
     def _check_range(self, name: str) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int):

@@ -107,7 +107,10 @@ class StateExchange:
             fetch.source_lost(notice.replica_id)
 
     def settle(self) -> None:
-        """End what an attempt has left running."""
+        """End what an attempt has left running, and what its peers may still wait for."""
+        plan = self._core.plan
+        if plan is not None and plan.serve and not self.done and not self._early.serves(plan):
+            self._refuse(plan, f"its step {plan.step} ended before it took its state")
         if self._fetch is not None:
             self._fetch.cancel()
             self._fetch = None

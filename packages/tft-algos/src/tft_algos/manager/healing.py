@@ -57,7 +57,7 @@ class Fetch:
         self._timeout = timeout
         self._received_before = received_before
         self._started = time.monotonic()
-        self._reported = self._started
+        self._reported = -REPORT_INTERVAL_S  # on the monotonic clock; the first byte is reported at once
         self._cancelled = threading.Event()
         self._lost: set[str] = set()
         self._over = threading.Event()  # the state is here, or will not come
@@ -183,7 +183,8 @@ class Fetch:
     def _progressed(self, received_bytes: int, total_bytes: int) -> None:
         self.received_bytes = received_bytes
         now = time.monotonic()
-        if now - self._reported >= REPORT_INTERVAL_S:
+        # The end is reported too: the lighthouse must know that bytes came, however fast they did.
+        if received_bytes and (now - self._reported >= REPORT_INTERVAL_S or received_bytes == total_bytes):
             self._reported = now
             self._coordinator.healed(self._received_before + received_bytes)
 

@@ -1070,6 +1070,7 @@ class Job:
             waiting={replica.replica_id: request.member for replica, request in waiting},
             healthy={replica.replica_id for replica in replicas if replica.healthy and replica.ready},
             healing={replica.replica_id for replica in replicas if self._heals(replica, first_asked_ms, now_ms)},
+            stalled={replica.replica_id for replica in replicas if self._is_stalled(replica, first_asked_ms, now_ms)},
             ineligible={replica.replica_id for replica in replicas if replica.ineligible_until_ms > now_ms},
             previous=self.previous,
             min_replicas=self._config.min_replicas,
@@ -1109,6 +1110,18 @@ class Job:
             return False
         # Its source takes the state after the reductions, just before it asks for the next quorum.
         return now_ms - max(since, replica.progress_ms, first_asked_ms) < self._timeouts.heartbeat_timeout_ms
+
+    def _is_stalled(self, replica: Replica, first_asked_ms: int, now_ms: int) -> bool:
+        """Whether it waits for a state of which no byte has come, although its source has had time to begin.
+
+        Its source may hang, or may have failed without a word. Nobody waits for such a replica: of two replicas, the
+        source would else wait for it without end, because one of two is no majority.
+        """
+        since = replica.healing_since_ms
+        if since is None or not replica.healthy or replica.progress_ms >= since or replica.where is None:
+            return False
+        waits = replica.where[0].phase is Phase.WAITING
+        return waits and now_ms - max(since, first_asked_ms) >= self._timeouts.first_byte_ms
 
     def _note_the_end(self, now_ms: int) -> list[effects.LighthouseEffect]:
         """The last member has finished, or the others can't come back since one has."""

@@ -25,6 +25,7 @@ class Situation:
         waiting: replica id -> the member that it asks to be; healthy and with an open request.
         healthy: ids of healthy ready replicas, the waiting ones included.
         healing: ids of healthy replicas whose healing still receives bytes.
+        stalled: ids of healthy replicas that wait for a state of which no byte has come.
         ineligible: ids that failed to heal too often, for a while.
         previous: the newest quorum, or None.
         min_replicas: smallest quorum.
@@ -45,6 +46,7 @@ class Situation:
     asked_ms: Mapping[str, int]
     now_ms: int
     healing: Collection[str] = ()
+    stalled: Collection[str] = ()
     ineligible: Collection[str] = ()
     fast_only: bool = False
     reference_step: int = 0
@@ -80,7 +82,7 @@ def decide(situation: Situation) -> Form | Wait:
     previous = situation.previous.replica_ids if situation.previous is not None else ()
     before = frozenset(previous).difference(situation.left)
     shrink_only = any(member.shrink_only for replica_id, member in situation.waiting.items() if replica_id in before)
-    eligible = set(situation.healthy) - set(situation.ineligible)
+    eligible = set(situation.healthy) - set(situation.ineligible) - set(situation.stalled)
     if shrink_only:
         eligible &= before
     candidates = {replica_id for replica_id in situation.waiting if replica_id in eligible}

@@ -117,6 +117,7 @@ class Attendance:
         self._released: set[str] = set()  # and is not needed any more
         self._asked_ms: dict[str, int] = {}  # when each asked first since its last answer
         self._heals_ms: dict[str, int] = {}  # since when each heals that does
+        self._may_heal_ms: dict[str, int] = {}  # the same of those that may, because states differ in their quorum
         self._healed: dict[str, tuple[int, int]] = {}  # bytes that it had received, and when it said so first
 
     def welcomed(self, hello: Hello, stream: int) -> None:
@@ -260,6 +261,11 @@ class Attendance:
             own = quorum.member(replica_id) if quorum is not None else None
             if quorum is not None and own is not None and own.step < max(each.step for each in quorum.members):
                 self._heals_ms[replica_id] = now_ms
+            self._may_heal_ms.pop(replica_id, None)
+            states = {(each.step, each.lineage) for each in quorum.members} if quorum is not None else set()
+            # At step 0 all but the first may heal, with init_sync.
+            if own is not None and (own.torn or own.step == 0 or len(states) > 1):
+                self._may_heal_ms[replica_id] = now_ms
         if quorum is not None:
             if newest is not None and newest.key == quorum.key:
                 self._newest = quorum
@@ -434,9 +440,18 @@ class Attendance:
         living = {each for each in living if not self._differs_from(each, ids)}
         if self._special & living:
             return
+        living = {each for each in living if each in ids or not self._may_be_stalled(each, ids, now_ms)}
         if 2 * len(ids) <= len(living):
             raise InvariantBroken("I2", f"quorum {quorum.key} has {len(ids)} of {len(living)} that live")
         self._look_who_was_not_waited_for(quorum, living - ids, now_ms)
+
+    def _may_be_stalled(self, replica_id: str, formed: Collection[str], now_ms: int) -> bool:
+        """Whether it may wait for a state of which no byte has come: then it is waited for by nobody."""
+        since_ms = self._may_heal_ms.get(replica_id)
+        if since_ms is None or self._healed.get(replica_id, (0, -1))[1] >= since_ms:
+            return False
+        asked_ms = min(self._asked_ms[each] for each in formed)
+        return now_ms - max(since_ms, asked_ms) >= self._timeouts.first_byte_ms
 
     def _look_who_is_ahead(self, quorum: Quorum) -> None:
         """A state that was loaded from outside does not overtake the job's own."""
