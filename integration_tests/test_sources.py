@@ -6,6 +6,7 @@ import errno
 import logging
 import logging.handlers
 import queue
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class Spec:
         lighthouse: address.
         name: of the replica group; seeds the weights.
         fault: of its transport. "raises": the first state can't be offered. "mute": none can, and it tells nobody.
+            "hole": its state server accepts whoever comes, and sends nothing.
     """
 
     lighthouse: str
@@ -54,7 +56,7 @@ def hurt(transport: HTTPTransport[Any], fault: str) -> None:
             raise OSError(errno.EMFILE, "Too many open files")
         send(*args, **named)
 
-    if fault:
+    if fault in ("raises", "mute"):
         transport.stages = False  # type: ignore[misc]  # no state is offered in another way
     transport.send_checkpoint = fail  # type: ignore[method-assign]
     if fault == "mute":
@@ -65,7 +67,9 @@ def train(spec: Spec, connection: Connection) -> None:
     """Train until told to stop; tell each commit and each healing, and log lines that speak of healing."""
     torch.set_num_threads(1)
     told: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
-    logging.getLogger("tft_algos.manager").addHandler(logging.handlers.QueueHandler(told))
+    log = logging.getLogger("tft_algos.manager")
+    log.addHandler(logging.handlers.QueueHandler(told))
+    log.setLevel(logging.INFO)
     torch.manual_seed(sum(spec.name.encode()))
     model = torch.nn.Linear(64, 64)
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -78,18 +82,23 @@ def train(spec: Spec, connection: Connection) -> None:
         adam.load_state_dict(state["optimizer"])
         connection.send(Event("healed", digest=digest(take())))
 
-    transport = HTTPTransport[Any](timedelta(seconds=60), advertise_addr="localhost")
+    hole = socket.create_server(("127.0.0.1", 0))
+    advertised = f"localhost:{hole.getsockname()[1]}" if spec.fault == "hole" else "localhost"
+    transport = HTTPTransport[Any](timedelta(seconds=60), advertise_addr=advertised)
     hurt(transport, spec.fault)
-    with Manager(
-        ProcessGroupGloo(),
-        load,
-        take,
-        replica_id=spec.name,
-        lighthouse_addr=spec.lighthouse,
-        hostname="localhost",
-        timeout=TIMEOUT,
-        checkpoint_transport=transport,
-    ) as manager:
+    with (
+        hole,
+        Manager(
+            ProcessGroupGloo(),
+            load,
+            take,
+            replica_id=spec.name,
+            lighthouse_addr=spec.lighthouse,
+            hostname="localhost",
+            timeout=TIMEOUT,
+            checkpoint_transport=transport,
+        ) as manager,
+    ):
         ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, adam)
         connection.send(Event("ready"))
         last = None
@@ -155,3 +164,19 @@ def test_a_source_that_gives_nothing_and_says_nothing_does_not_wait_for_who_heal
     source.connection.send(source.step + 1)
     job.until(lambda: bool(source.ended), "the source ends")
     newcomer.process.kill()
+
+
+def test_a_source_that_accepts_and_sends_nothing_costs_a_second_and_is_asked_last_from_then_on(
+    spawn: Spawn, lighthouse: LighthouseServer
+) -> None:
+    """Field report D3: a newcomer asked the hole alone for a minute, was behind by then, and asked it again."""
+    job = Job(spawn, lighthouse)
+    good = start(job, lighthouse, "b")
+    job.until(lambda: good.committed_with(1), "the good source trains alone")
+    hole = start(job, lighthouse, "a", "hole")  # which is asked first, by its name
+    job.until(lambda: all(each.committed_with(2) for each in (hole, good)), "both train")
+    newcomer = start(job, lighthouse, "c")
+    job.until(lambda: newcomer.committed_with(3), "the newcomer has healed")
+    (asked,) = [event for event in newcomer.of_kind("log") if "healing from" in event.text]
+    assert newcomer.of_kind("healed")[0].at_s - asked.at_s < 20.0, "a source alone may be silent for a minute"
+    job.finish()

@@ -74,16 +74,18 @@ def test_a_dead_second_source_costs_half_a_second_and_no_more(monkeypatch: pytes
     fetch.run()
     assert fetch.result() == "state"
     assert transport.received_from == [(0, "at replica_0", [])]
-    assert (sources.asked, sources.asked_beside) == ([("replica_0", 2.0)], [("replica_1", 0.5)])
+    assert (sources.asked, sources.asked_beside) == ([("replica_0", 1.0)], [("replica_1", 0.5)])
 
 
-def test_the_first_is_asked_again_until_another_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_is_waited_for_for_a_second_while_there_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     sources = Sources(silent=["replica_0"])
     fetch, transport = fetch_from(sources, monkeypatch)
     fetch.run()
     assert fetch.result() == "state"
     assert transport.received_from == [(1, "at replica_1", ["at replica_2"])]
-    assert sources.asked[:4] == [("replica_0", 2.0), ("replica_0", 2.0), ("replica_0", 1.0), ("replica_1", 2.0)]
+    assert sources.asked == [("replica_0", 1.0), ("replica_1", 1.0)]
+    assert list(fetch.silent) == ["replica_0"], "it is asked last from now on"
+    assert fetch.metadata == {"replica_1": "at replica_1", "replica_2": "at replica_2"}
 
 
 def test_who_was_lost_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:

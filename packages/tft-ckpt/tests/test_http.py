@@ -546,7 +546,7 @@ def test_a_name_that_nobody_answers_for_holds_up_nothing(
         assert receiver.recv_checkpoint(0, "http://stalled.invalid:1", 1, timeout, sources=[fine]) == {"a": 1}
         report = receiver.last_receive
         assert report is not None
-        assert "stalled.invalid was not resolved" in report.faults[0]
+        assert report.sources == (fine,)
     finally:
         answered.set()
         for thread in threading.enumerate():
@@ -566,7 +566,6 @@ def test_a_silent_source_does_not_use_up_the_time_of_the_others(
     report = receiver.last_receive
     assert report is not None
     assert report.sources == (source.metadata(),)
-    assert url in report.faults[0]
 
 
 @pytest.mark.parametrize("asked", ["manifest", "data"])
@@ -579,7 +578,10 @@ def test_nor_does_one_that_says_a_little_now_and_then(
     assert got["a"].equal(torch.ones(100_000))
     report = receiver.last_receive
     assert report is not None
-    assert any(url in fault and "longer than it may" in fault for fault in report.faults)
+    if asked == "manifest":
+        assert report.sources == (source.metadata(),), "another one was quicker"
+    else:
+        assert any(url in fault and "longer than it may" in fault for fault in report.faults)
 
 
 def test_who_talks_without_end_is_interrupted(receiver: HTTPTransport[Any]) -> None:

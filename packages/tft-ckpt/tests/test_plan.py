@@ -163,3 +163,60 @@ def test_what_the_caller_can_mend_is_named_before_what_may_pass(kind: type[State
     assert isinstance(error, StateDiffers | StateUnsupported)
     assert error.path == "state.x"
     assert "a is gone" in str(error)
+
+
+def hangs(plan: FetchPlan, source: str, now_s: float) -> None:
+    plan.hung(source, gone(source), now_s, 60.0)
+
+
+def test_a_source_that_is_silent_is_asked_last_and_given_more_time() -> None:
+    plan = FetchPlan(KEY, ["a", "b"])
+    assert (plan.silence_s("a", 60.0), plan.has_hung) == (1.0, False)
+    hangs(plan, "a", 0.0)
+    assert (plan.next_source(), plan.silence_s("a", 60.0), plan.silence_s("b", 60.0)) == ("b", 2.0, 1.0)
+    assert list(plan.poor) == ["a"]
+    assert plan.has_hung
+    assert plan.silence_s("a", 0.5) == 0.5, "never more than one source alone"
+
+
+def test_several_connections_that_are_silent_at_once_are_one_hang() -> None:
+    plan = FetchPlan(KEY, ["a", "b"])
+    for _ in range(3):
+        hangs(plan, "a", 0.0)
+    assert plan.silence_s("a", 60.0) == 2.0
+
+
+def test_a_pause_of_all_sources_gives_none_of_them_up_before_its_time() -> None:
+    plan = FetchPlan(KEY, ["a", "b"])
+    for turn in range(6):
+        for source in ("a", "b"):
+            hangs(plan, source, 100.0 * turn)
+    assert plan.num_sources == 2
+    assert plan.silence_s("a", 60.0) == 60.0
+    for turn in range(BREAKS_MAX):
+        hangs(plan, "a", 1_000.0 + 100.0 * turn)
+    assert (plan.num_sources, plan.next_source()) == (1, "b")
+
+
+def test_one_source_alone_has_all_the_time() -> None:
+    plan = FetchPlan(KEY, ["a"])
+    assert plan.silence_s("a", 60.0) == 60.0
+    for turn in range(BREAKS_MAX):
+        hangs(plan, "a", float(turn))
+    assert plan.next_source() is None
+
+
+def test_who_failed_before_is_asked_last() -> None:
+    plan = FetchPlan(KEY, ["a", "b", "c"], poor=["a", "x"])
+    assert (plan.next_source(), plan.candidates(0.0)) == ("b", ["b", "c", "a"])
+    assert plan.poor == {}, "what it did now is not known yet"
+
+
+def test_lies_and_slowness_are_kept_in_mind_and_a_break_is_not() -> None:
+    plan = FetchPlan(KEY, ["a", "b", "c", "d"], own="m")
+    plan.met(["x"])
+    plan.damaged("a", damage("a"))
+    plan.was_slow("b", "b is slow")
+    plan.was_slow("x", "no source")
+    plan.broke("c", gone("c"), 0.0)
+    assert plan.poor == {"a": "a is damaged", "b": "b is slow"}

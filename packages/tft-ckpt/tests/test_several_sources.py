@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -27,6 +29,7 @@ def big_state(seed: int = 0, num_bytes: int = 24 << 20) -> dict[str, Any]:
 
 STATE = big_state()
 STATE_BYTES = STATE["a"].nbytes
+SMALL = big_state(num_bytes=2 << 20)
 
 
 @pytest.fixture
@@ -137,20 +140,67 @@ def test_the_next_lead_s_plain_data_counts_and_the_bytes_that_agree_stay(stack: 
     """A state too small for helpers: the second source leads when the first one is gone."""
     num_bytes = 6 << 20
     states = [{**big_state(num_bytes=num_bytes), "rank": rank} for rank in range(2)]
-    first, second = (source(stack, state) for state in states)
-    proxy = stack.enter_context(FaultyProxy(first.metadata(), Fault("data", "kill", at=num_bytes * 3 // 4)))
+    first, receiver = source(stack, states[0]), newcomer(stack)
+    for into in (None, {**big_state(seed=3, num_bytes=num_bytes), "rank": -1}):
+        second = stack.enter_context(HTTPTransport[Any](bind="127.0.0.1", chunk_bytes=CHUNK_BYTES))
+        proxy = stack.enter_context(FaultyProxy(first.metadata(), Fault("data", "kill", at=num_bytes * 3 // 4)))
+
+        def lead_is_found(done: int, total: int, second: HTTPTransport[Any] = second) -> None:
+            if done == 0:
+                second.send_checkpoint([], 1, states[1], BOUND)
+
+        got = receiver.recv_checkpoint(
+            0, proxy.url, 1, BOUND, sources=[second.metadata()], into=into, progress=lead_is_found
+        )
+        assert into is None or got["a"] is into["a"]
+        assert_same_state(got, states[1])
+        report = report_of(receiver)
+        assert report.fetched_bytes <= num_bytes + CHUNK_BYTES
+        assert set(report.by_source) == {proxy.url, second.metadata()}
+
+
+def test_a_source_that_hangs_costs_a_second_wherever_it_hangs(stack: ExitStack) -> None:
+    """Field report D3: a newcomer asked a hole alone for a minute, and the job ran at 4 %."""
+    good = source(stack)
+    small = source(stack, SMALL)
+    hole = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    hole_url = f"http://127.0.0.1:{hole.getsockname()[1]}"
     receiver = newcomer(stack)
-    got = receiver.recv_checkpoint(0, proxy.url, 1, BOUND, sources=[second.metadata()])
-    assert_same_state(got, states[1])
-    report = report_of(receiver)
-    assert report.fetched_bytes <= num_bytes + CHUNK_BYTES
-    assert set(report.by_source) == {proxy.url, second.metadata()}
-    into = {**big_state(seed=3, num_bytes=num_bytes), "rank": -1}
-    proxy = stack.enter_context(FaultyProxy(first.metadata(), Fault("data", "kill", at=num_bytes * 3 // 4)))
-    got = receiver.recv_checkpoint(0, proxy.url, 1, BOUND, sources=[second.metadata()], into=into)
-    assert got["a"] is into["a"]
-    assert_same_state(got, states[1])
-    assert report_of(receiver).fetched_bytes <= num_bytes + CHUNK_BYTES
+    for state, there in ((STATE, good), (SMALL, small)):
+        silent = stack.enter_context(FaultyProxy(there.metadata(), Fault("manifest", "stall", at=0)))
+        stalls = stack.enter_context(FaultyProxy(there.metadata(), Fault("data", "stall", at=2000)))
+        for hangs in (hole_url, silent.url, stalls.url):
+            began_s = time.monotonic()
+            got = receiver.recv_checkpoint(0, hangs, 1, BOUND, sources=[there.metadata()])
+            assert_same_state(got, state)
+            assert time.monotonic() - began_s < BOUND.total_seconds() / 6, "a minute is what one source alone may take"
+            assert dict(report_of(receiver).by_source).keys() <= {hangs, there.metadata()}
+
+
+def test_who_hung_is_asked_last_the_next_time_and_forgiven_when_it_gives(stack: ExitStack) -> None:
+    good, receiver = source(stack), newcomer(stack)
+    fault = Fault("data", "stall", at=2000)
+    proxy = stack.enter_context(FaultyProxy(good.metadata(), fault))
+    receiver.recv_checkpoint(0, proxy.url, 1, BOUND, sources=[good.metadata()])
+    assert list(receiver.poor_sources()) == [proxy.url]
+    assert good.metadata() not in receiver.poor_sources()
+    fault.times = 0
+    proxy.release()
+    receiver.recv_checkpoint(0, proxy.url, 1, BOUND)
+    assert receiver.poor_sources() == {}
+
+
+def test_a_pause_of_all_sources_ends_nothing(stack: ExitStack) -> None:
+    """Each of them is silent for longer than a source may be while there are others."""
+    first, second, receiver = source(stack), source(stack), newcomer(stack)
+    faults = [Fault("data", "stall", at=2000, times=2) for _ in range(2)]
+    proxies = [
+        stack.enter_context(FaultyProxy(each.metadata(), fault))
+        for each, fault in zip((first, second), faults, strict=True)
+    ]
+    got = receiver.recv_checkpoint(0, proxies[0].url, 1, BOUND, sources=[proxies[1].url])
+    assert_same_state(got, STATE)
+    assert all(fault.happened.is_set() for fault in faults)
 
 
 # ---- fellows ----

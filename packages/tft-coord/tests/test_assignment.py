@@ -85,6 +85,30 @@ def quorums(draw: st.DrawFn) -> Quorum:
     return Quorum(KEY, members)
 
 
+def sources_of(quorum: Quorum, replica_id: str) -> list[str]:
+    return [source.replica_id for source in plan_for(quorum, replica_id, 0).sources]
+
+
+def served_by(quorum: Quorum) -> dict[str, tuple[int, ...]]:
+    """Replica ranks that each member serves first."""
+    names = quorum.replica_ids
+    return {name: served for name in names if (served := plan_for(quorum, name, 0).recover_dst_replica_ranks)}
+
+
+def test_a_source_that_a_member_found_poor_is_asked_last_by_all() -> None:
+    accuser = at("d", 0, poor_sources=("a", "gone"))
+    found = quorum(at("a", 7), at("b", 7), at("c", 7), accuser, at("e", 0), at("f", 0))
+    assert [sources_of(found, name) for name in ("d", "e", "f")] == [["b", "c", "a"], ["c", "b", "a"], ["b", "c", "a"]]
+    assert served_by(found) == {"b": (3, 5), "c": (4,)}
+    assert plan_for(found, "a", 0).serve, "it is a further source still"
+
+
+def test_where_all_sources_are_poor_each_is_as_good_as_the_others() -> None:
+    found = quorum(at("a", 7, poor_sources=("b",)), at("b", 7, poor_sources=("a",)), at("c", 0))
+    assert sources_of(found, "c") == ["a", "b"]
+    assert sources_of(quorum(at("a", 7, poor_sources=("a",)), at("b", 7), at("c", 0)), "c") == ["a", "b"], "not itself"
+
+
 def oracle(quorum: Quorum) -> tuple[int, set[int], set[int], set[int]] | None:
     """Section 4 of protocol.md, sentence by sentence: the step, and the ranks that hold it, heal and take part."""
     members = dict(enumerate(quorum.members))

@@ -107,7 +107,9 @@ def test_what_a_member_says_comes_back_and_the_users_text_as_it_was(
     data: str, lineage: int | None, flags: list[bool], held: QuorumKey | None
 ) -> None:
     names = ("live", "torn", "needs_configure", "init_sync", "allow_heal", "use_async_quorum", "fixed_with_spares")
-    member = Member("a", session=9, step=4, lineage=lineage, min_replica_size=2, failed_heals=1, data=data)
+    member = Member(
+        "a", session=9, step=4, lineage=lineage, min_replica_size=2, failed_heals=1, poor_sources=("b",), data=data
+    )
     member = replace(member, **dict(zip(names, flags, strict=True)))  # type: ignore[arg-type]
     aside = Aside("job", 7, held, 3)
     told = with_ours(member, aside)

@@ -85,6 +85,7 @@ class TestMerge:
         [
             ("commit_failures", (0, 2), 2),
             ("failed_heals", (1, 0), 1),
+            ("poor_sources", (("b",), ("b", "c")), ("b", "c")),
             ("shrink_only", (False, True), True),
             ("needs_configure", (True, False), True),
             ("torn", (False, True), True),

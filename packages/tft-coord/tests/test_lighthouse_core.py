@@ -843,6 +843,30 @@ class TestNoByteComes:
         assert self.beat(table, 18, Phase.OWN) == []
 
 
+class TestPoorSources:
+    """A member names a source that was silent when it healed: field report D3."""
+
+    def test_it_is_logged_once_and_stands_in_the_quorum_without_a_new_id(self) -> None:
+        table = Table()
+        first = table.first_quorum("a", "b")
+        table.ask("a", 6, live=True)
+        orders = table.ask("b", 6, live=True, poor_sources=("a",))
+        (warned,) = [order for order in orders if isinstance(order, effects.Warned)]
+        assert "replica b found source a silent, wrong or slow" in warned.sentence
+        assert "the host of a:1" in warned.sentence
+        table.ask("a", 7, live=True)
+        orders = table.ask("b", 7, live=True, poor_sources=("a",))
+        assert [order for order in orders if isinstance(order, effects.Warned)] == []
+        quorum = table.core.quorum("job")
+        assert quorum is not None
+        assert (quorum.key, quorum.members[1].poor_sources) == (first.key, ("a",))
+        table.ask("a", 8, live=True)
+        table.ask("b", 8, live=True)
+        table.ask("a", 9, live=True)
+        orders = table.ask("b", 9, live=True, poor_sources=("a",))
+        assert [type(order) for order in orders if isinstance(order, effects.Warned)] == [effects.Warned], "again"
+
+
 class TestAheadOfTheJob:
     def test_a_loaded_state_ahead_of_every_live_one_is_refused_by_name(self) -> None:
         table = Table()

@@ -27,6 +27,7 @@ NEEDED = {
     "last_holder_without_memory",
     "nobody_names_the_quorum",
     "job_end",
+    "silent_source",
     "scenario_01_snapshot",
     "scenario_02_verdict",
     "scenario_03_lighthouse_without_memory",

@@ -9,7 +9,7 @@ Law of this file: the interface alone. Names and positional order are those that
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import ClassVar, Generic, TypeVar
 
@@ -156,6 +156,13 @@ class CheckpointTransport(ABC, Generic[T]):
             Closed: abort or shutdown was called, or cancelled said so.
             WrongSetting.
         """
+
+    def poor_sources(self) -> Mapping[str, str]:
+        """The sources that hung, lied or were slow in recent receives.
+
+        Returns: their metadata, and a sentence for each. A transport that keeps no record returns an empty mapping.
+        """
+        return {}
 
     def prepare_to_send(self, num_bytes: int = 0) -> None:
         """Get ready, in the background, to send a state; a hint, and no more.

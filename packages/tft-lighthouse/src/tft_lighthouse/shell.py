@@ -42,7 +42,7 @@ LAST_ANSWERS_S: Final = 0.2
 LOOK_AT_WAITS_S: Final = 1.0
 LOOKS_APART_S: Final = 0.01  # streams that break together are judged together
 
-_Decision: TypeAlias = effects.LighthouseEffect | effects.UnaryEffect | effects.WaitNoticed | effects.Warned
+_Decision: TypeAlias = effects.LighthouseEffect | effects.UnaryEffect | effects.WaitNoticed
 _T = TypeVar("_T")
 
 

@@ -210,6 +210,7 @@ class StepCore:
         allow_heal: bool = True,
         shrink_only: bool = False,
         use_async_quorum: bool | None = None,
+        poor_sources: tuple[str, ...] = (),
     ) -> RankRequest:
         """A new attempt begins; what an earlier one left open is over.
 
@@ -217,6 +218,7 @@ class StepCore:
             checkpoint_metadata: where this rank's live state can be fetched.
             group_usable: the process group has not failed since it was configured.
             allow_heal, shrink_only, use_async_quorum: as in `Manager.start_quorum`.
+            poor_sources: replicas that hung, lied or were slow when this one healed from them.
         Returns: the request to send to the manager server.
         """
         # After an error of its own this rank may have left out reductions in which the others still wait. Those of an
@@ -244,6 +246,7 @@ class StepCore:
             needs_configure=self.held is not None
             and not (group_usable and self.configured == self.held and not self.losses and not left_others),
             failed_heals=self.failed_heals,
+            poor_sources=poor_sources,
             shrink_only=shrink_only,
             init_sync=self._settings.init_sync,
             allow_heal=allow_heal,

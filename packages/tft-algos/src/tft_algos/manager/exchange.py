@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any, Final, final
 
 from tft_algos.errors import HealingFailed, LoadFailed, StateUnavailable
 from tft_algos.manager.audit import StateAudit
@@ -27,8 +27,11 @@ from tft_algos.manager.shared import Shared
 from tft_algos.manager.state_check import StateCheck
 from tft_algos.manager.user_state import refusal_in
 from tft_algos.manager.whereabouts import Whereabouts
-from tft_coord.core.types import LossNotice, Plan, Purpose
+from tft_coord.core.types import POOR_SOURCES_MOST, LossNotice, Plan, Purpose
 from tft_coord.errors import DeadlinePassed
+
+POOR_FOR_S: Final = 600.0
+SOURCES_KEPT: Final = 256
 
 
 @final
@@ -75,6 +78,9 @@ class StateExchange:
         self._fetch: Fetch | None = None
         self._received: Mapping[str, Any] = {}  # what is loaded, by path, until it was compared
         self._healed_bytes = 0
+        self._silent: dict[str, tuple[str, float]] = {}  # sources whose manager server did not answer, and when
+        self._metadata: dict[str, str] = {}  # of sources that were asked, by replica id
+        self._poor: frozenset[str] = frozenset()
         self._untakeable = Repeats()  # why this replica's own state could not be given
         self._unloadable = Repeats()  # why a state could not be loaded here
 
@@ -120,6 +126,28 @@ class StateExchange:
         if self._fetch is not None:
             self._transport.abort()
             self._fetch.cancel()
+
+    def poor_sources(self) -> tuple[str, ...]:
+        """The replicas that hung, lied or were slow as sources within the last ten minutes; for the lighthouse."""
+        if not self._metadata and not self._silent:
+            return ()
+        now = self._clock.monotonic()
+        found = {name: why for name, (why, since) in self._silent.items() if now - since < POOR_FOR_S}
+        by_metadata = self._transport.poor_sources()
+        found |= {name: by_metadata[where] for name, where in self._metadata.items() if where in by_metadata}
+        for name in sorted(found.keys() - self._poor):
+            self._reports.log(logging.WARNING, "source %s is asked last from now on: %s", name, found[name])
+        self._poor = frozenset(found)
+        return tuple(sorted(found))[:POOR_SOURCES_MOST]
+
+    def _learn_of_sources(self, fetch: Fetch) -> None:
+        """Keep what a fetch found out."""
+        now = self._clock.monotonic()
+        self._metadata |= fetch.metadata
+        self._silent |= {name: (why, now) for name, why in fetch.silent.items()}
+        for kept in (self._metadata, self._silent):
+            while len(kept) > SOURCES_KEPT:
+                kept.pop(next(iter(kept)))
 
     # --- one step's exchange, on the training thread ------------------------------------------------------------------
 
@@ -238,6 +266,7 @@ class StateExchange:
             error = failure
         if fetch is not None:
             self._healed_bytes += fetch.received_bytes
+            self._learn_of_sources(fetch)
         if not self._agree(plan, error is None, Purpose.STAGED):
             error = error or self._other_rank_failed(plan, "fetch")
         if error is None:

@@ -24,7 +24,7 @@ from tft_pg.threads import join_within
 
 MAX_SOURCES: Final = 4
 REPORT_INTERVAL_S: Final = 0.1
-SOURCE_PATIENCE: Final = timedelta(seconds=5)
+SOURCE_PATIENCE: Final = timedelta(seconds=1)  # where there are others
 ATTEMPT: Final = timedelta(seconds=2)
 FURTHER_PATIENCE: Final = timedelta(seconds=0.5)
 
@@ -52,6 +52,8 @@ class Fetch:
     ) -> None:
         self.plan = plan
         self.received_bytes = 0
+        self.metadata: dict[str, str] = {}  # of the sources that have told it; by replica id
+        self.silent: dict[str, str] = {}  # sources whose manager server did not answer, and a sentence for each
         self._coordinator = coordinator
         self._transport = transport
         self._timeout = timeout
@@ -149,6 +151,8 @@ class Fetch:
                 return place, self._metadata_of(source, patience)
             except Exception as error:
                 last_error = error
+                if not is_last and isinstance(error, DeadlinePassed):
+                    self.silent[source.replica_id] = str(error)
         raise HealingFailed("no source's manager server says where its state is") from last_error
 
     def _further_sources(self) -> list[tuple[int, str]]:
@@ -164,7 +168,9 @@ class Fetch:
                 continue
             # Whatever it raises, it is not needed.
             with contextlib.suppress(Exception):
-                found.append((place, self._coordinator.source_metadata(source.address, timedelta(seconds=left_s))))
+                metadata = self._coordinator.source_metadata(source.address, timedelta(seconds=left_s))
+                self.metadata[source.replica_id] = metadata
+                found.append((place, metadata))
         return found
 
     def _metadata_of(self, source: Source, patience: timedelta) -> str:
@@ -175,7 +181,9 @@ class Fetch:
                 raise HealingFailed(f"replica {source.replica_id} was lost, or nobody wants its state any more")
             left = timedelta(seconds=max(give_up_at - time.monotonic(), 0.001))
             try:
-                return self._coordinator.source_metadata(source.address, min(left, ATTEMPT))
+                metadata = self._coordinator.source_metadata(source.address, min(left, ATTEMPT))
+                self.metadata[source.replica_id] = metadata
+                return metadata
             except (Unreachable, DeadlinePassed):
                 if time.monotonic() >= give_up_at:
                     raise

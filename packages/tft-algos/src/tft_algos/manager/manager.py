@@ -389,6 +389,7 @@ class Manager:
             allow_heal=allow_heal,
             shrink_only=shrink_only,
             use_async_quorum=use_async_quorum,
+            poor_sources=self._exchange.poor_sources(),
         )
         self._exchange.step_begins()
         unsaid = self._fingerprint.unsaid()

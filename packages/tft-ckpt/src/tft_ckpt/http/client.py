@@ -2,9 +2,10 @@
 
 It asks a source for the manifest, takes memory for the run (or the tensors that are there), and reads the run straight
 into it, chunk by chunk, and checks each. From one source, it does so on the calling thread over one connection, and
-asks now and then whether others fetch the same state; from several sources, or with fellows, it leaves the reading
-to a crew. Whatever goes wrong with a source is told to the plan, which says who leads next and what is still missing;
-so a broken connection costs what was on its way, and a dead source what it had not sent yet.
+asks now and then whether others fetch the same state; several sources are asked for the manifest side by side, and
+from several sources, or with fellows, it leaves the reading to a crew. Whatever goes wrong with a source is told to the
+plan, which says who leads next and what is still missing; so a broken connection costs what was on its way, and a dead
+source what it had not sent yet.
 
 Law of this file: one receive from its first request to its end. Nothing that arrives is used before its checksum was
 compared.
@@ -14,7 +15,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -29,7 +31,8 @@ from tft_ckpt.errors import (
 from tft_ckpt.http.chunks import ChunkPlan
 from tft_ckpt.http.connection import StopSignal
 from tft_ckpt.http.plan import FetchPlan
-from tft_ckpt.http.reader import Broke, Reader, Terms
+from tft_ckpt.http.race import Answer, Race
+from tft_ckpt.http.reader import Broke, Hung, Reader, Terms
 from tft_ckpt.http.workers import Crew, Relay, Tally
 from tft_ckpt.key import StateKey
 from tft_ckpt.manifest import Layout, Manifest, decode
@@ -37,10 +40,10 @@ from tft_ckpt.target import Target
 
 __all__ = ["Receive", "ReceiveReport"]
 
-# How long a source is asked to keep a request open. The preferred one is the likeliest to come to have the state; the
-# others are only looked in on.
-_WAIT_PREFERRED_S: Final = 2.0
-_WAIT_OTHERS_S: Final = 0.05
+# How long a source is asked to keep a request open until it has the state.
+_WAIT_S: Final = 2.0
+# How long a small run may take from one source alone while there are others; then they are asked beside it.
+_ALONE_S: Final = 1.0
 # What a source may be allowed to be silent for, however little time is left.
 _SILENCE_MIN_S: Final = 0.05
 # Below this, other sources and fellows are not worth their connections.
@@ -90,6 +93,7 @@ class Receive:
         relay: called with a manifest, the same as it came, and its target, to let fellows read what is here; or None.
         stop: ends the receive.
         progress: called with (bytes here and checked, bytes in all), on the calling thread.
+        poor: the sources that failed in earlier receives, and are asked last.
     """
 
     def __init__(
@@ -103,10 +107,11 @@ class Receive:
         relay: Callable[[Manifest, bytes, Target], Relay] | None,
         stop: StopSignal,
         progress: Callable[[int, int], None] | None,
+        poor: Collection[str] = (),
     ) -> None:
         self._key = terms.key
         self._terms = terms
-        self._plan = FetchPlan(terms.key, sources, own=terms.own)
+        self._plan = FetchPlan(terms.key, sources, own=terms.own, poor=poor)
         self._chunks = ChunkPlan(terms.own)
         self._num_connections = num_connections
         self._silence_s = silence_s
@@ -127,6 +132,16 @@ class Receive:
     def has_written(self) -> bool:
         """Whether the target may have been written to."""
         return self._tally.has_written
+
+    @property
+    def poor(self) -> Mapping[str, str]:
+        """The sources that hung, lied or were slow, and a sentence for each."""
+        return self._plan.poor
+
+    @property
+    def gave(self) -> Collection[str]:
+        """The sources that gave a good chunk."""
+        return self._tally.good_bytes.keys()
 
     def run(self) -> tuple[Target, ReceiveReport]:
         """Fetch the state. Raises: as `CheckpointTransport.recv_checkpoint`."""
@@ -179,23 +194,58 @@ class Receive:
         )
 
     def _try(self, source: str) -> None:
-        """Get on, with this source in the lead."""
+        """Get on, with this source in the lead, or with one that is quicker."""
+        self._let_go()
+        if self._plan.num_sources == 1:
+            with self._blaming(source):
+                self._lead(source, self._ask(source))
+            return
+        sources = self._plan.candidates(time.monotonic())
+        with Race(sources, self._terms, silence_s=self._silence_of, wait_s=_WAIT_S, stop=self._stop) as race:
+            answer = self._first_answer(race)
+        if answer is not None:
+            with self._blaming(answer.source):
+                self._lead(answer.source, answer)
+
+    def _first_answer(self, race: Race) -> Answer | None:
+        """The first of several sources that has the manifest; None: none of them has it."""
+        while (answer := race.next()) is not None:
+            with self._blaming(answer.source):
+                if answer.error is not None:
+                    raise answer.error
+                if answer.reader is not None:
+                    return answer
+                self._plan.not_yet(answer.source, time.monotonic())
+        return None
+
+    def _lead(self, source: str, answer: Answer) -> None:
+        """Fetch what is missing, with this source's manifest in force."""
+        if answer.reader is None or answer.data is None:
+            self._plan.not_yet(source, time.monotonic())
+            return
+        self._holding = answer.reader
+        manifest = self._read_manifest(source, answer.data)
+        self._adopt(source, manifest, answer.data)
+        began_s = time.monotonic()
+        if self._plan.num_sources > 1:
+            answer.reader.hand_over(self._stop, until_s=began_s + min(_ALONE_S, self._share_s()))
         try:
-            found = self._fetch_manifest(source)
-            if found is None:
-                self._plan.not_yet(source, time.monotonic())
-                return
-            manifest, manifest_bytes, is_partial = found
-            self._adopt(source, manifest, manifest_bytes)
-            began_s = time.monotonic()
-            try:
-                self._fetch(source, manifest, is_partial)
-            finally:
-                self._fetching_s += time.monotonic() - began_s
+            self._fetch(source, manifest, answer.is_partial)
+        finally:
+            self._fetching_s += time.monotonic() - began_s
+
+    @contextmanager
+    def _blaming(self, source: str) -> Iterator[None]:
+        """Tell the plan of what that source did."""
+        try:
+            yield
         except Broke as error:
             self._fault(error)
             failure = StateUnavailable(str(error), source=source, key=self._key)
-            self._plan.broke(source, failure, time.monotonic())
+            if isinstance(error, Hung):
+                self._plan.hung(source, failure, time.monotonic(), self._allowed_silence_s())
+            else:
+                self._plan.broke(source, failure, time.monotonic())
         except StateCorrupt as error:
             self._fault(error)
             self._plan.damaged(source, error)
@@ -223,24 +273,16 @@ class Receive:
         share = self._stop.remaining_s() / (2 * self._plan.num_sources if others else 1)
         return max(_SILENCE_MIN_S, share)
 
-    def _until_s(self) -> float:
-        # Nor may one use it up that says a little now and then.
-        return time.monotonic() + 2 * self._share_s() if self._plan.num_sources > 1 else math.inf
+    def _silence_of(self, source: str) -> float:
+        return self._plan.silence_s(source, self._allowed_silence_s())
 
-    def _fetch_manifest(self, source: str) -> tuple[Manifest, bytes, bool] | None:
-        self._let_go()
-        self._holding = Reader(
-            source,
-            self._terms,
-            silence_s=self._allowed_silence_s(),
-            stop=self._stop,
-            until_s=self._until_s(),
-        )
-        wait_s = _WAIT_PREFERRED_S if source == self._plan.preferred else _WAIT_OTHERS_S
-        found = self._holding.manifest(min(wait_s, self._share_s()))
-        if found is None:
-            return None
-        data, is_partial = found
+    def _ask(self, source: str) -> Answer:
+        """Ask the only source for the manifest, on this thread."""
+        self._holding = reader = Reader(source, self._terms, silence_s=self._allowed_silence_s(), stop=self._stop)
+        found = reader.manifest(min(_WAIT_S, self._share_s()))
+        return Answer(source) if found is None else Answer(source, reader, *found)
+
+    def _read_manifest(self, source: str, data: bytes) -> Manifest:
         manifest = decode(data, limits=self._terms.limits, source=source)
         if manifest.layout.key != self._key:
             raise StateMismatch(
@@ -250,7 +292,7 @@ class Receive:
                 offered=manifest.layout.key,
                 source=source,
             )
-        return manifest, data, is_partial
+        return manifest
 
     def _adopt(self, source: str, manifest: Manifest, manifest_bytes: bytes) -> None:
         # Before the first byte of the other manifest's run is written: fellows may be reading the one's before.
@@ -293,7 +335,8 @@ class Receive:
 
     def _fetch(self, lead: str, manifest: Manifest, is_partial: bool) -> None:
         is_small = self._chunks.missing_bytes < _HELP_BYTES_MIN
-        alone = self._num_connections == 1 and not is_partial and (self._plan.num_sources == 1 or is_small)
+        alone = self._num_connections == 1 and not is_partial
+        alone &= self._plan.num_sources == 1 or (is_small and not self._plan.has_hung)
         if alone and self._fetch_alone(lead, manifest):
             return
         Crew(

@@ -159,6 +159,9 @@ class _Wire:
             except ssl.SSLWantReadError:
                 self._wait(readable=True)
 
+    def hand_over(self, stop: StopSignal, until_s: float) -> None:
+        self._stop, self.until_s = stop, until_s
+
     def secure(self, context: ssl.SSLContext, host: str) -> None:
         """Go on over TLS, with whoever proves to be that host."""
         # The socket that was given is empty from then on; on errors it is closed with the new one.
@@ -266,6 +269,11 @@ class Connection:
         response = self._http.getresponse()
         self._wire.silence_s = self._silence_s
         return response
+
+    def hand_over(self, stop: StopSignal, until_s: float) -> None:
+        """Go on with another signal and another end."""
+        self._stop = stop
+        self._wire.hand_over(stop, until_s)
 
     @property
     def read_bytes(self) -> int:

@@ -3,10 +3,12 @@
 A receive knows several sources and trusts none. One of them is the lead: its manifest is in force, and whatever else
 comes is checked against it. The other sources help while it leads, and so do fellows, newcomers that fetch the same
 state and that a source has named. When a connection breaks or a chunk is damaged, the source gets a strike; with too
-many in a row it is not asked again, and neither is one that says that it will not have the state. A helper whose chunks
-do not match the lead's checksums may be right and the lead wrong: it is set aside, and has its turn to lead when this
-lead can't go on. Whoever leads next, of the chunks that are here only those stay whose checksums it confirms: so the
-state is in the end the one that a single source has, never a mixture.
+many in a row it is not asked again, and neither is one that says that it will not have the state. A source that sends
+nothing for a second is left for another one, asked last, and given more time each time; a pause of the network that
+stops all of them must not end the receive. A source that failed in an earlier receive is asked last from the start. A
+helper whose chunks do not match the lead's checksums may be right and the lead wrong: it is set aside, and has its turn
+to lead when this lead can't go on. Whoever leads next, of the chunks that are here only those stay whose checksums it
+confirms: so the state is in the end the one that a single source has, never a mixture.
 
 Law of this file: pure; no I/O, no clock, no thread. The owner locks.
 """
@@ -14,7 +16,7 @@ Law of this file: pure; no I/O, no clock, no thread. The owner locks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final, final
 
 from tft_ckpt.errors import (
@@ -29,6 +31,8 @@ from tft_ckpt.key import StateKey
 
 __all__ = ["FetchPlan"]
 
+HUNG_S: Final = 1.0
+"""How long a source may send nothing while there are others to ask; twice as long after each time."""
 BREAKS_MAX: Final = 3
 """Connections in a row that may break without one good chunk between."""
 DAMAGES_MAX: Final = 3
@@ -50,18 +54,21 @@ class FetchPlan:
     Args:
         key: the state that is wanted.
         sources: addresses, the preferred one first; repeated ones count once.
+        poor: those of them that hung, lied or were slow before, and are asked last.
         own: this receiver's address, which is no fellow.
     """
 
-    def __init__(self, key: StateKey, sources: Sequence[str], *, own: str = "") -> None:
+    def __init__(self, key: StateKey, sources: Sequence[str], *, own: str = "", poor: Collection[str] = ()) -> None:
         self._key = key
         self._own = own
-        self._queue = list(dict.fromkeys(sources))
+        self._queue = sorted(dict.fromkeys(sources), key=lambda source: source in poor)
         self._breaks = dict.fromkeys(self._queue, 0)
         self._damages = dict.fromkeys(self._queue, 0)
         self._errors: dict[str, CheckpointError] = {}
         self._ready_s: dict[str, float] = {}
         self._slips: Counter[str] = Counter()
+        self._hangs: Counter[str] = Counter()
+        self._poor: dict[str, str] = {}
         self._fellows: dict[str, int] = {}  # and how often each was asked in vain
         self._lost_fellows: set[str] = set()
 
@@ -80,6 +87,10 @@ class FetchPlan:
     def preferred(self) -> str | None:
         """The first one named of those that may still be asked."""
         return next((source for source in self._breaks if source in self._queue), None)
+
+    def candidates(self, now_s: float) -> list[str]:
+        """The sources that may lead now: those that are not in a pause, the next one first."""
+        return [source for source in self._queue if self._ready_s.get(source, now_s) <= now_s]
 
     def led(self) -> None:
         """Another manifest is in force: what was held against helpers concerned the one before."""
@@ -114,6 +125,20 @@ class FetchPlan:
     def pause_s(self, source: str, now_s: float) -> float:
         """How long to wait before this source is asked."""
         return max(0.0, self._ready_s.get(source, now_s) - now_s)
+
+    def silence_s(self, source: str, most_s: float) -> float:
+        """How long it may send nothing; `most_s`: also where there is no other source."""
+        return min(most_s, HUNG_S * 2 ** min(self._hangs[source], 20)) if len(self._queue) > 1 else most_s
+
+    @property
+    def has_hung(self) -> bool:
+        """Whether any source was silent for too long."""
+        return bool(self._hangs)
+
+    @property
+    def poor(self) -> dict[str, str]:
+        """The sources that hung, lied or were slow in this receive, and a sentence for each."""
+        return dict(self._poor)
 
     # ---- what became of it ----
 
@@ -154,9 +179,32 @@ class FetchPlan:
         self._ready_s[source] = now_s + PAUSE_S * 2 ** (self._breaks[source] - 1)
         self._turn(source, out=self._breaks[source] >= BREAKS_MAX)
 
+    def hung(self, source: str, error: CheckpointError, now_s: float, most_s: float) -> None:
+        """It sent nothing for longer than `silence_s(source, most_s)`: ask the others first."""
+        if source not in self._breaks:
+            self.lost(source)
+            return
+        self._poor[source] = str(error)
+        if self.silence_s(source, most_s) >= most_s:
+            # It had all the time that a source may have.
+            self.broke(source, error, now_s)
+            return
+        self._errors[source] = error
+        if self.pause_s(source, now_s) > 0:
+            return  # as for breaks
+        self._ready_s[source] = now_s + PAUSE_S * 2 ** self._hangs[source]
+        self._hangs[source] += 1
+        self._turn(source)
+
+    def was_slow(self, source: str, sentence: str) -> None:
+        """Others were so much quicker that its connection was broken off."""
+        if source in self._breaks:
+            self._poor[source] = sentence
+
     def damaged(self, source: str, error: StateCorrupt) -> None:
         """It leads, and served something that is not what it promised."""
         self._errors[source] = error
+        self._poor[source] = str(error)
         self._damages[source] += 1
         self._turn(source, out=self._damages[source] >= DAMAGES_MAX)
 

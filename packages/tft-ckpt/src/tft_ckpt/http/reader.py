@@ -20,7 +20,7 @@ from typing import Final, final
 
 from tft_ckpt.errors import CheckpointError, StateCorrupt, StateMismatch, StateUnavailable, WrongSetting
 from tft_ckpt.http.address import is_tls, parse_url
-from tft_ckpt.http.connection import Connection, StopSignal
+from tft_ckpt.http.connection import Connection, Silence, StopSignal
 from tft_ckpt.http.pace import Pace
 from tft_ckpt.http.routes import (
     HAVE_COUNT_HEADER,
@@ -40,7 +40,7 @@ from tft_ckpt.manifest import Manifest
 from tft_ckpt.target import Target
 from tft_ckpt.tree import Limits
 
-__all__ = ["Broke", "Chunks", "Reader", "SharedPace", "Terms"]
+__all__ = ["Broke", "Chunks", "Hung", "Reader", "SharedPace", "Terms"]
 
 # A source that answers "not yet" at once is about to end, so it is not asked again without a pause.
 _PAUSE_S: Final = 0.05
@@ -49,6 +49,10 @@ _SENTENCE_BYTES: Final = 4096
 
 class Broke(Exception):
     """The connection to the source broke: transport-level trouble, with a sentence."""
+
+
+class Hung(Broke):
+    """The source was silent, or took longer, than it may."""
 
 
 @final
@@ -148,6 +152,11 @@ class Reader:
     def close(self) -> None:
         """End the connection."""
         self._connection.close()
+
+    def hand_over(self, stop: StopSignal, *, until_s: float) -> None:
+        """Go on with another signal and another end, for another thread."""
+        self._stop, self._until_s = stop, until_s
+        self._connection.hand_over(stop, until_s)
 
     @property
     def addresses(self) -> tuple[str, str]:
@@ -331,6 +340,8 @@ def _breaking(what: str) -> Iterator[None]:
     except CheckpointError:
         # Before the next clause: a passed deadline is an OSError as well.
         raise
+    except Silence as error:
+        raise Hung(f"{what}: {error}") from error
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise Broke(f"{what}: {str(error) or type(error).__name__}") from error
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from tft_ckpt.http.connection import StopSignal
 from tft_ckpt.http.link import interface_of, link_bytes_per_s, slow_link_sentence
 from tft_ckpt.http.pace import check_rate
 from tft_ckpt.http.reader import SharedPace, Terms
+from tft_ckpt.http.record import SourceRecord
 from tft_ckpt.http.server import StateServer
 from tft_ckpt.http.tls import TLS
 from tft_ckpt.key import StateKey
@@ -141,6 +143,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._running: set[StopSignal] = set()
         self._closed = False
         self._last_receive: ReceiveReport | None = None
+        self._record = SourceRecord()
         self._parent_pid = 0  # in a forked child: whose transport this is a copy of
         let_go_in_child(self)
         is_open = token is None and not (tls is not None and tls.check_client)
@@ -280,6 +283,7 @@ class HTTPTransport(CheckpointTransport[T]):
                 relay=self._server.relay,
                 stop=stop,
                 progress=progress,
+                poor=self.poor_sources(),
             )
             try:
                 target, report = receive.run()
@@ -287,6 +291,9 @@ class HTTPTransport(CheckpointTransport[T]):
                 if into is not None and receive.has_written:
                     error.args = (f"{error}; the tensors that it was received into hold a mixture now",)
                 raise
+            finally:
+                with self._lock:
+                    self._record.note(receive.poor, receive.gave, time.monotonic())
         state: T = target.finish()
         place.done()
         self._last_receive = report
@@ -312,6 +319,12 @@ class HTTPTransport(CheckpointTransport[T]):
             )
             if sentence is not None:
                 _log.warning("%s", sentence)
+
+    def poor_sources(self) -> dict[str, str]:
+        """See `CheckpointTransport.poor_sources`; a failure is remembered for ten minutes, or until the source gives a
+        state again."""
+        with self._lock:
+            return self._record.failures(time.monotonic())
 
     def prepare_to_send(self, num_bytes: int = 0) -> None:
         """Have memory for a state that large, and the web server, ready in the background; see

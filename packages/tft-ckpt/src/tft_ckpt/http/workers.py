@@ -28,7 +28,7 @@ from tft_ckpt.errors import (
 from tft_ckpt.http.chunks import ChunkPlan
 from tft_ckpt.http.connection import StopSignal
 from tft_ckpt.http.plan import FetchPlan
-from tft_ckpt.http.reader import Broke, Reader, Terms
+from tft_ckpt.http.reader import Broke, Hung, Reader, Terms
 from tft_ckpt.manifest import Manifest
 from tft_ckpt.target import Target
 
@@ -215,7 +215,8 @@ class Crew:
         with self._changed:
             is_fellow = not self._plan.is_source(source) or (source == self._lead and self._lead_is_partial)
             worker = self._chunks.join(source, now_s, has_all=leads, is_fellow=is_fellow)
-            silence_s = min(self._silence_s(), _FELLOW_SILENCE_S) if is_fellow else self._silence_s()
+            most_s = self._silence_s()
+            silence_s = min(most_s, _FELLOW_SILENCE_S) if is_fellow else self._plan.silence_s(source, most_s)
         # A signal of its own, so that one connection can be ended alone; the deadline of all is watched from here.
         stop = StopSignal(self._stop.remaining_s() + 60.0, None)
         thread = threading.Thread(
@@ -362,12 +363,17 @@ class Crew:
             match error:
                 case Closed() | DeadlinePassed():
                     # Broken off: a fellow is not asked again, a source is if it brought something.
+                    self._plan.was_slow(source, f"{source} was broken off, because {error}")
                     if not came:
                         self._plan.slipped(source)
                 case Broke():
                     if is_source:
                         faults.append(str(error))
-                    self._plan.broke(source, StateUnavailable(str(error), source=source, key=self._terms.key), now_s)
+                    failure = StateUnavailable(str(error), source=source, key=self._terms.key)
+                    if isinstance(error, Hung):
+                        self._plan.hung(source, failure, now_s, self._silence_s())
+                    else:
+                        self._plan.broke(source, failure, now_s)
                 case StateCorrupt():
                     faults.append(str(error))
                     if source == self._lead:

@@ -104,16 +104,16 @@ def plan_for(quorum: Quorum, replica_id: str, group_rank: int, assignment: Assig
     own = next((rank for rank, member in enumerate(members) if member.replica_id == replica_id), None)
     if own is None:
         raise ProtocolError(f"replica {replica_id} is not in quorum {quorum.key}; ask for the next quorum")
-    num_sources = len(common.up_to_date)
+    num_stores = len(common.up_to_date)
+    givers, poor = _givers(members, common.up_to_date)
+    num_sources = len(givers)
     heal = own in common.recovering
     sources: tuple[Source, ...] = ()
     if heal:
         first = common.recovering.index(own) % num_sources
-        order = common.up_to_date[first:] + common.up_to_date[:first]
+        order = givers[first:] + givers[:first] + poor
         sources = tuple(Source(rank, members[rank].replica_id, members[rank].address) for rank in order)
-    served = tuple(
-        rank for index, rank in enumerate(common.recovering) if common.up_to_date[index % num_sources] == own
-    )
+    served = tuple(rank for index, rank in enumerate(common.recovering) if givers[index % num_sources] == own)
     return Plan(
         key=quorum.key,
         replica_id=replica_id,
@@ -126,7 +126,7 @@ def plan_for(quorum: Quorum, replica_id: str, group_rank: int, assignment: Assig
         sources=sources,
         recover_dst_replica_ranks=served,
         serve=bool(common.recovering) and own in common.up_to_date,
-        store_address=members[common.up_to_date[group_rank % num_sources]].store_address,
+        store_address=members[common.up_to_date[group_rank % num_stores]].store_address,
         up_to_date=common.up_to_date,
         participants=common.participants,
         participating_rank=common.participants.index(own) if own in common.participants else None,
@@ -144,6 +144,14 @@ def all_at(members: Sequence[Member], step: int, lineage: int | None) -> bool:
     return not fresh and all(
         member.step == step and member.lineage == lineage and not member.torn for member in members
     )
+
+
+def _givers(members: Sequence[Member], up_to_date: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Replica ranks of the sources that are asked first, at least one, and of those that are asked last: a member has
+    found that they hang, lie or are slow."""
+    named = {name for member in members for name in member.poor_sources if name != member.replica_id}
+    givers = tuple(rank for rank in up_to_date if members[rank].replica_id not in named)
+    return (givers, tuple(rank for rank in up_to_date if rank not in givers)) if givers else (up_to_date, ())
 
 
 def _holders(key: QuorumKey, members: Sequence[Member]) -> tuple[int, ...]:

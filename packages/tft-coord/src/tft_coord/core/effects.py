@@ -230,6 +230,7 @@ LighthouseEffect = (
     | ReplicaLost
     | ReplicaLeft
     | JobEnded
+    | Warned
 )
 
 

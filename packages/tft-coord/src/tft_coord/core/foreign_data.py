@@ -13,7 +13,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
-from tft_coord.core.types import MAX_INT64, MAX_UINT64, Member, QuorumKey
+from tft_coord.core.types import MAX_INT64, MAX_UINT64, POOR_SOURCES_MOST, Member, QuorumKey
 from tft_coord.errors import ProtocolError
 
 KEY: Final = "tft"
@@ -62,6 +62,7 @@ def with_ours(member: Member, aside: Aside) -> Member:
         "torn": member.torn,
         "needs_configure": member.needs_configure,
         "failed_heals": member.failed_heals,
+        "poor_sources": list(member.poor_sources),
         "init_sync": member.init_sync,
         "allow_heal": member.allow_heal,
         "use_async_quorum": member.use_async_quorum,
@@ -114,6 +115,7 @@ def parted(member: Member) -> tuple[Member, Aside] | None:
         torn=read.one("torn", bool),
         needs_configure=read.one("needs_configure", bool),
         failed_heals=read.number("failed_heals", MAX_COUNT),
+        poor_sources=read.names("poor_sources", POOR_SOURCES_MOST),
         init_sync=read.one("init_sync", bool),
         allow_heal=read.one("allow_heal", bool),
         use_async_quorum=read.one("use_async_quorum", bool),
@@ -147,6 +149,15 @@ class _Reader:
         if not value.isprintable():
             raise ProtocolError(f"replica {self._replica_id} says {name} {value[:80]!r}; give printable characters")
         return value
+
+    def names(self, name: str, most: int) -> tuple[str, ...]:
+        """A list of texts that may stand in a log."""
+        values = self.one(name, list)
+        if len(values) > most or not all(type(value) is str and value.isprintable() for value in values):
+            raise ProtocolError(
+                f"replica {self._replica_id} says {name} {str(values)[:80]!r}; give {most} names at most"
+            )
+        return tuple(self.text(name, value, MAX_NAME_BYTES) for value in values)
 
     def text(self, name: str, value: str, most_bytes: int = MAX_DATA_BYTES) -> str:
         """A text that can be told on: JSON spells what no UTF-8 can, and short what is long in it."""

@@ -18,6 +18,7 @@ from tft_coord.core.commit import MAX_ROUNDS, RoundName, Votes
 from tft_coord.core.fingerprint import Fingerprint, differences_of_ranks, merged, said
 from tft_coord.core.progress import GroupProgress, Phase, Progress
 from tft_coord.core.types import (
+    POOR_SOURCES_MOST,
     UNREACHED_MOST,
     KillOrder,
     LeaveRequest,
@@ -59,6 +60,7 @@ def _all_at_state_of(own: Member, quorum: Quorum) -> Quorum:
             commit_failures=0,
             needs_configure=False,
             failed_heals=0,
+            poor_sources=(),
         )
         for member in quorum.members
     )
@@ -479,6 +481,9 @@ class GroupCore:
             live=all(request.live for request in requests),
             torn=torn,
             failed_heals=max(request.failed_heals for request in requests),
+            poor_sources=tuple(sorted({name for request in requests for name in request.poor_sources}))[
+                :POOR_SOURCES_MOST
+            ],
             init_sync=any(request.init_sync for request in requests),
             allow_heal=all(request.allow_heal for request in requests),
             use_async_quorum=first.use_async_quorum,

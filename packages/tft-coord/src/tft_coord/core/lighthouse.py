@@ -397,6 +397,7 @@ class Job:
         self._handshake = Handshake(name, self._standing, room)
         self._held: QuorumKey | None = None  # the newest that anybody said to hold
         self._asked_in_vain: set[int] = set()  # streams that could not say the members of the quorum they hold
+        self._poor_sources: dict[str, tuple[str, ...]] = {}  # by who says so
         self._serving: set[str] = set()  # who has left, and may still be healed from
         self._asker = ""  # who asks just now, if it has trained
         self._end = JobEnd()
@@ -874,6 +875,7 @@ class Job:
         if any(isinstance(order, effects.RefuseRequest) and order.stream == stream for order in out):
             return out
         replica.ready = True
+        out += self._hear_of_sources(member)
         self.hangs.heard(replica.replica_id, None, now_ms)  # whoever asks has moved
         if event.held is not None:
             self._has_heard_of(event.held)
@@ -900,6 +902,28 @@ class Job:
         else:
             replica.ineligible_until_ms = 0
         return out + self._announce(replica, member, now_ms)
+
+    def _hear_of_sources(self, member: Member) -> list[effects.Warned]:
+        """Log which replicas it could not heal from. They stand in the quorum, whose plan names them last."""
+        before = self._poor_sources.get(member.replica_id, ())
+        if member.poor_sources == before:
+            return []
+        known = self.liveness.replicas
+        self._poor_sources = {name: said for name, said in self._poor_sources.items() if name in known}
+        self._poor_sources[member.replica_id] = member.poor_sources
+        return [
+            effects.Warned(
+                self.name,
+                f"replica {member.replica_id} found source {name} silent, wrong or slow when it healed; every replica "
+                f"asks it last. Look at its state server at {self._address_of(name)}, and at the network to it",
+            )
+            for name in member.poor_sources
+            if name not in before
+        ]
+
+    def _address_of(self, replica_id: str) -> str:
+        member = self._members.get(replica_id)
+        return f"the host of {member.address}" if member is not None else "its host"
 
     def _announce(self, replica: Replica, member: Member, now_ms: int) -> list[effects.LighthouseEffect]:
         """Where somebody asks who will heal: those who may be its sources can take their state at their next step

@@ -19,6 +19,7 @@ from tft_coord.errors import ProtocolError
 MAX_UINT64 = 2**64 - 1
 MAX_INT64 = 2**63 - 1
 UNREACHED_MOST = 64  # named by one request
+POOR_SOURCES_MOST = 16  # that one member names
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -96,6 +97,7 @@ class Member:
         failed_heals: healings in a row that failed.
         unreached: whom its ranks could not reach since their last request; () in a quorum.
         store_failed: its rendezvous store was not reached in the round before. Set by the lighthouse.
+        poor_sources: replica ids that hung, lied or were slow when it healed from them; sorted.
         init_sync, allow_heal, use_async_quorum, fixed_with_spares, min_replica_size: the settings that the plan
             depends on.
         data: JSON of the user's own, forwarded and not used.
@@ -115,6 +117,7 @@ class Member:
     live: bool = False
     torn: bool = False
     failed_heals: int = 0
+    poor_sources: tuple[str, ...] = ()
     init_sync: bool = True
     allow_heal: bool = True
     use_async_quorum: bool = True
@@ -303,6 +306,7 @@ class RankRequest:
     commit_failures: int = 0
     needs_configure: bool = False
     failed_heals: int = 0
+    poor_sources: tuple[str, ...] = ()
     shrink_only: bool = False
     init_sync: bool = True
     allow_heal: bool = True

@@ -154,6 +154,8 @@ class Scenario:
 
     def _of_lighthouse(self, order: effects.LighthouseEffect) -> None:
         match order:
+            case effects.Warned():
+                self._tell(self.cluster.decides, f"warns: {order.sentence}")
             case effects.QuorumFormed():
                 self._tell(self.cluster.decides, f"quorum {self._quorum(order.quorum)}, because {order.reason}")
             case effects.ReplicaLost():
@@ -468,6 +470,12 @@ class Scenario:
         """slow-transfer a/1 1500: each of the four chunks that it fetches takes so long from now on."""
         for trainer in self._trainers(words[:1]):
             self._chunk_ms[trainer.name] = int(words[1])
+        return []
+
+    def _do_silent_source(self, words: list[str]) -> Iterable[str]:
+        """silent-source a: its state server accepts whoever comes, and sends nothing."""
+        for trainer in self._trainers(words[:1]):
+            trainer.is_silent_source = True
         return []
 
     def _do_late(self, words: list[str]) -> Iterable[str]:

@@ -153,6 +153,10 @@ class Outside:
     def group(self, key: QuorumKey, group_rank: int, members: tuple[str, ...]) -> Group:
         return self.cluster.group(self.replica.job, key, group_rank, members)
 
+    def is_silent(self, trainer: Trainer, replica_id: str) -> bool:
+        replicas = [each for each in self.cluster.replicas.values() if each.replica_id == replica_id and not each.ended]
+        return any(each.trainers[trainer.rank].is_silent_source for each in replicas)
+
     def snapshot_of(self, trainer: Trainer, replica_id: str, group_rank: int) -> Snapshot | None:
         for replica in self.cluster.replicas.values():
             if replica.replica_id == replica_id and not replica.ended:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 NUM_BUCKETS = 2  # reductions in a step: what one death tears between
 POLL_MS = 50
 HEAL_CHUNKS = 4
+SOURCE_SILENT_MS = 1_000  # then another source is asked
 ABORT_AFTER_MS = 50  # a reduction that has its data can end
 LEAVE_WITHIN_MS = 10_000  # so long one that was told to leave stays or serves for others' sake
 OUTSIDE = ("start", "between steps")
@@ -248,6 +249,9 @@ class Surroundings(Protocol):
     def group(self, key: QuorumKey, group_rank: int, members: tuple[str, ...]) -> Group:
         """The meeting of that name."""
 
+    def is_silent(self, trainer: Trainer, replica_id: str) -> bool:
+        """Whether that replica's state servers accept and send nothing."""
+
     def snapshot_of(self, trainer: Trainer, replica_id: str, group_rank: int) -> Snapshot | None:
         """What that rank serves, if it can be reached."""
 
@@ -353,6 +357,7 @@ class Trainer(Process):
         self.torn = False
         self.commit_failures = 0
         self.failed_heals = 0
+        self.poor_sources: set[str] = set()
         self.needs_configure = True
         self.held: QuorumKey | None = None
         self.plan: Plan | None = None
@@ -366,6 +371,7 @@ class Trainer(Process):
         # What a script may ask of the next step; random faults use the first.
         self.gives_up_after_ms: int | None = None
         self.shrink_only = False
+        self.is_silent_source = False  # its state server accepts, and sends nothing
         self.fails_once = False
         self.tears_once = False
         self.snapshots_late = False
@@ -382,6 +388,7 @@ class Trainer(Process):
         self.num_reductions = 0
         self._received_bytes = 0
         self._refused: set[str] = set()
+        self._silent_ms: dict[str, int] = {}  # since when sources of this transfer have sent nothing
         self._newcomer = ""  # who asked, as a hint says that nothing has come of yet
         self._early: Held | None = None  # its state at the boundary, taken on such a hint
         self._notices: list[LossNotice] = []
@@ -726,6 +733,7 @@ class Trainer(Process):
             commit_failures=self.commit_failures,
             needs_configure=self.needs_configure,
             failed_heals=self.failed_heals,
+            poor_sources=tuple(sorted(self.poor_sources)),
             shrink_only=self.shrink_only,
             init_sync=self.settings.init_sync,
             use_async_quorum=self.settings.use_async_quorum,
@@ -870,6 +878,7 @@ class Trainer(Process):
         """The reference of the plan from the first source that serves it; the others carry on where one ends."""
         self.outside.note(self, f"heals from {plan.sources[0].replica_id}, step {plan.step}")
         self._refused.clear()
+        self._silent_ms.clear()
         deadline_ms = self.clock.now_ms + self.outside.timeouts.timeout_ms
         chunks = 0
         while self.clock.now_ms < deadline_ms:
@@ -897,6 +906,10 @@ class Trainer(Process):
         for source in plan.sources:
             if self._is_lost_in(plan.key, source.replica_id):
                 continue
+            if self.outside.is_silent(self, source.replica_id):
+                if self._is_waited_for(source.replica_id):
+                    return None
+                continue
             snapshot = self.outside.snapshot_of(self, source.replica_id, self.rank)
             if snapshot is None:
                 continue
@@ -908,6 +921,16 @@ class Trainer(Process):
                 self._refused.add(source.replica_id)
             self.outside.marks.hit("a snapshot of another step was refused")
         return None
+
+    def _is_waited_for(self, source: str) -> bool:
+        """Whether a source that sends nothing has had less than a second for it."""
+        since_ms = self._silent_ms.setdefault(source, self.clock.now_ms)
+        if self.clock.now_ms - since_ms < SOURCE_SILENT_MS:
+            return True
+        if source not in self.poor_sources:
+            self.poor_sources.add(source)
+            self.outside.note(self, f"has heard nothing from source {source}, and asks it last from now on")
+        return False
 
     # --- the vote -----------------------------------------------------------------------------------------------------
 

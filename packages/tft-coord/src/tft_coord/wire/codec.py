@@ -407,6 +407,7 @@ def _member_to_wire(member: Member, *, ours: bool = True) -> pb.QuorumMember:
         message.torn = member.torn
         message.needs_configure = member.needs_configure
         message.failed_heals = member.failed_heals
+        message.poor_sources.extend(member.poor_sources)
         message.init_sync = member.init_sync
         message.allow_heal = member.allow_heal
         message.use_async_quorum = member.use_async_quorum
@@ -433,6 +434,7 @@ def _member_from_wire(message: pb.QuorumMember) -> Member:
         live=message.live,
         torn=message.torn,
         failed_heals=fields.checked_count("failed_heals", message.failed_heals),
+        poor_sources=fields.checked_poor_sources(message.poor_sources),
         init_sync=message.init_sync if ours else True,
         allow_heal=message.allow_heal if ours else True,
         use_async_quorum=message.use_async_quorum if ours else True,

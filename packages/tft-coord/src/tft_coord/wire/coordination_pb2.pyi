@@ -78,7 +78,7 @@ class InfoResponse(_message.Message):
     def __init__(self, peers: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ...) -> None: ...
 
 class QuorumMember(_message.Message):
-    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "reconfigure_handles", "session", "lineage", "live", "torn", "needs_configure", "failed_heals", "init_sync", "allow_heal", "use_async_quorum", "fixed_with_spares", "min_replica_size", "unreached", "store_failed")
+    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "reconfigure_handles", "session", "lineage", "live", "torn", "needs_configure", "failed_heals", "init_sync", "allow_heal", "use_async_quorum", "fixed_with_spares", "min_replica_size", "unreached", "store_failed", "poor_sources")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,7 @@ class QuorumMember(_message.Message):
     MIN_REPLICA_SIZE_FIELD_NUMBER: _ClassVar[int]
     UNREACHED_FIELD_NUMBER: _ClassVar[int]
     STORE_FAILED_FIELD_NUMBER: _ClassVar[int]
+    POOR_SOURCES_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     address: str
     store_address: str
@@ -123,7 +124,8 @@ class QuorumMember(_message.Message):
     min_replica_size: int
     unreached: _containers.RepeatedCompositeFieldContainer[Unreached]
     store_failed: bool
-    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., session: _Optional[int] = ..., lineage: _Optional[int] = ..., live: bool = ..., torn: bool = ..., needs_configure: bool = ..., failed_heals: _Optional[int] = ..., init_sync: bool = ..., allow_heal: bool = ..., use_async_quorum: bool = ..., fixed_with_spares: bool = ..., min_replica_size: _Optional[int] = ..., unreached: _Optional[_Iterable[_Union[Unreached, _Mapping]]] = ..., store_failed: bool = ...) -> None: ...
+    poor_sources: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., session: _Optional[int] = ..., lineage: _Optional[int] = ..., live: bool = ..., torn: bool = ..., needs_configure: bool = ..., failed_heals: _Optional[int] = ..., init_sync: bool = ..., allow_heal: bool = ..., use_async_quorum: bool = ..., fixed_with_spares: bool = ..., min_replica_size: _Optional[int] = ..., unreached: _Optional[_Iterable[_Union[Unreached, _Mapping]]] = ..., store_failed: bool = ..., poor_sources: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Unreached(_message.Message):
     __slots__ = ("replica_id", "via", "why")
@@ -170,7 +172,7 @@ class LighthouseHeartbeatResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ManagerQuorumRequest(_message.Message):
-    __slots__ = ("group_rank", "step", "checkpoint_metadata", "shrink_only", "init_sync", "commit_failures", "reconfigure_handle", "lineage", "live", "torn", "needs_configure", "failed_heals", "allow_heal", "use_async_quorum", "fixed_with_spares", "min_replica_size", "data", "held", "attempt", "fingerprint", "unreached")
+    __slots__ = ("group_rank", "step", "checkpoint_metadata", "shrink_only", "init_sync", "commit_failures", "reconfigure_handle", "lineage", "live", "torn", "needs_configure", "failed_heals", "allow_heal", "use_async_quorum", "fixed_with_spares", "min_replica_size", "data", "held", "attempt", "fingerprint", "unreached", "poor_sources")
     GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_METADATA_FIELD_NUMBER: _ClassVar[int]
@@ -192,6 +194,7 @@ class ManagerQuorumRequest(_message.Message):
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     UNREACHED_FIELD_NUMBER: _ClassVar[int]
+    POOR_SOURCES_FIELD_NUMBER: _ClassVar[int]
     group_rank: int
     step: int
     checkpoint_metadata: str
@@ -213,7 +216,8 @@ class ManagerQuorumRequest(_message.Message):
     attempt: int
     fingerprint: _containers.RepeatedCompositeFieldContainer[FingerprintPart]
     unreached: _containers.RepeatedCompositeFieldContainer[Unreached]
-    def __init__(self, group_rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_metadata: _Optional[str] = ..., shrink_only: bool = ..., init_sync: bool = ..., commit_failures: _Optional[int] = ..., reconfigure_handle: _Optional[str] = ..., lineage: _Optional[int] = ..., live: bool = ..., torn: bool = ..., needs_configure: bool = ..., failed_heals: _Optional[int] = ..., allow_heal: bool = ..., use_async_quorum: bool = ..., fixed_with_spares: bool = ..., min_replica_size: _Optional[int] = ..., data: _Optional[str] = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., attempt: _Optional[int] = ..., fingerprint: _Optional[_Iterable[_Union[FingerprintPart, _Mapping]]] = ..., unreached: _Optional[_Iterable[_Union[Unreached, _Mapping]]] = ...) -> None: ...
+    poor_sources: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, group_rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_metadata: _Optional[str] = ..., shrink_only: bool = ..., init_sync: bool = ..., commit_failures: _Optional[int] = ..., reconfigure_handle: _Optional[str] = ..., lineage: _Optional[int] = ..., live: bool = ..., torn: bool = ..., needs_configure: bool = ..., failed_heals: _Optional[int] = ..., allow_heal: bool = ..., use_async_quorum: bool = ..., fixed_with_spares: bool = ..., min_replica_size: _Optional[int] = ..., data: _Optional[str] = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., attempt: _Optional[int] = ..., fingerprint: _Optional[_Iterable[_Union[FingerprintPart, _Mapping]]] = ..., unreached: _Optional[_Iterable[_Union[Unreached, _Mapping]]] = ..., poor_sources: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ManagerQuorumResponse(_message.Message):
     __slots__ = ("quorum_id", "recover_src_manager_address", "recover_src_replica_rank", "recover_dst_replica_ranks", "store_address", "max_step", "max_replica_rank", "max_world_size", "replica_rank", "replica_world_size", "heal", "commit_failures", "replica_ids", "reconfigure_handles", "nonce", "unchanged", "lineage", "sources", "serve", "up_to_date", "participants", "min_replica_size")

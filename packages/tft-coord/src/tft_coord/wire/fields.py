@@ -13,7 +13,16 @@ from google.protobuf.message import DecodeError, Message
 from tft_coord.core.fingerprint import Fingerprint, FingerprintPart
 from tft_coord.core.fingerprint import check as check_fingerprint
 from tft_coord.core.progress import Phase, Progress
-from tft_coord.core.types import MAX_INT64, UNREACHED_MOST, LossNotice, QuorumKey, Refusal, Unreached, Via
+from tft_coord.core.types import (
+    MAX_INT64,
+    POOR_SOURCES_MOST,
+    UNREACHED_MOST,
+    LossNotice,
+    QuorumKey,
+    Refusal,
+    Unreached,
+    Via,
+)
 from tft_coord.errors import ProtocolError
 from tft_coord.wire import coordination_pb2 as pb
 from tft_coord.wire.limits import (
@@ -176,6 +185,13 @@ def checked_handles(handles: Collection[str]) -> tuple[str, ...]:
     if len(handles) + sum(map(len, handles)) > MAX_HANDLES_BYTES:
         raise ProtocolError(f"the reconfigure_handles are longer than {MAX_HANDLES_BYTES} bytes together; shorten them")
     return tuple(checked_text("reconfigure_handle", handle, MAX_METADATA_BYTES) for handle in handles)
+
+
+def checked_poor_sources(names: Collection[str]) -> tuple[str, ...]:
+    """Replica ids, few of them. Raises: ProtocolError."""
+    if len(names) > POOR_SOURCES_MOST:
+        raise ProtocolError(f"poor_sources names {len(names)} replicas, above the limit of {POOR_SOURCES_MOST}")
+    return tuple(checked_name("poor_sources", name) for name in names)
 
 
 def checked_count(field: str, number: int, most: int = MAX_COUNT) -> int:

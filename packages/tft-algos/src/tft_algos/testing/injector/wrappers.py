@@ -6,7 +6,7 @@ passes everything else on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, final
 
@@ -179,6 +179,9 @@ class StruckTransport(CheckpointTransport[Any]):
         self, step: int, sentence: str, *, key: StateKey | None = None, dst_ranks: Sequence[int] = ()
     ) -> None:
         self._inside.refuse_checkpoint(step, sentence, key=key, dst_ranks=dst_ranks)
+
+    def poor_sources(self) -> Mapping[str, str]:
+        return self._inside.poor_sources()
 
     def recv_checkpoint(
         self,
