@@ -14,8 +14,10 @@ import torch
 
 from tft_algos import DiLoCo, Manager
 from tft_lighthouse import LighthouseServer
+from tft_lighthouse.shell import LighthouseShell
 from tft_pg import ProcessGroupGloo
 
+TWO_YEARS_MS: Final = 2 * 365 * 86_400_000
 WAIT_S: Final = 30.0  # for what comes at once on a machine that is not busy
 
 pytestmark = pytest.mark.timeout(120)
@@ -44,6 +46,7 @@ class Told(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.unreachable = threading.Event()
+        self.clock_behind = threading.Event()
         self.sentences: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -51,6 +54,8 @@ class Told(logging.Handler):
             self.sentences.append(record.getMessage())
             if "can't be reached" in record.getMessage():  # not that the manager server still starts
                 self.unreachable.set()
+            if "days ahead of the lighthouse's clock" in record.getMessage():
+                self.clock_behind.set()
 
 
 @pytest.fixture
@@ -159,3 +164,22 @@ def test_a_sync_that_waits_in_vain_fails_and_the_job_goes_on_from_its_global_wei
         while trainer.manager.current_step() == 2:  # at once, or after one wait more
             trainer.train(4)
         assert trainer.train(0) == (3, 6.0)
+
+
+def test_a_lighthouse_that_comes_back_with_a_clock_years_behind_is_waited_for(
+    lighthouse: Lighthouse, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Field report D4: every trainer ended."""
+    wall_ms = LighthouseShell._wall_ms
+    with (
+        replica(lighthouse, quorum_timeout_s=1.0) as trainer,
+        trainer.strategy,
+        after(told.clock_behind, lambda: monkeypatch.setattr(LighthouseShell, "_wall_ms", wall_ms)),
+    ):
+        assert trainer.train(4) == (2, 8.0)
+        lighthouse.end()
+        monkeypatch.setattr(LighthouseShell, "_wall_ms", lambda shell: wall_ms(shell) - TWO_YEARS_MS)
+        lighthouse.start()
+        while trainer.manager.current_step() < 4:
+            trainer.train(1)
+    assert told.clock_behind.is_set()

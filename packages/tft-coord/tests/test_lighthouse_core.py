@@ -10,7 +10,7 @@ import pytest
 
 from tft_coord.core import effects, events
 from tft_coord.core.effects import AnswerQuorum, AnswerUnchanged, AskForQuorum, LighthouseEffect, QuorumFormed
-from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
+from tft_coord.core.lighthouse import CLOCKS_DIFFER_MOST_MS, LighthouseConfig, LighthouseCore
 from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.types import MAX_INT64, Hello, LossNotice, Member, Quorum, QuorumKey, Refusal
 from tft_coord.errors import ProtocolError, SettingError
@@ -1387,10 +1387,16 @@ class TestSeveralLighthouses:
 
 
 class TestBadInput:
+    def test_a_lighthouse_whose_clock_was_years_ahead_refuses_nobody_to_its_successor(self) -> None:
+        """That one is of another cluster, unless it was told one, and start times are compared within one only."""
+        table = Table()
+        orders = table.hello("a", lighthouse_started_ms=STARTED_MS + 2 * CLOCKS_DIFFER_MOST_MS, cluster_id="before")
+        assert isinstance(orders[0], effects.Welcome)
+
     @pytest.mark.parametrize("what", ["session", "lighthouse_started_ms"])
     def test_a_number_years_ahead_of_the_clock_locks_nobody_out(self, what: str) -> None:
         table = Table()
-        assert refused(table.hello("a", **{what: 2**63 - 1, "cluster_id": "cluster"})) == [Refusal.MALFORMED]
+        assert refused(table.hello("a", **{what: 2**63 - 1, "cluster_id": "cluster"})) == [Refusal.CLOCK]
         table.sessions.clear()
         table.first_quorum("a")
 

@@ -28,6 +28,7 @@ NEEDED = {
     "nobody_names_the_quorum",
     "job_end",
     "silent_source",
+    "wrong_clock",
     "scenario_01_snapshot",
     "scenario_02_verdict",
     "scenario_03_lighthouse_without_memory",

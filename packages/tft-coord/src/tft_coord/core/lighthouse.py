@@ -283,9 +283,12 @@ class LighthouseCore:
 
     def _hello(self, event: events.HelloReceived, now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
         hello = event.hello
-        nonsense = _nonsense(hello, wall_ms)
+        nonsense = _nonsense(hello)
         if nonsense is not None:
             return [effects.RefuseSession(event.stream, Refusal.MALFORMED, nonsense)]
+        behind = _clock_behind(hello, wall_ms, self._birth.cluster_id)
+        if behind is not None:
+            return [effects.RefuseSession(event.stream, Refusal.CLOCK, behind)]
         if self._is_succeeded_by(hello) and not self._stands_in(now_ms, wall_ms):
             return self._retire(event.stream)
         current = self._job_of_stream.get(event.stream)
@@ -324,14 +327,31 @@ def _end_of(replica: Replica) -> str:
     return f"{replica.replica_id} {how}"
 
 
-def _nonsense(hello: Hello, wall_ms: int) -> str | None:
+def _nonsense(hello: Hello) -> str | None:
     """What in a hello can't be true, or None. Believed, one such number would lock others out for good."""
-    name, latest_ms = hello.replica_id, wall_ms + CLOCKS_DIFFER_MOST_MS
+    name = hello.replica_id
     if hello.held is not None and hello.held.quorum_id > HIGHEST_ID_BELIEVED:
         return f"replica {name} holds quorum {hello.held}, an id that no lighthouse gives; start it anew"
-    for what, at_ms in (("session", hello.session), ("lighthouse_started_ms", hello.lighthouse_started_ms)):
+    return None
+
+
+def _clock_behind(hello: Hello, wall_ms: int, cluster_id: str) -> str | None:
+    """Why this clock, or the replica's, must be wrong, or None.
+
+    A number of the far future is not believed, because nobody could open a newer session than that, or be a newer
+    lighthouse. A start time of another cluster is not used.
+    """
+    latest_ms = wall_ms + CLOCKS_DIFFER_MOST_MS
+    said = {"session": hello.session}
+    if hello.cluster_id == cluster_id:
+        said["lighthouse_started_ms"] = hello.lighthouse_started_ms
+    for what, at_ms in said.items():
         if at_ms > latest_ms:
-            return f"replica {name} says {what} {at_ms}, more than a year ahead of this clock; set the clocks right"
+            days = (at_ms - wall_ms) // 86_400_000
+            return (
+                f"replica {hello.replica_id} says {what} {at_ms}, {days} days ahead of the lighthouse's clock; set the "
+                "clock right on the lighthouse's host, or on that of the replica"
+            )
     return None
 
 

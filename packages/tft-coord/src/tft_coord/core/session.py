@@ -263,7 +263,8 @@ class SessionCore:
         not while the trainer is `hung`, see `told_lost`: another may have had its id meanwhile, and have ended.
         Another process with the same replica id may be dead without anyone knowing: it lives if it was heard long after
         we came, `silent_ms` before this. The time alone proves nothing, for a lighthouse that was away, or sick, loses
-        nobody then. An older lighthouse is left for the next dial. The rest is final.
+        nobody then. An older lighthouse is left for the next dial, and so is one whose clock is far behind. The rest is
+        final.
         """
         if refusal in (Refusal.STALE, Refusal.LOST):
             self._stays = True
@@ -274,6 +275,10 @@ class SessionCore:
         if refusal is Refusal.OLD_LIGHTHOUSE:
             self._stays = False
             return [HangUp()]
+        if refusal is Refusal.CLOCK:
+            # A replica that was served waits until somebody has set the clock, as for a lighthouse that is away.
+            self._stays = False
+            return [*self.dial_failed(self._address_dialed, refusal.value, message), HangUp()]
         if refusal is Refusal.DUPLICATE:
             if self._duplicate_since_ms is None:
                 self._duplicate_since_ms = now_ms

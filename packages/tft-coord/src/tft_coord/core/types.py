@@ -211,6 +211,7 @@ class Refusal(enum.Enum):
     DIFFERS = "differs"  # its parameters or settings are not those of the job: mend what the message names
     OTHER_KIND = "other_kind"  # torchft's members and ours never share a job
     MALFORMED = "malformed"  # the message breaks the protocol
+    CLOCK = "clock"  # the lighthouse's clock is more than a year behind the numbers of this replica: set it right
     OLD_LIGHTHOUSE = "old_lighthouse"  # a newer lighthouse serves this cluster
     LEFT = "left"  # it has left the job: end this process; a new life of it joins under a new replica id
     OVER = "job_over"  # the job ended at a later step: load the state of that step, or start a new run

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tft_coord.core.fingerprint import Fingerprint
+from tft_coord.core.lighthouse import CLOCKS_DIFFER_MOST_MS
 from tft_coord.core.types import Hello, Quorum, Refusal
 from tft_coord.testing.invariants import InvariantBroken
 from tft_coord.testing.lighthouse_process import JOB
@@ -90,6 +91,8 @@ class EndTruth:
                 sound = replica.num_managers > 1 or self._has_to(replica, Refusal.DUPLICATE.value)
             case Refusal.MALFORMED:
                 sound = False
+            case Refusal.CLOCK:
+                sound = hello.session > self._cluster.wall_ms + CLOCKS_DIFFER_MOST_MS
             case _:
                 sound = self._has_to(replica, refusal.value)
         if not sound:
