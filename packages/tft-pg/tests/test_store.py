@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import TCPStore
 
-from tft_pg import StoreAddressError, StoreUnreachable, create_store_client, format_store_addr, parse_store_addr
+from tft_pg import StoreAddressError, StoreUnreachable, create_store_client, format_store_addr, parse_store_addr, store
 from tft_pg.store import StoreAddress, StoreClient
 
 
@@ -126,6 +126,40 @@ def test_a_store_that_starts_late_is_found() -> None:
     client.connect(timedelta(seconds=20), keep_trying=keep_trying)
     client.under("a").set("key", "1")
     assert client.under("a").get("key") == b"1"
+
+
+def test_each_try_of_a_connection_may_take_longer_than_the_one_before(
+    server: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Field report D5: with a slow resolver each was given up after a second, and begun anew, for ever."""
+    limits: list[float] = []
+    opening = store._Opening
+
+    def fail_at_first(host: str, port: int, timeout: timedelta) -> store._Opening:
+        limits.append(round(timeout.total_seconds(), 1))
+        return opening(host, port if len(limits) > 5 else unused_port, timedelta(seconds=0.01))
+
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        unused_port = unused.getsockname()[1]
+        monkeypatch.setattr(store, "_Opening", fail_at_first)
+        StoreClient("127.0.0.1", server.port).connect(timedelta(seconds=60), keep_trying=lambda: None)
+    assert limits[:5] == [1.0, 2.0, 4.0, 8.0, 8.0]
+
+
+def test_a_name_is_looked_up_once(server: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would look it up again, in each try."""
+    look_up = socket.getaddrinfo
+    asked: list[object] = []
+
+    def slow(host: object, port: object, *args: object, **more: object) -> object:
+        asked.append(host)
+        return look_up("127.0.0.1", port, *args, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    client = StoreClient("store.invalid", server.port)  # the system knows no such name
+    client.connect(timedelta(seconds=20), keep_trying=lambda: None)
+    assert asked == ["store.invalid"]
 
 
 _FROZEN = """

@@ -30,7 +30,10 @@ from tft_pg.sockets import Endpoint
 __all__ = ["StoreAddress", "StoreClient", "create_store_client", "format_store_addr", "parse_store_addr"]
 
 _RETRY_S = 0.05
+# How long the first try of a connection may take, and the longest; each is twice as long as the one before. With a slow
+# resolver a connection takes seconds, because the store looks up the name of each client that it accepts.
 _TRY_S = 1.0
+_TRY_S_MAX = 8.0
 # A key of some random length in this range is told apart from whatever others ask of their stores meanwhile; torch's
 # store refuses keys of more than 8192 bytes.
 _MARK_BYTES = (2048, 8000)
@@ -217,9 +220,14 @@ class StoreClient:
         It is tried first all the same, because the store's server stops for a name look-up at every connection that
         it accepts, so one too many is no small thing.
         """
+        try_s = _TRY_S
+        # The name is looked up once: torch would look it up again in each try. Of several addresses torch is given one
+        # when it is known which of them answers.
+        host = self.host if len(places) > 1 else str(places[0][4][0])
         while True:
-            limit_s = min(deadline_s - time.monotonic(), _TRY_S)
-            self._opening = _Opening(self.host, self.port, timedelta(seconds=max(limit_s, 0.001)))
+            limit_s = min(deadline_s - time.monotonic(), try_s)
+            try_s = min(2 * try_s, _TRY_S_MAX)
+            self._opening = _Opening(host, self.port, timedelta(seconds=max(limit_s, 0.001)))
             try:
                 return self._opening.result(keep_trying)
             except ProcessGroupError:
@@ -229,7 +237,7 @@ class StoreClient:
                 keep_trying()
                 if time.monotonic() >= deadline_s:
                     raise self._unreachable(str(error).splitlines()[0]) from error
-            self._wait_for_listener(places, deadline_s, keep_trying)
+            host = self._wait_for_listener(places, deadline_s, keep_trying)
 
     @property
     def connecting(self) -> bool:
@@ -298,8 +306,8 @@ class StoreClient:
         self._remote = frozenset(Endpoint.of(sockaddr) for *_, sockaddr in places)
         return places
 
-    def _wait_for_listener(self, places: Sequence[_Place], deadline_s: float, keep_trying: Callable[[], None]) -> None:
-        """Wait until something listens there, in steps short enough to be ended."""
+    def _wait_for_listener(self, places: Sequence[_Place], deadline_s: float, keep_trying: Callable[[], None]) -> str:
+        """Wait until something listens there, in steps short enough to be ended. Returns: at which numeric address."""
         while True:
             why = "refused"
             share_s = (deadline_s - time.monotonic()) / len(places)
@@ -308,7 +316,7 @@ class StoreClient:
                     probe.setblocking(False)
                     why = _connect_in_steps(probe, sockaddr, time.monotonic() + share_s, keep_trying)
                 if not why:
-                    return
+                    return str(sockaddr[0])
             keep_trying()
             if time.monotonic() + _RETRY_S > deadline_s:
                 raise self._unreachable(why)
