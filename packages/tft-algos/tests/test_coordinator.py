@@ -40,6 +40,7 @@ class Server:
         self.args, self.kwargs = args, kwargs
         self.ended = threading.Event()
         self.closed = False
+        self.num_kills = 0
         self.killed = Server.kills > 0
         Server.kills -= self.killed
         self.made.append(self)
@@ -63,6 +64,10 @@ class Server:
     def was_killed(self) -> bool:
         return self.killed
 
+    def kill(self) -> None:
+        self.num_kills += 1
+        self.killed = True
+
     def shutdown(self) -> None:
         self.closed = True
         self.starts.set()
@@ -77,6 +82,7 @@ class Client:
     def __init__(self, addr: str, connect_timeout: timedelta, **kwargs: Any) -> None:
         self.addr, self.connect_timeout, self.kwargs = addr, connect_timeout, kwargs
         self.closed = threading.Event()
+        self.is_answered = True
         self.answer: Any = self.first_answer
         self.healed_bytes = 0
         self.wishes: list[bool] = []
@@ -245,6 +251,72 @@ def test_a_server_that_is_killed_while_it_starts_is_replaced(make: Any, size: di
     assert make(**size).quorum(RankRequest(step=0), 10 * SECOND) is Client.first_answer
     assert [server.closed for server in Server.made] == [True, True, False]
     assert [client.addr for client in Client.made] == ["server:3"]
+
+
+def test_a_server_that_is_killed_before_its_client_is_connected_is_replaced(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its address is known by then, and nobody listens there any more: field report D9."""
+
+    class Connects(Client):
+        def __init__(self, addr: str, connect_timeout: timedelta, **kwargs: Any) -> None:
+            if addr == "server:1":
+                Server.made[0].killed = True
+                Server.made[0].ended.set()
+                assert not kwargs["is_alive"]()
+                raise Unreachable("nobody listens there")
+            super().__init__(addr, connect_timeout, **kwargs)
+
+    monkeypatch.setattr(tft_coord, "ManagerClient", Connects)
+    Client.first_answer = plan_of(7)
+    assert make().quorum(RankRequest(step=0), 10 * SECOND) is Client.first_answer
+    assert [client.addr for client in Client.made] == ["server:2"]
+
+
+def test_a_server_that_is_stopped_while_it_starts_is_killed_and_replaced(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = Server.address
+
+    def stopped(server: Server) -> str:
+        if server is Server.made[0]:
+            raise DeadlinePassed("it did not start within 60 s")
+        return address(server)
+
+    monkeypatch.setattr(Server, "address", stopped)
+    Client.first_answer = plan_of(7)
+    assert make().quorum(RankRequest(step=0), 10 * SECOND) is Client.first_answer
+    assert [(server.num_kills, server.closed) for server in Server.made] == [(1, True), (0, False)]
+
+
+def test_a_server_that_does_not_answer_is_killed_and_replaced(make: Any) -> None:
+    """It was stopped, say: field report D6."""
+    coordinator = make()
+    Client.made[0].is_answered = False
+    with pytest.raises(ServerRestarted):
+        coordinator.quorum(RankRequest(step=0), 10 * SECOND)
+    assert [(server.num_kills, server.closed) for server in Server.made] == [(1, True), (0, False)]
+    Client.made[1].answer = plan_of(8)
+    assert coordinator.quorum(RankRequest(step=0), SECOND) is Client.made[1].answer
+
+
+def test_a_server_of_a_larger_group_is_not_killed(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ranks would be lost by that; it may go on."""
+    monkeypatch.setattr(module, "UNANSWERED_LOOKS_MOST", 1)
+    coordinator = make(rank=0, **TWO)
+    looks = threading.Semaphore(0)
+
+    class Unanswered:
+        def __get__(self, client: object, _: object = None) -> bool:
+            looks.release()
+            return False
+
+    del Client.made[0].is_answered
+    monkeypatch.setattr(Client, "is_answered", Unanswered(), raising=False)
+    for _ in range(5):
+        assert looks.acquire(timeout=10)
+    assert Server.made[0].num_kills == 0
+    assert coordinator._client is Client.made[0]
 
 
 def test_servers_that_are_killed_again_and_again_are_given_up(make: Any) -> None:

@@ -1,7 +1,7 @@
 """How a replica group speaks with the lighthouse and agrees with itself.
 
 Rank 0 runs the manager server in a child process; every rank holds a client and a session to it. When the server of a
-group of one dies, a new one takes its place at once; a larger group is lost, and says so.
+group of one dies, or is stopped, a new one takes its place; a larger group is lost with its server, and says so.
 
 Law of this file: translating between the Manager and tft_coord; nothing is decided about steps.
 """
@@ -9,6 +9,7 @@ Law of this file: translating between the Manager and tft_coord; nothing is deci
 from __future__ import annotations
 
 import enum
+import itertools
 import logging
 import threading
 import time
@@ -39,6 +40,9 @@ logger = logging.getLogger("tft_algos.manager")
 
 WATCH_INTERVAL_S: Final = 0.1
 ANSWER_INTERVAL_S: Final = 0.02
+# How long a manager server that runs may leave its rank without an answer before it is killed. The stream breaks only
+# after heartbeat_timeout; this is counted in looks, so that a pause of this process does not count.
+UNANSWERED_LOOKS_MOST: Final = 10
 NOTICED_WITHIN_S: Final = 1.0
 MAX_UNHEARD: Final = 256
 MAX_STARTS: Final = 3  # of a manager server that is killed while it starts
@@ -276,10 +280,10 @@ class GroupCoordinator:
     def _serve(self, server: ManagerServer) -> None:
         """On a thread of rank 0: run the manager server until this coordinator closes.
 
-        In a group of one another server replaces one that has ended; a larger group is lost with its server.
+        In a group of one another server replaces one that has ended or hangs; a larger group is lost with its server.
         """
         client = self._start(server)
-        while client is not None and self._wait_for_end():
+        while client is not None and self._wait_for_end(client):
             replaces = self._config.world_size == 1
             with self._lock:
                 ended, self._client = self._server, None
@@ -299,13 +303,7 @@ class GroupCoordinator:
         """Wait until the server serves, or a new one where there is none, and connect to it. Returns None and keeps
         the reason if that fails or this coordinator closes meanwhile."""
         try:
-            address = self._address_of(server or self._replace_server())
-            with self._lock:
-                if self._closing.is_set():
-                    return None
-                self._stage = _Stage.CONNECTING
-            client = self._new_client(address)
-            self._address = address
+            client = self._connect_to(server or self._replace_server())
         except Exception as error:
             # Whatever it was, somebody waits for the start, and is told instead.
             self._no_start, client = error, None
@@ -317,21 +315,35 @@ class GroupCoordinator:
             self._lock.notify_all()
         return client
 
-    def _address_of(self, server: ManagerServer) -> str:
-        """Wait until the server serves. Replaces a server that is killed while it starts.
+    def _connect_to(self, server: ManagerServer) -> ManagerClient:
+        """Wait until the server serves, and connect to it. Replaces a server that is killed before that, or stopped.
 
-        Raises: CoordinationError: none serves.
+        Raises: CoordinationError: none serves, or this coordinator closes.
         """
-        for _ in range(MAX_STARTS - 1):
+        for start in itertools.count(1):
             try:
-                return server.address()
+                return self._connect_once(server)
             except CoordinationError as error:
-                if not server.was_killed():
+                hangs = isinstance(error, DeadlinePassed) and server.alive()
+                if start == MAX_STARTS or self._closing.is_set() or not (hangs or server.was_killed()):
                     raise
                 logger.warning("[%s/0] %s; starting another one", self.replica_id, error)
+                server.kill()
                 server.shutdown()
+            with self._lock:
+                self._stage = _Stage.STARTING
             server = self._replace_server()
-        return server.address()
+        raise AssertionError("counting has no end")
+
+    def _connect_once(self, server: ManagerServer) -> ManagerClient:
+        address = server.address()
+        with self._lock:
+            if self._closing.is_set():
+                raise self._gone()
+            self._stage = _Stage.CONNECTING
+        client = self._new_client(address)
+        self._address = address  # told to the other ranks from now on
+        return client
 
     def _replace_server(self) -> ManagerServer:
         with self._lock:  # `close` ends either the old server or the new one
@@ -340,11 +352,24 @@ class GroupCoordinator:
             server = self._server = self._new_server()
             return server
 
-    def _wait_for_end(self) -> bool:
-        """Wait until the manager server's process has ended, which no call notices as fast. False: this closes."""
+    def _wait_for_end(self, client: ManagerClient) -> bool:
+        """Wait until the manager server's process has ended, which no call notices as fast, or end it when it hangs.
+        False: this closes."""
+        unanswered = 0
         while not self._closing.wait(self._answer_ranks()):
             server = self._server
-            if server is not None and not server.alive():
+            if server is None:
+                continue
+            unanswered = 0 if client.is_answered else unanswered + 1
+            if unanswered > UNANSWERED_LOOKS_MOST and self._config.world_size == 1 and server.alive():
+                logger.warning(
+                    "[%s/0] the manager server runs and does not answer; it is killed, and another one starts. Look "
+                    "whether it was stopped, or the machine is out of memory or of processor time",
+                    self.replica_id,
+                )
+                server.kill()
+                return not self._closing.is_set()
+            if not server.alive():
                 # The interpreter may be at its end, which ends the child: `close` comes a moment later, if it does.
                 return not self._closing.is_set()
         return False
@@ -390,16 +415,17 @@ class GroupCoordinator:
         )
 
     def _new_client(self, address: str) -> ManagerClient:
-        config = self._config
+        config, server = self._config, self._server
         return _client_class()(
             address,
             config.connect_timeout,
             group_rank=config.rank,
             token=config.token,
             timeouts=config.timeouts,
-            link=self._server.link() if self._server is not None else None,
+            link=server.link() if server is not None else None,
             listener=self._told,
             progress=lambda: self._progress(),
+            is_alive=server.alive if server is not None else lambda: True,
         )
 
 

@@ -52,6 +52,8 @@ class ManagerClient:
             and must return at once.
         progress: asked once a beat, by a thread of this client's, where in its step this rank is; None: it is not said,
             and this rank never hangs.
+        is_alive: asked several times a second while the session opens; False ends that, because the manager server has
+            ended.
         connect_now: see whether it answers. False: the first call connects, and tells what there is to tell.
     Raises: SettingError: the address is none. Unreachable: nobody answered in time. ProtocolError: no such rank.
         Refused: another process is this rank.
@@ -68,6 +70,7 @@ class ManagerClient:
         link: socket.socket | None = None,
         listener: Callable[[News], None] = lambda _: None,
         progress: Callable[[], Progress | None] = lambda: None,
+        is_alive: Callable[[], bool] = lambda: True,
         connect_now: bool = True,
     ) -> None:
         # Who has the link to a server started it, and was told its address by it.
@@ -83,6 +86,7 @@ class ManagerClient:
         self._kill_stub = self._caller.stub(services.MANAGER_KILL)
         self._listener = listener
         self._progress = progress
+        self._is_alive = is_alive
         self._session: RankSession | None = None
         self._closed = False
         if group_rank is not None:
@@ -253,6 +257,7 @@ class ManagerClient:
             listener=self._listener,
             progress=self._progress,
             connect_within_s=self._connect_within_s,
+            is_alive=self._is_alive,
         )
 
     def healed(self, healed_bytes: int) -> None:
@@ -264,6 +269,13 @@ class ManagerClient:
             # More than a beat can carry is not progress that anybody could see.
             most = min(healed_bytes, MAX_HEALED_BYTES)
             self._session.healed_bytes = max(self._session.healed_bytes, most)
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the manager server answers on this rank's session; True without a session. False from
+        `heartbeat_timeout` and an eighth after a manager server has stopped, and while a broken stream is dialled."""
+        session = self._session
+        return session is None or session.is_welcome
 
     def beat(self) -> None:
         """Tell where in its step this rank is, out of turn: who has never told it can't be found to hang."""

@@ -44,6 +44,7 @@ from tft_coord.wire import rank_codec, services
 
 logger = logging.getLogger(__name__)
 
+ALIVE_LOOK_S = 0.2
 GOODBYE_WITHIN_S = 0.2
 # At the deadline the manager server answers with a verdict, or with a sentence that says who was waited for. A busy
 # machine delivers it a moment late, and a rank without a verdict can't go on.
@@ -60,6 +61,7 @@ class RankSession:
         token: shared secret of the job, or None.
         timeouts: of the job.
         connect_within_s: how long the constructor waits until the manager server knows this rank.
+        is_alive: asked several times a second meanwhile; False ends the wait, because the manager server has ended.
         listener: told of losses, newcomers and wishes, on the process's loop; it must return at once.
         progress: gives where in its step this rank is; asked once a beat, on the process's loop. None: not said.
     Raises: ProtocolError: the group has no such rank. Refused: another process has it. Unreachable: the manager server
@@ -76,6 +78,7 @@ class RankSession:
         connect_within_s: float,
         listener: Callable[[News], None],
         progress: Callable[[], Progress | None] = lambda: None,
+        is_alive: Callable[[], bool] = lambda: True,
     ) -> None:
         self._address = address
         self._listener = listener
@@ -86,6 +89,7 @@ class RankSession:
         self._what = f"the stream of rank {group_rank} to its manager server at {address}"
         self.group_rank = group_rank
         self.healed_bytes = 0
+        self.is_welcome = False  # the manager server answers on a stream that stands
         self._outbox: Outbox | None = None
         self._numbers = itertools.count(1)
         self._waiting: dict[int, _Waiting] = {}  # touched on the loop only
@@ -94,7 +98,7 @@ class RankSession:
         self._group_lost: GroupLost | None = None
         self._share = LoopShare(self._what, at_exit=self.close)
         try:
-            self._task = self._share.run(self._start(connect_within_s))
+            self._task = self._share.run(self._start(connect_within_s, is_alive))
         except BaseException:
             self._share.give_back()
             raise
@@ -173,10 +177,12 @@ class RankSession:
         for one in waiting.values():
             one.release(error)
 
-    async def _start(self, within_s: float) -> asyncio.Task[None]:
+    async def _start(self, within_s: float, is_alive: Callable[[], bool]) -> asyncio.Task[None]:
         known: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         task = asyncio.create_task(self._keep(known))
-        await asyncio.wait([known, task], timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+        give_up_at = time.monotonic() + within_s
+        while not (known.done() or task.done()) and (left_s := give_up_at - time.monotonic()) > 0 and is_alive():
+            await asyncio.wait([known, task], timeout=min(left_s, ALIVE_LOOK_S), return_when=asyncio.FIRST_COMPLETED)
         if known.done():
             return task
         if task.done():
@@ -184,6 +190,8 @@ class RankSession:
         task.cancel()
         await asyncio.wait([task])
         why = f" ({self._last_trouble})" if self._last_trouble else ""
+        if not is_alive():
+            raise Unreachable(f"{self._what} was not taken: the manager server has ended{why}")
         raise Unreachable(
             f"{self._what} was not taken within {within_s:g} s{why}; check the address, which is the manager server's "
             "hostname and port, or raise the time-out"
@@ -235,6 +243,7 @@ class RankSession:
                 del error
             finally:
                 self._outbox = None
+                self.is_welcome = False
             fast = time.monotonic() - broken_at < self._timeouts.redial_fast_for_ms / 1000
             await asyncio.sleep(random.uniform(0.05, 0.1) if fast else random.uniform(0.1, 0.25))
 
@@ -268,6 +277,7 @@ class RankSession:
                         if not left:  # after a goodbye this rank may be about its own end; it learns of it if it asks
                             self._tell(self._group_lost)
                     case rank_codec.RankWelcome():
+                        self.is_welcome = True
                         if not known.done():
                             known.set_result(None)
                     case rank_codec.RankRefused(refusal, sentence):

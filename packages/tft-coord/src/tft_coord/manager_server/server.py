@@ -139,6 +139,11 @@ class ManagerServer:
         a fraction of those by grpc. The caller closes it. None the second time, and where there is no child."""
         return self._server.take_link() if isinstance(self._server, _Child) else None
 
+    def kill(self) -> None:
+        """End its process by force, whatever state it is in: stopped, hung, starting. `shutdown` must follow."""
+        if isinstance(self._server, _Child):
+            self._server.kill()
+
     def shutdown(self) -> None:
         """Say goodbye to the ranks and to the lighthouse, and end. Nothing is left after it. Idempotent."""
         server, self._server = self._server, None
@@ -272,6 +277,10 @@ class _Child:
 
     def was_killed(self) -> bool:
         return (self._process.poll() or 0) < 0
+
+    def kill(self) -> None:
+        if os.getpid() == self._owner_pid:
+            self._process.kill()
 
     def take_link(self) -> socket.socket | None:
         return self._untaken.pop() if self._untaken else None
