@@ -57,7 +57,7 @@ from tft_coord.security import call_metadata
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport import direct
 from tft_coord.transport.address import host_of, targets
-from tft_coord.transport.dial import cancelled, dial
+from tft_coord.transport.dial import TookTooLong, cancelled, dial
 from tft_coord.transport.listener import OF_ANOTHER_KIND, no_peer, secret_refused
 from tft_coord.transport.outbox import Outbox
 from tft_coord.transport.settings import MAX_MESSAGE_BYTES
@@ -65,6 +65,7 @@ from tft_coord.wire import codec, services
 
 logger = logger_for_people(__name__)
 
+PATIENCE_MOST = 8  # times heartbeat_timeout, for the first connection to a lighthouse
 SAY_AWAY_AFTER_MS = 2_000  # a restart of the lighthouse is shorter than this, a wrong address is not
 SOCKET_WITHIN_S = 1.0
 SOCKET_AGAIN_S = 600.0  # a stream that begins later than this asks for one again
@@ -136,6 +137,8 @@ class LighthouseLink:
         self._next_beat: asyncio.TimerHandle | None = None
         self._open_request: int | None = None
         self._without_socket: dict[str, float] = {}  # lighthouses whose sockets can't be reached, and until when
+        self._patience_ms: dict[str, int] = {}  # for a connection to a lighthouse; more where that took too long
+        self._reached: set[str] = set()  # lighthouses to which there has been a connection
         self._ended = False
         self._reported_death = False
         self._away_since_ms: int | None = None
@@ -272,7 +275,9 @@ class LighthouseLink:
         """One dial and, if it succeeds, the life of one stream."""
         self._refusal = ""
         try:
-            channel = await dial(self._target, self._timeouts, to_lighthouse=True)
+            within_ms = self._patience_ms.get(self._target, self._timeouts.heartbeat_timeout_ms)
+            channel = await dial(self._target, self._timeouts, to_lighthouse=True, within_ms=within_ms)
+            self._reached.add(self._target)
             try:
                 try:
                     await self._converse(channel)
@@ -293,6 +298,10 @@ class LighthouseLink:
             self._note_trouble(str(error))
             self._dial_failed("wrong_server")
         except Unreachable as error:
+            # A far lighthouse takes longer than heartbeat_timeout to connect. One that was reached in less is away.
+            if isinstance(error, TookTooLong) and self._target not in self._reached:
+                most_ms = PATIENCE_MOST * self._timeouts.heartbeat_timeout_ms
+                self._patience_ms[self._target] = min(2 * within_ms, most_ms)
             self._note_trouble(str(error))
             self._dial_failed("")
         finally:

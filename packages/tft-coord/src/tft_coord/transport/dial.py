@@ -20,26 +20,36 @@ from tft_coord.transport.settings import channel_options
 CANCEL_AGAIN_S: Final = 0.1
 
 
-async def dial(address: str, timeouts: Timeouts, *, to_lighthouse: bool = False) -> grpc.aio.Channel:
+class TookTooLong(Unreachable):
+    """No connection came about within the time of one attempt; a longer attempt may do."""
+
+
+async def dial(
+    address: str, timeouts: Timeouts, *, to_lighthouse: bool = False, within_ms: int | None = None
+) -> grpc.aio.Channel:
     """A new channel that is connected.
 
     Args:
         address: as `target` gives it.
-        timeouts: an attempt takes at most heartbeat_timeout_ms.
+        timeouts: of the job.
         to_lighthouse: which has thousands of channels, so that this one is pinged more seldom.
-    Raises: Unreachable: the attempt failed. ProtocolError: another kind of server answers there. Nothing is left open.
+        within_ms: an attempt takes so long at most; None: heartbeat_timeout_ms.
+    Raises: Unreachable: the attempt failed; TookTooLong, if it took too long. ProtocolError: another kind of server
+        answers there. Nothing is left open.
     """
-    channel = grpc.aio.insecure_channel(address, options=channel_options(timeouts, to_lighthouse=to_lighthouse))
+    within_ms = timeouts.heartbeat_timeout_ms if within_ms is None else within_ms
+    options = channel_options(timeouts, to_lighthouse=to_lighthouse, within_ms=within_ms)
+    channel = grpc.aio.insecure_channel(address, options=options)
     _dialed.add(channel, address)
     try:
-        is_connected = await asyncio.wait_for(_connected(channel), timeouts.heartbeat_timeout_ms / 1000)
+        is_connected = await asyncio.wait_for(_connected(channel), within_ms / 1000)
         if not is_connected:
             raise await why_unreachable(address)
     except BaseException as error:
         with contextlib.suppress(asyncio.CancelledError):
             await channel.close()
         if isinstance(error, asyncio.TimeoutError):
-            raise Unreachable(f"{address} did not answer within {timeouts.heartbeat_timeout_ms} ms") from error
+            raise TookTooLong(f"{address} did not answer within {within_ms} ms") from error
         raise
     return channel
 

@@ -52,8 +52,8 @@ _STATUS = {
 }
 
 
-def channel_options(timeouts: Timeouts, *, to_lighthouse: bool = False) -> Options:
-    """For a client's channel.
+def channel_options(timeouts: Timeouts, *, to_lighthouse: bool = False, within_ms: int = 0) -> Options:
+    """For a client's channel, which may take `within_ms` to connect, and at least heartbeat_timeout_ms.
 
     A lighthouse has thousands of them, and every ping costs it as much as a beat; that one hangs is found later.
 
@@ -67,7 +67,7 @@ def channel_options(timeouts: Timeouts, *, to_lighthouse: bool = False) -> Optio
         ("grpc.initial_reconnect_backoff_ms", 100),
         # Also the longest time that grpc gives one connection. A shorter one would be begun anew for ever, and never
         # made, where the server is far away or the machine busy.
-        ("grpc.min_reconnect_backoff_ms", max(1_000, timeouts.heartbeat_timeout_ms)),
+        ("grpc.min_reconnect_backoff_ms", max(1_000, timeouts.heartbeat_timeout_ms, within_ms)),
         ("grpc.max_reconnect_backoff_ms", 1_000),
     ]
 
