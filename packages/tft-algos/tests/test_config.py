@@ -94,6 +94,7 @@ def test_time_out_variables_take_fractions_and_reach_all_that_they_name() -> Non
         timeout_ms=1_500, quorum_timeout_ms=2_500, connect_timeout_ms=500, slowest_step_ms=90_000
     )
     assert resolve({**LIGHTHOUSE, "TFT_SLOWEST_STEP_SEC": "0"}).timeouts.slowest_step_ms == 0
+    assert resolve({**LIGHTHOUSE, "TFT_HEARTBEAT_TIMEOUT_SEC": "2"}).timeouts.heartbeat_timeout_ms == 2_000
     assert resolve(LIGHTHOUSE, slowest_step=timedelta()).timeouts.slowest_step_ms == 0
     assert config.timeout_was_said
     assert not resolve().timeout_was_said
@@ -126,6 +127,7 @@ def test_single_settings_lie_over_a_config() -> None:
         ({"min_replica_size": 0}, "min_replica_size is 0; give a whole number, at least 1"),
         ({"timeout": 3}, "timeout is 3; give a timedelta"),
         ({"heal_timeout": timedelta(0)}, "heal_timeout is .*; give a timedelta"),
+        ({"heartbeat_timeout": timedelta(0)}, "heartbeat_timeout is .*; give a timedelta"),
         ({"slowest_step": timedelta(seconds=-1)}, "slowest_step is .*; give a timedelta"),
         ({"slowest_step": 600}, "slowest_step is 600; give a timedelta"),
         ({"use_async_quorum": 1}, "use_async_quorum is 1; give True or False"),
@@ -164,6 +166,7 @@ def test_a_wrong_setting_gets_one_sentence(settings: dict[str, object], sentence
         ({**LIGHTHOUSE, "WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'; give a whole number"),
         ({**LIGHTHOUSE, "TORCHFT_TIMEOUT_SEC": "soon"}, "TORCHFT_TIMEOUT_SEC is 'soon'; give seconds"),
         ({**LIGHTHOUSE, "TORCHFT_CONNECT_TIMEOUT_SEC": "nan"}, "TORCHFT_CONNECT_TIMEOUT_SEC is 'nan'"),
+        ({**LIGHTHOUSE, "TFT_HEARTBEAT_TIMEOUT_SEC": "0"}, "TFT_HEARTBEAT_TIMEOUT_SEC is '0'; give seconds"),
         ({**LIGHTHOUSE, "TFT_SLOWEST_STEP_SEC": "-1"}, "TFT_SLOWEST_STEP_SEC is '-1'; give seconds"),
         ({**LIGHTHOUSE, "TFT_SLOWEST_STEP_SEC": "0.0004"}, "for example 60 or 1.5, or 0 for any time"),
         ({**LIGHTHOUSE, "TFT_SLOWEST_STEP_SEC": "never"}, "TFT_SLOWEST_STEP_SEC is 'never'; give seconds"),

@@ -54,6 +54,9 @@ class ManagerConfig:
         connect_timeout: to reach the store, the manager server and a source, not the lighthouse; env
             TORCHFT_CONNECT_TIMEOUT_SEC. Default 60 s.
         heal_timeout: a whole healing, waiting for the source included. Default 600 s.
+        heartbeat_timeout: a rank that is silent for so long towards its manager server is lost, because its process was
+            stopped or its cable cut; env TFT_HEARTBEAT_TIMEOUT_SEC. Default 5 s. The lighthouse's
+            `--heartbeat-timeout-ms` is the same between manager servers and the lighthouse: shorten both.
         slowest_step: a trainer that is busy with its own part of a step (forward, backward) for longer hangs: it is
             lost, and the others go on without it. The first step after a start, a healing or a reconfiguration may
             take any time. Zero: nobody ever hangs; env TFT_SLOWEST_STEP_SEC. Default 600 s.
@@ -99,6 +102,7 @@ class ManagerConfig:
     quorum_timeout: timedelta | None = None
     connect_timeout: timedelta | None = None
     heal_timeout: timedelta | None = None
+    heartbeat_timeout: timedelta | None = None
     slowest_step: timedelta | None = None
     timeouts: Timeouts | None = None
     rank: int | None = None
@@ -128,7 +132,14 @@ class ManagerConfig:
         self._check_whole("check_state_every", 0)
         if self.on_divergence not in ("heal", "stop"):
             raise SettingError(f'on_divergence is {self.on_divergence!r}; give "heal" or "stop"')
-        for name in ("timeout", "quorum_timeout", "connect_timeout", "heal_timeout", "heartbeat_interval"):
+        for name in (
+            "timeout",
+            "quorum_timeout",
+            "connect_timeout",
+            "heal_timeout",
+            "heartbeat_timeout",
+            "heartbeat_interval",
+        ):
             self._check_duration(name)
         if self.slowest_step != timedelta():
             self._check_duration("slowest_step")
@@ -435,6 +446,7 @@ def _timeouts(config: ManagerConfig, environ: Mapping[str, str]) -> tuple[Timeou
         "quorum_timeout": "TORCHFT_QUORUM_TIMEOUT_SEC",
         "connect_timeout": "TORCHFT_CONNECT_TIMEOUT_SEC",
         "heal_timeout": "",
+        "heartbeat_timeout": "TFT_HEARTBEAT_TIMEOUT_SEC",
         "slowest_step": "TFT_SLOWEST_STEP_SEC",
     }
     for name, variable in variables.items():
