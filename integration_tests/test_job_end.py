@@ -128,6 +128,17 @@ def test_a_late_evaluator_learns_that_the_job_is_over_and_trains_no_second_end(j
     assert "step 1 of 1" in again.ended() + other.ended()
 
 
+def test_a_replica_that_was_killed_and_is_started_after_the_end_trains_no_second_one(job: Job) -> None:
+    killed, *finishers = (job.start(name, replicas=3) for name in ("b", "a", "c"))
+    killed.wait_for("evaluates")
+    killed.kill()
+    last = max(last_step(finisher.ended()) for finisher in finishers)
+    job.ended()
+    written = job.start("b", replicas=1).ended(exitcode=1)
+    assert f"JobOver: rank 0's quorum for step 0: job {job.folder.name} has ended at step {last}" in written
+    assert "step 1 of" not in written
+
+
 def test_replicas_that_finish_together_are_not_lost(job: Job) -> None:
     scripts = [job.start(name, replicas=2) for name in ("a", "c")]
     last = max(last_step(script.ended()) for script in scripts)

@@ -526,6 +526,16 @@ def test_a_restarted_group_may_have_another_size_and_its_ranks_other_machines(mo
         store.claim("second", 1, 4)
 
 
+@pytest.mark.parametrize("finished_step", [None, 9])
+def test_who_has_finished_is_nobodys_predecessor(make: Any, finished_step: int | None) -> None:
+    environ = {"TORCHELASTIC_RUN_ID": "run"}
+    first = make(rank=0, replica_id="a", environ=environ, **TWO)
+    first.leave("it is over", SECOND, SECOND, finished_step=finished_step)
+    first.close()
+    make(rank=0, replica_id="a", environ=environ, **TWO)
+    assert Server.made[1].kwargs["replaces"] == ("" if finished_step else first.replica_id)
+
+
 def test_asks_are_answered_until_all_places_are_taken() -> None:
     store = GroupStore(HashStore(), "store:1", "run/0", "run")
     assert not store.answer("a", "server:1", 2)
@@ -558,6 +568,8 @@ def test_a_group_of_one_hosts_its_own_store() -> None:
     assert store.predecessor() == ""
     store.publish_id("a")
     assert store.predecessor() == "a"
+    store.forget_id()
+    assert store.predecessor() == ""
 
 
 def test_an_own_address_that_can_not_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

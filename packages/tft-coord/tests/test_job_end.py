@@ -18,6 +18,7 @@ from tft_coord.transport.settings import error_of_code
 KEY, NEXT = QuorumKey(7, 1), QuorumKey(8, 1)
 FRESH = {"step": 0, "live": False}
 TIMEOUTS = Timeouts()
+FIRST, SECOND = ("trainer:" + digit * 8 + "-0000-4000-8000-000000000000" for digit in "12")
 
 
 class Lighthouse:
@@ -48,13 +49,19 @@ class Lighthouse:
                 self.held[chr(96 + order.stream)] = order.quorum.key
         return orders
 
-    def hello(self, *names: str, replaces: str = "", ready: bool = False) -> None:
+    def hello(self, *names: str, replaces: str = "", ready: bool = False, named: str = "") -> None:
         for name in names:
-            hello = Hello("job", name, 1, f"{name}:1", replaces=replaces, ready=ready)
+            hello = Hello("job", named or name, 1, f"{name}:1", replaces=replaces, ready=ready)
             self.give(events.HelloReceived(ord(name) - 96, hello))
 
-    def ask(self, name: str, step: int, *, live: bool = True) -> list[effects.LighthouseEffect]:
-        member = Member(name, address=f"{name}:1", store_address=f"{name}:2", step=step, lineage=step, live=live)
+    def beat(self, *names: str) -> None:
+        for name in names:
+            self.give(events.BeatReceived(ord(name) - 96, 0))
+
+    def ask(self, name: str, step: int, *, live: bool = True, named: str = "") -> list[effects.LighthouseEffect]:
+        member = Member(
+            named or name, address=f"{name}:1", store_address=f"{name}:2", step=step, lineage=step, live=live
+        )
         return self.give(events.QuorumRequested(ord(name) - 96, next(self.requests), member, self.held.get(name)))
 
     def finish(self, name: str, step: int) -> list[effects.LighthouseEffect]:
@@ -156,7 +163,7 @@ class TestTheLighthouse:
         orders = two.finish("b", 9)
         assert refused(orders) == [("c", Refusal.OVER)]
         (order,) = [each for each in orders if isinstance(each, effects.RefuseRequest)]
-        assert "job job has ended at step 9, where a, b finished; replica c is at step 0" in order.message
+        assert "job job has ended at step 9, where a, b finished; replica c of that run is at step 0" in order.message
 
     @pytest.mark.parametrize("step", [9, 12])
     def test_a_state_of_the_end_or_beyond_goes_on(self, two: Lighthouse, step: int) -> None:
@@ -200,6 +207,56 @@ class TestTheLighthouse:
         two.ask("e", 0, live=False)
         orders = two.ask("d", 1)
         assert (refused(orders), members(orders)) == ([], [("d", "e")])
+
+    @pytest.mark.parametrize("forgotten", [False, True])
+    @pytest.mark.parametrize("how", ["crash", "exception"])
+    @pytest.mark.parametrize("replaces", [True, False], ids=["under torchrun", "under another supervisor"])
+    def test_who_ended_unfinished_and_is_started_again_belongs_to_the_run(
+        self, two: Lighthouse, how: str, forgotten: bool, replaces: bool
+    ) -> None:
+        two.hello("d", named=FIRST)
+        (two.end if how == "crash" else two.leave)("d")
+        if forgotten:
+            for _ in range(TIMEOUTS.forget_after_ms // 1_000 + 10):
+                two.now_ms += 900
+                two.beat("a", "b", "c")
+                two.tick()
+        two.finish("a", 9)
+        two.finish("b", 9)
+        two.now_ms += 1
+        two.hello("e", named=SECOND, replaces=FIRST if replaces else "")
+        assert refused(two.ask("e", 0, live=False, named=SECOND)) == [("e", Refusal.OVER)]
+
+    def test_the_successor_of_one_that_died_before_it_said_hello_belongs_to_the_run(self, two: Lighthouse) -> None:
+        two.finish("a", 9)
+        two.finish("b", 9)
+        two.now_ms += 1
+        two.hello("d", replaces="of whom nobody has heard")
+        assert refused(two.ask("d", 0, live=False)) == [("d", Refusal.OVER)]
+
+    def test_when_a_new_run_has_begun_who_was_unfinished_heals_from_it(self, two: Lighthouse) -> None:
+        two.end("c")
+        two.finish("a", 9)
+        two.finish("b", 9)
+        two.now_ms += 1
+        two.hello("d")
+        orders = two.ask("d", 0, live=False)
+        assert members(orders) == [("d",)]
+        warning = (
+            "job job has ended at step 9, where a, b finished; this is a new run of it, from step 0; if that is not "
+            "wanted, end it and load the result of step 9"
+        )
+        assert [order for order in orders if isinstance(order, (effects.Warned, effects.TellWait))] == [
+            effects.Warned("job", warning),
+            effects.TellWait(4, warning, True),
+        ]
+        two.hello("e", replaces="c")
+        two.ask("e", 0, live=False)
+        orders = two.ask("d", 1)
+        assert (refused(orders), members(orders)) == ([], [("d", "e")])
+        two.ask("d", 2)
+        assert refused(two.ask("e", 2)) == []  # it has healed, and its state is of the new run
+        assert not any(isinstance(order, effects.Warned) for order in orders)
 
     def test_a_state_of_the_run_that_comes_back_is_late_until_a_new_run_begins(self, two: Lighthouse) -> None:
         two.finish("a", 9)
@@ -270,6 +327,7 @@ class TestTheEnd:
             (8, True, 6, KEY, True),
             (8, True, 6, NEXT, False),
             (8, True, 4, NEXT, True),
+            (8, False, 4, NEXT, False),
             (9, True, 4, KEY, False),
         ],
     )

@@ -472,8 +472,8 @@ def takes_every_loss_for_a_death(
     return right_lose(self, replica, reason, now_ms, dead=True)
 
 
-def believes_no_clock_but_its_own(hello: Any, wall_ms: int) -> str | None:
-    return right_nonsense(hello, wall_ms - lighthouse.CLOCKS_DIFFER_MOST_MS)
+def believes_no_clock_but_its_own(hello: Any, wall_ms: int, cluster_id: str) -> str | None:
+    return right_clock_behind(hello, wall_ms - lighthouse.CLOCKS_DIFFER_MOST_MS, cluster_id)
 
 
 def takes_the_unknown_for_torn(self: GroupCore) -> tuple[Member, QuorumKey | None]:
@@ -535,6 +535,10 @@ def ends_while_a_member_trains(
 def ends_while_a_lost_member_may_come_back(self: Job, replica_id: str, now_ms: int) -> bool:
     replica = self.liveness.replicas.get(replica_id)
     return replica is not None and replica.healthy
+
+
+def takes_everybody_for_a_new_run(self: Liveness, hello: Any, now_ms: int) -> int:
+    return now_ms
 
 
 def leaves_open_votes_open(self: Votes, now_ms: int) -> list[Any]:
@@ -669,7 +673,7 @@ right_formed = Job._formed
 right_vote = Trainer.vote
 right_told_refused = SessionCore.told_refused
 right_lose = Liveness._lose
-right_nonsense = lighthouse._nonsense
+right_clock_behind = lighthouse._clock_behind
 right_compare = Handshake._compare
 right_refuse_the_ahead = Job._refuse_the_ahead
 right_disconnected = GroupCore._disconnected
@@ -727,7 +731,7 @@ MUTANTS = [
     Mutant(SessionCore, "told_refused", gives_up_at_the_first_refusal, "transcript", "scenario_04_sessions"),
     Mutant(SessionCore, "told_refused", takes_time_for_a_proof_of_life, "I8", "scenario_04_sessions"),
     Mutant(Liveness, "_lose", takes_every_loss_for_a_death, "I9", 0),
-    Mutant(lighthouse, "_nonsense", believes_no_clock_but_its_own, "I9", "restart"),
+    Mutant(lighthouse, "_clock_behind", believes_no_clock_but_its_own, "I9", "restart"),
     Mutant(GroupCore, "_merge", takes_the_unknown_for_torn, "I8", 3),
     Mutant(TorchftCore, "living", thinks_of_the_other_kind_all_the_time, "I9", 0),
     Mutant(Handshake, "_compare", gives_way_to_every_newcomer, "I8", 37),
@@ -792,6 +796,7 @@ MUTANTS = [
     Mutant(Votes, "__init__", counts_the_first_vote_for_all, "I5", 0),
     Mutant(Job, "_refuse_the_late", lets_the_late_train_on, "E1", "job_end"),
     Mutant(JobEnd, "look", ends_while_a_member_trains, "E1", "job_end"),
+    Mutant(Liveness, "_since_ms", takes_everybody_for_a_new_run, "transcript", "job_end"),
     Mutant(Job, "_can_go_on", ends_while_a_lost_member_may_come_back, "E1", "job_end"),
     Mutant(Votes, "tick", leaves_open_votes_open, "I5", 0),
     Mutant(Trainer, "vote", takes_its_open_vote_for_the_verdict, "I5", 0),

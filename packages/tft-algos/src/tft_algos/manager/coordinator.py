@@ -135,6 +135,8 @@ class GroupCoordinator:
             client.leave(self._config.rank, reason, serve_ms, left, finished_step=finished_step)
         except (Unreachable, Closed) as error:
             raise self._after_the_loss(client, error) from error
+        if self._config.rank == 0 and finished_step is not None:
+            self._store.forget_id()  # whoever starts here next begins something else
 
     def listen(self, listener: Callable[[News], None]) -> None:
         with self._hearing:  # what comes meanwhile waits, and is heard after what came before

@@ -68,6 +68,11 @@ class GroupStore:
         """As group rank 0, tell the starts to come who was here."""
         self.store.set(f"{self.group_scope}/{REPLICA_ID_KEY}", replica_id)
 
+    def forget_id(self) -> None:
+        """As group rank 0 whose training is over, name no predecessor to the starts to come."""
+        with suppress(DistStoreError, DistNetworkError):  # it may have ended with the launcher
+            self.store.set(f"{self.group_scope}/{REPLICA_ID_KEY}", "")
+
     def ask(self, rank: int, timeout: timedelta) -> tuple[str, str]:
         """Ask the group rank 0 of this start: (replica id, address of the manager server).
 

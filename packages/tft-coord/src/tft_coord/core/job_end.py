@@ -5,9 +5,10 @@ members can go on any more and one of them has finished, the job has ended at th
 is behind that step can heal from nobody. Training on alone, it would make a second result of the job.
 
 A run is told from the next one by time: whoever the lighthouse knew when the first of them finished, or takes the place
-of such a replica that did not leave, belongs to the run that ended. So does a state that was committed in this job,
-until another run begins. The time is that of the first finish and not that of the end, because who has finished may
-start the next run while another one still saves its result.
+of such a replica that did not finish, belongs to the run that ended. So does a state that was committed in this job.
+The time is that of the first finish and not that of the end, because who has finished may start the next run while
+another one still saves its result. When the next run has begun, only the old run's states are late: a replica without
+one heals from the new run.
 
 Law of this file: one job's end; who is a member, and who can go on, is told by the caller.
 """
@@ -89,4 +90,5 @@ class JobEnd:
         ended = self.ended
         if ended is None or member.step >= ended.step:
             return False
-        return since_ms <= ended.since_ms or (member.live and newest == ended.key)
+        is_newest, is_known = newest == ended.key, since_ms <= ended.since_ms
+        return is_known or is_newest if member.live else is_known and is_newest

@@ -505,7 +505,7 @@ class Job:
                 out += self._form(now_ms, wall_ms)
             case events.LeaveReceived():
                 told = replica.left is not None
-                self.liveness.leave(replica, event.reason, now_ms)
+                self.liveness.leave(replica, event.reason, now_ms, finished=event.finished_step is not None)
                 if event.finished_step is not None:
                     self._end.finished(replica.replica_id, event.finished_step, now_ms)
                 out += self._leaves(replica, event.serve_ms, now_ms, told=told)
@@ -1201,8 +1201,9 @@ class Job:
             if replica.stream is not None:
                 message = (
                     f"job {self.name} has ended at step {ended.step}, where {_listed(ended.replica_ids)} finished; "
-                    f"replica {replica.replica_id} is at step {request.member.step}, and nobody is left to heal from; "
-                    f"use the result of step {ended.step}; to train a new run, start the whole job again"
+                    f"replica {replica.replica_id} of that run is at step {request.member.step}, and nobody of it is "
+                    f"left to heal from; use the result of step {ended.step}; to train a new run, start the whole job "
+                    "again"
                 )
                 out.append(effects.RefuseRequest(replica.stream, request.request, Refusal.OVER, message))
         return out
@@ -1237,6 +1238,7 @@ class Job:
         if reason is not None:
             self._forget_losses()
         quorum = Quorum(key, members, wall_ms)
+        out += self._note_a_new_run(quorum, now_ms)
         self.last_id = max(self.last_id, key.quorum_id)
         self.previous = quorum
         self._members = {member.replica_id: member for member in members}
@@ -1249,6 +1251,23 @@ class Job:
         self._asked_since = set()
         self.waiting_for = NOBODY_ASKS
         return out + self._answers(quorum, previous, now_ms)
+
+    def _note_a_new_run(self, quorum: Quorum, now_ms: int) -> list[effects.LighthouseEffect]:
+        """Whoever trains from before the end of the run before should want to."""
+        ended, step = self._end.ended, max(member.step for member in quorum.members)
+        if ended is None or step >= ended.step:
+            return []
+        for member in quorum.members:
+            self.liveness.replicas[member.replica_id].since_ms = now_ms  # it is of the new run, whoever it was before
+        if self._previous_key != ended.key:
+            return []
+        warning = (
+            f"job {self.name} has ended at step {ended.step}, where {_listed(ended.replica_ids)} finished; this is a "
+            f"new run of it, from step {step}; if that is not wanted, end it and load the result of step {ended.step}"
+        )
+        streams = [self.liveness.replicas[member.replica_id].stream for member in quorum.members]
+        told = [effects.TellWait(stream, warning, True) for stream in streams if stream is not None]
+        return [effects.Warned(self.name, warning), *told]
 
     def _begin_round(self) -> None:
         """There is another newest quorum, or it was given anew."""

@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from tft_coord.core.names import base_name
 from tft_coord.core.progress import Progress
 from tft_coord.core.types import Hello, Member, QuorumKey, Refusal
 from tft_coord.timeouts import Timeouts
 
 SICK_STREAMS_LEAST = 4
 FLAPS_MOST = 3
+UNFINISHED_MOST = 10_000  # names that are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class Replica:
     """What is known of one replica id.
 
     `last_sign_ms` is moved on where silence is excused, `heard_ms` is not: it is when something was heard in truth.
-    `since_ms` is since when this replica has been known, or the one whose place it takes and that did not leave.
+    `since_ms` is since when this replica has been known, or the one whose place it takes and that did not finish.
     `presumed` says that others have named it and it has not said hello yet.
     `withdrawn` keeps (asked_ms, withdrawn_ms) of a request that ended without an answer: a replica that asks again
     soon has waited since it first asked. `answered` is the number of the request that the newest quorum answered, and
@@ -71,6 +73,7 @@ class Replica:
     progress_ms: int = 0
     ineligible_until_ms: int = 0
     left: str | None = None
+    finished: bool = False  # it left because its training was over
     serves: bool = False
     pid: int = 0  # of its trainer
     where: tuple[Progress, int] | None = None  # in its step, by its newest beat, and when that was heard
@@ -141,6 +144,7 @@ class Liveness:
         self._by_stream: dict[int, Replica] = {}
         # Who is without a stream, in the order in which they broke; those of more than a grace ago are dropped.
         self._broke: dict[str, Replica] = {}
+        self._unfinished: dict[str, int] = {}  # since when, by the user's name: who ended and had not finished
         self._sick_ms: int | None = None  # since when silence counts anew; told to the replicas when they are judged
 
     def of_stream(self, stream: int) -> Replica | None:
@@ -162,10 +166,9 @@ class Liveness:
             if rejected is not None:
                 return rejected
         if known is None:
-            before = self.replicas.get(hello.replaces)
-            # Who takes the place of one that has left begins something else: the next Manager of the same script, say.
-            since_ms = before.since_ms if before is not None and before.left is None else now_ms
-            known = Replica(hello.replica_id, hello.session, hello.address, now_ms, since_ms=since_ms)
+            known = Replica(
+                hello.replica_id, hello.session, hello.address, now_ms, since_ms=self._since_ms(hello, now_ms)
+            )
             self.replicas[hello.replica_id] = known
         # A request belongs to its stream: whoever still wants it says it again; whoever gave it up in between doesn't.
         known.withdraw(now_ms)
@@ -226,9 +229,11 @@ class Liveness:
             replica.last_sign_ms = replica.heard_ms = now_ms
         return replica
 
-    def leave(self, replica: Replica, reason: str, now_ms: int) -> None:
+    def leave(self, replica: Replica, reason: str, now_ms: int, *, finished: bool = False) -> None:
         """It has left the job: it is waited for by nobody from now on, and is not healthy any more."""
         replica.left = reason
+        replica.finished = replica.finished or finished
+        self._note_unfinished(replica)
         replica.lost_ms = now_ms
         replica.request = None
         replica.withdrawn = None
@@ -347,12 +352,37 @@ class Liveness:
     def _lose(self, replica: Replica, reason: str, now_ms: int, *, dead: bool = False) -> Lost:
         request, replica.request = replica.request, None
         replica.withdrawn = None
+        self._note_unfinished(replica)
         replica.lost = reason
         replica.lost_ms = now_ms
         replica.dead = dead
         self._breaks_no_more(replica)
         replica.healing_since_ms = None
         return Lost(replica, reason, replica.stream, request)
+
+    def _since_ms(self, hello: Hello, now_ms: int) -> int:
+        """Since when a replica that says hello for the first time, or whose place it takes, has been known.
+
+        Who takes the place of one that has finished begins something else: the next Manager of the same script, say.
+        """
+        before = self.replicas.get(hello.replaces)
+        name = base_name(hello.replica_id)
+        if before is not None:
+            return now_ms if before.finished else before.since_ms
+        if name in self._unfinished:
+            return self._unfinished[name]
+        # Who has finished is named to nobody as a predecessor, so this one crashed, before it could say anything.
+        return 0 if hello.replaces else now_ms
+
+    def _note_unfinished(self, replica: Replica) -> None:
+        """Its training was not over. A supervisor may start it again, long after it is forgotten here."""
+        name = base_name(replica.replica_id)
+        if replica.finished:
+            self._unfinished.pop(name, None)
+        elif name:
+            self._unfinished[name] = min(replica.since_ms, self._unfinished.pop(name, replica.since_ms))
+            if len(self._unfinished) > UNFINISHED_MOST:
+                del self._unfinished[next(iter(self._unfinished))]
 
     def _break_counts(self, replica: Replica, now_ms: int) -> bool:
         if replica.broken_ms is None or replica.excused:

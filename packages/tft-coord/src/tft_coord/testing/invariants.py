@@ -113,7 +113,7 @@ class Attendance:
         self._gone: dict[str, int] = {}  # who has left the job, and in which session
         self._finished: dict[str, int] = {}  # who has left because its training is over, and at which step
         self._knew: set[str] = set()  # who was known when the first finished since the newest quorum
-        self._ended: tuple[int, set[str]] | None = None  # at which step the job has, and who was of that run
+        self._ended: tuple[int, set[str], QuorumKey | None] | None = None  # step, who was of that run, its last quorum
         self._released: set[str] = set()  # and is not needed any more
         self._asked_ms: dict[str, int] = {}  # when each asked first since its last answer
         self._heals_ms: dict[str, int] = {}  # since when each heals that does
@@ -177,22 +177,29 @@ class Attendance:
             raise InvariantBroken(
                 "E1", f"the job is said to have ended at step {step}, where none of {members} finished"
             )
-        self._ended = step, self._knew
+        self._ended = step, self._knew, self._newest.key if self._newest is not None else None
         self._ready &= self._asking.keys()
 
     def late(self, stream: int) -> None:
         """Whoever asked there is behind a job that has ended, and counts nowhere."""
         self._ready -= {replica_id for replica_id, each in self._streams.items() if each == stream}
 
-    def _look_who_is_late(self, quorum: Quorum) -> None:
-        """Nobody of the run that ended trains on from before its end, until another has a state of the end."""
-        step, known = self._ended if self._ended is not None else (0, set())
-        late = sorted(each.replica_id for each in quorum.members if each.step < step and each.replica_id in known)
-        if late:
-            raise InvariantBroken("E1", f"the job has ended at step {step}, and {late} train on in {quorum.key}")
+    def _look_who_is_late(self, quorum: Quorum, previous: Quorum | None) -> None:
+        """Nobody of the run that ended trains on from before its end: nobody at all before the next run has begun, and
+        then nobody with a state of the old run, until another has a state of the end."""
         self._knew = set()
+        if self._ended is None:
+            return
+        step, known, last = self._ended
         if any(each.step >= step for each in quorum.members):
             self._ended = None
+            return
+        next_run = previous is not None and previous.key != last
+        old = [each for each in quorum.members if each.replica_id in known and (each.live or not next_run)]
+        if old:
+            late = [each.replica_id for each in old]
+            raise InvariantBroken("E1", f"the job has ended at step {step}, and {late} train on in {quorum.key}")
+        self._ended = step, known.difference(quorum.replica_ids), last  # who takes part in the next run is of that one
 
     def released(self, stream: int) -> None:
         """It is told that nobody heals from it any more: its end is no loss."""
@@ -417,7 +424,7 @@ class Attendance:
         """A quorum with a new id: its members live, are enough, and don't leave all survivors or their state out."""
         self._newest = quorum
         self._look_who_is_ahead(quorum)
-        self._look_who_is_late(quorum)
+        self._look_who_is_late(quorum, previous)
         if previous is not None:
             self._look_who_starts_over(quorum, previous, now_ms)
         ids = set(quorum.replica_ids)

@@ -193,7 +193,7 @@ class LighthouseProcess(Process):
             self._attendances.decided(order, self.clock.now_ms)
             self._silence.decided(order, self.clock.now_ms)
             match order:
-                case effects.ReplicaLeft() | effects.JobEnded() | effects.Warned():
+                case effects.ReplicaLeft() | effects.JobEnded() | effects.Warned() | effects.TellWait():
                     continue
                 case effects.QuorumFormed() | effects.ReplicaLost():
                     if isinstance(order, effects.ReplicaLost) and order.reason.startswith(HANG):

@@ -347,7 +347,7 @@ class LighthouseWorld:
                     self._look_anew_who_hangs()
                 case effects.ReplicaLost():
                     self._lost(order)
-                case effects.ReplicaLeft() | effects.JobEnded():
+                case effects.ReplicaLeft() | effects.JobEnded() | effects.Warned() | effects.TellWait():
                     pass
                 case _:
                     self._hear(order)
