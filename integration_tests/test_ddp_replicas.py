@@ -124,7 +124,7 @@ def manager_of(store: str, rank: int, size: int, *plans: dict[str, Any]) -> Mana
         dict,  # what is reduced is looked at here, and no state
         coordinator=ScriptedCoordinator(answers, replica_id=f"replica_{rank}"),
         checkpoint_transport=MemoryTransport(),
-        lighthouse_addr="nowhere:1",
+        lighthouse_addr="localhost:1",
         hostname="localhost",
         rank=0,
         world_size=1,
