@@ -59,7 +59,7 @@ def loss_of(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def raising_backward(model: Any, net: Net, *, where: str) -> None:
-    """A backward pass that raises before it reaches the gradient of one layer."""
+    """A backward pass that raises before it reaches the model, or the gradient of one layer."""
 
     def fail(_: torch.Tensor) -> torch.Tensor:
         raise MemoryError("no room")
@@ -118,6 +118,35 @@ def backward_raises_at_once(model: Any, net: Net) -> None:
     raising_backward(model, net, where="loss")
 
 
+def loss_lives_while_others_accumulate(model: Any, net: Net) -> None:
+    """A loop that leaves a batch out, whose loss is assigned anew only after the forward pass of the next one."""
+    gradients = [parameter.grad if parameter.grad is None else parameter.grad.clone() for parameter in net.parameters()]
+    loss = loss_of(model, batch(99))
+    with model.no_sync():
+        loss_of(model, batch(98)).backward()
+    for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+        assert parameter.grad is not None
+        parameter.grad.copy_(torch.zeros_like(parameter) if gradient is None else gradient)
+    del loss
+
+
+def gradient_of_the_input(model: Any, net: Net) -> None:
+    """A pass that reaches no parameter: a look at what the model is sensitive to."""
+    x = batch(99).requires_grad_()
+    torch.autograd.grad(loss_of(model, x), x)
+
+
+def backward_raises_in_the_model(model: Any, net: Net) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no room")
+
+    handle = net.c.register_full_backward_pre_hook(fail)
+    loss = loss_of(model, batch(99))
+    with pytest.raises(MemoryError):
+        loss.backward()
+    handle.remove()
+
+
 SCENARIOS = [
     nothing,
     outside,
@@ -128,6 +157,9 @@ SCENARIOS = [
     output_lives_on,
     forward_raises,
     backward_raises_at_once,
+    backward_raises_in_the_model,
+    loss_lives_while_others_accumulate,
+    gradient_of_the_input,
 ]
 
 
@@ -136,7 +168,7 @@ class Replica:
 
     def __init__(self, rigs: Any, kind: str, *answers: Any) -> None:
         self.rig = rigs(plan_of(7, size=2), *(answers or [QuorumKey(7, 7)] * STEPS), others=0)
-        self.net = Net()
+        self.net, self.kind = Net(), kind
         self.model = KINDS[kind](self.rig.manager, self.net)
         self.optimizer = Optimizer(self.rig.manager, torch.optim.SGD(self.net.parameters(), lr=0.0))
 
@@ -156,8 +188,11 @@ class Replica:
             assert parameter.grad is not None
             assert plain.grad is not None
             torch.testing.assert_close(parameter.grad, plain.grad / 2)
+        parameters = list(self.net.parameters())
         given = [call.numel() for call in self.rig.group.calls if call.is_floating_point()]
-        assert sum(given) == sum(parameter.numel() for parameter in self.net.parameters())
+        assert sum(given) == sum(parameter.numel() for parameter in parameters)
+        maps = [(call.dtype, call.numel()) for call in self.rig.group.calls if not call.is_floating_point()]
+        assert maps == ([(torch.int32, len(parameters))] if self.kind in ("find unused", "pure") else [])
         self.rig.group.calls.clear()
 
     def first_step(self) -> None:

@@ -112,17 +112,13 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         # so in its own first step alone, which is not that of the others, so that stays inside the replica group.
         maps = None
         if kwargs.get("find_unused_parameters") and not static:
-            maps = _UsedMaps(manager, group, process_group, left_out=self._is_pass_of_another_batch)
+            maps = _UsedMaps(manager, group, process_group, ends_pass=self._end_pass)
         self._keeps_layout = maps is not None
         self._knows_graph = not static
         self._manager = manager
         self._used_in = 0, 0  # the attempt, and its step, of the last forward pass, or bucket, whichever came later
         self._refused = False  # whether that was a pass in which nothing may be reduced
-        self._awaits_pass = False  # whether torch reduces in the next backward pass, whichever it is
-        self._awaited: Callable[[], _Graph | None] = _nothing  # the graph of the forward pass that it belongs to
-        self._awaited_in = 0  # the attempt of that forward pass
-        self._is_in_doubt = False  # whether a forward pass under no_sync() came after it
-        self._has_begun = False  # whether its backward pass has
+        self._awaited: _AwaitedPass | None = None  # None: torch reduces nothing in the next backward pass
         super().__init__(module, process_group=maps or group, **kwargs)
         if self._use_python_reducer:
             raise Unsupported(
@@ -140,7 +136,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                 self._refused = True
                 row.start(manager, buffer, group=process_group)
                 self._refused = False
-            self._awaits_pass = self._awaits_pass and not bucket.is_last()
+            if bucket.is_last() and maps is None:  # else torch asks for the map of used parameters after this
+                self._end_pass()
             done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             done.set_result(buffer)
             return done
@@ -183,10 +180,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self._forget_pass_that_raised()
         if torch.is_grad_enabled():
             if self.require_backward_grad_sync:
-                self._awaits_pass = True
-                self._awaited, self._awaited_in = _nothing, self._manager.attempt
-                self._is_in_doubt = self._has_begun = False
+                self._awaited = _AwaitedPass(self._manager.attempt)
             else:
+                self._forget_pass_without_gradients()
                 self._forget_batch_thrown_away()
         self._used_in = self._manager.attempt, self._manager.current_step()
         return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
@@ -194,30 +190,42 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     @torch._disable_dynamo  # type: ignore[attr-defined]  # as above
     def _post_forward(self, output: Any) -> Any:
         output = super()._post_forward(output)  # type: ignore[no-untyped-call]
-        if not self._awaits_pass or not torch.is_grad_enabled():
+        awaited = self._awaited
+        if awaited is None or not torch.is_grad_enabled():
             return output
         ends = [tensor.grad_fn for tensor in _find_tensors(output) if tensor.grad_fn is not None]
-        if not self.require_backward_grad_sync:
-            self._is_in_doubt = True
+        if self.require_backward_grad_sync:
+            awaited.forward_ended(ends)
+            for end in ends:
+                end.register_prehook(self._pass_begins)
+        else:
+            awaited.is_in_doubt = True
             # The program may drop the output of the earlier batch as late as with the assignment of this one.
             for end in ends:
                 end.register_prehook(lambda _: self._forget_batch_thrown_away())
-        elif ends:
-            graph = _Graph()
-            for end in ends:
-                end.metadata[_GRAPH] = graph
-                end.register_prehook(self._pass_begins)
-            self._awaited = weakref.ref(graph)
-        else:
-            self._has_begun = True  # the output hides its tensors, so nobody could tell
         return output
 
     def _pass_begins(self, _: object) -> None:
-        self._has_begun = True
+        if self._awaited is not None:
+            self._awaited.has_begun = True
 
     def _is_pass_of_another_batch(self) -> bool:
         """Whether torch reduces in a backward pass under no_sync() what the awaited one would have reduced."""
-        return self._awaits_pass and self._is_in_doubt and not self._has_begun
+        return self._awaited is not None and self._awaited.is_replaced()
+
+    def _end_pass(self) -> bool:
+        """Torch makes the last reduction of a backward pass. Returns: whether nothing of this pass is reduced."""
+        left_out, self._awaited = self._is_pass_of_another_batch(), None
+        return left_out
+
+    def _forget_pass_without_gradients(self) -> None:
+        """A backward pass ended before it reached a parameter, so torch still waits for one.
+
+        Such a pass raised, or computed gradients of other tensors only (`torch.autograd.grad`).
+        """
+        runs = torch._C._current_graph_task_id() != -1
+        if self._awaited is not None and not runs and not self._is_unfinished():
+            self._awaited.has_begun = False
 
     def _forget_pass_that_raised(self) -> None:
         """Torch still waits for the gradients of a pass that raised, if one did, in a step that is over.
@@ -238,9 +246,10 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         So a replica that throws such a batch away would reduce once more than the others, each of whose reductions then
         meets another one. While the graph of that batch lives, in the same step, its backward pass may still come.
         """
-        dropped = (self._awaited() is None and not self._has_begun) or self._awaited_in != self._manager.attempt
-        if self._awaits_pass and dropped and not self._is_unfinished():
-            self._awaits_pass = False
+        awaited = self._awaited
+        if awaited is None or self._is_unfinished():
+            return
+        if awaited.attempt != self._manager.attempt or not awaited.may_come():
             self._reset()
 
     def _reset(self) -> None:
@@ -255,6 +264,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                     "that its gradient would be reduced in another layout than on the other replicas; convert the "
                     "module before it is wrapped"
                 )
+        self._awaited = None
         self.reducer._reset_state()
         self._lay_out_buckets()
 
@@ -312,8 +322,36 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         )
 
 
-def _nothing() -> None:
-    return None
+@final
+class _AwaitedPass:
+    """The last forward pass outside `no_sync()`: torch reduces its gradients, or those of whatever pass comes next.
+
+    Attributes:
+        attempt: in which the forward pass was made.
+        is_in_doubt: whether a forward pass under `no_sync()` came after it.
+        has_begun: whether its backward pass has.
+    """
+
+    def __init__(self, attempt: int) -> None:
+        self.attempt = attempt
+        self.is_in_doubt = False
+        self.has_begun = False
+        self._graph: Callable[[], object] | None = lambda: None  # None: the output hides its tensors
+
+    def forward_ended(self, ends: Sequence[Any]) -> None:
+        """Watch the graph that ends in these nodes."""
+        graph = _Graph()
+        for end in ends:
+            end.metadata[_GRAPH] = graph
+        self._graph = weakref.ref(graph) if ends else None
+
+    def may_come(self) -> bool:
+        """Return whether a backward pass may still come, or runs: its graph lives, or nobody can tell."""
+        return self.has_begun or self._graph is None or self._graph() is not None
+
+    def is_replaced(self) -> bool:
+        """Return whether a backward pass that runs now is not this one, but of a batch under `no_sync()`."""
+        return self.is_in_doubt and not self.has_begun and self._graph is not None
 
 
 class _Graph:
@@ -331,7 +369,7 @@ class _UsedMaps(ProcessGroup):
         manager: sums across.
         group: for everything else.
         inside: the processes of this replica group; None: this process is the group.
-        left_out: whether nothing is reduced in this pass.
+        ends_pass: called for the map, which is the last reduction of a pass; returns whether nothing of it is reduced.
 
     `parameters` are the reducer's, in its order.
     """
@@ -342,11 +380,11 @@ class _UsedMaps(ProcessGroup):
         group: dist.ProcessGroup,
         inside: dist.ProcessGroup | None,
         *,
-        left_out: Callable[[], bool],
+        ends_pass: Callable[[], bool],
     ) -> None:
         super().__init__()
         self._manager = manager
-        self._left_out = left_out
+        self._ends_pass = ends_pass
         self._group = group
         self._inside = inside
         self.parameters: Sequence[torch.nn.Parameter] = ()
@@ -357,7 +395,7 @@ class _UsedMaps(ProcessGroup):
             return work
         (counts,) = collective.results(args, kwargs)
         counts.copy_(torch.tensor([parameter.grad is not None for parameter in self.parameters]))
-        if self._left_out():
+        if self._ends_pass():
             return DummyWork([counts])
 
         def done(succeeded: bool) -> None:
