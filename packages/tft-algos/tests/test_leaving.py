@@ -114,6 +114,19 @@ def raised_in_the_context(rig: Any) -> None:
         raise ZeroDivisionError
 
 
+def start_that_raises(rig: Any) -> None:
+    """A handler of the caller's takes what start_quorum raises before the step has begun."""
+    with contextlib.suppress(SettingError):
+        rig.manager.start_quorum(timeout=timedelta())
+
+
+def defer_two(rig: Any) -> None:
+    for _ in range(2):
+        rig.manager.start_quorum()
+        step = rig.manager.defer()
+        rig.first = getattr(rig, "first", step)
+
+
 @pytest.mark.parametrize(
     ("script", "verdicts", "end"),
     [
@@ -121,17 +134,44 @@ def raised_in_the_context(rig: Any) -> None:
         (lambda rig: rig.step(), (False,), lambda rig: rig.manager.shutdown()),
         (lambda rig: (rig.step(), rig.manager.start_quorum()), (), lambda rig: rig.manager.shutdown()),
         (lambda rig: (rig.step(), rig.manager.report_torn(OSError())), (), lambda rig: rig.manager.shutdown()),
+        (lambda rig: (rig.step(), start_that_raises(rig)), (), lambda rig: rig.manager.shutdown()),
+        (lambda rig: (rig.step(), rig.manager.report_error(OSError())), (), lambda rig: rig.manager.shutdown()),
+        (lambda rig: (defer_two(rig), rig.first.should_commit()), (), lambda rig: rig.manager.shutdown()),
+        (lambda rig: rig.step(), (), lambda rig: rig.manager.shutdown(finished=False)),
         (lambda rig: rig.step(), (), raised_in_a_handler),
         (lambda rig: rig.step(), (), raised_in_the_context),
         (lambda rig: rig.step(), (), lambda rig: rig.manager.end_at_exit()),
     ],
-    ids=["no step", "no commit", "in a step", "torn", "in finally", "in with", "at exit"],
+    ids=[
+        "no step",
+        "no commit",
+        "in a step",
+        "torn",
+        "start raised",
+        "reported between steps",
+        "a step in flight",
+        "said so",
+        "in finally",
+        "in with",
+        "at exit",
+    ],
 )
 def test_a_loop_that_ends_otherwise_has_not_finished(rigs: Any, script: Any, verdicts: Any, end: Any) -> None:
     rig = rigs(plan_of(7, size=2), QuorumKey(7, 7), verdicts=verdicts)
     script(rig)
     end(rig)
     assert (rig.coordinator.left, rig.coordinator.closed) == ([], True)
+
+
+def test_a_step_that_commits_after_an_error_between_steps_is_a_finish(rigs: Any) -> None:
+    rig = rigs(plan_of(7, size=2), QuorumKey(7, 7), QuorumKey(7, 7))
+    assert rig.step()
+    start_that_raises(rig)
+    assert rig.step()
+    rig.manager.report_error(OSError())
+    assert rig.step()
+    rig.manager.shutdown()
+    assert rig.coordinator.finished_steps == [3]
 
 
 def test_a_replica_that_was_told_to_leave_has_not_finished(rigs: Any) -> None:

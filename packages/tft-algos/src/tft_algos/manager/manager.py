@@ -166,6 +166,7 @@ class Manager:
         self._signals = SignalHandlers()
         self._closing = threading.Event()
         self._exits = False  # the interpreter does, and has shut this Manager down
+        self._failed_between_steps = False  # an error was raised or reported outside a step
         self._synchronize: Callable[[], None] | None = (
             torch.accelerator.synchronize if torch.accelerator.is_available() else None
         )
@@ -365,6 +366,7 @@ class Manager:
         """
         self._check_open()
         self.raise_if_left()
+        self._failed_between_steps = True  # until the step has begun, whatever is raised before that
         limit = self._limit(timeout, self._config.quorum_timeout)
         for name, said in (("allow_heal", allow_heal), ("shrink_only", shrink_only)):
             if not isinstance(said, bool):
@@ -399,6 +401,7 @@ class Manager:
         self._where.step_begins()
         self._waits.quorum_limit = limit
         self._negotiation.start(request, limit)
+        self._failed_between_steps = False
         if takes_early:
             self._early.take(self._core.boundary_state())
         if self.attempt - (self._exchange.healed_in or 1) == PREPARED_AFTER_ATTEMPTS:
@@ -589,10 +592,13 @@ class Manager:
     def report_error(self, e: Exception) -> None:
         """Say that this step has failed: later reductions do nothing, and should_commit votes no.
 
+        Between two steps it fails none; a `shutdown` before the next step is then no finish.
+
         Raises: UsageError: e is no exception.
         """
         if not isinstance(e, BaseException):
             raise UsageError(f"report_error was given a {type(e).__name__}; give the exception: RuntimeError(...)")
+        self._failed_between_steps = self._core.phase is Phase.IDLE
         self._reports.error(e, None)
 
     def errored(self) -> ExceptionWithTraceback | None:
@@ -1109,22 +1115,27 @@ class Manager:
 
     # --- the end -------------------------------------------------------------------------------------------------
 
-    def shutdown(self, wait: bool = True) -> None:
+    def shutdown(self, wait: bool = True, *, finished: bool = True) -> None:
         """End everything that this Manager started, and its process group; again does nothing.
 
-        After a step that was committed, and without an error under way, the training is finished: this replica leaves,
-        and says with which step. When all have finished, the job has ended there, which a replica that is behind is
-        told (`tft_coord.errors.JobOver`). Who has finished or left first serves those that heal from this replica,
-        until they are done or the deadline passes.
+        After a committed step, the training is finished: this replica leaves, and says with which step. When all
+        replicas have finished, the job has ended there, and a replica that is behind is told so
+        (`tft_coord.errors.JobOver`). A replica that has finished or left first serves those that heal from it, until
+        they are done or the deadline passes.
+
+        The training is not finished where the Manager knows of an error: one that passes through the caller, a step
+        that is open or did not commit, an error that `start_quorum` raised or that was reported since. It can't know of
+        an error of your own code that an `except` has handled between two steps; say `finished=False` then.
 
         Args:
             wait: until all of it has ended.
+            finished: False: an error has ended the training loop, and the other replicas lose this one.
         Raises: what the process group, or another part of the user's own, raises at its end; all else has ended then.
         """
         if self._closing.is_set() or os.getpid() != self._pid:
             return  # what a forked child has a copy of is its parent's
         try:
-            finished = self._has_finished()
+            finished = finished and self._has_finished()
             if finished:
                 limit_s = self._config.heal_timeout.total_seconds()
                 self._leaving.wish(Wish(f"finished at step {self._core.step}", self._clock.monotonic() + limit_s))
@@ -1148,7 +1159,9 @@ class Manager:
             not self._exits
             and sys.exc_info()[0] is None  # set in an `except`, a `finally` and a `with` that an error passes
             and not self.leaving
+            and not self._failed_between_steps
             and core.phase is Phase.IDLE
+            and not core.num_deferred
             and core.step > 0
             and core.verdict is True
             and core.fatal is None
