@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 from typing import Any, Final
 
 import pytest
@@ -129,6 +130,124 @@ def test_a_failure_of_the_users_own_is_told_beside_a_loss(rigs: Any, caplog: pyt
     rig.coordinator.listener(loss(7))
     rig.manager.report_error(RuntimeError("not a number"))
     assert "this step will not commit: not a number" in caplog.text
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The lines at WARNING and above, without who tells them."""
+    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    return [line.partition("] ")[2] for line in lines]
+
+
+OWN: Final = "this step will not commit: CUDA out of memory"
+
+
+@pytest.mark.parametrize("before", ["a failure of a peer", "a loss", "an error of the user's"])
+def test_each_other_failure_of_a_step_is_told_once(rigs: Any, caplog: pytest.LogCaptureFixture, before: str) -> None:
+    """Only the first failure of a step was told: the loss, or what the process group said, and not what to mend."""
+    rig = rigs(plan_of(7, size=2), verdicts=[False])
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    if before == "a loss":
+        rig.coordinator.listener(loss(7))
+    first: Exception = ValueError("bad batch") if before == "an error of the user's" else PeerFailed(RESET)
+    for error in (first, Aborted("abort was called"), RuntimeError("CUDA out of memory"), PeerFailed(RESET)) * 2:
+        rig.manager.report_error(error)
+    assert not rig.manager.should_commit()
+    rig.manager.shutdown()
+    peer = f"this step will not commit: {RESET}"
+    assert (
+        told(caplog)
+        == {
+            "a failure of a peer": [OWN, peer],
+            "a loss": [LOST.partition("] ")[2] + "what runs in it is ended", OWN],
+            "an error of the user's": ["this step will not commit: bad batch", OWN, peer],
+        }[before]
+    )
+
+
+def test_a_step_tells_a_bounded_number_of_failures(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
+    rig = rigs(plan_of(7), verdicts=[False])
+    rig.manager.start_quorum()
+    for number in range(MAX_ERRORS_KEPT + 1):
+        rig.manager.report_error(RuntimeError(f"the {number}th"))
+    assert not rig.manager.should_commit()
+    assert told(caplog) == [f"this step will not commit: the {number}th" for number in range(MAX_ERRORS_KEPT)]
+
+
+@pytest.mark.parametrize("is_told", ["the notice comes late", "nobody tells it"])
+def test_a_failure_names_who_is_gone_though_the_next_quorum_came_first(
+    rigs: Any, caplog: pytest.LogCaptureFixture, is_told: str
+) -> None:
+    """A closed connection is seen before the notice of the loss, and of a leave there is none: nobody was named."""
+    rig = rigs(plan_of(7, size=2), plan_of(8))
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    rig.manager.report_error(PeerFailed(RESET))
+    assert not rig.manager.should_commit()
+    assert rig.step()
+    if is_told == "the notice comes late":
+        rig.coordinator.listener(loss(7))
+    for _ in range(3):
+        rig.manager._look()
+    assert told(caplog) == [
+        LOST.partition("] ")[2] + "step 0 did not commit"
+        if is_told == "the notice comes late"
+        else "replica replica_1 was lost or has left in step 0, which did not commit"
+    ]
+
+
+def test_a_failure_is_told_as_it_is_where_nobody_is_gone(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
+    rig = rigs(plan_of(7, size=2), plan_of(8, size=2), plan_of(9))
+    for _ in range(2):
+        rig.manager.start_quorum()
+        rig.manager.wait_quorum()
+        rig.manager.report_error(PeerFailed(RESET))
+        assert not rig.manager.should_commit()
+    assert rig.step()
+    rig.manager.shutdown()
+    assert told(caplog) == [
+        f"this step will not commit: {RESET}",
+        "replica replica_1 was lost or has left in step 0, which did not commit",
+    ]
+
+
+def test_a_member_that_asks_for_another_group_explains_what_that_aborts(
+    rigs: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = rigs(plan_of(7, size=2), verdicts=[False])
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    rig.coordinator.listener(replace(loss(7), lives=True))
+    rig.manager.report_error(Aborted("abort was called"))
+    assert not rig.manager.should_commit()
+    rig.manager.shutdown()
+    assert told(caplog) == []
+
+
+@pytest.mark.parametrize("news", ["before the failure", "before the vote", "never"])
+def test_a_lost_rank_is_one_line_and_raised_with_its_name(
+    rigs: Any, caplog: pytest.LogCaptureFixture, news: str
+) -> None:
+    """What Gloo says of a closed connection stood there twice, before the line that says which rank was lost."""
+    rig = rigs(plan_of(7, size=2))
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    lost = GroupLost("replica replica_0 lost a rank (rank 1 ended: its process ended)")
+    if news == "before the failure":
+        rig.coordinator.listener(lost)
+    rig.manager.report_error(PeerFailed(RESET))
+    rig.manager.report_error(GroupLost("a reduction among the processes of this replica failed (GLHF!)"))
+    if news == "before the vote":
+        rig.coordinator.listener(lost)
+    with pytest.raises(GroupLost) as raised:
+        rig.manager.should_commit()
+    rig.manager.shutdown()
+    if news == "never":
+        assert "(GLHF!)" in str(raised.value)
+        assert told(caplog) == [f"this step will not commit: {RESET}"]
+    else:
+        assert str(raised.value) == str(lost)
+        assert told(caplog) == [str(lost)]
 
 
 def test_a_group_that_a_dead_member_keeps_from_being_built_is_one_line(

@@ -46,7 +46,6 @@ class Attempt:
         name, plan: None is the plan until there is one.
         abandoned: why it has failed with others, as all ranks of the group know alike, so that none votes on it.
         fatal: the first error with which this process can't go on, however many others came before it.
-        num_reports: errors that were told of it from outside, as of a reduction.
     """
 
     def __init__(self, name: StepName) -> None:
@@ -54,7 +53,6 @@ class Attempt:
         self.plan: Plan | None = None
         self.abandoned: Exception | None = None
         self.fatal: Exception | None = None
-        self.num_reports = 0
         self._errors: list[Exception] = []
 
     def note(self, error: Exception) -> None:

@@ -398,13 +398,7 @@ class StepCore:
         if attempt is None:
             return False
         attempt.note(error)
-        attempt.num_reports += 1
         return True
-
-    def num_reports(self, name: StepName | None = None) -> int:
-        """How many errors were reported of an attempt that is open or in flight; 0 if it is over."""
-        attempt = self._open_attempt(name)
-        return attempt.num_reports if attempt is not None else 0
 
     def _open_attempt(self, name: StepName | None) -> Attempt | None:
         """The one of that name; None: the one that is open. None if it is over."""
@@ -423,6 +417,8 @@ class StepCore:
 
     def fatal_of(self, attempt: Attempt) -> Exception | None:
         """Why this process can't go on with it, and with nothing else; or None."""
+        if isinstance(attempt.fatal, GroupLost):
+            return self._group_lost or attempt.fatal  # the manager server knows which rank was lost
         return attempt.fatal or self._group_lost
 
     @property

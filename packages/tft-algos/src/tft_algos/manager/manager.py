@@ -659,6 +659,8 @@ class Manager:
             breaks = self._core.loss_noticed(news)
         if breaks:
             self._quorum_broke(news)
+        elif not self._closing.is_set():
+            self._reports.loss_came_late(news)
 
     def _quorum_broke(self, notice: LossNotice) -> None:
         self._reports.quorum_broke(notice, is_closing=self._closing.is_set())

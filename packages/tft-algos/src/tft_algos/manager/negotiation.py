@@ -170,6 +170,7 @@ class Negotiation:
         try:
             arrival = self._ask(request, timeout)
             excused = arrival.configure or arrival.heal or self._exchange.has_just_healed
+            self._reports.plan_arrived(arrival.plan)
             self._early.plan_arrived(arrival.plan)
             self._leaving.plan_arrived(arrival.plan)
             if arrival.heal:

@@ -10,17 +10,22 @@ import threading
 from dataclasses import replace
 from typing import Final, NoReturn, final
 
-from tft_algos.manager.attempt import FATAL, Attempt, StepName
+from tft_algos.errors import QuorumBroken
+from tft_algos.manager.attempt import FATAL, MAX_ERRORS_KEPT, Attempt, StepName
 from tft_algos.manager.core import StepCore
 from tft_algos.manager.records import Records
 from tft_coord.core.names import shorten
-from tft_coord.core.types import LossNotice, QuorumKey
+from tft_coord.core.types import LossNotice, Plan, QuorumKey
 from tft_coord.errors import GroupLost, Refused
-from tft_pg.errors import Aborted, ConfigureFailed, PeerFailed
+from tft_pg.errors import Aborted, ConfigureFailed, DeadlinePassed, PeerFailed
 
 # What a process group says when a member has died. It says so before anybody knows who that was.
 _BY_A_PEER: Final = (PeerFailed, Aborted, ConfigureFailed)
+# It says these of every operation that runs when it fails, so they are one failure.
+_OF_THE_GROUP: Final = (*_BY_A_PEER, DeadlinePassed)
 _LOOKS_TO_KNOW_WHO: Final = 2  # about a beat later the loss is known, if there is one
+_STEPS_KEPT: Final = 16  # of what was logged
+_QUORUMS_KEPT: Final = 16  # that a loss has broken
 
 logger = logging.getLogger("tft_algos.manager")
 
@@ -49,9 +54,13 @@ class Reports:
         self.records = Records(job_id=job_id, replica_id=replica_id, rank=rank)
         self._core = core
         self._loss = ""  # the last one that was logged
-        self._lost_in: QuorumKey | None = None  # the quorum of that, if a member was lost
+        self._broken: dict[QuorumKey, bool] = {}  # the last quorums that a notice has broken; True: a member was lost
+        self._group_is_lost = False
+        self._plan: Plan | None = None  # the newest
+        self._gone: tuple[QuorumKey, tuple[str, ...]] | None = None  # who of the plan before is not in the newest
         self._held: tuple[StepName, str] | None = None  # a failure that the loss of a member may explain
         self._looks = 0  # at that
+        self._logged: dict[int, set[str]] = {}  # by attempt: the failures that were logged or held
         self._holding = threading.Lock()
         self._who = f"{shorten(replica_id)}/{rank}"
 
@@ -68,13 +77,13 @@ class Reports:
         """Something of a step has failed: a reduction, a future, or what the user says. `name`: None: the open one."""
         with self.lock:
             counts = self._core.error_reported(error, name)
-            is_first = self._core.num_reports(name) == 1
         self.records.error(name or self._core.name, error, counts=counts)
         if counts:
-            # One loss fails hundreds of reductions, each with the same words; the records have them all.
-            self._step_failed(name or self._core.name, error, f"this step will not commit: {error}", is_news=is_first)
+            self._step_failed(name or self._core.name, error, f"this step will not commit: {error}")
         else:
-            self.log(logging.WARNING, "an error of %s came when that was over: %s", name or "a step", error)
+            with self._holding:
+                level = logging.DEBUG if self._is_explained(name or self._core.name, error) else logging.WARNING
+            self.log(level, "an error of %s came when that was over: %s", name or "a step", error)
 
     def quorum_broke(self, notice: LossNotice, *, is_closing: bool) -> None:
         """Log, once, that the quorum in which this replica trains can't go on. What fails by it is not logged again.
@@ -82,14 +91,37 @@ class Reports:
         `is_closing`: this replica ends, and breaks the quorum itself, whatever the others say of one another.
         """
         self._loss = shorten(str(notice))
-        failed = ""
-        if not notice.lives:
-            with self._holding:
-                self._lost_in = notice.key
-                if self._held is not None and self._held[0].key == notice.key:
-                    failed, self._held = f"step {self._held[0].step} will not commit, and ", None
+        held = self._explained_by(notice)
+        failed = f"step {held.step} will not commit, and " if held is not None else ""
         level = logging.INFO if notice.lives else logging.WARNING
         self.log(logging.DEBUG if is_closing else level, "%s; %swhat runs in it is ended", notice, failed)
+
+    def loss_came_late(self, notice: LossNotice) -> None:
+        """Log the loss of a member of a quorum that is over, if it explains the failure that is held back.
+
+        A closed connection may fail the step, and the next quorum may come, before the notice does.
+        """
+        held = self._explained_by(notice)
+        if held is not None:
+            self._log_of(held.step, logging.WARNING, f"{notice}; step {held.step} did not commit")
+
+    def _explained_by(self, notice: LossNotice) -> StepName | None:
+        """Keep what a notice says of its quorum. Returns: the step whose failure was held back for it, if one was."""
+        with self._holding:
+            self._broken[notice.key] = self._broken.get(notice.key, False) or not notice.lives
+            while len(self._broken) > _QUORUMS_KEPT:
+                del self._broken[min(self._broken)]
+            if notice.lives or self._held is None or self._held[0].key != notice.key:
+                return None
+            (name, _), self._held = self._held, None
+            return name
+
+    def plan_arrived(self, plan: Plan) -> None:
+        """Keep who is not in this plan's quorum any more: that explains a failure whose loss nobody has told."""
+        with self._holding:
+            before, self._plan = self._plan, plan
+            if before is not None and before.key != plan.key:
+                self._gone = before.key, tuple(name for name in before.replica_ids if name not in plan.replica_ids)
 
     def look(self) -> None:
         """Write the failure that is held back, if no loss has explained it. Call it once a beat."""
@@ -104,24 +136,54 @@ class Reports:
         with self._holding:
             held, self._held = self._held, None
         if held is not None:
-            self._log_of(held[0].step, logging.WARNING, held[1])
+            self._write(*held)
 
-    def _step_failed(self, name: StepName, error: Exception, sentence: str, *, is_news: bool = True) -> None:
-        """Log a failure of a step: once, and not beside the loss that explains it."""
-        by_peer = isinstance(error, _BY_A_PEER) and name.key is not None
-        before = None
+    def _write(self, name: StepName, sentence: str) -> None:
+        """Write a failure that no notice has explained. The next quorum may show who is gone."""
+        key, gone = self._gone or (None, ())
+        if gone and key == name.key:
+            who = f"replica {gone[0]} was" if len(gone) == 1 else f"replicas {', '.join(gone)} were"
+            left = "has left" if len(gone) == 1 else "have left"
+            sentence = f"{who} lost or {left} in step {name.step}, which did not commit"
+        self._log_of(name.step, logging.WARNING, sentence)
+
+    def _step_failed(self, name: StepName, error: Exception, sentence: str) -> None:
+        """Log a failure of a step: each once, and not beside the loss that explains it. The records have them all."""
+        before, level = None, logging.DEBUG
         with self._holding:
-            explained = self.follows_from_a_loss(error) or (by_peer and name.key == self._lost_in)
-            is_news = is_news and not explained
-            if is_news and by_peer:
-                before, self._held, self._looks = self._held, (name, sentence), 0
+            if not self._is_explained(name, error) and self._is_news(name, error):
+                if isinstance(error, _BY_A_PEER) and name.key is not None:
+                    before, self._held, self._looks = self._held, (name, sentence), 0
+                elif not isinstance(error, FATAL):  # what the training thread raises is said there
+                    level = logging.WARNING
         if before is not None:
-            self._log_of(before[0].step, logging.WARNING, before[1])
-        self._log_of(name.step, logging.WARNING if is_news and not by_peer else logging.DEBUG, sentence)
+            self._write(*before)
+        self._log_of(name.step, level, sentence)
+
+    def _is_news(self, name: StepName, error: Exception) -> bool:
+        """Whether nothing that was logged of this step says the same. Keeps it."""
+        logged = self._logged.setdefault(name.attempt, set())
+        while len(self._logged) > _STEPS_KEPT:
+            del self._logged[min(self._logged)]
+        kind = "the process group" if isinstance(error, _OF_THE_GROUP) else f"{type(error).__name__}: {error}"
+        # Whatever has failed before, it is what aborted the rest.
+        is_news = kind not in logged and len(logged) < MAX_ERRORS_KEPT and not (logged and isinstance(error, Aborted))
+        if is_news:
+            logged.add(kind)
+        return is_news
+
+    def _is_explained(self, name: StepName, error: Exception) -> bool:
+        """Whether a loss that was logged explains an error."""
+        if self.follows_from_a_loss(error):
+            return True
+        if not isinstance(error, _OF_THE_GROUP):
+            return False
+        lost = self._broken.get(name.key) if name.key is not None else None
+        return self._group_is_lost or lost is True or (lost is False and isinstance(error, Aborted))
 
     def follows_from_a_loss(self, error: Exception | None) -> bool:
         """Whether an error only repeats the last loss."""
-        return bool(self._loss) and self._loss in shorten(str(error))
+        return isinstance(error, QuorumBroken) or (bool(self._loss) and self._loss in shorten(str(error)))
 
     def no_quorum(self, error: Exception, *, others_go_on: bool) -> None:
         """The step has no quorum. `others_go_on`: see `StepCore.quorum_failed`."""
@@ -161,6 +223,9 @@ class Reports:
         """This replica group can't go on."""
         with self.lock:
             self._core.group_lost(error)
+        with self._holding:
+            self._group_is_lost = True
+            self._held = None  # its reason
         self._tell(logging.ERROR, error, "%s", error)
 
     def torn(self, error: BaseException) -> None:
