@@ -13,6 +13,7 @@ from torch.distributed import DistNetworkError, DistStoreError, HashStore  # typ
 
 import tft_coord
 from tft_algos.errors import SettingError as WrongSetting
+from tft_algos.errors import UsageError
 from tft_algos.manager import coordinator as module
 from tft_algos.manager import group_store
 from tft_algos.manager.config import ResolvedConfig, config_of, from_environment
@@ -170,6 +171,28 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 TWO = {"world_size": 2, "store_addr": "store", "store_port": 1}
+
+
+def test_a_second_one_of_a_replica_in_a_process_is_refused_before_anything_is_waited_for(make: Any) -> None:
+    """It waited for ever for the first, in which no loop runs any more."""
+    first = make(replica_id="replica_1")
+    with pytest.raises(UsageError, match=r"earlier Manager of replica replica_1:[0-9a-f]{8}, rank 0, of job default"):
+        make(replica_id="replica_1")
+    assert len(Server.made) == 1
+    first.close()
+    second = make(replica_id="replica_1")
+    first.close()
+    with pytest.raises(UsageError, match=r"call shutdown\(\) on it first"):
+        make(replica_id="replica_1")
+    second.close()
+
+
+@pytest.mark.parametrize("other", [{"replica_id": "b"}, {"job": "eval"}, {"lighthouse_addr": "localhost:2"}])
+def test_other_replicas_and_those_without_a_name_may_share_a_process(make: Any, other: dict[str, str]) -> None:
+    make(replica_id="a")
+    make(**{"replica_id": "a", **other})
+    make()
+    make()
 
 
 def test_whoever_follows_a_step_is_asked_at_once_and_by_every_client_to_come(make: Any) -> None:

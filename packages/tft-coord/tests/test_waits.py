@@ -233,8 +233,9 @@ class Names:
             LighthouseConfig(), started_ms=1_000, cluster_id="c", nonces=lambda: 1, now_ms=self.now_ms
         )
 
-    def comes(self, stream: int, replica_id: str, *, replaces: str = "") -> None:
-        hello = Hello("job", replica_id, 10, f"host{stream}:1", replaces, pid=100 + stream)
+    def comes(self, stream: int, replica_id: str, *, replaces: str = "", host: str = "", pid: int = 0) -> None:
+        address = f"{host or f'host{stream}'}:{stream}"
+        hello = Hello("job", replica_id, 10, address, replaces, pid=pid or 100 + stream)
         self.core.handle(events.HelloReceived(stream, hello), self.now_ms, 1_000_000)
         self.beats.add(stream)
 
@@ -257,7 +258,7 @@ def test_two_living_replicas_of_one_name_are_warned_of_on_all_sides_once() -> No
     names.comes(3, f"replica_1:{OTHER}")
     warning = (
         "two replicas of the name 'replica_1' live: replica_1:0f3a9c1d at host1:1 (pid 101) and replica_1:1f3a9c1d at "
-        "host3:1 (pid 103); both train. End the older one if it is a worker that outlived its launcher, or give each "
+        "host3:3 (pid 103); both train. End the older one if it is a worker that outlived its launcher, or give each "
         "group its own REPLICA_GROUP_ID"
     )
     assert names.run(60) == [
@@ -269,6 +270,20 @@ def test_two_living_replicas_of_one_name_are_warned_of_on_all_sides_once() -> No
     names.core.handle(events.DeathReported(1, "killed"), names.now_ms, 1_000_000)
     names.run(1)
     assert names.core.warnings("job") == ()
+
+
+@pytest.mark.parametrize(
+    ("host", "pid", "is_one"), [("host1", 7, True), ("host2", 7, False), ("host1", 8, False), ("host1", 1, False)]
+)
+def test_two_lives_in_one_process_are_told_which_one_to_shut_down(host: str, pid: int, is_one: bool) -> None:
+    """The advice to end the older worker would end the younger one too. Containers have a process 1 each."""
+    names = Names()
+    names.comes(1, f"replica_1:{UUID}", host="host1", pid=min(pid, 7))
+    names.comes(2, f"replica_1:{OTHER}", host=host, pid=pid)
+    names.run(60)
+    (warning,) = names.core.warnings("job")
+    assert warning.endswith("One process has both: call shutdown() on its earlier Manager first") is is_one
+    assert ("End the older one" in warning) is not is_one
 
 
 def test_a_restart_whose_predecessor_dies_is_no_second_life() -> None:

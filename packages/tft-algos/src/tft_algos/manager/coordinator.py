@@ -11,9 +11,11 @@ from __future__ import annotations
 import enum
 import itertools
 import logging
+import os
 import threading
 import time
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING, Final, final
 
 from torch.distributed import DistNetworkError, DistStoreError
 
+from tft_algos.errors import UsageError
 from tft_algos.manager.config import ResolvedConfig
 from tft_algos.manager.group_store import GroupStore, open_group_store
 from tft_algos.manager.parts import ServerRestarted
@@ -63,11 +66,13 @@ class GroupCoordinator:
 
     Args:
         config: resolved.
-    Raises: Unreachable, DeadlinePassed: the store, or on another rank than 0 the manager server, did not answer within
-        connect_timeout. SettingError: a setting can't be, or the manager server's port is taken.
+    Raises: UsageError: this process has an earlier one of the same replica and rank that was not closed. Unreachable,
+        DeadlinePassed: the store, or on another rank than 0 the manager server, did not answer within connect_timeout.
+        SettingError: a setting can't be, or the manager server's port is taken.
     """
 
     def __init__(self, config: ResolvedConfig) -> None:
+        _check_alone(config)
         self._config = config
         self._server: ManagerServer | None = None
         self._client: ManagerClient | None = None
@@ -105,6 +110,7 @@ class GroupCoordinator:
             self._watch = None
             self.close()
             raise
+        _living[_place(config)] = self
         if self._watch is not None:
             self._watch.start()
 
@@ -180,6 +186,9 @@ class GroupCoordinator:
             client.healed(bytes_total)
 
     def close(self) -> None:
+        place = _place(self._config)
+        if _living.get(place) is self:
+            del _living[place]
         with self._lock:
             self._closing.set()
             server = self._server if self._stage is _Stage.STARTING else None
@@ -428,6 +437,27 @@ class GroupCoordinator:
             listener=self._told,
             progress=lambda: self._progress(),
             is_alive=server.alive if server is not None else lambda: True,
+        )
+
+
+# Those of this process that are not closed, by replica and rank; a forked child's begin anew, by its own pid.
+_living: weakref.WeakValueDictionary[tuple[object, ...], GroupCoordinator] = weakref.WeakValueDictionary()
+
+
+def _place(config: ResolvedConfig) -> tuple[object, ...]:
+    return os.getpid(), config.lighthouse_addr, config.job, config.replica_id, config.rank
+
+
+def _check_alone(config: ResolvedConfig) -> None:
+    """Raises: UsageError: the replica would wait for ever for an earlier Manager of the same loop, which no loop runs.
+
+    Replicas without a name are not told apart, so there each is another one.
+    """
+    earlier = _living.get(_place(config)) if config.replica_id else None
+    if earlier is not None:
+        raise UsageError(
+            f"this process has an earlier Manager of replica {earlier.replica_id}, rank {config.rank}, of job "
+            f"{config.job}; call shutdown() on it first, or give this one another replica_id"
         )
 
 

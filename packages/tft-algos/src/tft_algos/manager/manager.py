@@ -120,6 +120,7 @@ class Manager:
         quorum_logger, commits_logger, errors_logger: of the records for machines, see `tft_algos.manager.records`.
     Raises:
         SettingError: a setting or an environment variable is wrong, missing or unknown.
+        UsageError: this process has an earlier Manager of that replica_id that was not shut down.
         tft_coord.errors.Unreachable, tft_coord.errors.DeadlinePassed: the group's store, or on another rank than 0 its
             manager server, did not answer within connect_timeout. Rank 0's own server starts while the trainer is
             constructed further; the first step waits for it, and raises GroupLost if it can't start.

@@ -194,10 +194,18 @@ def two_lives(older: Replica, younger: Replica) -> str:
         f"{shorten(each.replica_id)} at {each.address}" + (f" (pid {each.pid})" if each.pid else "")
         for each in (older, younger)
     )
-    return (
-        f"two replicas of the name {base_name(older.replica_id)!r} live: {places}; both train. End the older one if it "
-        "is a worker that outlived its launcher, or give each group its own REPLICA_GROUP_ID"
-    )
+    if _host(older) == _host(younger) and older.pid == younger.pid > 1:  # 1: of a container, as is its neighbour's
+        next_step = "One process has both: call shutdown() on its earlier Manager first"
+    else:
+        next_step = (
+            "End the older one if it is a worker that outlived its launcher, or give each group its own "
+            "REPLICA_GROUP_ID"
+        )
+    return f"two replicas of the name {base_name(older.replica_id)!r} live: {places}; both train. {next_step}"
+
+
+def _host(replica: Replica) -> str:
+    return replica.address.rpartition(":")[0]
 
 
 @final
