@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -557,6 +560,51 @@ def test_who_has_finished_is_nobodys_predecessor(make: Any, finished_step: int |
     first.close()
     make(rank=0, replica_id="a", environ=environ, **TWO)
     assert Server.made[1].kwargs["replaces"] == ("" if finished_step else first.replica_id)
+
+
+def running() -> subprocess.Popen[bytes]:
+    """A process that ends with its input."""
+    return subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+
+
+def test_a_rank_whose_process_runs_is_refused_and_one_that_ended_unreaped_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A launcher that restarts the ranks may not have reaped the processes of the start before."""
+    store = GroupStore(HashStore(), "store:1", "run/0", "run")
+    with running() as before:
+        with monkeypatch.context() as as_before:
+            as_before.setattr(group_store.os, "getpid", lambda: before.pid)
+            store.check_alone(1)
+        with pytest.raises(WrongSetting, match=f"process {before.pid} on .* is rank 1 of this replica group already"):
+            store.check_alone(1)
+        assert before.stdin is not None
+        before.stdin.close()
+        os.waitid(os.P_PID, before.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+        store.check_alone(1)
+    store.check_alone(1)
+
+
+def test_a_rank_is_not_refused_because_another_process_has_the_pid_of_the_start_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store = GroupStore(HashStore(), "store:1", "run/0", "run")
+    monkeypatch.setattr(group_store, "_PROC", str(tmp_path))
+
+    def starts(pid: int, start: int) -> None:
+        (tmp_path / str(pid)).mkdir(exist_ok=True)
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} (a (name) S 1) S {' '.join(['0'] * 18)} {start} 0 0\n")
+
+    starts(os.getpid(), 300)
+    with running() as other:
+        starts(other.pid, 100)
+        with monkeypatch.context() as as_before:
+            as_before.setattr(group_store.os, "getpid", lambda: other.pid)
+            store.check_alone(1)
+        with pytest.raises(WrongSetting, match="is rank 1 of this replica group already"):
+            store.check_alone(1)
+        starts(other.pid, 200)
+        store.check_alone(1)
 
 
 def test_asks_are_answered_until_all_places_are_taken() -> None:

@@ -44,6 +44,8 @@ GATHER_KEY = "gathered"
 
 RETRY_S = 0.1
 BACKLOG: Final = 1024  # a whole job may turn to one store at once
+_PROC: Final = "/proc"
+_ENDED: Final = (b"Z", b"X", b"x")  # states of a process that has ended and that its parent has not reaped
 _OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))  # for documentation, so never somebody's
 
 
@@ -291,27 +293,48 @@ def _reach(config: ResolvedConfig, where: str) -> None:
 
 
 def _this_process() -> str:
-    return f"{socket.gethostname()}/{os.getpid()}"
+    """Return `host/pid:start`, where `start` tells this process from later ones with the same pid."""
+    pid = os.getpid()
+    return f"{socket.gethostname()}/{pid}:{_started(pid) or ''}"
 
 
 def _lives_here(holder: str) -> bool:
-    """Whether that process, `host/pid`, runs on this machine."""
+    """Return whether that process, as `_this_process` gives it, still runs on this machine.
+
+    A pid alone is not enough: the launcher may not have reaped a process that has ended, and the system gives the pid
+    of a process that was reaped to another one.
+    """
     host, _, process = holder.rpartition("/")
-    if host != socket.gethostname() or not process.isdecimal():
+    pid, _, start = process.partition(":")
+    if host != socket.gethostname() or not pid.isdecimal():
         return False
-    try:
+    if _started(os.getpid()) is not None:
+        now = _started(int(pid))
+        return now == start if start else now is not None
+    try:  # a system without /proc
         with suppress(PermissionError):
-            os.kill(int(process), 0)
+            os.kill(int(pid), 0)
     except ProcessLookupError:
         return False
     return True
 
 
+def _started(pid: int) -> str | None:
+    """Return the start time of a running process, in clock ticks since boot; None if it has ended, or without /proc."""
+    try:
+        with open(f"{_PROC}/{pid}/stat", "rb") as stat:
+            words = stat.read().rpartition(b")")[2].split()  # the name before it may hold spaces and brackets
+    except OSError:
+        return None
+    state, start = words[0], words[19]
+    return None if state in _ENDED else start.decode()
+
+
 def _taken(rank: int, holder: str) -> SettingError:
     host, _, process = holder.rpartition("/")
     return SettingError(
-        f"process {process} on {host} is rank {rank} of this replica group already; give every process of the group a "
-        "RANK of its own, and start no second group on the same store while the first one runs"
+        f"process {process.partition(':')[0]} on {host} is rank {rank} of this replica group already; give every "
+        "process of the group a RANK of its own, and start no second group on the same store while the first one runs"
     )
 
 
