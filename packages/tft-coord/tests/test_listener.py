@@ -6,27 +6,39 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 
 from tft_coord import LighthouseClient, ManagerClient
 from tft_coord.errors import ProtocolError, Unreachable
+from tft_coord.rpc import grpc
 from tft_coord.timeouts import Timeouts
-from tft_coord.transport.listener import _verdict, look
+from tft_coord.transport.listener import _PREFACE, _verdict, look
 from tft_coord.transport.settings import channel_options
 
 SETTINGS_FRAME = b"\x00\x00\x06\x04\x00\x00\x00\x00\x00"
+GOAWAY_FRAME = b"\x00\x00\x08\x07\x00\x00\x00\x00\x00"
+UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n"
 
 
 @pytest.mark.parametrize(
     ("answer", "kind", "says"),
     [
         (b"HTTP/1.1 400 Bad", ProtocolError, "an HTTP server answers there"),
+        (b"HTTP/1.1 500 Int", ProtocolError, "an HTTP server answers there"),
+        (b"HTTP/1.1 502 Bad", Unreachable, "a proxy answers there with HTTP status 502, so the server behind it may"),
+        (b"HTTP/1.1 503 Ser", Unreachable, "a proxy answers there with HTTP status 503"),
+        (b"HTTP/1.0 504 Gat", Unreachable, "a proxy answers there with HTTP status 504"),
         (b"<!DOCTYPE HTML P", ProtocolError, "an HTTP server answers there"),
         (b"SSH-2.0-OpenSSH_", ProtocolError, "a server of another kind answers there"),
         (b"\x15\x03\x01\x00\x02\x02\x46", ProtocolError, "wants TLS"),
         (SETTINGS_FRAME, Unreachable, "the connection broke"),
+        (GOAWAY_FRAME, Unreachable, "the connection broke"),
+        (SETTINGS_FRAME[:2], Unreachable, "the connection broke"),
+        (b"\x00\x00\x06\x04\x00text", ProtocolError, "a server of another kind answers there"),
         (b"", Unreachable, "takes the connection and ends it"),
         (None, Unreachable, "says nothing within 1 s"),
     ],
@@ -83,26 +95,119 @@ def test_a_client_waits_for_a_server_only_if_it_is_to(waits: bool) -> None:
     assert raised.value.__suppress_context__
 
 
-def test_another_kind_of_server_is_waited_for_by_nobody() -> None:
+@contextlib.contextmanager
+def serving(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """A server that handles one connection at a time. Gives: its address."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
-        def answer() -> None:
-            with contextlib.suppress(OSError):
-                while True:
+        def accept() -> None:
+            while True:
+                try:
                     connection, _ = server.accept()
-                    with connection:
-                        connection.sendall(b"SSH-2.0-OpenSSH_9.9\r\n")
+                except OSError:
+                    return
+                with connection, contextlib.suppress(OSError):
+                    answer(connection)
 
-        thread = threading.Thread(target=answer, name="test-ssh")
+        thread = threading.Thread(target=accept, name="test-server")
         thread.start()
         try:
-            address = f"127.0.0.1:{server.getsockname()[1]}"
-            started = time.monotonic()
-            with pytest.raises(ProtocolError, match="is no lighthouse: a server of another kind answers there"):
-                LighthouseClient(address, timedelta(seconds=60))
-            with pytest.raises(ProtocolError, match="is no manager server: a server of another kind answers there"):
-                ManagerClient(address, timedelta(seconds=60))
-            assert time.monotonic() - started < 20
+            yield f"127.0.0.1:{server.getsockname()[1]}"
         finally:
             server.shutdown(socket.SHUT_RDWR)
             thread.join()
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "says"),
+    [
+        (SETTINGS_FRAME, Unreachable, "the connection broke"),
+        (GOAWAY_FRAME, Unreachable, "the connection broke"),
+        (SETTINGS_FRAME[:8], Unreachable, "the connection broke"),
+        (UNAVAILABLE, Unreachable, "HTTP status 503"),
+        (b"SSH-2.0-OpenSSH_9.9\r\n", ProtocolError, "another kind"),
+    ],
+    ids=["settings", "goaway", "part of a frame", "503", "ssh"],
+)
+@pytest.mark.parametrize("ends", [True, False])
+def test_an_answer_may_come_in_pieces(answer: bytes, kind: type[Exception], says: str, ends: bool) -> None:
+    def in_pieces(connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(answer[:2])
+        time.sleep(0.05)  # else both pieces may be read at once
+        connection.sendall(answer[2:])
+        while not ends and connection.recv(4096):
+            pass
+
+    with serving(in_pieces) as address:
+        found = look(address)
+    assert type(found) is kind
+    assert says in str(found)
+
+
+@contextlib.contextmanager
+def grpc_server(num_unavailable: int) -> Iterator[str]:
+    """A server that knows no call, after it was unavailable for some, as a proxy says it. Gives: its address."""
+    left = [num_unavailable]
+
+    class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
+        def service(self, _: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+            if left[0] == 0:
+                return None
+            left[0] -= 1
+            return grpc.unary_unary_rpc_method_handler(
+                lambda _, context: context.abort(grpc.StatusCode.UNAVAILABLE, "received http2 header with status: 503")
+            )
+
+    server = grpc.server(ThreadPoolExecutor(1), handlers=[Calls()])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()
+
+
+def test_a_client_waits_while_a_proxy_says_in_http_2_that_the_server_is_unavailable() -> None:
+    with grpc_server(num_unavailable=4) as address:
+        LighthouseClient(address, timedelta(seconds=60)).close()
+
+
+def test_a_client_waits_while_a_proxy_says_in_http_1_that_the_server_is_unavailable() -> None:
+    """The server behind it is there for the attempt after the client's look at the address."""
+    looked = threading.Event()
+    with grpc_server(num_unavailable=0) as behind:
+
+        def answer(connection: socket.socket) -> None:
+            if not looked.is_set():
+                if connection.recv(4096) == _PREFACE:
+                    looked.set()
+                connection.sendall(UNAVAILABLE)
+                return
+            host, _, port = behind.rpartition(":")
+            with socket.create_connection((host, int(port))) as far:
+                back = threading.Thread(target=copy, args=(far, connection), name="test-proxy")
+                back.start()
+                copy(connection, far)
+                back.join()
+
+        with serving(answer) as address:
+            LighthouseClient(address, timedelta(seconds=60)).close()
+
+
+def copy(one: socket.socket, other: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := one.recv(65536):
+            other.sendall(data)
+    with contextlib.suppress(OSError):
+        other.shutdown(socket.SHUT_WR)
+
+
+def test_another_kind_of_server_is_waited_for_by_nobody() -> None:
+    with serving(lambda connection: connection.sendall(b"SSH-2.0-OpenSSH_9.9\r\n")) as address:
+        started = time.monotonic()
+        with pytest.raises(ProtocolError, match="is no lighthouse: a server of another kind answers there"):
+            LighthouseClient(address, timedelta(seconds=60))
+        with pytest.raises(ProtocolError, match="is no manager server: a server of another kind answers there"):
+            ManagerClient(address, timedelta(seconds=60))
+        assert time.monotonic() - started < 20

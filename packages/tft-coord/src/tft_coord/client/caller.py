@@ -11,7 +11,7 @@ import time
 from datetime import timedelta
 from typing import final
 
-from tft_coord.errors import Closed, DeadlinePassed, Refused, SettingError, Unreachable
+from tft_coord.errors import Closed, DeadlinePassed, ProtocolError, Refused, SettingError, Unreachable
 from tft_coord.forks import Inheritance, let_go_in_child
 from tft_coord.rpc import grpc
 from tft_coord.security import call_metadata
@@ -24,6 +24,7 @@ from tft_coord.wire.services import UnaryStub, unary_stub
 
 # Nobody serves it: an answer of any kind shows that a gRPC server is there.
 _PROBE = "/torchft.TftProbe/Probe"
+_AGAIN_S = 0.1
 LONGEST = timedelta(milliseconds=MAX_COUNT)  # of which a server takes a whole number; it hangs up on another
 
 
@@ -147,18 +148,23 @@ class Caller:
     def _probe(self, within_s: float, *, waits: bool) -> None:
         """See who answers. What can't mend itself is said at once: another kind of server, say."""
         give_up_at = time.monotonic() + within_s
-        failure = self._failure(within_s, wait_for_ready=False)
-        if failure is None:
-            return
-        why = look(self.target)
-        left_s = give_up_at - time.monotonic()
-        if waits and isinstance(why, Unreachable) and left_s > 0:
-            failure = self._failure(left_s, wait_for_ready=True)
+        left_s, again = within_s, False
+        while True:
+            failure = self._failure(left_s, wait_for_ready=again)
             if failure is None:
                 return
             why = look(self.target)
-        late = failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        within = f" within {within_s:g} s (connect_timeout)" if late else ""
+            left_s = give_up_at - time.monotonic()
+            if not waits or isinstance(why, ProtocolError) or left_s <= 0:
+                break
+            if again:
+                # A proxy that speaks HTTP/2 says at once, and each time, that the server behind it is away.
+                if failure.code() is not grpc.StatusCode.UNAVAILABLE:
+                    break
+                time.sleep(_AGAIN_S)
+                left_s = max(left_s - _AGAIN_S, _AGAIN_S)
+            again = True
+        within = f" within {within_s:g} s (connect_timeout)" if left_s <= 0 else ""
         raise type(why)(f"{self.peer} {no_peer(self._kind, why, within=within)}") from None
 
     def _failure(self, within_s: float, *, wait_for_ready: bool) -> grpc.RpcError | None:

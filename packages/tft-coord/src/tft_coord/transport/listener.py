@@ -4,13 +4,14 @@ grpc says only that a connection failed. A user needs to know whether nobody lis
 kind of server answers: the first two may mend themselves, the last one never does. So after a failed dial one plain
 connection asks with the first words of HTTP/2, and the first bytes of the answer tell.
 
-Law of this file: one short connection, and what its answer means; at most `_FIRST_BYTES` are read. The sentences that
-a trainer and the clients of a server share stand here as well.
+Law of this file: short connections, and what their answers mean; at most `_FIRST_BYTES` are read of each. The sentences
+that a trainer and the clients of a server share stand here as well.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import ssl
 import threading
@@ -22,7 +23,11 @@ from tft_coord.transport.address import host_of
 
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"  # with empty SETTINGS
 _FIRST_BYTES: Final = 16
-_SETTINGS: Final = 4  # the type of the first frame of an HTTP/2 server
+_FRAME_HEAD_BYTES: Final = 9  # of HTTP/2: length, type, flags, stream
+_FIRST_FRAMES: Final = (4, 7)  # SETTINGS; GOAWAY, from a server that ends
+_TLS: Final = (b"\x15\x03", b"\x16\x03")
+_STATUS: Final = re.compile(rb"HTTP/1\.[01] (\d{3})\b")
+_NOT_YET: Final = ("502", "503", "504")  # of a proxy: the server behind it can't be reached, is not ready, is slow
 _WITHIN_S: Final = 1.0
 _LOOK_WITHIN_S: Final = 3 * _WITHIN_S  # two connections and a name that is slow to resolve
 
@@ -67,7 +72,8 @@ async def why_unreachable(address: str) -> Unreachable | ProtocolError:
 
     Args:
         address: `host:port`, as `target` gives it; no gRPC connection to it could be made just now.
-    Returns: Unreachable: nobody listens, the name is unknown, or the server may be one of ours that starts or ends.
+    Returns: Unreachable: nobody listens, the name is unknown, or the server may be one of ours that starts or ends,
+        maybe behind a proxy.
         ProtocolError: another kind of server answers there.
     """
     try:
@@ -89,18 +95,42 @@ def _verdict(answer: bytes | None) -> Unreachable | ProtocolError:
         return Unreachable(f"a server takes the connection and says nothing within {_WITHIN_S:g} s")
     if not answer:
         return Unreachable("a server takes the connection and ends it")
-    if answer.startswith((b"\x15\x03", b"\x16\x03")):
+    if answer.startswith(_TLS):
         return ProtocolError("a server answers there that wants TLS, which a lighthouse does not use; check the port")
-    if len(answer) > _SETTINGS - 1 and answer[3] == _SETTINGS and not answer.startswith(b"HTTP"):
+    if _may_be_http2(answer):
         return Unreachable("a server answers there, and the connection broke")
+    status = _STATUS.match(answer)
+    if status is not None and status[1].decode() in _NOT_YET:
+        return Unreachable(
+            f"a proxy answers there with HTTP status {status[1].decode()}, so the server behind it may be starting"
+        )
     what = "an HTTP server" if answer.startswith((b"HTTP/", b"<")) else "a server of another kind"
     return ProtocolError(f"{what} answers there that is no gRPC server; check the host and the port")
 
 
+def _may_be_http2(answer: bytes) -> bool:
+    """Whether an HTTP/2 server's answer may begin so."""
+    if len(answer) < _FRAME_HEAD_BYTES:
+        return answer.startswith(b"\x00")  # of the length of a frame; no other protocol's banner begins so
+    return answer[3] in _FIRST_FRAMES and int.from_bytes(answer[5:9], "big") & 0x7FFFFFFF == 0
+
+
+def _is_enough(answer: bytes) -> bool:
+    """Whether more bytes would not change the verdict."""
+    if answer.startswith(_TLS):
+        return True
+    return len(answer) >= (_FIRST_BYTES if answer.startswith(b"HTTP/") else _FRAME_HEAD_BYTES)
+
+
 async def _first_bytes(address: str, tls: ssl.SSLContext | None) -> bytes | None:
-    """Raises: OSError: no connection. None: no answer in time."""
+    """Read until the verdict is clear, the connection ends, or time is over. It may come byte by byte.
+
+    Returns: None: there was no byte in time.
+    Raises: OSError: no connection.
+    """
     host, port = host_of(address), int(address.rpartition(":")[2])
     writer: asyncio.StreamWriter | None = None
+    answer = b""
 
     async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         # One after the other, so that the error is that of one attempt: all at once have one of their own.
@@ -116,12 +146,16 @@ async def _first_bytes(address: str, tls: ssl.SSLContext | None) -> bytes | None
         raise failure or OSError("the name has no address")
 
     async def ask() -> bytes:
-        nonlocal writer
+        nonlocal writer, answer
         reader, writer = await connect()
         writer.write(_PREFACE)
         with suppress(ConnectionError):
-            return await reader.read(_FIRST_BYTES)
-        return b""
+            while not _is_enough(answer):
+                more = await reader.read(_FIRST_BYTES - len(answer))
+                if not more:
+                    break
+                answer += more
+        return answer
 
     asking = asyncio.ensure_future(ask())
     try:
@@ -130,7 +164,7 @@ async def _first_bytes(address: str, tls: ssl.SSLContext | None) -> bytes | None
             return asking.result()
         if writer is None:
             raise TimeoutError(f"none stands after {_WITHIN_S:g} s; the host is down, or a firewall drops packets")
-        return None
+        return answer or None
     finally:
         asking.cancel()
         if writer is not None:
