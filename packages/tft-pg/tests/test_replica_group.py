@@ -5,6 +5,7 @@ The stores here are in memory, and the other ranks are played between two looks 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -130,11 +131,11 @@ def test_rank_0_meets_the_living_and_not_the_dead(monkeypatch: pytest.MonkeyPatc
         if keys.check(["answered/mine"]):
             start, world_size = keys.get("answered/mine").decode().split()
             assert world_size == "2"
-            keys.set(f"{start}/1", "confirmed")
+            keys.set(f"{start}/1", "mine")
 
     first = agree(monkeypatch, store, 0, 2, rank_1)
     keys.set("asked/1", "of one that died again")
-    keys.delete_key("answered/mine")
+    keys.delete_key("answered/mine")  # else it confirms what its word was answered before
     second = agree(monkeypatch, store, 0, 2, rank_1)
     assert first != second
     assert all(prefix.startswith("tft/init_group/") for prefix in (first, second))
@@ -165,6 +166,61 @@ def test_another_rank_takes_no_answer_but_its_own(monkeypatch: pytest.MonkeyPatc
             keys.set("new/0", "complete")
 
     assert agree(monkeypatch, store, 1, 2, rank_0) == "tft/init_group/new"
+
+
+def test_a_rank_0_that_is_restarted_alone_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 has an answer of the rank 0 that died, before rank 2 came."""
+    store = HashStore()
+    keys = PrefixStore("tft/init_group", store)
+    lives = itertools.chain(["first", "first"], itertools.repeat("second"))
+
+    def others() -> None:
+        start, word = next(lives), keys.get("asked/1").decode()
+        if start == "second" and keys.check(["second/1"]):
+            assert keys.get("second/1").decode() == word
+            keys.set("second/0", "complete")
+        keys.set(f"answered/{word}", f"{start} 3")
+
+    assert agree(monkeypatch, store, 1, 3, others) == "tft/init_group/second"
+    assert keys.check(["first/1"]), "it had confirmed the first one"
+
+
+def test_rank_0_meets_a_rank_that_is_restarted_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 confirms, dies before rank 2 comes, and asks again under another word."""
+    store = HashStore()
+    keys = PrefixStore("tft/init_group", store)
+    looks = itertools.count()
+    met: list[str] = []
+
+    def confirm(rank: int, word: str) -> None:
+        keys.set(f"asked/{rank}", word)
+        if keys.check([f"answered/{word}"]):
+            start = keys.get(f"answered/{word}").decode().split()[0]
+            keys.set(f"{start}/{rank}", word)
+            met.append(word)
+
+    def others() -> None:
+        if next(looks) < 3:
+            confirm(1, "of its first process")
+        else:
+            confirm(1, "of its second process")
+            confirm(2, "of rank 2")
+
+    agree(monkeypatch, store, 0, 3, others)
+    assert {"of its first process", "of its second process", "of rank 2"} == set(met)
+
+
+def test_a_rank_names_those_that_have_not_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    keys = PrefixStore("tft/init_group", store)
+
+    def rank_0_and_2() -> None:
+        keys.set(f"answered/{keys.get('asked/1').decode()}", "new 4")
+        keys.set("new/2", "its word")
+
+    with pytest.raises(ConfigureFailed, match="rank 1 of 4 timed out waiting for ranks 3 of its replica group") as e:
+        agree(monkeypatch, store, 1, 4, rank_0_and_2)
+    assert e.value.missing_ranks == (3,)
 
 
 def test_ranks_that_were_told_different_sizes_say_so(monkeypatch: pytest.MonkeyPatch) -> None:

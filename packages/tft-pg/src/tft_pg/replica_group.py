@@ -14,9 +14,11 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -176,53 +178,82 @@ def _agree(store: Store, place: _Place, timeout: timedelta) -> str:
 def _answer(store: Store, place: _Place, deadline_s: float) -> str:
     """As rank 0, answer each rank that asks until all have confirmed this start."""
     start = uuid.uuid4().hex
-    missing = set(range(1, place.world_size))
-    tell_at_s = time.monotonic() + _TELL_S
+    wait = _Wait(place, deadline_s)
+    others = set(range(1, place.world_size))
+    confirmed: dict[int, str] = {}
     while True:
-        for rank in sorted(missing):
-            if store.check([f"{start}/{rank}"]):
-                missing.remove(rank)
-            elif store.check([f"asked/{rank}"]):  # by this start's process, or by one that died
-                word = store.get(f"asked/{rank}").decode()
+        for rank in sorted(others.difference(confirmed)):
+            word = _read(store, f"asked/{rank}")  # of this start's process, or of one that died
+            if not word:
+                continue
+            if _read(store, f"{start}/{rank}") == word:
+                confirmed[rank] = word
+            else:
                 store.set(f"answered/{word}", f"{start} {place.world_size}")
-        if not missing:
-            store.set(f"{start}/0", "complete")
-            return f"{_PREFIX}/{start}"
-        now_s = time.monotonic()
-        if now_s > deadline_s:
-            raise _late(place, missing)
-        if now_s > tell_at_s:
-            _log.warning("rank 0 waits for ranks %s of its replica group to start", sorted(missing))
-            tell_at_s = deadline_s
-        time.sleep(_POLL_S)
+        if len(confirmed) == len(others):
+            # A launcher may have restarted a rank after it had confirmed; the new process has a word of its own.
+            confirmed = {rank: word for rank, word in confirmed.items() if _read(store, f"asked/{rank}") == word}
+            if len(confirmed) == len(others):
+                store.set(f"{start}/0", "complete")
+                return f"{_PREFIX}/{start}"
+        wait.look_again(partial(others.difference, confirmed))
 
 
 def _ask(store: Store, place: _Place, deadline_s: float) -> str:
-    """Ask rank 0, confirm its answer, and wait until all ranks have."""
+    """Ask rank 0, confirm its answer, and wait until all ranks have.
+
+    A launcher may restart rank 0 meanwhile. The new process answers anew, and its start is the one that counts.
+    """
     word = uuid.uuid4().hex
     store.set(f"asked/{place.rank}", word)
-    _wait(store, f"answered/{word}", place, deadline_s, {0})
-    start, world_size = store.get(f"answered/{word}").decode().split()
-    if int(world_size) != place.world_size:
-        raise InvalidSetting(
-            f"rank {place.rank} has a WORLD_SIZE of {place.world_size} and rank 0 one of {world_size}; give every "
-            "process of the replica group the same"
-        )
-    store.set(f"{start}/{place.rank}", "confirmed")
-    _wait(store, f"{start}/0", place, deadline_s, set(range(1, place.world_size)) - {place.rank})
-    return f"{_PREFIX}/{start}"
+    wait = _Wait(place, deadline_s)
+    confirmed = ""
+    while True:
+        start, _, world_size = _read(store, f"answered/{word}").partition(" ")
+        if start != confirmed:
+            if int(world_size) != place.world_size:
+                raise InvalidSetting(
+                    f"rank {place.rank} has a WORLD_SIZE of {place.world_size} and rank 0 one of {world_size}; give "
+                    "every process of the replica group the same"
+                )
+            store.set(f"{start}/{place.rank}", word)
+            confirmed = start
+        if start and store.check([f"{start}/0"]):
+            return f"{_PREFIX}/{start}"
+        wait.look_again(partial(_unconfirmed, store, confirmed, place))
 
 
-def _wait(store: Store, key: str, place: _Place, deadline_s: float, missing: set[int]) -> None:
-    """Wait for a key. `missing`: the ranks of which at least one has not started while it is not there."""
-    tell_at_s = time.monotonic() + _TELL_S
-    while not store.check([key]):
+def _unconfirmed(store: Store, start: str, place: _Place) -> set[int]:
+    """Return the ranks that have not confirmed this start; rank 0, if it has not answered or does not go on."""
+    return {rank for rank in range(1, place.world_size) if start and not store.check([f"{start}/{rank}"])} or {0}
+
+
+def _read(store: Store, key: str) -> str:
+    """Return the value of a key, or "" if nobody has set it."""
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+@final
+class _Wait:
+    """The time between two looks at the store, up to the deadline."""
+
+    def __init__(self, place: _Place, deadline_s: float) -> None:
+        self._place = place
+        self._deadline_s = deadline_s
+        self._tell_at_s = time.monotonic() + _TELL_S
+
+    def look_again(self, find_missing: Callable[[], set[int]]) -> None:
+        """Pause. `find_missing`: returns the ranks that have not started.
+
+        Raises: ConfigureFailed: the deadline has passed.
+        """
         now_s = time.monotonic()
-        if now_s > deadline_s:
-            raise _late(place, missing)
-        if now_s > tell_at_s:
-            _log.warning("rank %d waits for ranks %s of its replica group to start", place.rank, sorted(missing))
-            tell_at_s = deadline_s
+        if now_s > self._deadline_s:
+            raise _late(self._place, find_missing())
+        if now_s > self._tell_at_s:
+            missing = sorted(find_missing())
+            _log.warning("rank %d waits for ranks %s of its replica group to start", self._place.rank, missing)
+            self._tell_at_s = self._deadline_s
         time.sleep(_POLL_S)
 
 
