@@ -18,8 +18,9 @@ from tft_coord.core.types import QuorumKey
 
 SOON = timedelta(seconds=10)
 key = QuorumKey(1, 1)
-server = ManagerServer("group:1", "127.0.0.1:9", "127.0.0.1", "127.0.0.1:0", "", 1)
-inside = ManagerServer("group:2", "127.0.0.1:9", "127.0.0.1", "127.0.0.1:0", "", 1, in_process=True)
+host = sys.argv[2]
+server = ManagerServer("group:1", "127.0.0.1:9", host, "127.0.0.1:0", "", 1)
+inside = ManagerServer("group:2", "127.0.0.1:9", host, "127.0.0.1:0", "", 1, in_process=True)
 client = ManagerClient(server.address(), group_rank=0, link=server.link())
 other = ManagerClient(inside.address(), group_rank=0)
 
@@ -71,15 +72,68 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("what", "said"), [("drop", []), ("use", ["this client", "this client", "own True"])], ids=["drop", "use"]
 )
-def test_a_child_holds_no_connection_and_ends_nothing_of_its_parents(what: str, said: Sequence[str]) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_child_holds_no_connection_and_ends_nothing_of_its_parents(what: str, said: Sequence[str], host: str) -> None:
     """It ends as a program does: what is registered for the end runs in it, and objects are destroyed."""
     if not os.path.isdir("/proc/self/fd"):
         pytest.skip("this system does not show a process its descriptors")
-    done = run(_FORKS, what)
+    done = run(_FORKS, what, host)
     # There is no lighthouse, which the manager servers say after some seconds.
     assert [line for line in done.stderr.splitlines() if "can't be reached" not in line] == []
     lines = done.stdout.splitlines()
     assert lines == ["held 0", *said, "child 7", "parent True True"]
+
+
+_USERS_OWN = """
+import os, socket, sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from tft_coord import LighthouseClient
+from tft_coord.rpc import grpc
+
+server = grpc.server(ThreadPoolExecutor(1))
+port = server.add_insecure_port("127.0.0.1:0")
+server.start()
+far = socket.create_server(("127.0.0.2", port))
+own = socket.create_connection(far.getsockname())
+peer, _ = far.accept()
+client = LighthouseClient(f"{sys.argv[1]}:{port}", timedelta(seconds=30))
+
+def connected_to_server():
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            look = socket.socket(fileno=int(name))
+        except OSError:
+            continue
+        try:
+            address, its_port = look.getpeername()[:2]
+            count += (address.removeprefix("::ffff:"), its_port) == ("127.0.0.1", port)
+        except OSError:
+            pass
+        finally:
+            look.detach()
+    return count
+
+assert connected_to_server() == 1
+if os.fork() == 0:
+    try:
+        own.sendall(b"the user's own")
+    finally:
+        print(connected_to_server(), flush=True)
+        os._exit(0)
+os.wait()
+own.close()
+print(peer.recv(100).decode())
+client.close()
+server.stop(None).wait()
+"""
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_child_keeps_the_users_own_connections_to_the_same_port_of_another_host(host: str) -> None:
+    done = run(_USERS_OWN, host)
+    assert (done.stdout, done.stderr) == ("0\nthe user's own\n", "")
 
 
 _ENVIRONMENT = """

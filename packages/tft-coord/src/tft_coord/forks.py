@@ -20,13 +20,12 @@ import socket
 import stat
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import Final, Protocol
 
-from tft_coord.transport.address import host_of
+from tft_coord.transport.names import plain
 
 _DESCRIPTORS: Final = "/proc/self/fd"
 
@@ -38,13 +37,13 @@ class Inheritance:
     Args:
         descriptors: the child lets go of these; negative ones are none.
         ports: and of sockets that listen at these ports, or were accepted there.
-        targets: and of connections to these `host:port`; where the host is a name, to that port of any host.
+        places: and of connections to these numeric addresses, each at its port.
         kept: objects that the child must never destroy.
     """
 
     descriptors: Iterable[int] = ()
     ports: Collection[int] = ()
-    targets: Collection[str] = ()
+    places: Collection[tuple[str, int]] = ()
     kept: Iterable[object] = ()
 
 
@@ -81,9 +80,9 @@ def _in_child() -> None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(obj))
     found = {descriptor for each in inherited for descriptor in each.descriptors if descriptor >= 0}
     ports = {port for each in inherited for port in each.ports}
-    targets = {place for each in inherited for target in each.targets for place in _places(target)}
-    if ports or targets:
-        found.update(_sockets_at(ports, targets))
+    places = {place for each in inherited for place in each.places}
+    if ports or places:
+        found.update(_sockets_at(ports, places))
     if found:
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for descriptor in found:
@@ -91,16 +90,7 @@ def _in_child() -> None:
         os.close(null)
 
 
-def _places(target: str) -> Iterator[tuple[str, int]]:
-    """Of `host:port`: the numeric address, "" if the host is a name, and the port."""
-    host, port = host_of(target), int(target.rpartition(":")[2])
-    try:
-        yield str(ip_address(host.partition("%")[0])), port
-    except ValueError:
-        yield "", port
-
-
-def _sockets_at(ports: Collection[int], targets: Collection[tuple[str, int]]) -> set[int]:
+def _sockets_at(ports: Collection[int], places: Collection[tuple[str, int]]) -> set[int]:
     """The descriptors of the TCP sockets at one of these local ports, or connected to one of these places.
 
     Only for a process of one thread: a time-out that is the default for new sockets is taken away meanwhile, or each
@@ -122,8 +112,7 @@ def _sockets_at(ports: Collection[int], targets: Collection[tuple[str, int]]) ->
                             found.add(descriptor)
                             continue
                         host, port = look.getpeername()[:2]
-                        host = host.partition("%")[0].removeprefix("::ffff:")
-                        if (host, port) in targets or ("", port) in targets:
+                        if (plain(host), port) in places:
                             found.add(descriptor)
                 finally:
                     look.detach()

@@ -18,6 +18,7 @@ from tft_coord.security import call_metadata
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.address import target
 from tft_coord.transport.listener import look, no_peer, secret_refused
+from tft_coord.transport.names import AGAIN_AFTER_S, names
 from tft_coord.transport.settings import channel_options, error_of
 from tft_coord.wire.limits import MAX_COUNT
 from tft_coord.wire.services import UnaryStub, unary_stub
@@ -75,9 +76,11 @@ class Caller:
         self._parent_pid = 0  # in a forked child: whose client this is a copy of
         self._channel = grpc.insecure_channel(self.target, options=channel_options(timeouts))
         let_go_in_child(self)
+        resolved = names.look_up(self.target)
         try:
             if not is_known:
                 self._probe(within_s, waits=waits)
+                resolved.wait(AGAIN_AFTER_S)  # grpc has resolved it, so this is done in a moment
         except BaseException:
             self._channel.close()
             raise
@@ -122,6 +125,7 @@ class Caller:
                     raise error from None
             except ValueError as error:  # grpc's word for a channel that was closed between two lines
                 raise Closed(f"{what}: this client was closed; make a new one") from error
+            names.look_up(self.target)  # grpc does too, and the server may have moved
             time.sleep(random.uniform(0.05, 0.1))
 
     def close(self) -> None:
@@ -134,7 +138,7 @@ class Caller:
     def forked(self) -> Inheritance:
         """In a child: closed, and the connection is the parent's."""
         was_closed, self._closed, self._parent_pid = self._closed, True, os.getppid()
-        return Inheritance(targets=() if was_closed else (self.target,), kept=[self._channel])
+        return Inheritance(places=() if was_closed else names.places(self.target), kept=[self._channel])
 
     def _check_open(self, what: str) -> None:
         if self._parent_pid:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 import weakref
 from typing import Final, final
 
@@ -15,9 +16,11 @@ from tft_coord.forks import Inheritance, let_go_in_child
 from tft_coord.rpc import grpc
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.listener import why_unreachable
+from tft_coord.transport.names import AGAIN_AFTER_S, names
 from tft_coord.transport.settings import channel_options
 
 CANCEL_AGAIN_S: Final = 0.1
+POLL_S: Final = 0.01
 
 
 class TookTooLong(Unreachable):
@@ -41,10 +44,14 @@ async def dial(
     options = channel_options(timeouts, to_lighthouse=to_lighthouse, within_ms=within_ms)
     channel = grpc.aio.insecure_channel(address, options=options)
     _dialed.add(channel, address)
+    resolved = names.look_up(address)
     try:
         is_connected = await asyncio.wait_for(_connected(channel), within_ms / 1000)
         if not is_connected:
             raise await why_unreachable(address)
+        give_up_at = time.monotonic() + AGAIN_AFTER_S
+        while not resolved.is_set() and time.monotonic() < give_up_at:  # grpc has resolved it, so it is soon
+            await asyncio.sleep(POLL_S)
     except BaseException as error:
         with contextlib.suppress(asyncio.CancelledError):
             await channel.close()
@@ -90,7 +97,8 @@ class _Dialed:
         """In a child: the connections are the parent's."""
         addresses = dict(self._addresses)
         self._addresses.clear()
-        return Inheritance(targets=addresses.values(), kept=addresses)
+        places = {place for address in addresses.values() for place in names.places(address)}
+        return Inheritance(places=places, kept=addresses)
 
 
 _dialed: Final = _Dialed()
