@@ -188,6 +188,39 @@ def test_a_forgotten_scheduler_is_named_once_after_the_first_step(rigs: Any, cap
     del wrapped, schedule
 
 
+def test_what_can_not_be_looked_at_ends_no_step_and_is_said_once(rigs: Any, caplog: Any) -> None:
+    class Stateless(torch.optim.lr_scheduler.LRScheduler):
+        def get_lr(self) -> list[Any]:
+            return self.base_lrs
+
+        def state_dict(self) -> dict[str, Any]:
+            raise NotImplementedError("stateless by design")
+
+    class Secretive(torch.nn.Linear):
+        def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+            raise KeyError("modules")
+
+    rig = rigs(*(plan_of(n, step=n) for n in range(4)), registers=False, looks=True)
+    module = torch.nn.Linear(2, 2)
+    adam = torch.optim.AdamW(module.parameters())
+    rig.manager._audit.model_wrapped(secret := Secretive(2, 2))
+    wrapped, schedule = Optimizer(rig.manager, adam), Stateless(adam)
+    rig.manager.register_state_dict_fn("m", print, module.state_dict)
+    rig.manager.register_state_dict_fn("o", print, adam.state_dict)
+    with caplog.at_level(logging.DEBUG, logger="tft_algos.manager"):
+        assert rig.step()
+        assert rig.step()
+        rig.manager.register_state_dict_fn("other", print, dict)
+        assert rig.step()
+    told = [record for record in caplog.records if "can't tell whether" in record.getMessage()]
+    assert [record.levelname for record in told] == ["DEBUG", "DEBUG"]
+    assert [record.getMessage().rpartition("trained: ")[2] for record in told] == [
+        "KeyError('modules')",
+        "Stateless of AdamW: NotImplementedError('stateless by design')",
+    ]
+    del wrapped, schedule, secret
+
+
 def test_a_scheduler_that_is_registered_after_the_first_step_is_not_missed(rigs: Any, caplog: Any) -> None:
     rig = rigs(*(plan_of(n, step=n) for n in range(3)), registers=False, looks=True)
     module = torch.nn.Linear(2, 2)

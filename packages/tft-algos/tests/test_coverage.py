@@ -103,6 +103,28 @@ def test_few_names_are_told_and_how_many_more() -> None:
     assert shortened(list("abcdefg")) == "a, b, c, d, e and 2 more"
 
 
+def test_what_is_frozen_is_not_missed_and_running_statistics_are() -> None:
+    base, adapter = model(), torch.nn.Linear(4, 4)
+    base.append(torch.nn.LayerNorm(4))
+    base[2].register_buffer("scale", torch.ones(9))
+    base.requires_grad_(False)
+    both = torch.nn.Sequential(base, adapter)
+    adam = torch.optim.AdamW(both.parameters())
+    statistics = {f"Sequential.0.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+    assert set(lacking(both, adam, {"adapter": adapter.state_dict()})) == statistics
+    base.eval()
+    assert lacking(both, adam, {"adapter": adapter.state_dict()}) == []
+    assert uncovered(held_by_optimizers([adam], []), {"adapter": adapter.state_dict()}) == []
+    assert lacking(base, adam, {"adapter": adapter.state_dict()}) == []
+
+
+def test_frozen_weights_that_are_registered_are_no_copies_of_others() -> None:
+    both = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    both[0].requires_grad_(False)
+    held = held_by_models([both])
+    assert uncovered(held, {"base": both[0].state_dict()}) == ["Sequential.1.weight", "Sequential.1.bias"]
+
+
 # --- schedulers -------------------------------------------------------------------------------------------------------
 
 schedulers = torch.optim.lr_scheduler
@@ -126,6 +148,12 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 }
 
 
+def forgotten(optimizers: list[torch.optim.Optimizer], state: dict[str, Any]) -> list[str]:
+    found = forgotten_schedulers(optimizers, state)
+    assert found.unreadable == []
+    return found.forgotten
+
+
 def test_every_scheduler_of_this_torch_is_tried() -> None:
     of_torch = {name for name in schedulers.__all__ if name != "LRScheduler"} | {"SWALR"}
     assert set(SCHEDULERS) == of_torch
@@ -135,20 +163,20 @@ def test_every_scheduler_of_this_torch_is_tried() -> None:
 def test_a_forgotten_scheduler_is_named(kind: str) -> None:
     _, adam = trained()
     whole = {"o": adam.state_dict()}
-    assert forgotten_schedulers([adam], whole) == []
+    assert forgotten([adam], whole) == []
     scheduler = SCHEDULERS[kind](adam)
     whole["o"] = adam.state_dict()
-    assert forgotten_schedulers([adam], whole) == [f"{kind} of AdamW"]
-    assert forgotten_schedulers([trained()[1]], whole) == [], "of another optimizer"
-    assert forgotten_schedulers([adam], whole | {"rate": scheduler.state_dict()}) == []
+    assert forgotten([adam], whole) == [f"{kind} of AdamW"]
+    assert forgotten([trained()[1]], whole) == [], "of another optimizer"
+    assert forgotten([adam], whole | {"rate": scheduler.state_dict()}) == []
     other = schedulers.StepLR(adam, 7)
     both = {"rates": [scheduler.state_dict(), {"second": other.state_dict()}]}
-    assert forgotten_schedulers([adam], whole | both) == []
-    assert forgotten_schedulers([adam], whole | {"s": other.state_dict()}) == [f"{kind} of AdamW"] or kind == "StepLR"
+    assert forgotten([adam], whole | both) == []
+    assert forgotten([adam], whole | {"s": other.state_dict()}) == [f"{kind} of AdamW"] or kind == "StepLR"
     del other
     gc.collect()
     adam.load_state_dict(whole["o"])  # makes other groups
-    assert forgotten_schedulers([adam], whole) == [f"{kind} of AdamW"]
+    assert forgotten([adam], whole) == [f"{kind} of AdamW"]
 
 
 class Halving(schedulers.LRScheduler):
@@ -174,18 +202,80 @@ class Halving(schedulers.LRScheduler):
         lambda s: {"all": b"saved"},
         lambda s: {"mine": {"last_epoch": s.last_epoch}},
         lambda s: {"scheduler": {}},
+        lambda s: {"mine": s.state_dict()},
+        lambda s: {"loop": {"global_steps": s.last_epoch}},
+        lambda s: {"iteration": s.last_epoch},
     ],
-    ids=["own form", "a number", "a tensor", "bytes", "a part", "nothing, on purpose"],
+    ids=["own form", "a number", "a tensor", "bytes", "a part", "nothing, on purpose", "keys", "steps", "iteration"],
 )
 def test_a_scheduler_in_another_form_raises_no_false_alarm(take: Callable[[Any], dict[str, Any]]) -> None:
     _, adam = trained()
     halving = Halving(adam)
-    assert forgotten_schedulers([adam], {"o": adam.state_dict()}) == ["Halving of AdamW"]
-    assert forgotten_schedulers([adam], {"o": adam.state_dict(), **take(halving)}) == []
+    assert forgotten([adam], {"o": adam.state_dict()}) == ["Halving of AdamW"]
+    assert forgotten([adam], {"o": adam.state_dict(), **take(halving)}) == []
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        {"last_epoch": 3},
+        {"last_epoch": 3, "best": 0.1},
+        {"last_epoch": 3, "_step_count": 4},
+        {"step": 7, "seed": 0, "epochs_left": 0},
+        {"resumed_at_step": True, "steps": [5]},
+    ],
+)
+def test_counters_of_the_loop_hide_no_forgotten_scheduler(loop: dict[str, Any]) -> None:
+    _, adam = trained()
+    scheduler = schedulers.StepLR(adam, 2)
+    adam.step()
+    scheduler.step()
+    assert {int(entries["step"]) for entries in adam.state.values()} >= {2}, "nor do those of the optimizer"
+    assert scheduler.last_epoch == 1
+    assert forgotten([adam], {"o": adam.state_dict(), "loop": loop}) == ["StepLR of AdamW"]
+    own = {key: value for key, value in scheduler.state_dict().items() if key != "gamma"}
+    assert forgotten([adam], {"o": adam.state_dict(), "loop": loop, "rate": own | {"why": "no reason"}}) == []
+
+
+class Raising(Halving):
+    def state_dict(self) -> dict[str, Any]:
+        raise NotImplementedError("it has none")
+
+
+def test_a_scheduler_whose_state_can_not_be_read_hides_no_other() -> None:
+    _, adam = trained()
+    both = Raising(adam), schedulers.StepLR(adam, 2)
+    found = forgotten_schedulers([adam], {"o": adam.state_dict()})
+    assert found.unreadable == ["Raising of AdamW: NotImplementedError('it has none')"]
+    assert found.forgotten == ["StepLR of AdamW"]
+    del both
+
+
+class WithoutHash(type):
+    """A class of classes that can't stand in a set."""
+
+    def __eq__(cls, other: object) -> bool:
+        raise AssertionError("nobody asked for that")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_other_objects_are_not_touched() -> None:
+    class Proxy(metaclass=WithoutHash):
+        @property
+        def __class__(self) -> Any:
+            raise AssertionError("nobody asked for that")
+
+    proxies = [Proxy()]
+    _, adam = trained()
+    step = schedulers.StepLR(adam, 2)
+    assert any(each is proxies[0] for each in gc.get_objects())
+    assert forgotten([adam], {"o": adam.state_dict()}) == ["StepLR of AdamW"]
+    del step, proxies
 
 
 def test_a_scheduler_that_is_gone_is_not_missed() -> None:
     _, adam = trained()
     Halving(adam)
     assert adam.param_groups[0]["initial_lr"]
-    assert forgotten_schedulers([adam], {"o": adam.state_dict()}) == []
+    assert forgotten([adam], {"o": adam.state_dict()}) == []

@@ -115,6 +115,27 @@ class StateAudit:
             ) from error
 
     def _check_coverage(self, state: Mapping[str, Any]) -> None:
+        """Warn of what the state lacks. An error of a user's class ends no step here, where nothing depends on it."""
+        looks = [self._check_tensors]
+        if self._shared.core.name.attempt > 0:
+            looks.append(self._check_schedulers)  # one may be registered when the first step is over
+        for look in looks:
+            try:
+                look(state)
+            except Exception as error:
+                self._can_not_look([repr(error)])
+
+    def _can_not_look(self, reasons: list[str]) -> None:
+        reasons = [reason for reason in reasons if reason not in self._reported]
+        if reasons:
+            self._reported.update(reasons)
+            self._shared.reports.log(
+                logging.DEBUG,
+                "can't tell whether the registered state has all that is trained: %s",
+                shortened(reasons),
+            )
+
+    def _check_tensors(self, state: Mapping[str, Any]) -> None:
         models = held_by_models(_living(self._models))
         held = [*models, *held_by_optimizers(_living(self._optimizers), models)]
         lacking = [name for name in uncovered(held, state) if name not in self._reported]
@@ -125,14 +146,15 @@ class StateAudit:
                 "%d of %d tensors of wrapped models and optimizers stand in no registered state, so a replica that "
                 "joins keeps its own: %s; %s",
                 len(lacking),
-                len(held),
+                sum(one.changes for one in held),
                 shortened(lacking),
                 _ADVICE,
             )
-        if self._shared.core.name.attempt == 0:
-            return  # a scheduler may be registered when the first step is over
-        forgotten = forgotten_schedulers(_living(self._optimizers), state)
-        forgotten = [name for name in forgotten if name not in self._reported]
+
+    def _check_schedulers(self, state: Mapping[str, Any]) -> None:
+        found = forgotten_schedulers(_living(self._optimizers), state)
+        self._can_not_look(found.unreadable)
+        forgotten = [name for name in found.forgotten if name not in self._reported]
         if forgotten:
             self._reported.update(forgotten)
             self._shared.reports.log(

@@ -3,7 +3,7 @@
 A replica that joins gets the registered state and nothing else. A tensor that is missing there keeps what the newcomer
 made of it, and no error tells. So the tensors of the wrapped models and optimizers are compared with those of the
 state: by the memory that they lie in, and where the state holds copies, by their shapes. No optimizer knows its
-schedulers, so they are looked for among all objects; their states are told by the keys.
+schedulers, so they are looked for among all objects; their states are told by the keys and the number of steps.
 
 Law of this file: functions of values. When they are compared, and what becomes of the answer, is `audit`'s.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
@@ -24,34 +24,60 @@ from tft_algos.manager.fingerprint import uncompiled
 from tft_ckpt import LocalShard
 
 MOST_NAMES: Final = 5
-_OF_A_SCHEDULER: Final = ("last_epoch", "_last_lr")  # each state dict of torch's schedulers has one of these
+_COUNTERS: Final = ("step", "epoch", "iter", "iteration")  # the ends of names of numbers, without a plural's s
+
+# At least two of these are in each state dict of torch's schedulers.
+_OF_A_SCHEDULER: Final = frozenset({"last_epoch", "_last_lr", "base_lrs", "_step_count", "_schedulers"})
 
 Memory: TypeAlias = tuple[torch.device, int]
+_Registered: TypeAlias = "Mapping[Any, Any] | int | None"
+_IsOf: TypeAlias = "Callable[[Mapping[Any, Any], Mapping[Any, Any]], bool]"
 
 
 class Held(NamedTuple):
-    """A tensor that a wrapped model or optimizer holds, and its name: `Linear.weight`."""
+    """A tensor that a wrapped model or optimizer holds, its name, and whether training changes it: `Linear.weight`."""
 
     name: str
     tensor: torch.Tensor
+    changes: bool = True
+
+
+class Schedulers(NamedTuple):
+    """What a look at torch's schedulers has found.
+
+    Attributes:
+        forgotten: the names of those that the state lacks: `StepLR of AdamW`.
+        unreadable: the names of those whose `state_dict` raises, with the error.
+    """
+
+    forgotten: list[str]
+    unreadable: list[str]
 
 
 def held_by_models(models: Iterable[torch.nn.Module]) -> list[Held]:
     """Return the parameters and persistent buffers of some models.
 
     Buffers that are not persistent stand in no state dict by torch's design, so they are left out. So is what a lazy
-    module has not made yet.
+    module has not made yet. Training does not change a parameter that requires no gradient, nor a buffer beside such
+    parameters only, unless it belongs to running statistics.
     """
     found = []
     for model in models:
         kind = type(model).__name__
-        found += [Held(f"{kind}.{uncompiled(name)}", tensor) for name, tensor in model.named_parameters()]
+        for name, parameter in model.named_parameters():
+            found.append(Held(f"{kind}.{uncompiled(name)}", parameter, parameter.requires_grad))
         for prefix, module in model.named_modules():
             fleeting: set[str] = getattr(module, "_non_persistent_buffers_set", set())
             for name, tensor in module.named_buffers(prefix, recurse=False):
                 if name.rpartition(".")[2] not in fleeting:
-                    found.append(Held(f"{kind}.{uncompiled(name)}", tensor))
+                    found.append(Held(f"{kind}.{uncompiled(name)}", tensor, not _is_frozen(module)))
     return [held for held in found if not torch.nn.parameter.is_lazy(held.tensor)]
+
+
+def _is_frozen(module: torch.nn.Module) -> bool:
+    parameters = list(module.parameters(recurse=False))
+    keeps_statistics = hasattr(module, "running_mean") and module.training  # as torch's norms do
+    return bool(parameters) and not any(each.requires_grad for each in parameters) and not keeps_statistics
 
 
 def held_by_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Iterable[Held]) -> list[Held]:
@@ -68,7 +94,7 @@ def held_by_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Iter
         for index, parameter in enumerate(parameters):
             if id(parameter) not in names:
                 names[id(parameter)] = f"{kind}.params[{index}]"
-                found.append(Held(names[id(parameter)], parameter))
+                found.append(Held(names[id(parameter)], parameter, parameter.requires_grad))
             entries = optimizer.state.get(parameter, {})  # `state` is a defaultdict, which indexing would change
             for key, value in entries.items() if isinstance(entries, Mapping) else ():
                 if isinstance(value, torch.Tensor):
@@ -77,7 +103,7 @@ def held_by_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Iter
 
 
 def uncovered(held: Iterable[Held], state: Mapping[str, Any]) -> list[str]:
-    """Return the names of the tensors that a state lacks.
+    """Return the names of the tensors that training changes and a state lacks.
 
     A tensor is there if a leaf lies in the same memory. For the others as many leaves of the same shape are enough, if
     these lie in memory that nothing else here has: a state may hold copies. A long vector, or bytes, may hold all of
@@ -89,7 +115,7 @@ def uncovered(held: Iterable[Held], state: Mapping[str, Any]) -> list[str]:
     covered = {memory for leaf in registered for memory in _memory(leaf)}
     held = list(held)
     known = {memory for one in held for memory in _memory(one.tensor)}
-    missing = [one for one in held if not covered.issuperset(_memory(one.tensor))]
+    missing = [one for one in held if one.changes and not covered.issuperset(_memory(one.tensor))]
     if not missing:
         return []
     copies = [leaf for leaf in registered if not known.intersection(_memory(leaf))]
@@ -107,33 +133,68 @@ def uncovered(held: Iterable[Held], state: Mapping[str, Any]) -> list[str]:
     return [one.name for one in rest]
 
 
-def forgotten_schedulers(optimizers: Iterable[torch.optim.Optimizer], state: Mapping[str, Any]) -> list[str]:
-    """Return the names of torch's schedulers of some optimizers that a state lacks: `StepLR of AdamW`.
+def forgotten_schedulers(optimizers: Iterable[torch.optim.Optimizer], state: Mapping[str, Any]) -> Schedulers:
+    """Return which of torch's schedulers of some optimizers a state lacks.
 
-    A scheduler is there if a dict has the keys of its state dict. For the others as many dicts with a key that only
-    schedulers have are enough. Bytes, and what has "sched" in its name, may hold all of them, so that another form is
-    never taken for a fault.
+    A scheduler is there if a dict has the keys of its state dict, or some of them and the same last epoch or learning
+    rate. It may also be made anew from a number of steps that is registered. Bytes, and what has "sched" in its name,
+    may hold all of them, so that another form is never taken for a fault.
     """
     groups = {id(optimizer.param_groups): type(optimizer).__name__ for optimizer in optimizers}
-    if len(list(_schedulers_of(groups))) <= len(registered := list(_registered_keys(state))) or None in registered:
-        return []
-    gc.collect()  # a scheduler that is used no more may have lived on
-    unclaimed = Counter(registered)
-    missing = []
+    registered = list(_registered(state))
+    if None in registered:
+        return Schedulers([], [])
+    found = _look(groups, registered)
+    if found.forgotten:
+        gc.collect()  # a scheduler that is used no more may have lived on
+        found = _look(groups, registered)
+    return found
+
+
+def _look(groups: Mapping[int, str], registered: Iterable[_Registered]) -> Schedulers:
+    numbers = {each for each in registered if isinstance(each, int)}
+    dicts = [each for each in registered if isinstance(each, Mapping)]
+    missing: list[tuple[str, Mapping[Any, Any]]] = []
+    unreadable = []
     for scheduler in _schedulers_of(groups):
-        keys = frozenset(scheduler.state_dict())
-        if unclaimed[keys]:
-            unclaimed[keys] -= 1
-        else:
-            missing.append(f"{type(scheduler).__name__} of {groups[id(scheduler.optimizer.param_groups)]}")
-    return missing[unclaimed.total() :]
+        name = f"{type(scheduler).__name__} of {groups[id(scheduler.optimizer.param_groups)]}"
+        try:
+            if vars(scheduler).get("last_epoch") not in numbers:
+                missing.append((name, dict(scheduler.state_dict())))
+        except Exception as error:  # of a user's class, which this look only reads
+            unreadable.append(f"{name}: {error!r}")
+    for is_of in (_is_whole, _is_part):  # a dict is the state of one scheduler, and rather of that which it fits best
+        missing = [(name, own) for name, own in missing if not _took(dicts, own, is_of)]
+    return Schedulers([name for name, _ in missing], unreadable)
+
+
+def _took(dicts: list[Mapping[Any, Any]], own: Mapping[Any, Any], is_of: _IsOf) -> bool:
+    for index, each in enumerate(dicts):
+        if is_of(each, own):
+            del dicts[index]
+            return True
+    return False
+
+
+def _is_whole(registered: Mapping[Any, Any], own: Mapping[Any, Any]) -> bool:
+    return registered.keys() == own.keys()
+
+
+def _is_part(registered: Mapping[Any, Any], own: Mapping[Any, Any]) -> bool:
+    shared = registered.keys() & own.keys()
+    return len(shared) > 1 and any(
+        key in shared and bool(registered[key] == own[key]) for key in ("last_epoch", "_last_lr")
+    )
 
 
 def _schedulers_of(groups: Collection[int]) -> Iterator[LRScheduler]:
     """The schedulers of the optimizers that have these lists of groups, without those inside another one."""
-    kinds = set(_kinds(LRScheduler))
-    living = [each for each in gc.get_objects() if type(each) in kinds]
-    inside = {id(part) for each in living for part in vars(each).get("_schedulers", ())}
+    # An object refers to its class. The collector finds the referrers in one pass, in which no object runs code: a look
+    # at the classes of a list of all objects takes twice the time, and not every class has a hash.
+    kinds = list(_kinds(LRScheduler))
+    living = [each for each in gc.get_referrers(*kinds) if any(type(each) is kind for kind in kinds)]
+    parts = [vars(each).get("_schedulers") for each in living]
+    inside = {id(part) for several in parts if isinstance(several, list | tuple) for part in several}
     for each in living:
         optimizer = vars(each).get("optimizer")
         if id(each) not in inside and id(getattr(optimizer, "param_groups", None)) in groups:
@@ -146,18 +207,25 @@ def _kinds(kind: type[LRScheduler]) -> Iterator[type]:
         yield from _kinds(below)
 
 
-def _registered_keys(value: object, name: str = "") -> Iterator[frozenset[Any] | None]:
-    """The keys of each dict that looks like a scheduler's state; None for what may hold any."""
-    if isinstance(value, Mapping) and any(key in value for key in _OF_A_SCHEDULER):
-        yield frozenset(value)
-    elif isinstance(value, Mapping) and value:
-        for key, part in value.items():
-            yield from _registered_keys(part, f"{name}.{key}")
+def _registered(value: object, name: str = "") -> Iterator[_Registered]:
+    """The dicts that may be a scheduler's state, and numbers of steps; None for what may hold any scheduler.
+
+    The state of an optimizer is neither: each of its parameters may have a number of steps.
+    """
+    if isinstance(value, Mapping) and value:
+        if "param_groups" in value:
+            return
+        yield value
+        if len(_OF_A_SCHEDULER & value.keys()) < 2:  # else its numbers are those of that scheduler
+            for key, part in value.items():
+                yield from _registered(part, f"{name}.{key}")
     elif isinstance(value, list | tuple) and value:
         for part in value:
-            yield from _registered_keys(part, name)
+            yield from _registered(part, name)
     elif isinstance(value, bytes) or "sched" in name.lower():
         yield None
+    elif type(value) is int and name.lower().rstrip("s").endswith(_COUNTERS):
+        yield value
 
 
 def shortened(names: list[str]) -> str:
