@@ -129,3 +129,63 @@ def test_a_name_is_looked_up_though_a_child_holds_the_pipe() -> None:
         os.kill(child, 9)
         process.communicate(timeout=30)
     assert took_s < 10
+
+
+_OPENS = """
+import os, socket, stat, sys, threading
+from tft_ckpt.http import connection
+from tft_ckpt.http.address import listen
+
+real, there, forked = socket.socket, [], threading.Event()
+
+def fork():
+    child = os.fork()
+    if child == 0:
+        kept = any(stat.S_ISSOCK(os.fstat(number).st_mode) for number in there)
+        os.write(1, b"kept" if kept else b"let go")
+        os._exit(0)
+    forked.set()
+    os.waitpid(child, 0)
+
+thread = threading.Thread(target=fork)
+
+def fork_before_it_is_known(sock):
+    there.append(sock.fileno())
+    thread.start()
+    forked.wait(0.5)  # it does not, where forks wait
+    return sock
+
+class Secured(real):
+    def do_handshake(self):
+        pass
+
+class Context:
+    def wrap_socket(self, sock, **_):
+        return fork_before_it_is_known(Secured(fileno=sock.detach()))
+
+class Opening(real):
+    def __init__(self, *arguments, **more):
+        super().__init__(*arguments, **more)
+        if not there:
+            fork_before_it_is_known(self)
+
+connection.let_go_in_child(connection.opened)  # the hooks are there when anything of ours is
+server = socket.create_server(("127.0.0.1", 0))
+stop = connection.StopSignal(20, None)
+if sys.argv[1] == "secures":
+    wire = connection._Wire(connection._connect(*server.getsockname(), 20.0, stop), stop)
+    wire.secure(Context(), "host")
+else:
+    socket.socket = Opening
+    if sys.argv[1] == "connects":
+        sock = connection._connect(*server.getsockname(), 20.0, stop)
+    else:
+        sock = listen("127.0.0.1", 0)
+thread.join(20)
+"""
+
+
+@pytest.mark.parametrize("does", ["connects", "secures", "listens"])
+def test_a_child_keeps_no_socket_that_was_made_a_moment_before_the_fork(does: str) -> None:
+    done = subprocess.run([sys.executable, "-c", _OPENS, does], capture_output=True, text=True, timeout=50)
+    assert (done.stdout, done.stderr) == ("let go", "")

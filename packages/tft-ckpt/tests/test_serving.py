@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from tft_ckpt import Limits, StateKey, WrongSetting
+from tft_ckpt.http import server as server_module
 from tft_ckpt.http.address import listen
 from tft_ckpt.http.app import _SilenceWatch, _writable
 from tft_ckpt.http.pace import Pace, check_rate
@@ -345,6 +346,84 @@ def test_nothing_is_left_where_a_connection_can_not_be_ended(monkeypatch: pytest
         assert sock.recv(1) == b""
     assert listener.fileno() == -1
     assert asyncio.all_tasks(server._loop) == set()
+
+
+def forget_web_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have its module imported again; afterwards the one of before is back, in both places that name it."""
+    monkeypatch.setattr("tft_ckpt.http.app", sys.modules["tft_ckpt.http.app"])
+    monkeypatch.delitem(sys.modules, "tft_ckpt.http.app")
+
+
+class _NoDescriptors:
+    """A finder of modules: the web server is not to be had, for so many attempts."""
+
+    def __init__(self, error: Exception, num_attempts: int) -> None:
+        self._error = error
+        self.left = num_attempts
+
+    def find_spec(self, name: str, path: object, target: object = None) -> None:
+        if name == "tft_ckpt.http.app" and self.left > 0:
+            self.left -= 1
+            raise self._error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.EMFILE, os.strerror(errno.EMFILE)), ImportError("x.so: cannot open shared object file")],
+    ids=["source", "library"],
+)
+def test_a_web_server_that_can_not_be_imported_is_tried_again(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Readers of what was offered meanwhile get it; their connections were refused for good."""
+    monkeypatch.setattr(server_module, "_IMPORT_AGAIN_S", 0.01)
+    finder = _NoDescriptors(error, 3)
+    forget_web_server(monkeypatch)
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    with serving(1 << 20) as port, reader(port) as sock:
+        assert sock.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+    assert finder.left == 0
+    said = [(each.levelname, each.getMessage()) for each in caplog.records]
+    assert [level for level, _ in said] == ["ERROR"]
+    assert "this process can't serve its state yet, and replicas that recover from it wait: its web" in said[0][1]
+    assert str(error) in said[0][1]
+
+
+def test_a_server_whose_import_fails_for_ever_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_IMPORT_AGAIN_S", 0.01)
+    forget_web_server(monkeypatch)
+    finder = _NoDescriptors(OSError(errno.EMFILE, "none left"), 1 << 30)
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    listener = listen("127.0.0.1", 0)
+    server = StateServer(listener, token=None, chunk_bytes=4096, limits=Limits(), silence_s=BOUND_S)
+    server.offer([], key=KEY, expected=True, check=lambda: None)
+    server.close(wait=True)
+    assert (listener.fileno(), server._thread.is_alive()) == (-1, False)
+
+
+def test_an_end_during_the_import_asks_nobody_for_a_report(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A job that ends at once, on a busy machine: the import takes longer than an end waits."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def find_spec(self, name: str, path: object, target: object = None) -> None:
+            if name == "tft_ckpt.http.app":
+                begun.set()
+                assert goes_on.wait(BOUND_S)
+
+    monkeypatch.setattr(server_module, "_ENDS_WITHIN_S", 0.01)
+    monkeypatch.setattr("tft_ckpt.threads.join_within.__defaults__", (0.01,))
+    forget_web_server(monkeypatch)
+    monkeypatch.setattr(sys, "meta_path", [Slow(), *sys.meta_path])
+    listener = listen("127.0.0.1", 0)
+    server = StateServer(listener, token=None, chunk_bytes=4096, limits=Limits(), silence_s=BOUND_S)
+    assert begun.wait(BOUND_S)
+    server.close(wait=True)
+    goes_on.set()
+    server._thread.join(BOUND_S)
+    assert (listener.fileno(), server._thread.is_alive(), caplog.records) == (-1, False, [])
 
 
 class SlowApp:

@@ -8,6 +8,8 @@ It does not close a descriptor but puts the null device in its place: asyncio st
 once more. It never shuts a connection down, because that ends the connection for the parent too. It destroys no event
 loop, because that takes sockets out of an epoll that it shares with the parent.
 
+A fork of another thread waits while a new socket exists that its owner does not know yet.
+
 Law of this file: what happens in the child; each owner says what is its own.
 """
 
@@ -19,12 +21,12 @@ import socket
 import stat
 import threading
 import weakref
-from collections.abc import Collection, Iterable
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-__all__ = ["Inheritance", "Owner", "let_go_in_child"]
+__all__ = ["Inheritance", "Owner", "forks_wait", "let_go_in_child"]
 
 _DESCRIPTORS: Final = "/proc/self/fd"
 
@@ -55,6 +57,10 @@ _owners: weakref.WeakSet[Owner] = weakref.WeakSet()
 _hooking = threading.Lock()
 _hooked = False
 
+_FORK_WAITS_S: Final = 5.0
+_no_fork = threading.RLock()
+_forking = threading.local()  # `waited`: whether this thread holds the lock for its fork
+
 
 def let_go_in_child(owner: Owner) -> None:
     """From now on each forked child asks this owner what to let go of; the owner is held weakly."""
@@ -63,12 +69,29 @@ def let_go_in_child(owner: Owner) -> None:
         _owners.add(owner)
         if not _hooked and hasattr(os, "register_at_fork"):
             _hooked = True
-            os.register_at_fork(after_in_child=_in_child)
+            os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
+
+
+@contextmanager
+def forks_wait() -> Iterator[None]:
+    """Delay the forks of other threads, by 5 s at most, while a socket exists that its owner does not know yet."""
+    with _no_fork:
+        yield
+
+
+def _before() -> None:
+    _forking.waited = _no_fork.acquire(timeout=_FORK_WAITS_S)
+
+
+def _in_parent() -> None:
+    if getattr(_forking, "waited", False):  # False too in a fork that had begun before the hook was there
+        _no_fork.release()
 
 
 def _in_child() -> None:
-    global _hooking
-    _hooking = threading.Lock()
+    # As threading and logging do with theirs.
+    _hooking._at_fork_reinit()  # type: ignore[attr-defined]
+    _no_fork._at_fork_reinit()  # type: ignore[attr-defined]
     owners = list(_owners)
     _owners.clear()
     inherited = [owner.forked() for owner in owners]

@@ -16,6 +16,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from tft_ckpt.errors import StateUnavailable, WrongSetting
+from tft_ckpt.forks import forks_wait
+from tft_ckpt.http.connection import opened
 
 __all__ = ["BACKLOG", "advertised_url", "interface_address", "is_of_loopback", "is_tls", "listen", "parse_url"]
 
@@ -51,7 +53,10 @@ def listen(bind: str | None, port: int, interface: str | None = None) -> socket.
     host = bind if bind is not None else "::" if dual else "0.0.0.0"
     try:
         info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(info[4][:2], family=info[0], backlog=BACKLOG, dualstack_ipv6=dual)
+        with forks_wait():
+            listener = socket.create_server(info[4][:2], family=info[0], backlog=BACKLOG, dualstack_ipv6=dual)
+            opened.add(listener)
+        return listener
     except (OSError, UnicodeError, OverflowError) as error:
         raise WrongSetting(f"can't listen on {host} port {port}: {error}; choose another bind or port") from error
 

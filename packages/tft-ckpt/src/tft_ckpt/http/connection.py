@@ -24,9 +24,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, final
 
 from tft_ckpt.errors import CheckpointError, Closed, DeadlinePassed
-from tft_ckpt.forks import Inheritance, let_go_in_child
+from tft_ckpt.forks import Inheritance, forks_wait, let_go_in_child
 
-__all__ = ["Connection", "Silence", "StopSignal"]
+__all__ = ["Connection", "Silence", "StopSignal", "opened"]
 
 LOOK_UP_THREAD_NAME = "tft-ckpt-name"
 
@@ -165,8 +165,10 @@ class _Wire:
     def secure(self, context: ssl.SSLContext, host: str) -> None:
         """Go on over TLS, with whoever proves to be that host."""
         # The socket that was given is empty from then on; on errors it is closed with the new one.
-        self._sock = secured = context.wrap_socket(self._sock, server_hostname=host, do_handshake_on_connect=False)
-        _opened.add(secured)
+        with forks_wait():
+            secured = context.wrap_socket(self._sock, server_hostname=host, do_handshake_on_connect=False)
+            opened.add(secured)
+        self._sock = secured
         while True:
             try:
                 secured.do_handshake()
@@ -293,23 +295,24 @@ class Connection:
 
 @final
 class _Opened:
-    """The sockets of all connections of this process, for its forked children."""
+    """The sockets that this process has opened, for its forked children."""
 
     def __init__(self) -> None:
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
     def add(self, sock: socket.socket) -> None:
+        """Remember a socket; call it inside `forks_wait`, with what makes the socket."""
         self._sockets.add(sock)
         let_go_in_child(self)
 
     def forked(self) -> Inheritance:
-        """In a child: the connections are the parent's."""
+        """In a child: they are the parent's."""
         sockets = list(self._sockets)
         self._sockets.clear()
         return Inheritance([sock.fileno() for sock in sockets])
 
 
-_opened: Final = _Opened()
+opened: Final = _Opened()
 
 
 def _look_up(host: str, port: int, silence_s: float, stop: StopSignal) -> list[Any]:
@@ -348,8 +351,9 @@ def _look_up(host: str, port: int, silence_s: float, stop: StopSignal) -> list[A
 def _connect(host: str, port: int, silence_s: float, stop: StopSignal) -> socket.socket:
     failure: OSError = ConnectionRefusedError(f"{host} has no address")
     for family, kind, protocol, _, address in _look_up(host, port, silence_s, stop):
-        sock = socket.socket(family, kind, protocol)
-        _opened.add(sock)
+        with forks_wait():
+            sock = socket.socket(family, kind, protocol)
+            opened.add(sock)
         try:
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

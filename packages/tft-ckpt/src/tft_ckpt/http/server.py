@@ -6,7 +6,8 @@ here, because in the asynchronous mode it asks before the source has taken its s
 
 The port is open from the start, but the web server behind it takes a tenth of a second of a core to import. A trainer
 that starts, or heals, may have no such time to give; then the thread imports it when somebody has use for it, or is
-said to.
+said to. Where the import fails, because the process has no descriptor left, say, it is tried again every second, and
+readers wait.
 
 Law of this file: the trainer's side, and the thread. What its loop does is the app's.
 """
@@ -19,7 +20,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 from tft_ckpt.buffers import Buffer
 from tft_ckpt.descriptors import raise_limit
@@ -46,6 +47,10 @@ THREAD_NAME = "tft-ckpt-http"
 PREPARE_THREAD_NAME = "tft-ckpt-memory"
 
 _NO_KEY = StateKey(0, 0, 0, 0)  # of a snapshot that is staged
+
+_IMPORT_AGAIN_S: Final = 1.0
+_SAY_EVERY_S: Final = 60.0
+_ENDS_WITHIN_S: Final = 10.0
 
 _log = logging.getLogger("tft_ckpt.http")
 
@@ -109,6 +114,7 @@ class StateServer:
         # The loop's thread alone touches these two.
         self._app: App | None = None
         self._untold: list[Callable[[App], object]] = []
+        self._is_importing = False
         self._preparing: threading.Thread | None = None
         self._parent_pid = 0  # in a forked child: whose server this is a copy of
         let_go_in_child(self)
@@ -265,7 +271,11 @@ class StateServer:
         if first:
             self._tell(lambda app: app.stop())
         if wait:
-            join_within(self._thread)
+            if self._is_importing:
+                # An import can't be broken off, and takes long on a busy machine. Nothing comes after it.
+                self._thread.join(_ENDS_WITHIN_S)
+            else:
+                join_within(self._thread)
             if preparing is not None:
                 join_within(preparing)
 
@@ -316,10 +326,11 @@ class StateServer:
     def _run(self) -> None:
         try:
             self._loop.run_until_complete(self._until_needed())
-            if self._closed:
+            app_class = self._import()
+            if app_class is None:
                 self._listener.close()
             else:
-                self._serve()
+                self._serve(app_class)
         except BaseException as error:
             self._listener.close()
             self._failure = error
@@ -338,10 +349,34 @@ class StateServer:
         await self._needed.wait()
         self._loop.remove_reader(self._listener.fileno())
 
-    def _serve(self) -> None:
-        from tft_ckpt.http.app import App
+    def _import(self) -> type[App] | None:
+        """Import the web server, however often that takes. Returns: None: closed meanwhile."""
+        said_s = -_SAY_EVERY_S
+        while not self._closed:
+            self._is_importing = True
+            try:
+                from tft_ckpt.http.app import App
+            except (OSError, ImportError) as error:
+                if self._loop.time() - said_s >= _SAY_EVERY_S:
+                    said_s = self._loop.time()
+                    _log.error(
+                        "this process can't serve its state yet, and replicas that recover from it wait: its web "
+                        "server can't be imported (%s); it is tried again every %g s; look at the limit of open files "
+                        "(ulimit -n) and at the installation of aiohttp",
+                        error,
+                        _IMPORT_AGAIN_S,
+                    )
+            else:
+                return None if self._closed else App
+            finally:
+                self._is_importing = False
+            # What was offered stands on the shelf, where readers will find it; this would only keep its memory.
+            self._untold.clear()
+            self._loop.run_until_complete(asyncio.sleep(_IMPORT_AGAIN_S))
+        return None
 
-        app = App(
+    def _serve(self, app_class: type[App]) -> None:
+        app = app_class(
             self._loop,
             self._listener,
             shelf=self._shelf,
