@@ -704,6 +704,17 @@ def test_the_log_says_what_happened_where(rigs: Any, caplog: pytest.LogCaptureFi
     assert text.count("gone") == 1
 
 
+def test_a_source_that_nobody_asks_first_says_what_it_serves_for(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """It said that it serves "to nobody first"."""
+    caplog.set_level(logging.INFO, "tft_algos.manager")
+    plan = plan_of(7, size=3, rank=1, healing=[2])
+    assert plan.serve
+    assert plan.recover_dst_replica_ranks == ()
+    rig = rigs(plan)
+    assert rig.step()
+    assert "serving step 0 in case another source fails, snapshot taken in" in caplog.text
+
+
 def test_what_fails_a_step_is_told_once_a_step(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
     """One loss fails each of a model's reductions, with the same words."""
     rig = rigs()

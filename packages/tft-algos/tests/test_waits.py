@@ -22,7 +22,11 @@ class Watched:
         self.now_s = 0.0
         self.lines: list[str] = []
         self.core = SimpleNamespace(
-            name=SimpleNamespace(attempt=1), phase=StepPhase.PLANNED, healing=Healing.NONE, plan=plan_of(7, size=3)
+            name=SimpleNamespace(attempt=1),
+            phase=StepPhase.PLANNED,
+            healing=Healing.NONE,
+            plan=plan_of(7, size=3),
+            failed_quorums=0,
         )
         self.at = Phase.OUTSIDE
         self.where = SimpleNamespace(quorum_pends=False, phase=lambda: self.at)
@@ -76,6 +80,22 @@ def test_each_kind_of_wait_says_for_whom_and_what_ends_it(kind: str, who: str, e
     assert again.startswith(f"waiting for {kind} for 30 s: waits for b at b-host:1; ends")
     watched.at = Phase.OUTSIDE
     assert watched.run(5) == [f"the wait for {kind} is over after 35 s"]
+
+
+def test_a_quorum_that_does_not_come_is_no_wait_that_is_over() -> None:
+    watched = Watched()
+    waits(watched, "a quorum")
+    watched.run(70)
+    watched.core.phase, watched.at = StepPhase.FAILED, Phase.OUTSIDE
+    assert watched.run(1) == ["no quorum within 70 s (70 s in all); the next step asks again"]
+    waits(watched, "a quorum")
+    watched.core.name.attempt, watched.core.failed_quorums = 2, 1
+    watched.run(70)
+    watched.core.name.attempt, watched.core.failed_quorums = 3, 2  # no look came in between
+    assert watched.run(1) == ["no quorum within 70 s (141 s in all); the next step asks again"]
+    watched.run(10)
+    watched.core.phase, watched.at = StepPhase.PLANNED, Phase.OUTSIDE
+    assert watched.run(1) == ["the wait for a quorum is over after 11 s"]
 
 
 def test_what_was_said_of_an_earlier_wait_is_not_said_of_this_one() -> None:

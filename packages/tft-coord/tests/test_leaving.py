@@ -32,6 +32,7 @@ KEY = QuorumKey(7, 9)
 NAME = RoundName(KEY, 3, Purpose.COMMIT)
 YES, NO = Verdict(yes=True), Verdict(yes=False)
 YES_AND_LEAVE, NO_AND_LEAVE = Verdict(yes=True, leaves=True), Verdict(yes=False, leaves=True)
+UUID, OTHER = "0f3a9c1d-1234-4abc-8def-0123456789ab", "1f3a9c1d-1234-4abc-8def-0123456789ab"
 GRACE_MS = Timeouts().reconnect_grace_ms
 
 
@@ -456,9 +457,18 @@ class TestDraining:
     def test_a_name_is_enough_where_one_replica_has_it(self) -> None:
         table = Table()
         table.pass_ms(400)
-        table.hello("a:1")
-        table.hello("b:1")
-        assert self.drain(table, "b") == [effects.AskToLeave(2, "its host goes down", 7_000)]
+        table.hello(f"a:{UUID}")
+        table.hello(f"b:eu:{OTHER}")
+        table.give(events.HelloReceived(5, Hello("job", f"b:{UUID}", 1, "b2:1")))
+        assert self.drain(table, "b") == [effects.AskToLeave(5, "its host goes down", 7_000)]
+
+    def test_a_name_is_not_that_of_a_replica_whose_name_begins_so(self) -> None:
+        table = Table()
+        table.pass_ms(400)
+        table.hello(f"b:eu:{UUID}")
+        (refused,) = self.drain(table, "b")
+        assert isinstance(refused, effects.RefuseUnary)
+        assert "has no living replica 'b'; there is b:eu:" in refused.message
 
     def test_the_short_id_of_logs_is_enough(self) -> None:
         table = Table()
@@ -470,12 +480,12 @@ class TestDraining:
     def test_a_name_that_two_have_is_refused_with_both(self) -> None:
         table = Table()
         table.pass_ms(400)
-        table.hello("a:1")
-        table.give(events.HelloReceived(5, Hello("job", "a:2", 1, "a2:1")))
+        table.hello(f"a:{UUID}")
+        table.give(events.HelloReceived(5, Hello("job", f"a:{OTHER}", 1, "a2:1")))
         (refused,) = self.drain(table, "a")
         assert isinstance(refused, effects.RefuseUnary)
         assert (refused.call, refused.refusal) == (9, Refusal.UNKNOWN)
-        assert "has 2 replicas of the name 'a'; give the id of one of them: a:1, a:2" in refused.message
+        assert f"has 2 replicas of the name 'a'; give the id of one of them: a:{UUID}, a:{OTHER}" in refused.message
 
     @pytest.mark.parametrize(
         ("job", "replica", "words"),

@@ -45,7 +45,8 @@ from tft_coord import (
     errors,
 )
 from tft_coord.client import rank_session
-from tft_coord.core.types import KillOrder, Verdict
+from tft_coord.core.types import KillOrder, Verdict, WaitsFor
+from tft_coord.news import News
 from tft_coord.wire import rank_codec, services
 
 NOBODY = "127.0.0.1:9"  # the discard port: no lighthouse answers there
@@ -103,8 +104,10 @@ def together(*calls: Callable[[], T]) -> list[T | Exception]:
     return results
 
 
-def client_of(server: ManagerServer, rank: int | None = None, token: str | None = None) -> ManagerClient:
-    return ManagerClient(server.address(), LATE, group_rank=rank, token=token, timeouts=QUICK)
+def client_of(
+    server: ManagerServer, rank: int | None = None, token: str | None = None, **settings: Any
+) -> ManagerClient:
+    return ManagerClient(server.address(), LATE, group_rank=rank, token=token, timeouts=QUICK, **settings)
 
 
 def kill_child_of(server: ManagerServer) -> None:
@@ -187,6 +190,19 @@ def test_a_lighthouse_that_is_not_there_is_said_within_seconds(caplog: pytest.Lo
     (record,) = (record for record in caplog.records if record.levelno == logging.WARNING)
     assert "the lighthouse at 127.0.0.1:9 can't be reached" in record.getMessage()
     assert "still trying" in record.getMessage()
+
+
+def test_each_wait_of_a_rank_is_told_why_the_lighthouse_is_not_reached() -> None:
+    """It was told once, at the first wait; of a later one its log said that nobody had said for whom it waits."""
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def listen(news: News) -> None:
+        if isinstance(news, WaitsFor):
+            told.put(news.sentence)
+
+    with serve(world_size=1) as server, client_of(server, 0, listener=listen):
+        for _ in range(2):
+            assert "the lighthouse at 127.0.0.1:9 can't be reached: nobody listens there" in told.get(timeout=20)
 
 
 def test_a_rank_that_asks_again_makes_its_older_request_void() -> None:
@@ -389,7 +405,7 @@ def test_a_kill_reaches_every_rank_and_says_who_asked(server: ManagerServer) -> 
     for rank in (0, 1):
         order = heard[rank]
         assert isinstance(order, KillOrder)
-        assert order.message.startswith("it is wedged (asked by ipv4:127.0.0.1:")
+        assert order.message.startswith("it is wedged (asked by 127.0.0.1:")
 
 
 def test_a_rank_that_wishes_to_leave_takes_the_group_with_it(server: ManagerServer) -> None:

@@ -108,8 +108,8 @@ def test_the_secret_comes_from_the_environment_or_a_file(tmp_path: Path) -> None
     ("environment", "says"),
     [
         ({"TFT_TOKEN": "a", "TFT_TOKEN_FILE": "b"}, "both set"),
-        ({"TFT_TOKEN": ""}, "printable ASCII"),
-        ({"TFT_TOKEN": "two words"}, "printable ASCII"),
+        ({"TFT_TOKEN": ""}, "TFT_TOKEN is empty; .* printable ASCII"),
+        ({"TFT_TOKEN": "two words"}, "TFT_TOKEN is no secret: .* printable ASCII"),
         ({"TFT_TOKEN_FILE": "/no/such/file"}, "/no/such/file, which can't be read"),
         ({"TFT_TOKEN_FILE": ""}, "TFT_TOKEN_FILE is empty"),
         ({"TFT_TOKEN_FILE": "/"}, "names /, which can't be read"),
@@ -128,6 +128,10 @@ def test_a_file_that_holds_no_secret_is_neither_waited_for_nor_read_whole(tmp_pa
     for path, says in ((pipe, "it is no regular file"), (large, "larger than a shared secret")):
         with pytest.raises(SettingError, match=f"{path.name}, which can't be read: .*{says}"):
             read_token({"TFT_TOKEN_FILE": str(path)})
+    empty = tmp_path / "empty"
+    empty.write_text("\n")
+    with pytest.raises(SettingError, match=r"TFT_TOKEN_FILE names .*empty, which holds no secret: .*printable ASCII"):
+        read_token({"TFT_TOKEN_FILE": str(empty)})
 
 
 def test_who_shows_the_secret_is_admitted_and_nobody_else() -> None:

@@ -9,7 +9,7 @@ import pytest
 from tft_coord.core import effects, events
 from tft_coord.core.group import GroupCore
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
-from tft_coord.core.names import base_name, shorten
+from tft_coord.core.names import base_name, peer_address, shorten
 from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.types import Hello, Member, Purpose, QuorumKey, RankRequest, WaitsFor
 from tft_coord.core.waits import Notice, WaitNotice
@@ -21,6 +21,55 @@ UUID = "0f3a9c1d-1234-4abc-8def-0123456789ab"
 def test_a_uuid_is_cut_and_other_words_are_not() -> None:
     assert shorten(f"replica_1:{UUID} was lost, {UUID}") == "replica_1:0f3a9c1d was lost, 0f3a9c1d"
     assert shorten("a-b-c-d-e: step 4 of host-1-2-3-4") == "a-b-c-d-e: step 4 of host-1-2-3-4"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "replica {}",
+        "replica {}: lost",
+        "replica {}/0",
+        "replica a:eu:{}/12, quorum 7",
+        "replica ns/a:{} was lost.",
+        "[a:{}/0 - step 1]",
+        "serving step 7 to ['{}', 'a:{}']",
+        "replica_id={} address=host:1",
+        "replica {}.",
+    ],
+)
+def test_the_uuid_of_a_replica_id_is_cut(text: str) -> None:
+    assert shorten(text.replace("{}", UUID)) == text.replace("{}", UUID[:8])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "TFT_TOKEN_FILE names /run/pods/{}/token, which can't be read",
+        "/data/{}",
+        "'{}/token' is no file",
+        "http://host:1/{}/state",
+        "job train-{} has ended",
+        "job {} has ended",
+        "job '{}': waiting",
+        "{}.pt is no checkpoint",
+        "{}-part-1",
+    ],
+)
+def test_a_uuid_that_is_no_replica_id_is_left_whole(text: str) -> None:
+    """The error named a file, or a job, that there is not."""
+    assert shorten(text.replace("{}", UUID)) == text.replace("{}", UUID)
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        ("ipv6:%5B::1%5D:35658", "[::1]:35658"),
+        ("ipv4:10.0.0.1:35658", "10.0.0.1:35658"),
+        ("unix:/tmp/x", "unix:/tmp/x"),
+    ],
+)
+def test_where_a_call_comes_from_is_an_address(peer: str, address: str) -> None:
+    assert peer_address(peer) == address
 
 
 @pytest.mark.parametrize(
@@ -130,6 +179,16 @@ def test_with_two_replicas_the_missing_one_is_named_with_its_place_and_address()
     table.handle(events.QuorumRequested(2, 2, Member("b", address="b-host:1", step=1), key.key))
     (over,) = [order for _, order in table.run(41_000) if isinstance(order, effects.WaitNoticed)]
     assert over.is_over
+
+
+def test_a_job_whose_quorum_stands_is_said_to_train() -> None:
+    """`tft doctor` said of it that it waits for "nobody has asked"."""
+    table = Table()
+    table.core.tick(table.now_ms, 1_000_000)
+    assert table.core.wait_sentence("job", table.now_ms) == "no replica; the job trains"
+    for stream in (1, 2):
+        table.handle(events.DeathReported(stream, "killed"))
+    assert table.core.wait_sentence("job", table.now_ms) == "nobody has asked"
 
 
 def test_the_sentence_is_right_before_the_rule_is_applied_again() -> None:

@@ -27,7 +27,12 @@ __all__ = [
 ]
 
 
-_UUID: Final = re.compile(r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b")
+# The UUID of a replica id: `name:uuid` or the UUID alone, with a rank behind it or not. Never one in a path.
+_REPLICA_ID: Final = re.compile(
+    r"(?:(?<=[^\s:/]:)|(?<![^\s\[({'\"=,])(?<!\bjob )(?<!\bjob ['\"]))"
+    r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b"
+    r"(?![\w-]|\.\w|/(?!\d+(?![\w/])))"
+)
 
 
 class CheckpointError(Exception):
@@ -38,7 +43,7 @@ class CheckpointError(Exception):
 
     def __str__(self) -> str:
         """The message, with replica ids as people read them: `replica_1:0f3a9c1d`."""
-        return _UUID.sub(r"\1", super().__str__())
+        return _REPLICA_ID.sub(r"\1", super().__str__())
 
 
 class WrongSetting(CheckpointError, ValueError):

@@ -45,7 +45,14 @@ def read_token(environment: Mapping[str, str]) -> str | None:
             token = _read_file(path).decode().rstrip("\r\n")
         except (OSError, ValueError) as error:
             raise SettingError(f"TFT_TOKEN_FILE names {path}, which can't be read: {error}") from error
-    return None if token is None else check_token(token)
+    if token is None:
+        return None
+    try:
+        return check_token(token)
+    except SettingError as error:
+        if path is not None:
+            raise SettingError(f"TFT_TOKEN_FILE names {path}, which holds no secret: {error}") from None
+        raise SettingError(f"TFT_TOKEN is {'no secret' if token else 'empty; set it, or unset it'}: {error}") from None
 
 
 def _read_file(path: str) -> bytes:

@@ -21,6 +21,7 @@ from typing import Final, Generic, TypeAlias, TypeVar, cast, final
 from tft_coord.core import effects, events
 from tft_coord.core.kinds import TORCHFT_JOB, Kinds
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
+from tft_coord.core.names import peer_address
 from tft_coord.core.torchft_rule import TorchftCore
 from tft_coord.core.types import LossNotice, Member, Quorum, Refusal
 from tft_coord.errors import ProtocolError, SettingError
@@ -254,7 +255,7 @@ class LighthouseShell:
         assert serves is not None
 
         def overflows() -> None:
-            name, peer = self._core.replica_of(stream) or "nobody yet", context.peer()
+            name, peer = self._core.replica_of(stream) or "nobody yet", peer_address(context.peer())
             logger.warning("the stream of replica %s, from %s, is ended: it does not read what it is told", name, peer)
             serves.cancel()
 
@@ -303,7 +304,7 @@ class LighthouseShell:
             self._handle(event)
 
         def refuse(error: ProtocolError) -> None:
-            message = f"from {context.peer()}: {error}"
+            message = f"from {peer_address(context.peer())}: {error}"
             self._perform([effects.RefuseSession(stream, Refusal.MALFORMED, message)])
 
         def heard_directly(message: bytes) -> None:
@@ -354,7 +355,7 @@ class LighthouseShell:
             drain = codec.decode_drain(0, request)
         except ProtocolError as error:
             await fail(context, Refusal.MALFORMED.value, str(error))
-        reason = f"{drain.reason or 'it is drained'} (asked by {context.peer()})"
+        reason = f"{drain.reason or 'it is drained'} (asked by {peer_address(context.peer())})"
         orders = self._core.drain(replace(drain, reason=reason))
         for order in orders:
             if isinstance(order, effects.RefuseUnary):

@@ -29,7 +29,7 @@ import torch
 
 from tft_algos.errors import StateUnavailable
 from tft_algos.manager.divergence import as_octets, as_tensor, leaves, local_part, memory_of
-from tft_algos.manager.healing import state_key
+from tft_algos.manager.healing import state_key, takers
 from tft_ckpt import CheckpointTransport, StagedCheckpoint
 from tft_coord.core.types import Plan, QuorumKey
 
@@ -166,9 +166,9 @@ class EarlyState:
         self._offered = plan.key
         self._log(
             logging.INFO,
-            "serving step %d to %s, taken at the step boundary",
+            "serving step %d %s, taken at the step boundary",
             plan.step,
-            [plan.replica_ids[rank] for rank in plan.recover_dst_replica_ranks] or "nobody first",
+            takers(plan),
         )
 
     def serves(self, plan: Plan) -> bool:

@@ -18,7 +18,7 @@ from tft_algos.errors import HealingFailed, LoadFailed, StateUnavailable
 from tft_algos.manager.audit import StateAudit
 from tft_algos.manager.core import Healing
 from tft_algos.manager.early import EarlyState
-from tft_algos.manager.healing import Fetch, state_key
+from tft_algos.manager.healing import Fetch, state_key, takers
 from tft_algos.manager.island import spread, whole
 from tft_algos.manager.parts import Group
 from tft_algos.manager.repeats import Repeats
@@ -203,9 +203,9 @@ class StateExchange:
             return
         self._reports.log(
             logging.INFO,
-            "serving step %d to %s, snapshot taken in %.0f ms",
+            "serving step %d %s, snapshot taken in %.0f ms",
             plan.step,
-            [plan.replica_ids[rank] for rank in plan.recover_dst_replica_ranks] or "nobody first",
+            takers(plan),
             1_000 * (self._clock.monotonic() - begun),
         )
 

@@ -227,6 +227,12 @@ class _Beside:
         return self._found
 
 
+def takers(plan: Plan) -> str:
+    """To whom this replica serves its state, as the log says it: those whose first source it is."""
+    names = [plan.replica_ids[rank] for rank in plan.recover_dst_replica_ranks]
+    return f"to {names}" if names else "in case another source fails"
+
+
 def state_key(plan: Plan) -> StateKey:
     """The name of the plan's reference, under which its holders offer it and the others ask for it."""
     return StateKey(quorum_id=plan.key.quorum_id, nonce=plan.key.nonce, step=plan.step, lineage=plan.lineage)

@@ -58,7 +58,9 @@ class WaitWatch:
         self._kind = ""  # of the wait that was seen last
         self._key: tuple[object, ...] = ()
         self._since_s = 0.0
-        self._said = ""
+        self._first_asked_s = 0.0  # of the quorums that were asked for in a row and did not come
+        self._failed_before = 0  # when the wait for a quorum began
+        self._has_failed = False  # the last wait for a quorum did not end by one
         self._told = ("", 0.0)
         self.quorum_limit: timedelta = config.quorum_timeout  # of the quorum that was asked for last
 
@@ -73,7 +75,14 @@ class WaitWatch:
         key = (self._core.name.attempt, kind, reductions) if kind else ()
         if key != self._key:
             before, self._key, self._since_s = self._kind, key, now_s
+            if before:
+                failed = self._core.phase is StepPhase.FAILED or self._core.failed_quorums > self._failed_before
+                self._has_failed = before == QUORUM and failed
             self._write(None, before, now_s)
+            if kind == QUORUM:
+                self._failed_before = self._core.failed_quorums
+                if not self._has_failed:
+                    self._first_asked_s = now_s
             self._kind = kind
         if kind:
             self._write(self._since_s, kind, now_s)
@@ -81,6 +90,14 @@ class WaitWatch:
     def _write(self, since_s: float | None, kind: str, now_s: float) -> None:
         notice = self._notice.look(None if since_s is None else round(since_s * 1_000), round(now_s * 1_000))
         if notice is None:
+            return
+        if notice.is_over and kind == QUORUM and self._has_failed:
+            self._reports.log(
+                logging.INFO,
+                "no quorum within %d s (%d s in all); the next step asks again",
+                notice.seconds,
+                max(notice.seconds, now_s - self._first_asked_s),
+            )
             return
         if notice.is_over:
             self._reports.log(logging.INFO, "the wait for %s is over after %d s", kind, notice.seconds)

@@ -19,7 +19,7 @@ from tft_coord.core.assignment import all_at, assign
 from tft_coord.core.handshake import Handshake, Room, Standing
 from tft_coord.core.job_end import JobEnd
 from tft_coord.core.liveness import Accepted, Liveness, Lost, OpenRequest, Rejected, Replica
-from tft_coord.core.names import shorten
+from tft_coord.core.names import base_name, shorten
 from tft_coord.core.progress import HangWatch, Phase, Progress, hang_reason, stuck_reason
 from tft_coord.core.quorum import Form, Situation, Wait, decide, reason_for_new_id
 from tft_coord.core.types import MAX_INT64, Hello, LossNotice, Member, Quorum, QuorumKey, Refusal
@@ -38,6 +38,7 @@ CLOCKS_DIFFER_MOST_MS = 365 * 24 * 3_600_000
 BROKEN_QUORUMS_KEPT = 16
 NAMES_SHOWN_MOST = 20
 NOBODY_ASKS = "nobody has asked"
+ALL_TRAIN = "no replica; the job trains"  # as `wait_sentence` says it of a quorum that stands
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,10 @@ class LighthouseCore:
     def wait_sentence(self, job: str, now_ms: int) -> str:
         """As `waiting_for`, with those that are waited for and where each was last seen."""
         wait = self._jobs[job].wait(now_ms) if job in self._jobs else None
-        return wait.sentence if wait is not None else self.waiting_for(job)
+        if wait is not None:
+            return wait.sentence
+        waiting_for = self.waiting_for(job)
+        return ALL_TRAIN if waiting_for == NOBODY_ASKS and self._jobs[job].trains else waiting_for
 
     def warnings(self, job: str) -> tuple[str, ...]:
         """What is wrong with the job now, one sentence each: two living replicas of one name."""
@@ -614,13 +618,19 @@ class Job:
                 return True
         return False
 
+    @property
+    def trains(self) -> bool:
+        """Whether the newest quorum has a member that lives and has not left."""
+        members = (self.liveness.replicas.get(name) for name in self._members)
+        return any(member is not None and member.healthy and member.left is None for member in members)
+
     def drain(self, event: events.DrainRequested) -> list[effects.AskToLeave | effects.RefuseUnary]:
         """Ask a replica to leave, now and on every new stream, until it has. Who is lost or has left can't be asked."""
         known = [replica for replica in self.liveness.replicas.values() if not replica.presumed]
         found = [replica for replica in known if replica.replica_id == event.replica]
         # Logs and errors say the short one.
         found = found or [replica for replica in known if shorten(replica.replica_id) == event.replica]
-        found = found or [replica for replica in known if replica.replica_id.startswith(f"{event.replica}:")]
+        found = found or [replica for replica in known if base_name(replica.replica_id) == event.replica]
         gone = [replica for replica in found if not replica.healthy]
         found = [replica for replica in found if replica.healthy]
         if len(found) != 1:

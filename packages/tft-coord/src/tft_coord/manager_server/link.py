@@ -67,6 +67,7 @@ logger = logger_for_people(__name__)
 
 PATIENCE_MOST = 8  # times heartbeat_timeout, for the first connection to a lighthouse
 SAY_AWAY_AFTER_MS = 2_000  # a restart of the lighthouse is shorter than this, a wrong address is not
+TELL_AWAY_EVERY_MS = 2_000  # a rank's next wait begins at any time, and is said after 5 s
 SOCKET_WITHIN_S = 1.0
 SOCKET_AGAIN_S = 600.0  # a stream that begins later than this asks for one again
 LAST_WORDS_S = 0.2  # how long the end of a trainer may be held up by telling the lighthouse of it
@@ -143,6 +144,7 @@ class LighthouseLink:
         self._reported_death = False
         self._away_since_ms: int | None = None
         self._said_away = False
+        self._told_away_ms: int | None = None
         self._compared = False
         self._refusal = ""  # what the lighthouse of this conversation has said against us, or is found to be
         self._strange: dict[str, str] = {}  # what is wrong with the lighthouse at an address, said once
@@ -469,9 +471,13 @@ class LighthouseLink:
         now_ms = self._now_ms()
         if self._away_since_ms is None:
             self._away_since_ms = now_ms
-        if not self._said_away and now_ms - self._away_since_ms >= SAY_AWAY_AFTER_MS:
+        if now_ms - self._away_since_ms < SAY_AWAY_AFTER_MS:
+            return
+        if not self._said_away:
             self._said_away = True
             logger.warning("replica %s: %s; still trying", self._replica_id, self.trouble)
+        if self._told_away_ms is None or now_ms - self._told_away_ms >= TELL_AWAY_EVERY_MS:
+            self._told_away_ms = now_ms
             self._arrived(events.WaitTold(self.trouble))
 
     def _is_of_use(self) -> None:
@@ -479,7 +485,7 @@ class LighthouseLink:
         self.trouble = ""
         self._troubles.clear()
         self._strange.pop(self._target, None)
-        self._away_since_ms, self._said_away = None, False
+        self._away_since_ms, self._said_away, self._told_away_ms = None, False, None
 
     # --- what the lighthouse says -----------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from typing import NoReturn, TypeAlias, cast, final
 
 from tft_coord.core import effects, events
 from tft_coord.core.group import GroupCore
+from tft_coord.core.names import peer_address
 from tft_coord.core.types import NewcomerAsks, Plan, Quorum, QuorumKey, Refusal, Verdict
 from tft_coord.errors import ProtocolError
 from tft_coord.logs import logger_for_people
@@ -260,7 +261,7 @@ class ManagerServerShell:
             message = rank_codec.decode_kill(request)
         except ProtocolError as error:
             await fail(context, Refusal.MALFORMED.value, str(error))
-        order = f"{message or 'no reason was given'} (asked by {context.peer()})"
+        order = f"{message or 'no reason was given'} (asked by {peer_address(context.peer())})"
         logger.error("replica %s is to be killed: %s", self._config.replica_id, order)
         self._handle(events.KillAsked(order))
         return b""
@@ -353,7 +354,7 @@ class ManagerServerShell:
                     break  # it was refused
         except ProtocolError as error:
             whose = f"rank {rank.rank}" if rank.rank >= 0 else "a rank that has not said which"
-            logger.warning("the stream of %s from %s is ended: %s", whose, context.peer(), error)
+            logger.warning("the stream of %s from %s is ended: %s", whose, peer_address(context.peer()), error)
             rank.say(rank_codec.RankRefused(Refusal.MALFORMED, str(error)))
         finally:
             rank.outbox.close()
