@@ -603,7 +603,7 @@ def check_a_stalled_reader(make: Make) -> None:
     with _transports(make, 3) as (source, slow, quick):
         if not _is_http(source):
             return
-        fault = Fault("data", "stall", at=1 << 20, times=1)
+        fault = Fault("data", "stall", at=1 << 20)  # each connection, for a silent one is given up for another
         _send(source, state)
         with FaultyProxy(source.metadata(), fault) as proxy, _background(lambda: _recv(slow, proxy.url)) as got:
             try:
