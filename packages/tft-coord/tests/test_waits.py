@@ -9,11 +9,12 @@ import pytest
 from tft_coord.core import effects, events
 from tft_coord.core.group import GroupCore
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
-from tft_coord.core.names import base_name, peer_address, shorten
+from tft_coord.core.names import base_name, shorten
 from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.types import Hello, Member, Purpose, QuorumKey, RankRequest, WaitsFor
 from tft_coord.core.waits import Notice, WaitNotice
 from tft_coord.timeouts import Timeouts
+from tft_coord.transport.address import peer_address
 
 UUID = "0f3a9c1d-1234-4abc-8def-0123456789ab"
 
@@ -65,7 +66,7 @@ def test_a_uuid_that_is_no_replica_id_is_left_whole(text: str) -> None:
     [
         ("ipv6:%5B::1%5D:35658", "[::1]:35658"),
         ("ipv4:10.0.0.1:35658", "10.0.0.1:35658"),
-        ("unix:/tmp/x", "unix:/tmp/x"),
+        ("unix:a.socket", "unix:a.socket"),
     ],
 )
 def test_where_a_call_comes_from_is_an_address(peer: str, address: str) -> None:

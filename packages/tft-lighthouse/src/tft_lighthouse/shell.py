@@ -21,13 +21,12 @@ from typing import Final, Generic, TypeAlias, TypeVar, cast, final
 from tft_coord.core import effects, events
 from tft_coord.core.kinds import TORCHFT_JOB, Kinds
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
-from tft_coord.core.names import peer_address
 from tft_coord.core.torchft_rule import TorchftCore
 from tft_coord.core.types import LossNotice, Member, Quorum, Refusal
 from tft_coord.errors import ProtocolError, SettingError
 from tft_coord.rpc import grpc
 from tft_coord.transport import direct
-from tft_coord.transport.address import interface_of
+from tft_coord.transport.address import interface_of, peer_address
 from tft_coord.transport.direct import DirectPort, DirectSocket
 from tft_coord.transport.outbox import Outbox
 from tft_coord.transport.server import Server

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from typing import Final
-from urllib.parse import unquote
 
 _UUID: Final = re.compile(r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b")
 
@@ -30,8 +29,3 @@ def base_name(replica_id: str) -> str:
     """The name that the user gave, without the part that is unique to one life; "" where the user gave none."""
     name, _, unique = replica_id.rpartition(":")
     return name if _UUID.fullmatch(unique) else ""
-
-
-def peer_address(peer: str) -> str:
-    """Where a call comes from, as `host:port`: what gRPC says is `ipv6:%5B::1%5D:35658`."""
-    return unquote(peer.removeprefix("ipv4:").removeprefix("ipv6:"))

@@ -16,13 +16,12 @@ from typing import NoReturn, TypeAlias, cast, final
 
 from tft_coord.core import effects, events
 from tft_coord.core.group import GroupCore
-from tft_coord.core.names import peer_address
 from tft_coord.core.types import NewcomerAsks, Plan, Quorum, QuorumKey, Refusal, Verdict
 from tft_coord.errors import ProtocolError
 from tft_coord.logs import logger_for_people
 from tft_coord.manager_server.config import ManagerServerConfig
 from tft_coord.manager_server.link import LighthouseLink
-from tft_coord.transport.address import join_host_port
+from tft_coord.transport.address import join_host_port, peer_address
 from tft_coord.transport.frames import FrameReader, framed
 from tft_coord.transport.outbox import Outbox
 from tft_coord.transport.server import Server

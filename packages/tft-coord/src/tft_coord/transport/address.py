@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from contextlib import suppress
+from urllib.parse import unquote
 
 from tft_coord.errors import SettingError
 from tft_coord.wire.limits import MAX_ADDRESS_BYTES
@@ -84,3 +85,8 @@ def is_loopback(host: str) -> bool:
 def join_host_port(host: str, port: int) -> str:
     """`host:port`, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def peer_address(peer: str) -> str:
+    """Where a call comes from, as `host:port`: what gRPC says is `ipv6:%5B::1%5D:35658`."""
+    return unquote(peer.removeprefix("ipv4:").removeprefix("ipv6:"))
