@@ -19,6 +19,7 @@ from typing import Final, final
 from tft_coord.transport.address import host_of
 
 AGAIN_AFTER_S: Final = 1.0
+LOOPBACK: Final = frozenset({"127.0.0.1", "::1"})
 
 
 @final
@@ -60,7 +61,10 @@ class Names:
         try:
             with suppress(OSError, UnicodeError):
                 infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-                self._found[host] = self._found.get(host, frozenset()) | {plain(str(info[4][0])) for info in infos}
+                found = {plain(str(info[4][0])) for info in infos}
+                if any(ip_address(address).is_loopback for address in found):
+                    found |= LOOPBACK  # grpc's own resolver may prefer the one that this one leaves out
+                self._found[host] = self._found.get(host, frozenset()) | found
         finally:
             self._ended_s[host] = time.monotonic()
             del self._under_way[os.getpid(), host]
