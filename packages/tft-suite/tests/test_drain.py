@@ -38,7 +38,7 @@ def test_each_lighthouse_of_the_list_is_asked(
         minute = timedelta(seconds=60)
         with (
             ManagerServer(
-                "a:1",
+                "a:3f2b0c1a-0000-4000-8000-000000000000",
                 second.address,
                 "localhost",
                 "127.0.0.1:0",
