@@ -9,6 +9,7 @@ import pytest
 
 from integration_tests.conftest import Spawn
 from integration_tests.training import Event, Job, Launcher
+from tft_coord.core.names import shorten
 from tft_lighthouse import LighthouseServer
 
 pytestmark = pytest.mark.timeout(180)  # several lives of real processes, on a machine that may be busy
@@ -35,7 +36,7 @@ def test_who_differs_is_refused_and_nobody_waits_for_it(job: Job, other: dict[st
     job.until(lambda: stranger.ended is not None, "b is refused")
     assert stranger.ended is not None
     assert stranger.ended.text.startswith("Refused: ")
-    assert f"differs from {first.of_kind('ready')[0].text} of job 'default'" in stranger.ended.text
+    assert f"differs from {shorten(first.of_kind('ready')[0].text)} of job 'default'" in stranger.ended.text
     assert words in stranger.ended.text
     assert stranger.commits == {}
     passed = first.step
