@@ -125,12 +125,14 @@ def spawning(forkserver: ForkServerContext) -> Iterator[Spawn]:
         SPAWNED.append(process)
         return process
 
-    yield start
-    for process in processes:
-        SPAWNED.remove(process)
-        process.kill()
-        process.join(SETTLE_S)
-        process.close()
+    try:
+        yield start
+    finally:
+        for process in processes:
+            SPAWNED.remove(process)
+            process.kill()
+            process.join(SETTLE_S)
+            process.close()
 
 
 def _run(target: Callable[..., object], *args: object) -> None:

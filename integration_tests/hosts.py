@@ -2,8 +2,10 @@
 
 A host is a network namespace with an interface `eth0` and an address of its own; a cable is a pair of virtual
 interfaces between it and a bridge, which is in a namespace of its own too, so that nothing of the machine's network is
-touched. A cable that is cut carries nothing, and nobody is told: no connection ends, packets are lost. A cable that is
-limited carries so many bits a second each way, by a token bucket at either end; what waits there waits in a queue.
+touched. A cable that is cut carries nothing, and nobody is told: no connection ends, packets are lost. A way from one
+host to another that is blocked loses the packets of that way, as a bad route or a firewall does, and no others. A cable
+that is limited carries so many bits a second each way, by a token bucket at either end; what waits there waits in a
+queue.
 
 Law of this file: namespaces and their interfaces. They need root and iproute2, and are gone when the block ends.
 """
@@ -28,6 +30,7 @@ _CLONE_NEWNET: Final = 0x4000_0000
 _SEGMENT_BYTES: Final = 16_384
 _BURST_BYTES: Final = 2 * _SEGMENT_BYTES
 _NAMESPACES: Final = Path("/run/netns")
+_NOBODY: Final = "02:00:00:00:00:01"  # a link address that no interface has
 
 
 class Hosts:
@@ -57,6 +60,18 @@ class Hosts:
     def mend(self, name: str) -> None:
         """Mend what was cut."""
         self._in(_SWITCH, "link", "set", f"to{self._places[name]}", "up")
+
+    def block(self, sender: str, receiver: str) -> None:
+        """Lose every packet that one host sends to another; the other way is as it was."""
+        self._in(sender, "neigh", "replace", *self._neighbour(receiver), "lladdr", _NOBODY, "nud", "permanent")
+
+    def unblock(self, sender: str, receiver: str) -> None:
+        """Let a way that was blocked carry packets again."""
+        with contextlib.suppress(subprocess.CalledProcessError):  # a cable that was cut has forgotten it by itself
+            self._in(sender, "neigh", "del", *self._neighbour(receiver))
+
+    def _neighbour(self, name: str) -> tuple[str, ...]:
+        return (self.address(name), "dev", INTERFACE)
 
     def limit(self, name: str, mbit_per_s: float) -> None:
         """Let a host's cable carry so much and no more, each way; until `unlimit` or another limit."""

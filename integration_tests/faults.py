@@ -1,0 +1,373 @@
+"""A job whose hosts suffer every kind of fault, by chance, from a seed; what it tells of its progress.
+
+Each group is on a host of its own, and so is the lighthouse. Whoever is struck comes back: by itself, or started anew.
+Who ends without having been struck, or after it has got over it, fails the test.
+
+Law of this file: faults, and the time without a commit; how many there are, and what must hold, stands in the tests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any, Final, cast
+
+import psutil
+
+from integration_tests.conftest import Spawn, spawning
+from integration_tests.hosts import INTERFACE, Hosts, hosts, on_host
+from integration_tests.training import Address, Event, Job, Trainer
+from tft_algos.testing import Action, Fault, Place
+from tft_coord.timeouts import Timeouts
+from tft_lighthouse import LighthouseServer
+
+# A host's or a process's, as they come from outside.
+OF_HOSTS: Final = ("kill", "stop", "cut", "leave", "lighthouse")
+# Also: of parts of a group, of one link, and of the user's own code.
+ALL_KINDS: Final = (
+    *OF_HOSTS,
+    "stop all",
+    "kill server",
+    "stop server",
+    "half a link",
+    "link",
+    "slow",
+    "error",
+    "stop lighthouse",
+)
+PORT: Final = 29510  # a host's ports are its own
+AWAY_S: Final = (0.2, 4.0)  # how long somebody is stopped, cut off, or the lighthouse dead
+SECRET: Final = "of-this-job"  # without one other hosts are not served
+STALL_S: Final = 0.5  # a longer time without a commit is a stall
+DEFAULTS: Final = Timeouts()
+
+
+def serve(bind: str, heartbeat_timeout_ms: int, join_timeout_ms: int) -> None:
+    """A lighthouse, until it is killed."""
+    with LighthouseServer(
+        bind,
+        hostname=bind.rpartition(":")[0],
+        heartbeat_timeout_ms=heartbeat_timeout_ms,
+        join_timeout_ms=join_timeout_ms,
+        min_replicas=1,
+        token=SECRET,
+    ):
+        threading.Event().wait()
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A time without a commit of anybody.
+
+    Args:
+        at_s: when it began, in seconds since 1970.
+        seconds: its length.
+        faults: that began shortly before or in it.
+    """
+
+    at_s: float
+    seconds: float
+    faults: tuple[str, ...]
+
+
+class Group:
+    """One replica group through all its lives.
+
+    Args:
+        name: of its host, too.
+        start: gives it a new life.
+    """
+
+    def __init__(self, name: str, start: Callable[[str], Trainer]) -> None:
+        self.name = name
+        self._start = start
+        self.trainer = start(name)
+        self.struck = 0  # how often, in this life, since all were together last
+        self.was_sent_away = False
+
+    def start_again(self) -> None:
+        """A new life."""
+        self.trainer = self._start(self.name)
+        self.struck = 0
+        self.was_sent_away = False
+
+    @property
+    def has_ended(self) -> bool:
+        return self.trainer.ended is not None or self.trainer.connection.closed
+
+    @property
+    def is_leaving(self) -> bool:
+        """It was sent away, and has not gone yet."""
+        return self.was_sent_away and not self.has_ended
+
+    def send(self, fault: Fault) -> None:
+        """Let it strike this life; one that is about to end has no use for it."""
+        with suppress(BrokenPipeError):
+            self.trainer.connection.send(fault)
+
+    def processes(self) -> list[psutil.Process]:
+        """Its trainer, and then its manager server where it lives."""
+        trainer = psutil.Process(self.trainer.process.pid)
+        with suppress(StopIteration, psutil.NoSuchProcess):
+            return [trainer, self.trainer.manager_server()]
+        return [trainer]
+
+    def end(self) -> None:
+        """This life, now."""
+        self.trainer.process.kill()
+        self.trainer.process.join()
+
+
+class Run:
+    """A job with faults.
+
+    Args:
+        cluster: a host a group, and one for the lighthouse.
+        spawn: the fixture.
+        names: of the groups.
+        rng: says what happens.
+        kinds: of faults that happen.
+        timeouts: of the lighthouse and of every trainer.
+        batch_s: how long a trainer takes to get a batch.
+    """
+
+    def __init__(
+        self,
+        cluster: Hosts,
+        spawn: Spawn,
+        names: Sequence[str],
+        rng: random.Random,
+        *,
+        kinds: Sequence[str] = OF_HOSTS,
+        timeouts: Timeouts = DEFAULTS,
+        batch_s: float = 0.02,
+    ) -> None:
+        self._cluster = cluster
+        self._spawn = spawn
+        self._rng = rng
+        self._kinds = kinds
+        self._timeouts = timeouts
+        self._batch_s = batch_s
+        self.log: list[tuple[float, str]] = []  # each fault: when, in seconds since 1970, and what
+        self._bind = f"{cluster.address('lighthouse')}:{PORT}"
+        self._lighthouse = self._start_lighthouse()
+
+        def spawn_on_host(target: Callable[..., object], spec: Any, connection: Connection) -> ForkServerProcess:
+            return spawn(on_host, cluster.namespace(spec.name), target, spec, connection)
+
+        self.job = Job(spawn_on_host, cast(LighthouseServer, Address(f"http://{self._bind}")))
+        self.groups = [Group(name, self._start) for name in names]
+        self.happened: Counter[str] = Counter()
+        self._due: list[tuple[float, Callable[[], None]]] = []  # what ends a fault that is under way
+        self._over_s = 0.0  # when the last fault ended, in seconds since 1970
+        self._down: set[str] = set()
+
+    def _start_lighthouse(self) -> ForkServerProcess:
+        return self._spawn(
+            on_host,
+            self._cluster.namespace("lighthouse"),
+            serve,
+            self._bind,
+            self._timeouts.heartbeat_timeout_ms,
+            self._timeouts.join_timeout_ms,
+        )
+
+    def _start(self, name: str) -> Trainer:
+        return self.job.start(
+            name,
+            model="buckets",
+            faults=(),
+            batch_s=self._batch_s,
+            leaves=True,
+            environment={"GLOO_SOCKET_IFNAME": INTERFACE, "TFT_TOKEN": SECRET},
+            hostname=self._cluster.address(name),
+            timeouts=self._timeouts,
+            timeout=timedelta(milliseconds=self._timeouts.timeout_ms),
+        )
+
+    def strike(self) -> None:
+        """One fault, of a kind and on a victim by chance."""
+        kind = self._rng.choice(self._kinds)
+        self.happened[kind] += 1
+        if kind in ("lighthouse", "stop lighthouse"):
+            self.log.append((time.time(), kind))
+            self._strike_lighthouse(kind)
+            return
+        group = self._rng.choice([group for group in self.groups if group.name not in self._down])
+        group.struck += 1
+        self._down.add(group.name)
+        self.log.append((time.time(), f"{kind} {group.name}"))
+        if kind in ("half a link", "link"):
+            self._strike_link(group, both=kind == "link")
+        elif kind in ("kill server", "stop server", "stop all", "stop"):
+            self._strike_processes(group, kind)
+        else:
+            self._strike_group(group, kind)
+
+    def _strike_group(self, group: Group, kind: str) -> None:
+        away_s = self._rng.uniform(*AWAY_S)
+        match kind:
+            case "kill":
+                group.end()
+                self._later(self._rng.uniform(0, 1), group.start_again)
+            case "leave":
+                group.was_sent_away = True
+                group.trainer.process.terminate()  # it ends by itself, and is then started again
+            case "cut":
+                self._cluster.cut(group.name)
+                self._later(away_s, lambda: self._cluster.mend(group.name))
+            case "slow":
+                hang = timedelta(seconds=away_s)
+                group.send(Fault(action=Action.HANG, place=Place.FORWARD, replica=group.name, hang_for=hang))
+            case "error":
+                group.send(Fault(action=Action.FAIL, place=Place.REDUCTION, replica=group.name))
+
+    def _strike_processes(self, group: Group, kind: str) -> None:
+        processes = group.processes()
+        chosen = {"stop": processes[:1], "stop all": processes}.get(kind, processes[1:])
+        if kind == "kill server":
+            for process in chosen:
+                process.kill()
+            return
+        for process in chosen:
+            process.suspend()
+
+        def resume() -> None:
+            for process in chosen:
+                with suppress(psutil.NoSuchProcess):
+                    process.resume()
+
+        self._later(self._rng.uniform(*AWAY_S), resume)
+
+    def _strike_link(self, group: Group, *, both: bool) -> None:
+        other = self._rng.choice([other for other in self.groups if other is not group])
+        ways = [(group.name, other.name), (other.name, group.name)]
+        ways = ways if both else [self._rng.choice(ways)]
+        other.struck += 1  # it may be the one that is left out
+        self.log[-1] = (self.log[-1][0], f"{self.log[-1][1]}: {', '.join(' to '.join(way) for way in ways)}")
+        for way in ways:
+            self._cluster.block(*way)
+
+        def mend() -> None:
+            for way in ways:
+                self._cluster.unblock(*way)
+
+        self._later(self._rng.uniform(*AWAY_S), mend)
+
+    def _strike_lighthouse(self, kind: str) -> None:
+        struck = self._lighthouse
+        if kind == "stop lighthouse":
+            os.kill(cast(int, struck.pid), signal.SIGSTOP)
+            self._later(self._rng.uniform(*AWAY_S), lambda: _continue(struck))
+            return
+        struck.kill()
+        struck.join()
+
+        def again() -> None:
+            self._lighthouse = self._start_lighthouse()
+
+        self._later(self._rng.uniform(*AWAY_S), again)
+
+    def _later(self, after_s: float, end: Callable[[], None]) -> None:
+        self._due.append((time.monotonic() + after_s, end))
+
+    def pump(self, seconds: float) -> None:
+        """Let time pass: faults that are over end, and whoever has ended by a fault is started again."""
+        until = time.monotonic() + seconds
+        while True:
+            now = time.monotonic()
+            for at, end in [one for one in self._due if one[0] <= now]:
+                self._due.remove((at, end))
+                end()
+                self._over_s = time.time()
+            self.look()
+            if now >= until:
+                return
+            self.job.take_in(min(0.05, until - now))
+
+    def look(self) -> None:
+        """Who has ended must have been struck, and not have got over it."""
+        for group in self.groups:
+            if group.has_ended and group.trainer.process.exitcode != -signal.SIGKILL:
+                told = [event.text for event in group.trainer.events[-3:]]
+                assert group.struck, f"{group.name} has ended, and nothing had struck: {told}; {dict(self.happened)}"
+                group.end()
+                group.start_again()
+
+    def all_together(self, patience_s: float) -> bool:
+        """Whether all commit together again within that time; then nobody is down any more, and has an excuse."""
+        give_up_at = time.monotonic() + patience_s
+        began_s = time.time()
+        while time.monotonic() < give_up_at:
+            self.pump(0.05)
+            if self._due or any(group.is_leaving for group in self.groups):
+                continue
+            # Not what was committed before the last fault, or in it, and is only heard of now.
+            since_s = max(began_s, self._over_s)
+            if all(group.trainer.committed_with(len(self.groups), 3, since_s=since_s) for group in self.groups):
+                self._down.clear()
+                for group in self.groups:
+                    group.struck = 0
+                return True
+        return False
+
+    def suffer_for(self, seconds: float, every_s: float) -> None:
+        """A fault each so many seconds, whatever became of the one before, as long as one group is not struck."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self.pump(every_s)
+            self._recover()
+            if len(self._down) < len(self.groups) - 1:
+                self.strike()
+
+    def _recover(self) -> None:
+        """Whoever commits with all the others, after the last fault's end, is not down any more."""
+        if not self._due and not any(group.is_leaving for group in self.groups):
+            for group in self.groups:
+                if group.trainer.committed_with(len(self.groups), 2, since_s=self._over_s):
+                    self._down.discard(group.name)
+                    group.struck = 0
+
+    def commits(self) -> list[Event]:
+        """Of everybody who ever lived, in the order of their times."""
+        found = [event for trainer in self.job.trainers for event in trainer.events if event.kind == "commit"]
+        return sorted(found, key=lambda event: event.at_s)
+
+    def stalls(self, since_s: float, until_s: float) -> list[Stall]:
+        """Each time without a commit of anybody that is longer than STALL_S, the longest first."""
+        times = [since_s, *(event.at_s for event in self.commits() if since_s < event.at_s < until_s), until_s]
+        found = []
+        for before, after in itertools.pairwise(times):
+            if after - before > STALL_S:
+                causes = tuple(what for at_s, what in self.log if before - 2 * STALL_S <= at_s < after)
+                found.append(Stall(before, after - before, causes))
+        return sorted(found, key=lambda stall: -stall.seconds)
+
+    @property
+    def may_strike(self) -> bool:
+        """A majority is left when one more goes."""
+        return 2 * (len(self.groups) - len(self._down) - 1) > len(self.groups)
+
+
+def _continue(process: ForkServerProcess) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(cast(int, process.pid), signal.SIGCONT)
+
+
+@contextmanager
+def running(forkserver: ForkServerContext, num_groups: int, seed: int, **settings: Any) -> Iterator[Run]:
+    """A run of so many groups, each on a host of its own; `settings` are a Run's."""
+    names = [f"g{number}" for number in range(num_groups)]
+    with hosts("lighthouse", *names) as cluster, spawning(forkserver) as spawn:
+        yield Run(cluster, spawn, names, random.Random(seed), **settings)
