@@ -216,6 +216,7 @@ def test_a_group_heals_from_one_source_with_all_its_ranks() -> None:
     assert {plan.sources for plan in by_rank} == {by_rank[0].sources}
     assert [source.replica_id for source in by_rank[0].sources] == ["b", "a"]
     assert [plan.store_address for plan in by_rank] == ["a:2", "b:2", "a:2"]
+    assert [plan.store_replica_id for plan in by_rank] == ["a", "b", "a"]
 
 
 def test_lineages_l1_l2_l2_at_the_top_step() -> None:

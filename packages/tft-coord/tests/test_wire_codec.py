@@ -184,6 +184,7 @@ def plans(draw: st.DrawFn) -> Plan:
         min_replica_size=draw(sizes),
         commit_failures=draw(counts),
         reconfigure_handles=tuple(draw(st.lists(texts, max_size=4))),
+        store_replica_id=draw(st.sampled_from(("", *ids))),
     )
 
 

@@ -69,6 +69,7 @@ def plan_of(
         participants=counted,
         participating_rank=counted.index(rank) if rank in counted else None,
         min_replica_size=min_replica_size,
+        store_replica_id=names[holders[0]],
     )
 
 

@@ -113,6 +113,7 @@ def plan_for(quorum: Quorum, replica_id: str, group_rank: int, assignment: Assig
         first = common.recovering.index(own) % num_sources
         order = givers[first:] + givers[:first] + poor
         sources = tuple(Source(rank, members[rank].replica_id, members[rank].address) for rank in order)
+    store = members[common.up_to_date[group_rank % num_stores]]
     served = tuple(rank for index, rank in enumerate(common.recovering) if givers[index % num_sources] == own)
     return Plan(
         key=quorum.key,
@@ -126,13 +127,14 @@ def plan_for(quorum: Quorum, replica_id: str, group_rank: int, assignment: Assig
         sources=sources,
         recover_dst_replica_ranks=served,
         serve=bool(common.recovering) and own in common.up_to_date,
-        store_address=members[common.up_to_date[group_rank % num_stores]].store_address,
+        store_address=store.store_address,
         up_to_date=common.up_to_date,
         participants=common.participants,
         participating_rank=common.participants.index(own) if own in common.participants else None,
         min_replica_size=common.min_replica_size,
         commit_failures=max(member.commit_failures for member in members),
         reconfigure_handles=tuple(_handle(member, group_rank) for member in members),
+        store_replica_id=store.replica_id,
     )
 
 

@@ -350,6 +350,7 @@ class Plan:
         min_replica_size: participants needed for a commit.
         commit_failures: the maximum over members.
         reconfigure_handles: of this group rank, by replica rank; "" where a member has none.
+        store_replica_id: the member whose store that is; "" if the manager server does not say.
     """
 
     key: QuorumKey
@@ -370,6 +371,7 @@ class Plan:
     min_replica_size: int = 1
     commit_failures: int = 0
     reconfigure_handles: tuple[str, ...] = field(default=())
+    store_replica_id: str = ""
 
     @property
     def num_participants(self) -> int:

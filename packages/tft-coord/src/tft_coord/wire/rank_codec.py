@@ -34,7 +34,14 @@ from tft_coord.core.types import (
 from tft_coord.errors import ProtocolError
 from tft_coord.wire import coordination_pb2 as pb
 from tft_coord.wire import fields
-from tft_coord.wire.limits import MAX_DATA_BYTES, MAX_HEALED_BYTES, MAX_MEMBERS, MAX_METADATA_BYTES, MAX_WORLD_SIZE
+from tft_coord.wire.limits import (
+    MAX_DATA_BYTES,
+    MAX_HEALED_BYTES,
+    MAX_MEMBERS,
+    MAX_METADATA_BYTES,
+    MAX_NAME_BYTES,
+    MAX_WORLD_SIZE,
+)
 
 _PURPOSES = {
     Purpose.COMMIT: pb.COMMIT,
@@ -277,6 +284,7 @@ def _plan_to_wire(plan: Plan) -> pb.ManagerQuorumResponse:
         up_to_date=plan.up_to_date,
         participants=plan.participants,
         min_replica_size=plan.min_replica_size,
+        store_replica_id=plan.store_replica_id,
     )
 
 
@@ -328,6 +336,7 @@ def _plan_from_wire(message: pb.ManagerQuorumResponse) -> Plan | QuorumKey:
             fields.checked_text("reconfigure_handle", handle, MAX_METADATA_BYTES)
             for handle in fields.few("reconfigure_handles", message.reconfigure_handles)
         ),
+        store_replica_id=fields.checked_printable("store_replica_id", message.store_replica_id, MAX_NAME_BYTES),
     )
 
 
