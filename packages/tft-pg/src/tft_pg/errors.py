@@ -8,6 +8,7 @@ what to do. The law of this file: errors only, no decisions about when they are 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -115,15 +116,37 @@ class ConfigureFailed(ProcessGroupError):
 
     Args:
         missing_ranks: the ranks that had not shown up when the deadline passed; empty if that was not the fault.
+        unreached: the ranks that had shown up, but refuse a connection or don't answer it, and why, in a few words.
     """
 
-    def __init__(self, message: str, *, where: Where | None = None, missing_ranks: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        where: Where | None = None,
+        missing_ranks: tuple[int, ...] = (),
+        unreached: Mapping[int, str] | None = None,
+    ) -> None:
         super().__init__(message, where=where)
         self.missing_ranks = missing_ranks
+        self.unreached: Mapping[int, str] = dict(unreached or {})
 
 
 class StoreUnreachable(ConfigureFailed):
-    """The store did not answer within the deadline. Next: ask for a new quorum, which names another store."""
+    """The store did not answer within the deadline. Next: ask for a new quorum, which names another store.
+
+    Args:
+        host, port: of the store.
+        why: in a few words.
+    """
+
+    def __init__(
+        self, message: str, *, where: Where | None = None, host: str = "", port: int = 0, why: str = ""
+    ) -> None:
+        super().__init__(message, where=where)
+        self.host = host
+        self.port = port
+        self.why = why
 
 
 class PeerFailed(ProcessGroupError):

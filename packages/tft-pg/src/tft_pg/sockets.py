@@ -36,6 +36,7 @@ __all__ = [
     "hide_from_programs",
     "hold",
     "let_go",
+    "remote_ends",
     "shut_down",
     "supported",
     "traffic",
@@ -47,8 +48,10 @@ _SYN_SENT = "02"
 _SOCKADDR_BYTES = 128
 _CONNECTS_WITHIN_S = 1.0
 _LOOKS_EVERY_S = 0.001
-# Of Linux's struct tcp_info: two 64-bit counters side by side, bytes acknowledged and bytes received.
+# Of Linux's struct tcp_info: two 64-bit counters side by side, bytes acknowledged and bytes received; and one byte, how
+# often in a row the oldest segment was sent again because its acknowledgement did not come in time.
 _TCP_INFO_BYTES = 256
+_TCP_RETRANSMITS = 2
 _TCP_COUNTERS = struct.Struct("=120xQQ")
 
 
@@ -129,6 +132,13 @@ def connected(*, local: Collection[Endpoint] = (), remote: Collection[Endpoint] 
             if matches and _inode(descriptor) == inode:  # else closed and reused since the look
                 found.add(inode)
     return frozenset(found)
+
+
+def remote_ends(remote: Collection[Endpoint]) -> frozenset[Endpoint]:
+    """Those of these addresses to which a connection of this process is made."""
+    with _lock:
+        there = (_end(descriptor, remote=True) for descriptor, _ in _inodes())
+        return frozenset(end for end in there if end is not None and end in remote)
 
 
 def connecting(*, remote: Collection[Endpoint]) -> frozenset[int]:
@@ -274,10 +284,21 @@ class Held(NamedTuple):
 
     def traffic(self) -> Traffic:
         """What has passed over it so far."""
+        return Traffic(*_TCP_COUNTERS.unpack_from(self._information()))
+
+    def retransmits(self) -> int:
+        """How often in a row the kernel has sent the same again because the other end's did not acknowledge it.
+
+        The kernel of a stopped process acknowledges too, and one whose buffer is full is asked otherwise.
+        """
+        return self._information()[_TCP_RETRANSMITS]
+
+    def _information(self) -> bytes:
+        """The kernel's struct tcp_info."""
         information = ctypes.create_string_buffer(_TCP_INFO_BYTES)
         length = ctypes.c_uint32(_TCP_INFO_BYTES)
         _libc.getsockopt(self.duplicate, socket.IPPROTO_TCP, socket.TCP_INFO, information, ctypes.byref(length))
-        return Traffic(*_TCP_COUNTERS.unpack_from(information))
+        return information.raw
 
     def stop_reading(self) -> None:
         """Have its owner read the end of it, once what has come is read; the other end is not told."""

@@ -8,6 +8,7 @@ The law of this file: stores only; no process group.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import random
@@ -18,11 +19,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, final
+from typing import Any, Generic, TypeVar, final
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from tft_pg import sockets
+from tft_pg.calls import AGAIN_AFTER_S
 from tft_pg.errors import ProcessGroupError, StoreAddressError, StoreUnreachable
 from tft_pg.forks import Inheritance, let_go_in_child
 from tft_pg.sockets import Endpoint
@@ -42,7 +44,10 @@ _MARK_SLACK_BYTES = 64
 _SILENT_S = 0.1
 _GIVE_UP_S = 0.5
 _MOMENT_S = 0.01
+# A store that runs has taken a connection by then, on the same continent.
+_SOON_S = 0.2
 
+_T = TypeVar("_T")
 _Place = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
 
 
@@ -169,16 +174,20 @@ class StoreClient:
             own = (sockets.connecting(remote=self._remote) | sockets.connected(remote=self._remote)) - self._before
         return Inheritance(inodes=own, kept=() if self._store is None else [self._store])
 
-    def connect(self, timeout: timedelta, *, keep_trying: Callable[[], None]) -> None:
+    def connect(self, timeout: timedelta, *, keep_trying: Callable[[], None], refusal_counts: bool = False) -> None:
         """Connect; blocks until the store has answered.
 
         Args:
             timeout: how long at most; becomes the store's own time-out.
             keep_trying: called every few milliseconds while nothing listens there; may raise to end it.
-        Raises: StoreUnreachable: the time is up, or the host has no address.
+            refusal_counts: the store is known to have run, so that nothing listens there any more if two connections
+                are refused; False: it may still start, and is waited for.
+        Raises: StoreUnreachable: the time is up, the host has no address, or the connection is refused and that counts.
         """
         deadline_s = time.monotonic() + timeout.total_seconds()
-        places = self._look_up()
+        places = self._look_up(deadline_s, keep_trying)
+        if refusal_counts:
+            keep_trying = _UnlessRefused(self, places, keep_trying)
         while True:
             with self._lock:
                 self._before = sockets.connected(remote=self._remote)
@@ -191,7 +200,7 @@ class StoreClient:
                 break
             keep_trying()
             if time.monotonic() > deadline_s:
-                raise self._unreachable("its connection could not be told from others to the same store")
+                raise self.unreachable("its connection could not be told from others to the same store")
         store.set_timeout(timeout)
 
     def _identify(self, store: Store) -> frozenset[int]:
@@ -236,7 +245,7 @@ class StoreClient:
             except RuntimeError as error:
                 keep_trying()
                 if time.monotonic() >= deadline_s:
-                    raise self._unreachable(str(error).splitlines()[0]) from error
+                    raise self.silent() from error
             host = self._wait_for_listener(places, deadline_s, keep_trying)
 
     @property
@@ -293,18 +302,53 @@ class StoreClient:
         self._silent_since_s = {inode: self._silent_since_s.get(inode, now_s) for inode in silent}
         return frozenset(inode for inode, since_s in self._silent_since_s.items() if now_s - since_s > _SILENT_S)
 
-    def _unreachable(self, why: str) -> StoreUnreachable:
+    def silent(self) -> StoreUnreachable:
+        """The error where the store does not answer a question, or not even a connection."""
+        if self._own:
+            return self.unreachable("it does not answer any more; look whether its process is stopped")
+        if self.is_heard:
+            return self.unreachable("it takes connections and does not answer; look whether its process is stopped")
+        return self.unreachable("no answer to a connection")
+
+    def unreachable(self, why: str) -> StoreUnreachable:
+        """The error where the store can't be used."""
         return StoreUnreachable(
-            f"the store at {StoreAddress(self.host, self.port)} did not answer ({why}); ask for a new quorum"
+            f"the store at {StoreAddress(self.host, self.port)} did not answer ({why}); ask for a new quorum",
+            host=self.host,
+            port=self.port,
+            why=why,
         )
 
-    def _look_up(self) -> Sequence[_Place]:
+    @property
+    def is_heard(self) -> bool:
+        """Whether a connection of this client to the store's address is made, whatever passes over it."""
+        return bool(sockets.connected(remote=self._remote) - self._before)
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether a connection to the store's address has neither been made nor refused so far."""
+        return bool(sockets.connecting(remote=self._remote))
+
+    def _look_up(self, deadline_s: float, keep_trying: Callable[[], None]) -> Sequence[_Place]:
         try:
-            places = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            raise self._unreachable(f"{error.strerror or error}") from error
+            places = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+        except OSError:
+            places = self._resolve(deadline_s, keep_trying)
         self._remote = frozenset(Endpoint.of(sockaddr) for *_, sockaddr in places)
         return places
+
+    def _resolve(self, deadline_s: float, keep_trying: Callable[[], None]) -> Sequence[_Place]:
+        """Ask the resolver, on a thread of its own: one that does not answer listens to nobody for many seconds."""
+        asked = _Question(lambda: socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM), "tft-pg-resolve")
+        try:
+            while not asked.wait(_RETRY_S):
+                keep_trying()
+                if time.monotonic() > deadline_s:
+                    raise self.unreachable(f"its name {self.host} was not resolved in time")
+            return asked.answer()
+        except (OSError, UnicodeError) as error:
+            why = f"its name {self.host} can't be resolved: {getattr(error, 'strerror', None) or error}"
+            raise self.unreachable(why) from error
 
     def _wait_for_listener(self, places: Sequence[_Place], deadline_s: float, keep_trying: Callable[[], None]) -> str:
         """Wait until something listens there, in steps short enough to be ended. Returns: at which numeric address."""
@@ -319,45 +363,43 @@ class StoreClient:
                     return str(sockaddr[0])
             keep_trying()
             if time.monotonic() + _RETRY_S > deadline_s:
-                raise self._unreachable(why)
+                raise self.unreachable(why)
             time.sleep(_RETRY_S)
 
 
 @final
-class _Opening:
-    """Torch's client while it connects, on a thread of its own: if the store dies in that moment, torch tries again for
-    seconds and listens to nobody.
+class _Question(Generic[_T]):
+    """A call that listens to nobody while it waits, on a thread of its own.
 
     Args:
-        host, port: of the store.
-        timeout: after which torch gives up, about.
+        ask: the call.
+        name: of the thread.
     """
 
-    def __init__(self, host: str, port: int, timeout: timedelta) -> None:
-        self._arguments = (host, port, timeout)
-        self._store: Store | None = None
-        self._error: RuntimeError | None = None
+    def __init__(self, ask: Callable[[], _T], name: str) -> None:
+        self._ask = ask
+        self._answers: list[_T] = []
+        self._error: Exception | None = None
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="tft-pg-connect", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        host, port, timeout = self._arguments
         try:
-            self._store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        except RuntimeError as error:
+            self._answers.append(self._ask())
+        except Exception as error:
             self._error = error
         self._done.set()
 
-    def result(self, keep_trying: Callable[[], None]) -> Store:
-        """The store. Raises: RuntimeError: torch's; what `keep_trying`, called every few milliseconds, raises."""
-        while not self._done.wait(_RETRY_S):
-            keep_trying()
+    def wait(self, timeout_s: float) -> bool:
+        """Wait so long at most. Returns: whether there is an answer, or an error."""
+        return self._done.wait(timeout_s)
+
+    def answer(self) -> _T:
+        """Hand out the answer, once; there is one. Raises: what the call raised."""
         if self._error is not None:
             raise self._error
-        assert self._store is not None
-        store, self._store = self._store, None
-        return store
+        return self._answers.pop()
 
     @property
     def runs(self) -> bool:
@@ -365,6 +407,76 @@ class _Opening:
 
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
+
+
+@final
+class _Opening:
+    """Torch's client while it connects: if the store dies in that moment, torch tries again for seconds.
+
+    Args:
+        host, port: of the store.
+        timeout: after which torch gives up, about.
+    """
+
+    def __init__(self, host: str, port: int, timeout: timedelta) -> None:
+        self._question: _Question[Store] = _Question(
+            lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout), "tft-pg-connect"
+        )
+
+    def result(self, keep_trying: Callable[[], None]) -> Store:
+        """The store. Raises: RuntimeError: torch's; what `keep_trying`, called every few milliseconds, raises."""
+        while not self._question.wait(_RETRY_S):
+            keep_trying()
+        return self._question.answer()
+
+    @property
+    def runs(self) -> bool:
+        return self._question.runs
+
+    def join(self, timeout_s: float) -> None:
+        self._question.join(timeout_s)
+
+
+@final
+class _UnlessRefused:
+    """Goes on trying, as it is called again and again, unless the store refuses connections.
+
+    Torch's client tells nobody that it is refused. Where it has neither a connection nor waits for one, the address is
+    called here; two refusals count. No call is made beside a connection, because the store's server stops for a name
+    look-up at each that it accepts.
+    """
+
+    def __init__(self, client: StoreClient, places: Sequence[_Place], keep_trying: Callable[[], None]) -> None:
+        self._client = client
+        self._places = places
+        self._keep_trying = keep_trying
+        self._due_s = time.monotonic() + _SOON_S
+        self._refused = False
+
+    def __call__(self) -> None:
+        self._keep_trying()
+        if time.monotonic() < self._due_s:
+            return
+        self._due_s = time.monotonic() + AGAIN_AFTER_S
+        if self._client.is_heard or self._client.is_unanswered:
+            self._refused = False
+            return
+        why = [_refusal(place) for place in self._places]
+        if not all(why):
+            self._refused = False
+        elif self._refused:
+            raise self._client.unreachable(why[0])
+        else:
+            self._refused = True
+
+
+def _refusal(place: _Place) -> str:
+    """Call an address once. Returns: why it can't be reached; nothing where it takes the call, or does not answer."""
+    family, kind, protocol, _, sockaddr = place
+    with socket.socket(family, kind, protocol) as caller:
+        caller.settimeout(_RETRY_S)
+        error = caller.connect_ex(sockaddr)
+    return "" if error in (0, errno.EAGAIN, errno.EINPROGRESS) else os.strerror(error).lower()
 
 
 def _connect_in_steps(probe: socket.socket, sockaddr: Any, deadline_s: float, keep_trying: Callable[[], None]) -> str:
@@ -375,6 +487,6 @@ def _connect_in_steps(probe: socket.socket, sockaddr: Any, deadline_s: float, ke
     while not poll.poll(_RETRY_S * 1000):
         keep_trying()
         if time.monotonic() > deadline_s:
-            return "no answer"
+            return "no answer to a connection"
     error = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     return os.strerror(error) if error else ""

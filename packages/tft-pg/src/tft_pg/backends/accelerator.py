@@ -35,9 +35,11 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tft_pg.backends.addresses import address_towards
 from tft_pg.backends.attempt import Attempt
+from tft_pg.backends.examination import Examination
 from tft_pg.backends.lifeline import Lifeline
 from tft_pg.backends.live import LiveGroup
 from tft_pg.backends.native import NativeProcessGroup
+from tft_pg.backends.patience import Phase
 from tft_pg.backends.rendezvous import meet
 from tft_pg.errors import ConfigureFailed, DeadlinePassed, OperationRefused, PeerFailed, ProcessGroupError
 from tft_pg.forwarding import forward
@@ -571,7 +573,7 @@ class AcceleratorProcessGroup(NativeProcessGroup):
         device = self._device_here()  # now, and not on another thread, where the current one is the first
         lifeline = Lifeline(where.rank, where.world_size, self._address(where.world_size))
         try:
-            lifeline.connect(meet(store, attempt, lifeline.record()), attempt)
+            self._meet(store, attempt, lifeline)
             store.set_timeout(attempt.remaining())
             connecting = _Connecting(self._backend, store, device, attempt)
             communicator = connecting.result(attempt, lifeline)
@@ -593,6 +595,18 @@ class AcceleratorProcessGroup(NativeProcessGroup):
         )
         orders.begin(live)
         return live
+
+    def _meet(self, store: Store, attempt: Attempt, lifeline: Lifeline) -> None:
+        """Find the other ranks, and tie the lifeline to them. Raises: ConfigureFailed: it names who is not there."""
+        assert self._store_client is not None
+        records = meet(store, attempt, lifeline.record(), silent=self._store_client.silent)
+        examination = Examination(store, attempt, lifeline.unconnected)
+        attempt.enter(Phase.CONNECTIONS, late=examination.late, examine=examination.run)
+        try:
+            lifeline.connect(records, attempt)
+        except ConfigureFailed as failure:
+            raise examination.after(failure) from failure
+        attempt.enter(None)  # the library, which takes seconds the first time
 
     def _discard(self) -> None:
         return None

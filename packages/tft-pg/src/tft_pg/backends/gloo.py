@@ -37,12 +37,15 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from tft_pg import sockets
 from tft_pg.backends.addresses import address_towards, loopback_of, own_name_is_loopback
 from tft_pg.backends.attempt import Attempt
+from tft_pg.backends.examination import Examination, give_up, names
 from tft_pg.backends.gloo_table import lacks
 from tft_pg.backends.live import LiveGroup, keep_at_exit
 from tft_pg.backends.native import NativeProcessGroup
+from tft_pg.backends.patience import Phase
 from tft_pg.backends.reduce_scatter import start_reduce_scatter
 from tft_pg.backends.transfers import Transfers, check_supported
 from tft_pg.backends.watch import Watch
+from tft_pg.calls import Place
 from tft_pg.checks import fault_of, is_plain
 from tft_pg.errors import (
     ConfigureFailed,
@@ -66,6 +69,8 @@ _Gloo: Any = dist.ProcessGroupGloo
 # Gloo's own time-out while it builds: never first, because it leaves a dangling callback behind.
 _NEVER_FIRST = timedelta(minutes=10)
 _POKE_S = 0.2
+# With so many bytes, the number of a connection, each caller begins.
+_NUMBER_BYTES = 8
 # This long after Gloo has closed the connections an operation has failed, if it has not forgotten it.
 _STRAGGLE_S = 0.05
 _POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
@@ -130,13 +135,22 @@ class ProcessGroupGloo(NativeProcessGroup):
             options = _Gloo._Options()
             options._devices = list(self._devices)
             options._timeout = attempt.timeout + _NEVER_FIRST
-            witness = _WitnessStore(store, mesh, attempt, on_published=unnamed.close)
+            examination = Examination(store, attempt, mesh.unconnected)
+            assert self._store_client is not None
+            witness = _WitnessStore(
+                store,
+                mesh,
+                attempt,
+                on_published=unnamed.close,
+                silent=self._store_client.silent,
+                examination=examination,
+            )
             before = _threads()
             try:
                 backend = _Gloo(witness, where.rank, where.world_size, options)
             except Exception as error:
                 # An exception of the store in between passes through C++ and loses its type on the way.
-                raise witness.error or error from None
+                raise witness.error or examination.after(error) from None
         try:
             attempt.check()
             mesh.finish(where.world_size, len(self._devices), threads=_threads() - before)
@@ -169,11 +183,11 @@ class ProcessGroupGloo(NativeProcessGroup):
             start=partial(_start, where, transfers),
         )
         keep_at_exit(live)
-        give_up = weakref.WeakMethod(live.give_up)  # a group that nobody holds any more has no thread that does
+        fail_forgotten = weakref.WeakMethod(live.give_up)  # a group that nobody holds any more has no thread that does
 
         def on_severed() -> None:
             transfers.end()
-            (give_up() or _nothing)()
+            (fail_forgotten() or _nothing)()
 
         mesh.watch(on_severed)
         return live
@@ -282,6 +296,12 @@ class _Published:
     zone: int
     numbers: tuple[int, ...]
 
+    @property
+    def place(self) -> Place:
+        """Where to call it."""
+        rest = (0, self.zone) if self.family == socket.AF_INET6 else ()
+        return Place(self.family, (*self.endpoint, *rest))
+
     @classmethod
     def read(cls, record: bytes) -> _Published:
         """From Gloo's record: host name, sockaddr_storage with a number, numbers; lengths first, native order.
@@ -315,6 +335,7 @@ class _Mesh:
         self._lock = threading.Lock()
         self._own: dict[str, _Published] = {}
         self._peers: set[Endpoint] = set()
+        self._met: dict[int, list[_Published]] = {}  # of the peers, by rank
         self._poked: set[str] = set()
         self._inodes: frozenset[int] = frozenset()
         self._threads: frozenset[str] = frozenset()
@@ -331,9 +352,29 @@ class _Mesh:
         with self._lock:
             return frozenset(own.endpoint for own in self._own.values())
 
-    def met(self, record: bytes) -> None:
+    def met(self, rank: int, record: bytes) -> None:
+        peer = _Published.read(record)
         with self._lock:
-            self._peers.add(_Published.read(record).endpoint)
+            self._peers.add(peer.endpoint)
+            self._met.setdefault(rank, []).append(peer)
+
+    def unconnected(self) -> dict[int, list[Place]]:
+        """Where those peers listen, by rank, to which no connection is known.
+
+        Who has connected to this rank can't be told from the connection. So unless all that it could be have done so,
+        all of them are given.
+        """
+        with self._lock:
+            met = [(rank, peer) for rank, peers in self._met.items() for peer in peers]
+            remote = frozenset(self._peers)
+        called = sockets.remote_ends(remote)
+        left = [(rank, peer) for rank, peer in met if peer.endpoint not in called]
+        if len(_without_strangers(sockets.connected(local=self.own()))) >= len(left):
+            return {}
+        found: dict[int, list[Place]] = {}
+        for rank, peer in left:
+            found.setdefault(rank, []).append(peer.place)
+        return found
 
     def finish(self, world_size: int, num_devices: int, *, threads: frozenset[str]) -> None:
         """Note which connections the group has, now that it has them all.
@@ -348,6 +389,9 @@ class _Mesh:
         self._is_built = True
         self._inodes = self._connected()
         expected = (world_size - 1) * num_devices
+        if len(self._inodes) > expected:
+            own = self.own()
+            self._inodes -= sockets.connected(local=own) - _without_strangers(sockets.connected(local=own))
         if len(self._inodes) < expected:
             raise ConfigureFailed(
                 f"only {len(self._inodes)} of {expected} connections to peers were left when the group was built; "
@@ -401,27 +445,53 @@ class _Mesh:
         return sockets.connected(local=self.own(), remote=remote)
 
     def _connect_in_place_of_peers(self, own: _Published) -> None:
-        place: tuple[object, ...] = own.endpoint
-        if own.family == socket.AF_INET6:
-            place = (*own.endpoint, 0, own.zone)
+        place = own.place
         for rank, number in enumerate(own.numbers):
             if rank == self._rank:
                 continue
-            with socket.socket(own.family, socket.SOCK_STREAM) as caller:
+            with socket.socket(place.family, socket.SOCK_STREAM) as caller:
                 caller.settimeout(_POKE_S)
                 try:
-                    caller.connect(place)
+                    caller.connect(place.sockaddr)
                     caller.sendall(struct.pack("=q", number))
                 except OSError:  # the listener is gone, and with it the wait
                     return
 
 
-class _WitnessStore(Store):
-    """The store that Gloo is given: passes everything on, and tells the mesh which addresses went by."""
+def _without_strangers(accepted: frozenset[int]) -> frozenset[int]:
+    """Those of these connections whose caller has said for whom it calls, as a member does at once.
 
-    def __init__(self, store: Store, mesh: _Mesh, attempt: Attempt, *, on_published: Callable[[], None]) -> None:
+    A peer that looks whether this rank answers says nothing and hangs up, and Gloo keeps what is left of it.
+    """
+    return frozenset(inode for inode, passed in sockets.traffic(accepted).items() if passed.received >= _NUMBER_BYTES)
+
+
+class _WitnessStore(Store):
+    """The store that Gloo is given: passes everything on, and tells the mesh which addresses went by.
+
+    Args:
+        store: the real one.
+        mesh: told of the addresses.
+        attempt: told which phase begins.
+        on_published: called when this rank's address is known.
+        silent: makes the error where the store does not answer any more.
+        examination: finds out why no connections are made.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        mesh: _Mesh,
+        attempt: Attempt,
+        *,
+        on_published: Callable[[], None],
+        silent: Callable[[], ConfigureFailed],
+        examination: Examination,
+    ) -> None:
         super().__init__()
         self._on_published = on_published
+        self._silent = silent
+        self._examination = examination
         self._store = store
         self._mesh = mesh
         self._attempt = attempt
@@ -435,6 +505,7 @@ class _WitnessStore(Store):
             self._attempt.check()
             self._mesh.published(_device_of(key), record)
             self._on_published()
+            self._attempt.enter(Phase.RANKS, late=self._silent)
             found = self._store.compare_set(key, "", record)  # type: ignore[arg-type]  # bytes, in fact
             if found != record:
                 raise ConfigureFailed(
@@ -465,15 +536,13 @@ class _WitnessStore(Store):
         except dist.DistStoreError as error:
             self._attempt.check()
             missing = tuple(int(key.rpartition("/")[2]) for key in keys if not self._store.check([key]))
-            raise self._attempt.deadline_passed(
-                f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} did not come",
-                missing_ranks=missing,
-            ) from error
+            give_up(self._store, self._attempt.where.rank)
+            raise self._attempt.deadline_passed(f"{names(missing)} did not come", missing_ranks=missing) from error
         for key, record in zip(keys, found, strict=True):
             self._records[key] = bytes(record)
-            self._mesh.met(bytes(record))
+            self._mesh.met(int(key.rpartition("/")[2]), bytes(record))
         # Who stopped before the mesh knew its peers could not break what comes now; whoever stops from here on can.
-        self._attempt.check()
+        self._attempt.enter(Phase.CONNECTIONS, late=self._examination.late, examine=self._examination.run)
 
 
 class _Keeping:

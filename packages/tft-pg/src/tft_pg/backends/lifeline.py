@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from tft_pg.backends.attempt import Attempt
+from tft_pg.calls import Place
 from tft_pg.errors import ConfigureFailed
 from tft_pg.forks import Inheritance, let_go_in_child
 from tft_pg.sockets import Endpoint
@@ -57,6 +58,11 @@ class _Invitation:
 
     def record(self) -> bytes:
         return f"{self.token.hex()} {self.port} {self.address}".encode()
+
+    @property
+    def place(self) -> Place:
+        """Where to call."""
+        return Place(socket.AF_INET6 if ":" in self.address else socket.AF_INET, (self.address, self.port))
 
     @classmethod
     def read(cls, record: bytes, rank: int) -> _Invitation:
@@ -97,6 +103,7 @@ class Lifeline:
         self._ended = False
         self._wakes = (-1, -1)  # the read end and the write end of a pipe
         self._called: set[Endpoint] = set()
+        self._places: dict[int, Place] = {}  # where the others listen
         self._thread: threading.Thread | None = None
         port = 0
         if world_size > 1:
@@ -114,6 +121,10 @@ class Lifeline:
         """What the other ranks must know; no two are the same."""
         return self._invitation.record()
 
+    def unconnected(self) -> dict[int, list[Place]]:
+        """Where those ranks listen to which there is no connection yet."""
+        return {rank: [place] for rank, place in self._places.items() if rank not in self._peers}
+
     def connect(self, records: Sequence[bytes], attempt: Attempt) -> None:
         """Connect to every other rank; blocks until all are there.
 
@@ -123,9 +134,11 @@ class Lifeline:
         Raises: ConfigureFailed: a rank can't be reached; the attempt's error. Nothing is left open then.
         """
         try:
+            invitations = [_Invitation.read(record, rank) for rank, record in enumerate(records)]
+            self._places = {rank: each.place for rank, each in enumerate(invitations) if rank != self._rank}
             # Each calls those below it. A call is complete without the other's help, so nobody waits for a waiter.
-            for rank, record in enumerate(records[: self._rank]):
-                self._peers[rank] = self._call(rank, _Invitation.read(record, rank), attempt)
+            for rank, invitation in enumerate(invitations[: self._rank]):
+                self._peers[rank] = self._call(rank, invitation, attempt)
             self._take_calls(attempt)
         except BaseException:
             self.end()
@@ -136,8 +149,7 @@ class Lifeline:
 
     def _call(self, rank: int, invitation: _Invitation, attempt: Attempt) -> socket.socket:
         self._called.add(Endpoint.of((invitation.address, invitation.port)))
-        family = socket.AF_INET6 if ":" in invitation.address else socket.AF_INET
-        connection = socket.socket(family, socket.SOCK_STREAM)
+        connection = socket.socket(invitation.place.family, socket.SOCK_STREAM)
         try:
             connection.setblocking(False)
             _ask_after(connection)

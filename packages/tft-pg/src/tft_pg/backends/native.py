@@ -20,6 +20,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tft_pg.backends.attempt import Attempt
 from tft_pg.backends.live import LiveGroup
+from tft_pg.backends.patience import Patience, Phase
 from tft_pg.base import ProcessGroup
 from tft_pg.errors import (
     Aborted,
@@ -52,6 +53,7 @@ class NativeProcessGroup(ProcessGroup):
     def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
         super().__init__()
         self._timeout = checked_timeout(timeout)
+        self._patience = Patience()
         self._configuring = threading.Lock()
         self._lock = threading.Lock()
         self._attempt: Attempt | None = None
@@ -70,7 +72,7 @@ class NativeProcessGroup(ProcessGroup):
 
         Args:
             store: under this configure's prefix.
-            attempt: to be told how to break each wait; `attempt.where` has rank and size.
+            attempt: to be told how to break each wait, and which phase begins; `attempt.where` has rank and size.
             timeout: of the group's operations.
         Raises: any error; the builder leaves nothing behind then.
         """
@@ -100,10 +102,14 @@ class NativeProcessGroup(ProcessGroup):
             raise InvalidSetting(f"there are {len(global_ranks)} global ranks for a world size of {world_size}")
         where = Where(rank, world_size, replica_id, quorum_id, group_rank)
         limit = self._timeout if timeout is None else checked_timeout(timeout)
-        with self._configuring, Attempt(where, limit) as attempt:
+        # A quorum is formed anew, without whom somebody can't reach; nobody else gives a second chance so soon.
+        patience = self._patience if quorum_id is not None and timeout is None else None
+        with self._configuring, Attempt(where, limit, patience) as attempt:
             self._begin(attempt)
             try:
-                live = self._build(self._connect(address, attempt), attempt, self._timeout)
+                store = self._connect(address, attempt)
+                attempt.enter(None)
+                live = self._build(store, attempt, self._timeout)
             except BaseException as error:
                 failure = self._fail(attempt, error)
                 if failure is error or not isinstance(error, Exception):
@@ -126,16 +132,19 @@ class NativeProcessGroup(ProcessGroup):
         """The store under this configure's prefix; the connection is kept while the store is the same."""
         client = self._store_client
         if client is not None and (client.host, client.port) == (address.host, address.port):
+            attempt.enter(Phase.STORE, late=client.silent)
             attempt.break_with(client.sever)
             if client.alive():
                 return client.under(address.prefix)
             attempt.check()
         self._store_client = client = StoreClient(address.host, address.port)
+        attempt.enter(Phase.STORE, late=client.silent)
         attempt.break_with(client.sever)
-        client.connect(attempt.remaining(), keep_trying=attempt.check)
+        client.connect(attempt.remaining(), keep_trying=attempt.check, refusal_counts=attempt.is_bounded)
         return client.under(address.prefix)
 
     def _fail(self, attempt: Attempt, error: BaseException) -> ProcessGroupError:
+        attempt.failed()
         if self._store_client is not None:
             self._given_up = [client for client in (*self._given_up, self._store_client) if client.connecting]
             self._store_client = None  # it may have been severed, or be the fault
@@ -168,6 +177,7 @@ class NativeProcessGroup(ProcessGroup):
                 why = stopped
                 self._error = copy.copy(stopped)
             else:
+                attempt.succeeded()
                 self._live, self._error = live, None
                 live.set_timeout(self._timeout)  # it may have changed meanwhile
                 return

@@ -7,9 +7,13 @@ inside a library. The law of this file: one meeting; the records' meaning is the
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
 from tft_pg.backends.attempt import Attempt
+from tft_pg.backends.examination import give_up, names
+from tft_pg.backends.patience import Phase
 from tft_pg.errors import ConfigureFailed
 
 __all__ = ["meet"]
@@ -17,20 +21,23 @@ __all__ = ["meet"]
 _PLACE = "tft-pg/rank"
 
 
-def meet(store: Store, attempt: Attempt, record: bytes) -> list[bytes]:
+def meet(
+    store: Store, attempt: Attempt, record: bytes, *, silent: Callable[[], ConfigureFailed] | None = None
+) -> list[bytes]:
     """Publish this rank's record, and wait for everybody's.
 
     Args:
         store: under this configure's prefix. Whoever stops the attempt must break its connection.
         attempt: says who takes part, and bounds the wait.
         record: of this rank; no two calls may give the same, so that a used prefix is told from an unused one.
+        silent: makes the error where the store does not answer any more.
     Returns: the record of each rank, in order.
     Raises: ConfigureFailed: the prefix was used before, or ranks did not come (they are named); the attempt's own error
         if it was stopped.
     """
     where = attempt.where
+    attempt.enter(Phase.RANKS, late=silent)
     store.set_timeout(attempt.remaining())
-    attempt.check()
     found = store.compare_set(f"{_PLACE}/{where.rank}", "", record)  # type: ignore[arg-type]  # bytes, in fact
     if found != record:
         raise ConfigureFailed(
@@ -43,9 +50,7 @@ def meet(store: Store, attempt: Attempt, record: bytes) -> list[bytes]:
     except DistStoreError as error:
         attempt.check()
         missing = tuple(rank for rank, key in enumerate(keys) if not store.check([key]))
-        raise attempt.deadline_passed(
-            f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} did not come",
-            missing_ranks=missing,
-        ) from error
+        give_up(store, where.rank)
+        raise attempt.deadline_passed(f"{names(missing)} did not come", missing_ranks=missing) from error
     attempt.check()
     return [bytes(each) for each in records]

@@ -1,0 +1,133 @@
+"""Whether addresses answer a connection, asked of the peers that a group's builder does not get connected to.
+
+A builder connects to one peer after another, so from the first that does not answer it can't be told who else would.
+So each address is called here, all at the same time: a connection that is made is closed at once, and nothing is sent.
+A refused call is made a second time, because a rank that was aborted a moment ago refuses too until it listens again.
+
+The law of this file: connections that are made and closed; who is called, and what it means, is the caller's.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+__all__ = ["AGAIN_AFTER_S", "Place", "call_all"]
+
+AGAIN_AFTER_S: Final = 0.3
+_STEP_S: Final = 0.05
+_AT_ONCE: Final = 256  # descriptors
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Place:
+    """An address to call.
+
+    Args:
+        family: of the address.
+        sockaddr: as Python's socket module writes it.
+    """
+
+    family: int
+    sockaddr: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return f"{self.sockaddr[0]} port {self.sockaddr[1]}"
+
+
+@dataclass
+class _Call:
+    place: Place
+    due_s: float
+    began_s: float = 0.0
+    connection: socket.socket | None = field(default=None, repr=False)
+    refused: str = ""  # why the first call failed
+
+    def begin(self, now_s: float) -> int:
+        """Call. Returns: the error, or 0 while none is known."""
+        self.began_s = now_s
+        self.connection = socket.socket(self.place.family, socket.SOCK_STREAM)
+        self.connection.setblocking(False)
+        try:
+            error = self.connection.connect_ex(self.place.sockaddr)
+        except OSError as failure:  # no address at all
+            error = failure.errno if (failure.errno or 0) > 0 else errno.EADDRNOTAVAIL
+        return 0 if error in (errno.EINPROGRESS, errno.EAGAIN) else error
+
+    def end(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
+
+
+def call_all(places: Mapping[_Key, Place], *, until_s: float, goes_on: Callable[[], bool]) -> dict[_Key, str]:
+    """Call each address.
+
+    Args:
+        places: to call.
+        until_s: on the monotonic clock; what has not answered by then does not answer.
+        goes_on: asked every few milliseconds; once it is false, nothing more is found out.
+    Returns: why, in a few words, for each that refuses two calls or does not answer; those that answer are left out.
+    """
+    now_s = time.monotonic()
+    calls = {key: _Call(place, now_s) for key, place in places.items()}
+    found: dict[_Key, str] = {}
+    try:
+        while calls and goes_on() and now_s < until_s:
+            _begin_due(calls, found, now_s)
+            _take_answers(calls, found)
+            now_s = time.monotonic()
+        if goes_on():
+            for key, call in calls.items():
+                if call.refused or call.connection is not None:
+                    found[key] = call.refused or f"no answer to a connection within {now_s - call.began_s:.1f} s"
+    finally:
+        for call in calls.values():
+            call.end()
+    return found
+
+
+def _begin_due(calls: dict[_Key, _Call], found: dict[_Key, str], now_s: float) -> None:
+    under_way = sum(call.connection is not None for call in calls.values())
+    for key, call in list(calls.items()):
+        if call.connection is None and call.due_s <= now_s and under_way < _AT_ONCE:
+            under_way += 1
+            error = call.begin(now_s)
+            if error:
+                _failed(calls, found, key, error)
+
+
+def _take_answers(calls: dict[_Key, _Call], found: dict[_Key, str]) -> None:
+    poll = select.poll()
+    under_way = {call.connection.fileno(): key for key, call in calls.items() if call.connection is not None}
+    for descriptor in under_way:
+        poll.register(descriptor, select.POLLOUT)
+    for descriptor, _ in poll.poll(_STEP_S * 1000):
+        key = under_way[descriptor]
+        connection = calls[key].connection
+        assert connection is not None
+        error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            _failed(calls, found, key, error)
+        else:
+            calls.pop(key).end()
+
+
+def _failed(calls: dict[_Key, _Call], found: dict[_Key, str], key: _Key, error: int) -> None:
+    """The second failed call counts."""
+    call = calls[key]
+    call.end()
+    if call.refused:
+        found[key] = call.refused
+        del calls[key]
+    else:
+        call.refused = os.strerror(error).lower()
+        call.due_s = time.monotonic() + AGAIN_AFTER_S

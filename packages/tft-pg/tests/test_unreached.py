@@ -1,0 +1,277 @@
+"""What a `configure` that belongs to a quorum says of those that it can't reach, and how soon.
+
+One rank is real. The others are addresses in the store: of a port that nobody listens at, of one that answers, and of
+one whose connections are swallowed, because its backlog is full.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from tft_pg import ConfigureFailed, ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL, StoreUnreachable
+from tft_pg.backends.examination import give_up
+from tft_pg.backends.gloo import _Published
+from tft_pg.backends.patience import SHORTEST_S, Patience, Phase
+from tft_pg.calls import Place, call_all
+from tft_pg.store import parse_store_addr
+from tft_pg.testing import Bench, FakeAccelerator
+
+GUARD = timedelta(seconds=20)
+_HOLE = """
+import socket, sys
+listener = socket.create_server(("127.0.0.1", 0), backlog=0)
+fillers = [socket.socket() for _ in range(4)]
+for filler in fillers:
+    filler.setblocking(False)
+    filler.connect_ex(listener.getsockname())
+print(listener.getsockname()[1], flush=True)
+sys.stdin.read()
+"""
+_STORE = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def serving(program: str) -> Iterator[tuple[int, int]]:
+    """A process that prints a port. Gives: the port, and its pid."""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        yield int(process.stdout.readline()), process.pid
+        process.kill()
+
+
+@pytest.fixture
+def hole() -> Iterator[int]:
+    with serving(_HOLE) as (port, _):
+        yield port
+
+
+@pytest.fixture
+def closed_port() -> Iterator[int]:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        yield unused.getsockname()[1]
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    with Bench(ProcessGroupGloo, timeout=GUARD) as bench:
+        yield bench
+
+
+def under(store_addr: str) -> Store:
+    address = parse_store_addr(store_addr)
+    return PrefixStore(
+        address.prefix, TCPStore(address.host, address.port, is_master=False, wait_for_workers=False, timeout=GUARD)
+    )
+
+
+def publish(store: Store, ports: Mapping[int, int]) -> None:
+    """Put addresses into the store as Gloo does: rank 0's own record, with another port."""
+    record = bytes(store.get("0/0"))
+    (name_bytes,) = struct.unpack_from("=Q", record, 0)
+    for rank, port in ports.items():
+        other = bytearray(record)
+        struct.pack_into("!H", other, 16 + name_bytes + 2, port)
+        store.set(f"0/{rank}", bytes(other))
+
+
+def configure(
+    bench: Bench, group: ProcessGroup, ports: Mapping[int, int], *, gave_up: int | None = None
+) -> ConfigureFailed:
+    """Configure rank 0 with others at these ports. Returns: the error."""
+    store_addr = bench.fresh_address()
+    store = under(store_addr)
+    finish = bench.start(lambda: group.configure(store_addr, 0, len(ports) + 1, quorum_id=7))
+    if gave_up is not None:
+        give_up(store, gave_up)
+    publish(store, ports)
+    error = finish().error
+    assert isinstance(error, ConfigureFailed), error
+    return error
+
+
+def bound_s(group: ProcessGroup, phase: Phase) -> float:
+    patience: Patience = group._patience  # type: ignore[attr-defined]
+    return patience.bound_s(phase, 60.0)
+
+
+# --- connections ---------------------------------------------------------------------------------------------------
+
+
+def test_a_peer_that_refuses_is_named_at_once(bench: Bench, closed_port: int) -> None:
+    group = bench.make()
+    error = configure(bench, group, {1: closed_port})
+    assert error.unreached == {1: f"127.0.0.1 port {closed_port}: connection refused"}
+    assert error.missing_ranks == ()
+    assert f"rank 1 can't be reached (127.0.0.1 port {closed_port}: connection refused)" in str(error)
+    assert bound_s(group, Phase.CONNECTIONS) == SHORTEST_S[Phase.CONNECTIONS]  # no time-out has passed
+
+
+def test_a_peer_that_does_not_answer_is_named_and_one_that_does_is_not(bench: Bench, hole: int) -> None:
+    group = bench.make()
+    with socket.create_server(("127.0.0.1", 0)) as answers:
+        error = configure(bench, group, {1: hole, 2: answers.getsockname()[1]})
+    assert list(error.unreached) == [1]
+    assert "no answer to a connection within" in error.unreached[1]
+    assert bound_s(group, Phase.CONNECTIONS) == 2 * SHORTEST_S[Phase.CONNECTIONS]
+
+
+def test_a_rank_that_gave_up_is_not_named(bench: Bench, closed_port: int) -> None:
+    error = configure(bench, bench.make(), {1: closed_port}, gave_up=1)
+    assert error.unreached == {}
+    assert "rank 1 gave up" in str(error)
+
+
+def test_a_late_rank_learns_that_the_others_gave_up(bench: Bench) -> None:
+    groups = [bench.make(), bench.make()]
+    store_addr = bench.fresh_address()
+    with pytest.raises(ConfigureFailed, match="rank 1 did not come"):
+        groups[0].configure(store_addr, 0, 2, timeout=timedelta(seconds=0.2))
+    gc.collect()  # an error that somebody keeps, keeps the listener that it was raised behind
+    with pytest.raises(ConfigureFailed, match="rank 0 gave up") as late:
+        groups[1].configure(store_addr, 1, 2, quorum_id=7)
+    assert late.value.unreached == {}
+
+
+def test_a_call_that_says_nothing_does_not_end_the_group(bench: Bench) -> None:
+    """A rank is called by peers that look whether it answers, while its group is being built."""
+    groups = [bench.make(), bench.make()]
+    store_addr = bench.fresh_address()
+    first = bench.start(lambda: groups[0].configure(store_addr, 0, 2, quorum_id=7))
+    record = gloo_record(under(store_addr))
+    assert call_all({0: record}, until_s=10**9, goes_on=lambda: True) == {}
+    groups[1].configure(store_addr, 1, 2, quorum_id=7)
+    first().get()
+    over = threading.Event()
+    assert not over.wait(0.5)  # the watch looks every 0.25 s
+    bench.all(groups, lambda _, group: group.allreduce([torch.ones(3)]).wait())
+    assert [group.errored() for group in groups] == [None, None]
+
+
+def gloo_record(store: Store) -> Place:
+    return _Published.read(bytes(store.get("0/0"))).place
+
+
+def test_without_a_quorum_or_with_a_time_out_the_bounds_do_not_count(bench: Bench) -> None:
+    group = bench.make()
+    for more in ({}, {"quorum_id": 7}):
+        with pytest.raises(ConfigureFailed, match=r"within 0\.3 s .*rank 1 did not come"):
+            group.configure(bench.fresh_address(), 0, 2, timeout=timedelta(seconds=0.3), **more)  # type: ignore[arg-type]
+    assert bound_s(group, Phase.RANKS) == SHORTEST_S[Phase.RANKS]
+
+
+def test_ranks_that_do_not_come_cost_seconds_and_the_next_time_more(bench: Bench) -> None:
+    group = bench.make()
+    with pytest.raises(ConfigureFailed, match=r"within 2\.5 s \(rank 0 of 3, quorum 7\): ranks 1, 2 did not come") as e:
+        group.configure(bench.fresh_address(), 0, 3, quorum_id=7)
+    assert e.value.missing_ranks == (1, 2)
+    assert bound_s(group, Phase.RANKS) == 5.0
+    group.configure(bench.fresh_address(), 0, 1, quorum_id=8)
+    assert bound_s(group, Phase.RANKS) == 2.5
+
+
+# --- the store -----------------------------------------------------------------------------------------------------
+
+
+def store_error(group: ProcessGroup, store_addr: str) -> StoreUnreachable:
+    with pytest.raises(StoreUnreachable) as caught:
+        group.configure(store_addr, 0, 2, quorum_id=7)
+    assert f"{caught.value.host}:{caught.value.port}" == store_addr.partition("/")[0]
+    assert caught.value.why in str(caught.value)
+    return caught.value
+
+
+def test_a_store_that_refuses_is_an_error_at_once(bench: Bench, closed_port: int) -> None:
+    group = bench.make()
+    assert store_error(group, f"127.0.0.1:{closed_port}/a").why == "connection refused"
+    assert bound_s(group, Phase.STORE) == SHORTEST_S[Phase.STORE]
+
+
+def test_a_store_that_swallows_connections_costs_seconds(bench: Bench, hole: int) -> None:
+    group = bench.make()
+    assert store_error(group, f"127.0.0.1:{hole}/a").why == "no answer to a connection"
+    assert bound_s(group, Phase.STORE) == 2 * SHORTEST_S[Phase.STORE]
+
+
+def test_a_stopped_store_costs_seconds_whether_it_is_new_or_known(bench: Bench) -> None:
+    group = bench.make()
+    with serving(_STORE) as (port, pid):
+        group.configure(f"127.0.0.1:{port}/a", 0, 1, quorum_id=7)
+        os.kill(pid, signal.SIGSTOP)
+        assert (
+            "does not answer any more; look whether its process is stopped"
+            in store_error(group, f"127.0.0.1:{port}/b").why
+        )
+        assert "takes connections and does not answer" in store_error(group, f"127.0.0.1:{port}/c").why
+
+
+def test_a_store_whose_name_nobody_knows(bench: Bench) -> None:
+    assert "its name store.invalid can't be resolved" in store_error(bench.make(), "store.invalid:1234/a").why
+
+
+def test_a_resolver_that_does_not_answer_costs_seconds(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+    look_up = socket.getaddrinfo
+
+    def hang(host: object, *args: object, **more: object) -> object:
+        if host == "store.invalid" and not more.get("flags"):
+            over.wait(GUARD.total_seconds())
+        return look_up(host, *args, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    try:
+        assert "was not resolved in time" in store_error(bench.make(), "store.invalid:1234/a").why
+    finally:
+        over.set()
+
+
+# --- devices -------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_over_devices_names_who_did_not_come() -> None:
+    with Bench(lambda: ProcessGroupNCCL(backend=FakeAccelerator()), timeout=GUARD) as bench:
+        with pytest.raises(ConfigureFailed, match="rank 1 did not come") as caught:
+            bench.make().configure(bench.fresh_address(), 0, 2, quorum_id=7)
+        assert caught.value.missing_ranks == (1,)
+
+
+# --- calls ---------------------------------------------------------------------------------------------------------
+
+
+def test_calls_tell_who_refuses_who_is_silent_and_who_answers(hole: int, closed_port: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as answers:
+        ports = {"refuses": closed_port, "silent": hole, "answers": answers.getsockname()[1]}
+        places = {name: Place(socket.AF_INET, ("127.0.0.1", port)) for name, port in ports.items()}
+        places["nowhere"] = Place(socket.AF_INET, ("no address", 1))
+        found = call_all(places, until_s=time.monotonic() + 1.0, goes_on=lambda: True)
+    assert set(found) == {"refuses", "silent", "nowhere"}
+    assert found["refuses"] == "connection refused"
+    assert found["silent"].startswith("no answer to a connection within")
+
+
+def test_calls_end_when_nobody_wants_to_know(hole: int) -> None:
+    place = Place(socket.AF_INET, ("127.0.0.1", hole))
+    assert call_all({0: place}, until_s=10**9, goes_on=iter([True, True, False, False]).__next__) == {}
