@@ -35,7 +35,8 @@ class Watched:
         reports: Any = SimpleNamespace(log=lambda _, message, *args: self.lines.append(message % args))
         core: Any = self.core
         where: Any = self.where
-        self.watch = WaitWatch(core, where, config, reports, lambda: self.now_s)
+        self.failure = ""
+        self.watch = WaitWatch(core, where, config, reports, lambda: self.now_s, failed_before=lambda: self.failure)
 
     def run(self, seconds: int, reductions: int = 0) -> list[str]:
         """Returns: the lines of this time."""
@@ -113,3 +114,11 @@ def test_steps_that_are_short_say_nothing() -> None:
     for step in range(30):
         watched.core.name.attempt = step
         assert watched.run(4, reductions=step) == []
+
+
+def test_a_wait_for_a_group_says_why_the_last_one_was_not_built() -> None:
+    watched = Watched()
+    waits(watched, "the process group of the new quorum")
+    watched.failure = "replica replica_2 was not reached at 10.0.0.3 port 4321: connection refused"
+    (line, *_) = watched.run(60)
+    assert f"replica_1, replica_2 (the last one failed: {watched.failure})" in line

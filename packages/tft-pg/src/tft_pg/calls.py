@@ -59,7 +59,7 @@ class _Call:
         try:
             error = self.connection.connect_ex(self.place.sockaddr)
         except OSError as failure:  # no address at all
-            error = failure.errno if (failure.errno or 0) > 0 else errno.EADDRNOTAVAIL
+            error = max(failure.errno or 0, 0) or errno.EADDRNOTAVAIL
         return 0 if error in (errno.EINPROGRESS, errno.EAGAIN) else error
 
     def end(self) -> None:

@@ -330,6 +330,7 @@ class StoreClient:
         return bool(sockets.connecting(remote=self._remote))
 
     def _look_up(self, deadline_s: float, keep_trying: Callable[[], None]) -> Sequence[_Place]:
+        places: Sequence[_Place]
         try:
             places = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
         except OSError:

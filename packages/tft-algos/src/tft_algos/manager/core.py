@@ -22,7 +22,7 @@ from typing import Any, Final
 from tft_algos.errors import HealingFailed, QuorumBroken, StateUnavailable, SyncAbandoned, UsageError
 from tft_algos.manager.attempt import Attempt, StepName
 from tft_coord.core.lineage import checked_lineage, fold_lineage, initial_lineage
-from tft_coord.core.types import MAX_INT64, LossNotice, Plan, QuorumKey, RankRequest
+from tft_coord.core.types import MAX_INT64, LossNotice, Plan, QuorumKey, RankRequest, Unreached
 from tft_coord.errors import GroupLost, StaleQuorum
 
 MAX_NOTICES_KEPT: Final = 1024
@@ -211,6 +211,7 @@ class StepCore:
         shrink_only: bool = False,
         use_async_quorum: bool | None = None,
         poor_sources: tuple[str, ...] = (),
+        unreached: tuple[Unreached, ...] = (),
     ) -> RankRequest:
         """A new attempt begins; what an earlier one left open is over.
 
@@ -219,6 +220,7 @@ class StepCore:
             group_usable: the process group has not failed since it was configured.
             allow_heal, shrink_only, use_async_quorum: as in `Manager.start_quorum`.
             poor_sources: replicas that hung, lied or were slow when this one healed from them.
+            unreached: peers that this rank could not reach since its last request.
         Returns: the request to send to the manager server.
         """
         # After an error of its own this rank may have left out reductions in which the others still wait. Those of an
@@ -254,6 +256,7 @@ class StepCore:
             fixed_with_spares=self._settings.fixed_with_spares,
             min_replica_size=self._settings.min_replica_size,
             attempt=self.name.attempt,
+            unreached=unreached,
         )
 
     def quorum_failed(self, error: Exception, *, others_go_on: bool = False) -> None:

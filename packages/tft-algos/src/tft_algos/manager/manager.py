@@ -70,6 +70,7 @@ from tft_algos.manager.reports import Reports
 from tft_algos.manager.shared import Shared
 from tft_algos.manager.signals import SignalHandlers
 from tft_algos.manager.state_check import StateCheck
+from tft_algos.manager.unreached import UnreachedPeers
 from tft_algos.manager.user_state import LoadState, TakeState, UserState
 from tft_algos.manager.waits import WaitWatch
 from tft_algos.manager.whereabouts import Whereabouts
@@ -153,6 +154,7 @@ class Manager:
         self._pid = os.getpid()
         self._fingerprint = OwnFingerprint(self._config)
         self._leaving = Leaving()
+        self._unreached = UnreachedPeers()
         self._core = StepCore(_core_settings(self._config))
         self._user = UserState(is_island=self._config.rank0_synchronization_only)
         if load_state_dict is not None and state_dict is not None:
@@ -228,10 +230,18 @@ class Manager:
             leaving=self._leaving,
             where=self._where,
             fingerprint=self._fingerprint,
+            unreached=self._unreached,
             broke=self._quorum_broke,
             others_go_on=lambda: self._strategy_exchanges,
         )
-        self._waits = WaitWatch(self._core, self._where, self._config, self._reports, self._clock.monotonic)
+        self._waits = WaitWatch(
+            self._core,
+            self._where,
+            self._config,
+            self._reports,
+            self._clock.monotonic,
+            failed_before=lambda: self._unreached.last,
+        )
         self._coordinator.listen(self._told)
         self._coordinator.follow(self._look)
         at_exit.shut_down_at_exit(self)
@@ -380,7 +390,8 @@ class Manager:
             )
         self._settle()
         self._audit.step_begins()
-        pause_ms = self._core.pause_ms
+        # The lighthouse hears at once of who can't be reached: the next quorum may do without.
+        pause_ms = 0 if self._unreached.has_unsaid else self._core.pause_ms
         if pause_ms:
             self._clock.wait(self._closing, pause_ms / 1_000)
             self._check_open()
@@ -393,6 +404,7 @@ class Manager:
             shrink_only=shrink_only,
             use_async_quorum=use_async_quorum,
             poor_sources=self._exchange.poor_sources(),
+            unreached=self._unreached.take(),
         )
         self._exchange.step_begins()
         unsaid = self._fingerprint.unsaid()

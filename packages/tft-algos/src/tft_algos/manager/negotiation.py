@@ -28,6 +28,7 @@ from tft_algos.manager.leaving import Leaving
 from tft_algos.manager.parts import Group, ServerRestarted
 from tft_algos.manager.reports import raise_told
 from tft_algos.manager.shared import Shared
+from tft_algos.manager.unreached import UnreachedPeers
 from tft_algos.manager.whereabouts import Whereabouts
 from tft_coord.core.types import LossNotice, Plan, QuorumKey, RankRequest, Refusal
 from tft_coord.errors import Closed, GroupLost, Refused
@@ -69,6 +70,7 @@ class Negotiation:
         breaker: knows for which quorum it is built.
         early, exchange, leaving, where: told of the plan.
         fingerprint: said whole to a manager server that has heard none.
+        unreached: told of each configure, so that the next request names whom it could not reach.
         broke: told of each loss in a quorum whose notice came before its plan.
         others_go_on: whether a step without a quorum lets those that are in flight go on, see `StepCore.quorum_failed`.
     """
@@ -84,6 +86,7 @@ class Negotiation:
         leaving: Leaving,
         where: Whereabouts,
         fingerprint: OwnFingerprint,
+        unreached: UnreachedPeers,
         broke: Callable[[LossNotice], None],
         others_go_on: Callable[[], bool],
     ) -> None:
@@ -99,6 +102,7 @@ class Negotiation:
         self._leaving = leaving
         self._where = where
         self._fingerprint = fingerprint
+        self._unreached = unreached
         self._broke = broke
         self._others_go_on = others_go_on
         self._closing = shared.closing
@@ -238,8 +242,10 @@ class Negotiation:
                     global_ranks=global_ranks(plan.replica_world_size, config),
                 )
         except Exception as error:
-            self._reports.configure_failed(plan.key, error)
+            found = self._unreached.configure_failed(plan, error)
+            self._reports.configure_failed(plan.key, found.error, warning=found.warning)
             return
+        self._unreached.group_configured()
         self._core.group_configured()
         self._reports.log(
             logging.INFO,

@@ -192,12 +192,21 @@ class Reports:
         # The training thread raises what this process can't go on with; its sentence is said there.
         self._tell(logging.DEBUG if isinstance(error, FATAL) else logging.WARNING, error, "no quorum: %s", error)
 
-    def configure_failed(self, key: QuorumKey, error: Exception) -> None:
-        """The process group could not be built for a quorum."""
+    def configure_failed(self, key: QuorumKey, error: Exception, *, warning: str = "") -> None:
+        """The process group could not be built for a quorum.
+
+        Args:
+            warning: names who could not be reached. It is written at once, because no loss explains that.
+        """
         with self.lock:
             self._core.configure_failed(error)
         self.records.error(self._core.name, error, counts=True)
         name = replace(self._core.name, key=key)
+        if warning:
+            with self._holding:
+                self._is_news(name, error)  # what fails by it is not logged again
+            self._log_of(name.step, logging.WARNING, f"this step will not commit: {warning}")
+            return
         self._step_failed(name, error, f"could not configure quorum {key}, so this step will not commit: {error}")
 
     def heal_failed(self, error: Exception, *, by_source: bool, traceback_of: BaseException | None = None) -> None:

@@ -39,6 +39,7 @@ class WaitWatch:
         config: whose time-outs end the waits.
         reports: its log.
         monotonic: the time, in seconds.
+        failed_before: why the last process group was not built, a clause; "" if it was.
     """
 
     def __init__(
@@ -48,12 +49,15 @@ class WaitWatch:
         config: ResolvedConfig,
         reports: Reports,
         monotonic: Callable[[], float],
+        *,
+        failed_before: Callable[[], str] = lambda: "",
     ) -> None:
         self._core = core
         self._where = where
         self._config = config
         self._reports = reports
         self._monotonic = monotonic
+        self._failed_before_by = failed_before
         self._notice = WaitNotice()
         self._kind = ""  # of the wait that was seen last
         self._key: tuple[object, ...] = ()
@@ -144,4 +148,6 @@ class WaitWatch:
             return f"the other ranks of this group of {self._config.world_size}"
         others = [shorten(name) for name in plan.replica_ids if name != plan.replica_id]
         more = f" and {len(others) - NAMES_MOST} more" if len(others) > NAMES_MOST else ""
-        return f"the other members of quorum {plan.key.quorum_id}: {', '.join(others[:NAMES_MOST])}{more}"
+        failure = self._failed_before_by() if kind == GROUP else ""
+        before = f" (the last one failed: {shorten(failure)})" if failure else ""
+        return f"the other members of quorum {plan.key.quorum_id}: {', '.join(others[:NAMES_MOST])}{more}{before}"

@@ -1,0 +1,155 @@
+"""Whom this rank could not reach: what the lighthouse is told of it, and what the log says.
+
+A member that reaches the lighthouse and not its peers would stop all of them at each quorum. Only a peer notices. So
+whoever could not reach another says so with its next request for a quorum, once; if the same happens again, it is said
+again. Who merely did not come to a rendezvous may be late, and is named only if that happens twice in a row.
+
+Law of this file: errors in, reports and sentences out. What follows from a report is the lighthouse's to decide.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final, final
+
+from tft_coord.core.names import shorten
+from tft_coord.core.types import UNREACHED_MOST, Plan, Unreached, Via
+from tft_pg.errors import ConfigureFailed, StoreUnreachable
+
+_NAMES_MOST: Final = 8  # in one sentence
+_WHY_MOST: Final = 300  # characters
+_CHECK: Final = (
+    "look whether a firewall stands between, and whether each replica listens on an interface and advertises a host "
+    "name by which the others reach it (GLOO_SOCKET_IFNAME, hostname=)"
+)
+_CHECK_OWN: Final = "look whether torchrun's agent, or what else hosts it, still runs, and restart this replica group"
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What a failed configure says, by the names of replicas.
+
+    Args:
+        error: the error of the step; it names replicas where the process group named ranks.
+        warning: a sentence for the log at once, whatever explains the failure later; "" where nobody is to blame yet,
+            or the log has said the same a moment ago.
+    """
+
+    error: Exception
+    warning: str = ""
+
+
+@final
+class UnreachedPeers:
+    """The reports of one rank that were not said yet; any thread may call it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._unsaid: dict[tuple[str, Via], Unreached] = {}
+        self._absent: frozenset[str] = frozenset()  # who did not come to the last rendezvous
+        self._blamed: frozenset[tuple[str, Via]] = frozenset()  # by the last configure
+        self._repeats = 0  # in a row
+        self._sentence = ""  # of the last configure, if it failed
+
+    @property
+    def has_unsaid(self) -> bool:
+        """Whether there is something to tell the lighthouse, so that the next quorum should be asked for at once."""
+        return bool(self._unsaid)
+
+    @property
+    def last(self) -> str:
+        """Why the last configure failed, a clause; "" if it did not, or nobody was to blame."""
+        return self._sentence
+
+    def take(self) -> tuple[Unreached, ...]:
+        """The reports for the request that is made now; each is given once."""
+        if not self._unsaid:
+            return ()
+        with self._lock:
+            said, self._unsaid = self._unsaid, {}
+        return tuple(said.values())[:UNREACHED_MOST]
+
+    def group_configured(self) -> None:
+        """The process group was built: everybody was reached."""
+        if self._blamed or self._absent or self._sentence:
+            with self._lock:
+                self._absent, self._blamed, self._repeats, self._sentence = frozenset(), frozenset(), 0, ""
+
+    def configure_failed(self, plan: Plan, error: Exception) -> Diagnosis:
+        """The process group could not be built for a plan."""
+        if not isinstance(error, ConfigureFailed):
+            return Diagnosis(error)
+        with self._lock:
+            if isinstance(error, StoreUnreachable):
+                reports, clauses = self._of_store(plan, error)
+            else:
+                reports, clauses = self._of_ranks(plan, error)
+            self._keep(reports)
+            self._sentence = "; ".join(clauses)
+            blamed = frozenset((each.replica_id, each.via) for each in reports)
+            self._repeats = self._repeats + 1 if blamed == self._blamed else 1
+            self._blamed = blamed
+            repeats = self._repeats
+        if not clauses:
+            return Diagnosis(error)
+        of_own = any(each.replica_id == plan.replica_id for each in reports)
+        sentence = (
+            f"could not build the process group of quorum {plan.key}: {'; '.join(clauses)}; "
+            f"{_CHECK_OWN if of_own else _CHECK}"
+        )
+        named = copy.copy(error)
+        named.args = (sentence,)
+        named.__cause__ = error
+        is_due = bool(reports) and repeats & (repeats - 1) == 0  # the 1st, 2nd, 4th ... time in a row
+        times = f" ({repeats} times in a row)" if repeats > 1 else ""
+        return Diagnosis(named, f"{sentence}{times}" if is_due else "")
+
+    def sources_failed(self, found: Mapping[str, str]) -> None:
+        """Sources of live state did not answer. `found`: why, in a few words, by replica id."""
+        with self._lock:
+            self._keep(Unreached(name, Via.STATE, _plain(why)) for name, why in found.items())
+
+    def _keep(self, reports: Iterable[Unreached]) -> None:
+        for each in reports:
+            self._unsaid[each.replica_id, each.via] = each
+
+    def _of_store(self, plan: Plan, error: StoreUnreachable) -> tuple[list[Unreached], list[str]]:
+        owner = plan.store_replica_id
+        whose = "its own rendezvous store" if owner == plan.replica_id else f"the rendezvous store of replica {owner}"
+        clause = (
+            f"{whose if owner else 'the rendezvous store'} at {error.host}:{error.port} was not reached ({error.why})"
+        )
+        return [Unreached(owner, Via.STORE, _plain(f"{error.host}:{error.port}: {error.why}"))] if owner else [], [
+            clause
+        ]
+
+    def _of_ranks(self, plan: Plan, error: ConfigureFailed) -> tuple[list[Unreached], list[str]]:
+        ids = plan.replica_ids
+        unreached = {ids[rank]: why for rank, why in sorted(error.unreached.items()) if 0 <= rank < len(ids)}
+        missing = frozenset(ids[rank] for rank in error.missing_ranks if 0 <= rank < len(ids))
+        again, self._absent = missing & self._absent, missing
+        reports = [Unreached(name, Via.GROUP, _plain(why)) for name, why in unreached.items()]
+        reports += [
+            Unreached(name, Via.GROUP, "did not come to the rendezvous of two quorums in a row")
+            for name in sorted(again)
+        ]
+        clauses = [f"replica {name} was not reached at {why}" for name, why in list(unreached.items())[:_NAMES_MOST]]
+        if len(unreached) > _NAMES_MOST:
+            clauses.append(f"{len(unreached) - _NAMES_MOST} more replicas were not reached")
+        if missing:
+            clauses.append(f"{_replicas(missing)} did not come to its rendezvous")
+        return reports, clauses
+
+
+def _replicas(names: frozenset[str]) -> str:
+    shown = ", ".join(shorten(name) for name in sorted(names)[:_NAMES_MOST])
+    more = f" and {len(names) - _NAMES_MOST} more" if len(names) > _NAMES_MOST else ""
+    return f"replica{'s' if len(names) > 1 else ''} {shown}{more}"
+
+
+def _plain(why: str) -> str:
+    """A reason as the wire takes it: on one line, and short."""
+    return "".join(character if character.isprintable() else " " for character in why)[:_WHY_MOST]
