@@ -28,6 +28,7 @@ NEEDED = {
     "nobody_names_the_quorum",
     "job_end",
     "silent_source",
+    "stragglers",
     "wrong_clock",
     "scenario_01_snapshot",
     "scenario_02_verdict",

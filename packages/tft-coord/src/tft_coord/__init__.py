@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tft_coord.client.lighthouse import LighthouseClient
     from tft_coord.client.manager import ManagerClient, Unchanged
+    from tft_coord.core.stragglers import PaceKind, StragglerAction, StragglerNews, StragglerPolicy
     from tft_coord.core.types import LossNotice, Member, NewcomerAsks, Plan, Purpose, QuorumKey, RankRequest
     from tft_coord.errors import (
         Closed,
@@ -43,6 +44,7 @@ __all__ = [
     "ManagerServer",
     "Member",
     "NewcomerAsks",
+    "PaceKind",
     "Plan",
     "ProtocolError",
     "Purpose",
@@ -54,6 +56,9 @@ __all__ = [
     "Refused",
     "SettingError",
     "StaleQuorum",
+    "StragglerAction",
+    "StragglerNews",
+    "StragglerPolicy",
     "Timeouts",
     "Timestamp",
     "Unchanged",
@@ -64,6 +69,7 @@ __all__ = [
 _HOMES = {
     "tft_coord.client.lighthouse": ("LighthouseClient",),
     "tft_coord.client.manager": ("ManagerClient", "Unchanged"),
+    "tft_coord.core.stragglers": ("PaceKind", "StragglerAction", "StragglerNews", "StragglerPolicy"),
     "tft_coord.core.types": ("LossNotice", "Member", "NewcomerAsks", "Plan", "Purpose", "QuorumKey", "RankRequest"),
     "tft_coord.errors": (
         "Closed",

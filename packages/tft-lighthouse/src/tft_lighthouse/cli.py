@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _serve(settings: argparse.Namespace) -> int:
     # grpc's own words about a port in use or a client that went away would stand beside ours.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    from tft_coord.core.stragglers import StragglerAction, StragglerPolicy
     from tft_coord.descriptors import raise_limit
     from tft_coord.errors import SettingError
     from tft_coord.logs import configure_process
@@ -62,6 +63,7 @@ def _serve(settings: argparse.Namespace) -> int:
             quorum_tick_ms=settings.quorum_tick_ms,
             heartbeat_timeout_ms=settings.heartbeat_timeout_ms,
             cluster_id=settings.cluster_id,
+            stragglers=StragglerPolicy(action=StragglerAction(settings.stragglers), ratio=settings.straggler_ratio),
             token=read_token(os.environ),
             insecure=settings.insecure or read_insecure(os.environ),
         )
@@ -114,6 +116,20 @@ def _parser() -> argparse.ArgumentParser:
         "--cluster-id",
         metavar="NAME",
         help="one name for all lighthouses whose addresses a job is given; without it a random one, of this one alone",
+    )
+    parser.add_argument(
+        "--stragglers",
+        choices=defaults.STRAGGLERS,
+        default=defaults.STRAGGLERS[0],
+        help="what is done about a replica whose own part of a step takes much longer than the others'",
+    )
+    parser.add_argument(
+        "--straggler_ratio",
+        "--straggler-ratio",
+        type=float,
+        default=defaults.STRAGGLER_RATIO,
+        metavar="X",
+        help="a straggler takes more than this times the median of the others",
     )
     parser.add_argument(
         "--insecure",

@@ -10,3 +10,5 @@ MIN_REPLICAS: Final = 1
 QUORUM_TICK_MS: Final = 100
 JOIN_TIMEOUT_MS: Final = 60_000
 HEARTBEAT_TIMEOUT_MS: Final = 5_000
+STRAGGLERS: Final = ("warn", "leave-out", "shrink", "off")  # the first is the default
+STRAGGLER_RATIO: Final = 2.0

@@ -5,10 +5,12 @@ Law of this file: sentences from the core's effects, given to the logger; nothin
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Final, final
 
-from tft_coord.core.effects import JobEnded, QuorumFormed, ReplicaLeft, ReplicaLost, WaitNoticed
+from tft_coord.core.effects import JobEnded, PaceChanged, QuorumFormed, ReplicaLeft, ReplicaLost, WaitNoticed
+from tft_coord.core.stragglers import PaceKind
 from tft_coord.core.types import Member, Quorum, Refusal
 from tft_coord.logs import logger_for_people
 
@@ -123,6 +125,26 @@ def wait(noticed: WaitNoticed) -> None:
         logger.info("job %s: the wait is over after %d s (%s)", noticed.job, noticed.seconds, noticed.sentence)
     else:
         logger.warning("job %s: waiting for %d s: %s", noticed.job, noticed.seconds, noticed.sentence)
+
+
+def pace_changed(changed: PaceChanged) -> None:
+    """One line: who holds the others at its pace, or does so no more."""
+    news = changed.news
+    is_well = news.kind in (PaceKind.KEEPS_UP, PaceKind.LET_BACK) or (news.kind is PaceKind.SHARE and news.share == 1.0)
+    logger.log(
+        logging.INFO if is_well else logging.WARNING,
+        "job %s: %s",
+        changed.job,
+        news.sentence,
+        extra={
+            "job": changed.job,
+            "replica_id": news.replica_id,
+            "pace": news.kind.name,
+            "own_ms": news.own_ms,
+            "median_ms": news.median_ms,
+            "share": news.share,
+        },
+    )
 
 
 def job_ended(ended: JobEnded) -> None:

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import final
 
 from tft_coord.core.lighthouse import LighthouseConfig
+from tft_coord.core.stragglers import StragglerPolicy
 from tft_coord.errors import Closed, SettingError
 from tft_coord.security import HOW_TO_SERVE_OTHERS, bind_without_secret, check_host_without_secret, check_token
 from tft_coord.timeouts import Timeouts
@@ -52,6 +53,7 @@ class LighthouseServer:
         token: shared secret, or None; with one, nothing is answered without it. Without one only this machine is
             served: `[::]` means loopback then.
         insecure: serve everybody without a secret.
+        stragglers: when a replica holds the others at its pace, and what is done about it; None: a warning.
     Raises: SettingError: an argument can't be, two of them clash, or the address can't be bound.
     """
 
@@ -67,6 +69,7 @@ class LighthouseServer:
         cluster_id: str | None = None,
         token: str | None = None,
         insecure: bool = False,
+        stragglers: StragglerPolicy | None = None,
     ) -> None:
         host = _host_of(bind)
         if hostname is not None:
@@ -80,7 +83,9 @@ class LighthouseServer:
         )
         if cluster_id is not None and not (cluster_id.isprintable() and 0 < len(cluster_id.encode()) <= MAX_NAME_BYTES):
             raise SettingError(f"cluster_id is {cluster_id[:64]!r}; give 1 to {MAX_NAME_BYTES} bytes, printable")
-        config = LighthouseConfig(min_replicas=min_replicas, timeouts=timeouts)
+        config = LighthouseConfig(
+            min_replicas=min_replicas, timeouts=timeouts, stragglers=stragglers or StragglerPolicy()
+        )
         is_for_this_machine = token is None and not insecure
         if token is not None:
             check_token(token)

@@ -207,6 +207,8 @@ class LighthouseShell:
                     log.replica_left(decision)
                 case effects.Warned(job, sentence):
                     logger.warning("job %s: %s", job, sentence)
+                case effects.PaceChanged():
+                    log.pace_changed(decision)
                 case effects.WaitNoticed():
                     log.wait(decision)
                 case effects.JobEnded():

@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import final
 
 from tft_coord.core.progress import Progress
+from tft_coord.core.stragglers import StragglerNews
 from tft_coord.core.types import (
     KillOrder,
     LeaveRequest,
@@ -270,7 +271,15 @@ class RankSession:
                         caller = self._waiting.pop(number, None)
                         if caller is not None:
                             caller.release(answer)
-                    case LossNotice() | NewcomerAsks() | LeaveRequest() | Released() | KillOrder() | WaitsFor() as news:
+                    case (
+                        LossNotice()
+                        | NewcomerAsks()
+                        | LeaveRequest()
+                        | Released()
+                        | KillOrder()
+                        | WaitsFor()
+                        | StragglerNews()
+                    ) as news:
                         self._tell(news)
                     case rank_codec.RanksLost(sentence, left):
                         self._group_lost = GroupLost(sentence)

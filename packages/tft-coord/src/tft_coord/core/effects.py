@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tft_coord.core.fingerprint import Fingerprint
+from tft_coord.core.stragglers import StragglerNews
 from tft_coord.core.types import (
     KillOrder,
     LeaveRequest,
@@ -146,6 +147,22 @@ class TellWait:
 
 
 @dataclass(frozen=True, slots=True)
+class TellStraggler:
+    """Tell the stream what has changed with its replica's pace."""
+
+    stream: int
+    news: StragglerNews
+
+
+@dataclass(frozen=True, slots=True)
+class PaceChanged:
+    """For the log and the observers: a replica became a straggler, or is none any more."""
+
+    job: str
+    news: StragglerNews
+
+
+@dataclass(frozen=True, slots=True)
 class Warned:
     """For the log: what the users of a job's replicas are warned of."""
 
@@ -226,6 +243,8 @@ LighthouseEffect = (
     | AskToLeave
     | Release
     | TellWait
+    | TellStraggler
+    | PaceChanged
     | QuorumFormed
     | ReplicaLost
     | ReplicaLeft
@@ -357,7 +376,7 @@ class TellRank:
     """Tell a rank what somebody wants of it, or that it is free to end."""
 
     rank: int
-    news: LeaveRequest | Released | KillOrder | WaitsFor
+    news: LeaveRequest | Released | KillOrder | WaitsFor | StragglerNews
 
 
 GroupEffect = (

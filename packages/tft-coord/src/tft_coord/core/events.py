@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from tft_coord.core.fingerprint import Fingerprint
 from tft_coord.core.progress import Progress
+from tft_coord.core.stragglers import StragglerNews
 from tft_coord.core.types import Hello, LossNotice, Member, Purpose, Quorum, QuorumKey, RankRequest
 
 # --- to the lighthouse ---------------------------------------------------------------------------------------------
@@ -252,6 +253,13 @@ class WaitTold:
 
 
 @dataclass(frozen=True, slots=True)
+class PaceTold:
+    """The lighthouse says what has changed with this group's pace."""
+
+    news: StragglerNews
+
+
+@dataclass(frozen=True, slots=True)
 class KillAsked:
     """Somebody asks that the processes of this group end; `message` says why, and who."""
 
@@ -323,5 +331,6 @@ GroupEvent = (
     | LeaveAsked
     | NobodyHeals
     | WaitTold
+    | PaceTold
     | KillAsked
 )

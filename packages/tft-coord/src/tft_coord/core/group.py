@@ -17,6 +17,7 @@ from tft_coord.core.assignment import assign, plan_for
 from tft_coord.core.commit import MAX_ROUNDS, RoundName, Votes
 from tft_coord.core.fingerprint import Fingerprint, differences_of_ranks, merged, said
 from tft_coord.core.progress import GroupProgress, Phase, Progress
+from tft_coord.core.stragglers import StragglerNews
 from tft_coord.core.types import (
     POOR_SOURCES_MOST,
     UNREACHED_MOST,
@@ -123,7 +124,9 @@ class GroupCore:
         self._lost: str | None = None
         self._left = False  # it was lost by a goodbye
         self._leaves: str | None = None  # why the group has left the job
-        self._news: list[LeaveRequest | Released | KillOrder] = []  # for each rank, one that is away included
+        self._news: list[
+            LeaveRequest | Released | KillOrder | StragglerNews
+        ] = []  # for each rank, one that is away included
         self._notices: list[LossNotice] = []  # of the quorum that is held, and of those that are still to come
 
     @property
@@ -223,6 +226,8 @@ class GroupCore:
             case events.WaitTold(sentence, warns):
                 self._waits = self._waits if warns else sentence
                 return [effects.TellRank(rank, WaitsFor(sentence, warns)) for rank in sorted(self._streams)]
+            case events.PaceTold(news):
+                return self._tell_all(news)
             case events.KillAsked(message):
                 return self._tell_all(KillOrder(message))
 
@@ -323,7 +328,7 @@ class GroupCore:
     def _left_message(self) -> str:
         return f"replica {self._replica_id} has left the job ({self._leaves}); end this process"
 
-    def _tell_all(self, news: LeaveRequest | Released | KillOrder) -> list[effects.GroupEffect]:
+    def _tell_all(self, news: LeaveRequest | Released | KillOrder | StragglerNews) -> list[effects.GroupEffect]:
         if news in self._news:
             return []
         self._news = [*(each for each in self._news if type(each) is not type(news)), news]

@@ -22,6 +22,7 @@ from tft_coord.core.liveness import Accepted, Liveness, Lost, OpenRequest, Rejec
 from tft_coord.core.names import base_name, shorten
 from tft_coord.core.progress import HangWatch, Phase, Progress, hang_reason, stuck_reason
 from tft_coord.core.quorum import Form, Situation, Wait, decide, reason_for_new_id
+from tft_coord.core.stragglers import Company, StragglerPolicy, StragglerWatch, left_out_reason
 from tft_coord.core.types import MAX_INT64, Hello, LossNotice, Member, Quorum, QuorumKey, Refusal
 from tft_coord.core.waits import JobWait, NameWatch, WaitBoard, quorum_wait, step_wait, waits_since
 from tft_coord.errors import ProtocolError, SettingError
@@ -48,11 +49,13 @@ class LighthouseConfig:
     Args:
         min_replicas: smallest quorum, at least 1.
         timeouts: join, heartbeat, grace and heal time-outs.
+        stragglers: what is done about a replica that holds the others at its pace.
     Raises: SettingError: min_replicas is below 1.
     """
 
     min_replicas: int = 1
     timeouts: Timeouts = Timeouts()  # noqa: RUF009  # frozen
+    stragglers: StragglerPolicy = StragglerPolicy()  # noqa: RUF009  # frozen
 
     def __post_init__(self) -> None:
         if self.min_replicas < 1:
@@ -179,8 +182,9 @@ class LighthouseCore:
         return ALL_TRAIN if waiting_for == NOBODY_ASKS and self._jobs[job].trains else waiting_for
 
     def warnings(self, job: str) -> tuple[str, ...]:
-        """What is wrong with the job now, one sentence each: two living replicas of one name."""
-        return self._jobs[job].names.warnings if job in self._jobs else ()
+        """What is wrong with the job now, one sentence each: two living replicas of one name, a straggler."""
+        known = self._jobs.get(job)
+        return known.names.warnings + known.stragglers.warnings if known is not None else ()
 
     def look_at_waits(self, now_ms: int) -> list[effects.TellWait | effects.WaitNoticed | effects.Warned]:
         """Who is to be told now whom it waits for, and what is to be logged of it. Call it once a second."""
@@ -387,6 +391,7 @@ class Job:
         self.name = name
         self.liveness = Liveness(config.timeouts)
         self.hangs = HangWatch(config.timeouts)
+        self.stragglers = StragglerWatch(config.stragglers)
         self.previous: Quorum | None = None
         self.waiting_for = NOBODY_ASKS
         self.board, self.names = WaitBoard(), NameWatch()
@@ -503,7 +508,9 @@ class Job:
                 self._progress(replica, event.healed_bytes, now_ms)
                 replica.where = (event.progress, now_ms) if event.progress is not None else None
                 replica.has_healed = replica.has_healed or self._has_healed(replica, event.progress)
-                self.hangs.heard(replica.replica_id, event.progress if replica.left is None else None, now_ms)
+                progress = event.progress if replica.left is None else None
+                self.hangs.heard(replica.replica_id, progress, now_ms)
+                self.stragglers.heard(replica.replica_id, progress)
             case events.QuorumReported():
                 out += self._reported(event, now_ms)
                 out += self._form(now_ms, wall_ms)
@@ -531,12 +538,13 @@ class Job:
         out: list[effects.LighthouseEffect] = []
         if self._asking is not None and now_ms - self._asking[2] >= self._timeouts.heartbeat_timeout_ms:
             out += self._asked_nobody(self._asking[0], now_ms)
-        out += self._judge_hung(now_ms)
+        out += self._judge_hung(now_ms) + self._look_at_paces(now_ms)
         return out + self._judge(now_ms) + self._form(now_ms, wall_ms) + self._release_those_who_left(now_ms)
 
     def wait(self, now_ms: int) -> JobWait | None:
         """Who waits for whom: for the next quorum, or inside the step of the newest one."""
-        waiting = self._waiting()
+        # A replica that is left out has been told for how long.
+        waiting = [each for each in self._waiting() if each[0].replica_id not in self.stragglers.left_out]
         if waiting:
             asked = {replica.replica_id for replica, _ in waiting}
             missing = [
@@ -574,6 +582,7 @@ class Job:
         self._serving.add(replica.replica_id)
         # Nobody waits for it in a step. Taken for one that is lost by its hang, it would give others that hang time.
         self.hangs.heard(replica.replica_id, None, now_ms)
+        self.stragglers.gone(replica.replica_id)
         out = self._release_those_who_left(now_ms)
         if told:
             return out
@@ -668,6 +677,9 @@ class Job:
         )
         if result.lost is not None:
             out += self._told_lost(result.lost)
+        share = self.stragglers.share_of(hello.replica_id)
+        if share is not None:
+            out.append(effects.TellStraggler(stream, share))
         # What a stream that was broken has missed.
         return out + [effects.NotifyLoss(stream, notice) for notice in self._losses_in(hello.held)]
 
@@ -705,6 +717,7 @@ class Job:
     def _told_lost(self, lost: Lost) -> list[effects.LighthouseEffect]:
         replica = lost.replica
         self.hangs.heard(replica.replica_id, None, lost.replica.lost_ms)
+        self.stragglers.gone(replica.replica_id)
         self._healthy_before = None
         self._more = 0
         out: list[effects.LighthouseEffect] = [
@@ -784,6 +797,43 @@ class Job:
         if healed_bytes > replica.healed_bytes:
             replica.healed_bytes = healed_bytes
             replica.progress_ms = now_ms
+
+    # --- stragglers -------------------------------------------------------------------------------------------------
+
+    def _look_at_paces(self, now_ms: int) -> list[effects.LighthouseEffect]:
+        """Do what the policy says about the replicas that hold the others at their pace."""
+        out: list[effects.LighthouseEffect] = []
+        for change in self.stragglers.look(self._members, now_ms, self._company):
+            self._healthy_before = None
+            self._more = 0
+            news = change.news
+            out.append(effects.PaceChanged(self.name, news))
+            replica = self.liveness.replicas.get(news.replica_id)
+            if replica is None or replica.stream is None:
+                continue
+            out.append(effects.TellStraggler(replica.stream, news))
+            if change.ends_quorum:
+                out += self._break_quorum(news.replica_id, replica.session, left_out_reason(news), lives=True)
+                # Its own reductions would wait for those that go on without it.
+                notice = self._losses.get(news.replica_id)
+                out += [effects.NotifyLoss(replica.stream, notice)] if notice is not None else []
+        return out
+
+    def _left_out(self) -> frozenset[str]:
+        """The stragglers that are left out; nobody, where no other member lives that can go on from the job's state."""
+        out = self.stragglers.left_out
+        others = (self.liveness.replicas.get(name) for name in self._members if name not in out) if out else ()
+        return out if any(other is not None and other.healthy for other in others) else frozenset()
+
+    def _company(self) -> Company:
+        replicas = self.liveness.replicas
+        return Company(
+            healthy=[replica.replica_id for replica in replicas.values() if replica.healthy and replica.ready],
+            members=[name for name in self._members if (known := replicas.get(name)) is not None and known.healthy],
+            waiting=[replica.replica_id for replica, _ in self._waiting()],
+            holders=[self.previous.replica_ids[rank] for rank in self._up_to_date()] if self.previous else [],
+            min_replicas=self._config.min_replicas,
+        )
 
     # --- a lighthouse without memory --------------------------------------------------------------------------------
 
@@ -907,6 +957,7 @@ class Job:
         replica.ready = True
         out += self._hear_of_sources(member)
         self.hangs.heard(replica.replica_id, None, now_ms)  # whoever asks has moved
+        self.stragglers.heard(replica.replica_id, None)
         if event.held is not None:
             self._has_heard_of(event.held)
         patience_ms = self._timeouts.heartbeat_timeout_ms
@@ -1074,7 +1125,10 @@ class Job:
             return True
         if self._healthy_before is None:
             members = (self.liveness.replicas.get(replica_id) for replica_id in self._members)
-            self._healthy_before = sum(1 for replica in members if replica is not None and replica.healthy)
+            out = self._left_out()
+            self._healthy_before = sum(
+                1 for replica in members if replica is not None and replica.healthy and replica.replica_id not in out
+            )
         return (
             len(self._asked_since) >= self._healthy_before or now_ms - self._formed_ms >= self._timeouts.join_timeout_ms
         )
@@ -1126,6 +1180,7 @@ class Job:
             healing={replica.replica_id for replica in replicas if self._heals(replica, first_asked_ms, now_ms)},
             stalled={replica.replica_id for replica in replicas if self._is_stalled(replica, first_asked_ms, now_ms)},
             ineligible={replica.replica_id for replica in replicas if replica.ineligible_until_ms > now_ms},
+            left_out=self._left_out(),
             previous=self.previous,
             min_replicas=self._config.min_replicas,
             join_timeout_ms=self._timeouts.join_timeout_ms,
@@ -1241,7 +1296,7 @@ class Job:
     def _formed(self, members: tuple[Member, ...], now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
         previous = self.previous
         left = [replica.replica_id for replica in self.liveness.replicas.values() if replica.left is not None]
-        reason = reason_for_new_id(previous, members, self._broken, left)
+        reason = reason_for_new_id(previous, members, self._broken, left, self.stragglers.left_out)
         out: list[effects.LighthouseEffect] = []
         standing = previous.key if previous is not None and reason is None else None
         key = standing or QuorumKey(self.last_id + 1, self._nonces())

@@ -49,6 +49,7 @@ class Progress:
         since_ms: for so many milliseconds without a break.
         excused: the step is the first after a start, a healing or a reconfiguration, and may take any time.
         slowest_step_ms: longest time that a step may take; 0: any.
+        own_ms: the median of its own part of the last few steps, without its waits for others; 0: not known.
     """
 
     step: int
@@ -56,6 +57,7 @@ class Progress:
     since_ms: int
     excused: bool = False
     slowest_step_ms: int = 0
+    own_ms: int = 0
 
     @property
     def _too_long(self) -> bool:
@@ -162,16 +164,22 @@ class GroupProgress:
     def _is(self, rank: int, phase: Phase, step: int, now_ms: int, *, excused: bool) -> None:
         word = self._words.get(rank)
         if word is not None:
-            word.progress = Progress(step, phase, 0, excused, word.progress.slowest_step_ms)
+            before = word.progress
+            word.progress = Progress(step, phase, 0, excused, before.slowest_step_ms, before.own_ms)
             word.at_ms, word.told_ms, word.seen = now_ms, 0, True
 
     def now(self, now_ms: int) -> Progress | None:
         """The group's word: of the rank that is longest in its own work, if any is; None: no rank says anything.
 
-        The group reduces when all its ranks do, and waits when any does.
+        The group reduces when all its ranks do, and waits when any does. Its own part of a step takes as long as its
+        slowest rank's.
         """
         if not self._words:
             return None
+        own_ms = max(word.progress.own_ms for word in self._words.values())
+        return replace(self._where(now_ms), own_ms=own_ms)
+
+    def _where(self, now_ms: int) -> Progress:
         words = [self._now_of(word, now_ms) for word in self._words.values()]
         own = [word for word in words if word.phase is Phase.OWN]
         if own:

@@ -27,6 +27,7 @@ class Situation:
         healing: ids of healthy replicas whose healing still receives bytes.
         stalled: ids of healthy replicas that wait for a state of which no byte has come.
         ineligible: ids that failed to heal too often, for a while.
+        left_out: ids that are left out as stragglers, for a while.
         previous: the newest quorum, or None.
         min_replicas: smallest quorum.
         join_timeout_ms: how long the healthy that have not asked are waited for.
@@ -52,6 +53,7 @@ class Situation:
     reference_step: int = 0
     lost_sources: Mapping[str, int] = field(default_factory=dict)
     left: Collection[str] = ()
+    left_out: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +84,14 @@ def decide(situation: Situation) -> Form | Wait:
     previous = situation.previous.replica_ids if situation.previous is not None else ()
     before = frozenset(previous).difference(situation.left)
     shrink_only = any(member.shrink_only for replica_id, member in situation.waiting.items() if replica_id in before)
-    eligible = set(situation.healthy) - set(situation.ineligible) - set(situation.stalled)
+    eligible = set(situation.healthy).difference(situation.ineligible, situation.stalled, situation.left_out)
     if shrink_only:
         eligible &= before
     candidates = {replica_id for replica_id in situation.waiting if replica_id in eligible}
     form = Form(tuple(situation.waiting[replica_id] for replica_id in sorted(candidates)))
     if len(candidates) < situation.min_replicas:
         wait = Wait(f"{len(candidates)} of min_replicas {situation.min_replicas} have asked")
-    elif before and before <= candidates:
+    elif (awaited := before.difference(situation.left_out)) and awaited <= candidates:
         return form
     elif situation.fast_only:
         wait = Wait("the lighthouse has just started and waits to hear who trains")
@@ -105,7 +107,8 @@ def decide(situation: Situation) -> Form | Wait:
 def _more(situation: Situation, candidates: Collection[str], eligible: Collection[str], before: frozenset[str]) -> int:
     """How many requests are missing at the least: each makes one candidate more at most, and no other less needed."""
     least = max(1, situation.min_replicas - len(candidates))
-    fast = max(least, len(before.difference(candidates))) if before else None
+    awaited = before.difference(situation.left_out)
+    fast = max(least, len(awaited.difference(candidates))) if awaited else None
     if situation.fast_only:
         return least if fast is None else fast
     slow = max(least, len(eligible) // 2 + 1 - len(candidates))
@@ -148,7 +151,11 @@ def _lost_state(situation: Situation, members: Collection[Member]) -> Wait | Non
 
 
 def reason_for_new_id(
-    previous: Quorum | None, members: tuple[Member, ...], broken: str | None, left: Collection[str] = ()
+    previous: Quorum | None,
+    members: tuple[Member, ...],
+    broken: str | None,
+    left: Collection[str] = (),
+    left_out: Collection[str] = (),
 ) -> str | None:
     """Why the id must rise, or None if the previous key stands.
 
@@ -157,6 +164,7 @@ def reason_for_new_id(
         members: of the next one, sorted.
         broken: why the previous one can't be used, or None.
         left: ids that have left the job.
+        left_out: ids that are left out as stragglers.
     """
     if previous is None:
         return "it is the first quorum"
@@ -164,7 +172,10 @@ def reason_for_new_id(
     after = {member.replica_id: member for member in members}
     reasons = [f"{replica_id} joined" for replica_id in after if replica_id not in before]
     gone = [replica_id for replica_id in before if replica_id not in after]
-    reasons += [f"{replica_id} has left" if replica_id in left else f"{replica_id} is gone" for replica_id in gone]
+    for replica_id in gone:
+        slow = replica_id in left_out
+        how = "has left" if replica_id in left else "is left out as a straggler" if slow else "is gone"
+        reasons.append(f"{replica_id} {how}")
     for replica_id in [replica_id for replica_id in after if replica_id in before]:
         # Where a member is gone, a step that failed at another is its consequence, and who survived is not to blame.
         reasons += _changes(before[replica_id], after[replica_id], somebody_is_gone=bool(gone))

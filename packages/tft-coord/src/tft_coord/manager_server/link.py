@@ -28,6 +28,7 @@ from tft_coord.core.effects import (
     RefuseSession,
     Release,
     TellLost,
+    TellStraggler,
     TellWait,
     Welcome,
 )
@@ -524,6 +525,8 @@ class LighthouseLink:
             case AskToLeave(_, reason, serve_ms):
                 logger.info("replica %s is asked to leave: %s", self._replica_id, reason)
                 self._arrived(events.LeaveAsked(reason, serve_ms))
+            case TellStraggler(_, news):
+                self._arrived(events.PaceTold(news))
             case TellWait(_, sentence, warns):
                 self._arrived(events.WaitTold(sentence, warns))
             case Release():

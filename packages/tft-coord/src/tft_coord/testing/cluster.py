@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from tft_coord.core import effects, events
+from tft_coord.core.stragglers import StragglerAction, StragglerNews, StragglerPolicy
 from tft_coord.core.types import LeaveRequest, LossNotice, Member, NewcomerAsks, Quorum, QuorumKey, Released, WaitsFor
 from tft_coord.testing.clock import VirtualClock
 from tft_coord.testing.end_truth import EndTruth
@@ -30,6 +31,7 @@ from tft_coord.testing.loss_watch import LossWatch
 from tft_coord.testing.manager_process import ManagerProcess
 from tft_coord.testing.marks import Marks
 from tft_coord.testing.network import Network, Stream
+from tft_coord.testing.pace_truth import PaceTruth
 from tft_coord.testing.process import Process
 from tft_coord.testing.surroundings import Outside
 from tft_coord.testing.syncs import Syncs
@@ -57,6 +59,7 @@ SHORT_TIMEOUTS = Timeouts(
     beat_interval_ms=500,
     slowest_step_ms=3_000,
 )
+NO_STRAGGLERS = StragglerPolicy(action=StragglerAction.OFF)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,7 @@ class ClusterConfig:
         cluster_id: of the lighthouse; "": each life has its own.
         standby: cluster id of a lighthouse at a second address, `lighthouse2`; "": there is none.
         timeouts: of everybody; shorter than in production, so that fewer events happen while waiting.
+        stragglers: what the lighthouse does about a replica that holds the others at its pace.
         trainers: settings of the job.
         wall_start_ms: wall clock at the start of virtual time.
         delay_ms: bounds of a message's delay.
@@ -86,6 +90,7 @@ class ClusterConfig:
     cluster_id: str = ""
     standby: str = ""
     timeouts: Timeouts = SHORT_TIMEOUTS
+    stragglers: StragglerPolicy = NO_STRAGGLERS
     trainers: TrainerSettings = TrainerSettings()  # noqa: RUF009  # frozen
     wall_start_ms: int = 1_000_000
     delay_ms: tuple[int, int] = (1, 5)
@@ -193,6 +198,7 @@ class Cluster:
         self._invariants: dict[str, Invariants] = {}
         self.losses = LossWatch(self)
         self.hangs = HangTruth(self)
+        self.paces = PaceTruth(self)
         self.ends = EndTruth(self)
         self.replicas: dict[str, Replica] = {}
         self.torchft: dict[str, TorchftProcess] = {}
@@ -255,6 +261,7 @@ class Cluster:
         match order:
             case effects.QuorumFormed():
                 self.invariants_of(order.job).formed(order.quorum)
+                self.paces.formed(order.job, order.quorum, order.previous)
                 self._look_who_joined(order)
                 self.marks.hit("a quorum was formed")
                 if order.previous is not None and len(order.quorum.members) < len(order.previous.members):
@@ -350,6 +357,7 @@ class Cluster:
         kind = ForeignLighthouseProcess if self.config.foreign else LighthouseProcess
         lighthouse = kind(self, self.num_lighthouses, name)
         lighthouse.start()
+        self.paces.forget()
         return lighthouse
 
     def start(
@@ -427,7 +435,7 @@ class Cluster:
             stream.listen(trainer, heard, again)
             self._beat(trainer, stream)
 
-        def heard(news: LossNotice | NewcomerAsks | LeaveRequest | Released | WaitsFor) -> None:
+        def heard(news: LossNotice | NewcomerAsks | LeaveRequest | Released | WaitsFor | StragglerNews) -> None:
             match news:
                 case NewcomerAsks(replica_id):
                     trainer.heard_of_newcomer(replica_id)
@@ -437,6 +445,8 @@ class Cluster:
                     replica.released = True
                 case WaitsFor():
                     pass  # for logs alone
+                case StragglerNews():
+                    trainer.told_of_its_pace(news)
                 case notice:
                     self.losses.told(trainer, notice)
                     trainer.noticed(notice)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from tft_coord.core import effects, events
 from tft_coord.core.fingerprint import Fingerprint, differences
+from tft_coord.core.stragglers import PaceKind, StragglerNews
 from tft_coord.core.types import Hello, Member, Plan, Purpose, Quorum, QuorumKey, Refusal, Verdict
 from tft_coord.timeouts import Timeouts
 
@@ -118,6 +119,7 @@ class Attendance:
         self._asked_ms: dict[str, int] = {}  # when each asked first since its last answer
         self._heals_ms: dict[str, int] = {}  # since when each heals that does
         self._may_heal_ms: dict[str, int] = {}  # the same of those that may, because states differ in their quorum
+        self._left_out: set[str] = set()  # as stragglers: they are waited for by nobody
         self._healed: dict[str, tuple[int, int]] = {}  # bytes that it had received, and when it said so first
 
     def welcomed(self, hello: Hello, stream: int) -> None:
@@ -166,6 +168,17 @@ class Attendance:
         self._finished |= {each: step for each, newest in self._streams.items() if newest == stream}
         if not self._knew:
             self._knew = self._sessions.keys() | self._lost.keys() | self._gone.keys()
+
+    def pace_changed(self, news: StragglerNews) -> None:
+        """A replica is left out as a straggler, or let back."""
+        if news.kind is PaceKind.LEFT_OUT:
+            self._left_out.add(news.replica_id)
+        elif news.kind is PaceKind.LET_BACK:
+            self._left_out.discard(news.replica_id)
+
+    def num_ready(self) -> int:
+        """How many healthy replicas count for a quorum."""
+        return len(self._sessions.keys() & self._ready)
 
     def ended(self, step: int, now_ms: int) -> None:
         """The job is said to have ended at that step: a member of its last quorum finished there, none can go on."""
@@ -382,7 +395,7 @@ class Attendance:
 
     def nobody_else_is_waited_for(self, waits: str, now_ms: int = 0) -> None:
         """No quorum was formed just now: then somebody who lives has not asked, or they are too few."""
-        living = {each for each in self._sessions if each in self._ready}
+        living = {each for each in self._sessions if each in self._ready and each not in self._left_out}
         asking = living & self._asking.keys()
         if asking == living and len(asking) >= self._min_replicas and not self._special & living:
             before = self._newest.members if self._newest is not None else ()
@@ -391,7 +404,7 @@ class Attendance:
                 return  # that a quorum is not formed too early is looked at where one is formed
             raise InvariantBroken("I6", f"all that live have asked, {sorted(asking)}, and no quorum forms: {waits}")
         before_ids = {member.replica_id for member in self._newest.members} if self._newest is not None else set()
-        before_ids -= self._gone.keys()
+        before_ids -= self._gone.keys() | self._left_out
         enough = len(asking) >= self._min_replicas and not self._special & living
         if before_ids and before_ids <= asking and enough:
             raise InvariantBroken("P2", f"all of the last quorum have asked, {sorted(asking)}, and none forms: {waits}")
@@ -438,13 +451,14 @@ class Attendance:
             if self._sessions.get(member.replica_id) != member.session:
                 raise InvariantBroken("I2", f"{member.replica_id} is in quorum {quorum.key} and does not live")
         before = set(previous.replica_ids) - self._gone.keys() if previous is not None else set()
-        if before and before <= ids:
+        awaited = before - self._left_out
+        if awaited and awaited <= ids:
             return
         living = {each for each in self._sessions if each in self._ready}
         if before & living and not before & ids:
             raise InvariantBroken("I2", f"quorum {quorum.key} leaves out all survivors of the last, {before & living}")
         # Who differs from those in it counts nowhere. It is told so when it asks, or if it asks just now.
-        living = {each for each in living if not self._differs_from(each, ids)}
+        living = {each for each in living if not self._differs_from(each, ids) and each not in self._left_out}
         if self._special & living:
             return
         living = {each for each in living if each in ids or not self._may_be_stalled(each, ids, now_ms)}
@@ -548,6 +562,8 @@ class Attendances:
                 self.of(order.job).lost(order.replica_id, order.session, dead=dead, broke=broke, now_ms=now_ms)
             case effects.JobEnded():
                 self.of(order.job).ended(order.step, now_ms)
+            case effects.PaceChanged():
+                self.of(order.job).pace_changed(order.news)
             case effects.AnswerQuorum() | effects.AnswerUnchanged() | effects.RefuseRequest():
                 if isinstance(order, effects.RefuseRequest) and order.refusal is Refusal.DIFFERS:
                     self.of(self.job_of(order.stream)).differs(order.stream)

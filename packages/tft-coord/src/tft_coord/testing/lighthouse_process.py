@@ -27,6 +27,7 @@ JOB = "job"
 OTHER_JOB = "other"
 HANG = "its trainer hangs"
 STUCK = "waits in a reduction"
+LEFT_OUT = "is left out as a straggler"
 WAITS = (
     "of min_replicas",
     "a majority is needed",
@@ -45,7 +46,9 @@ class LighthouseProcess(Process):
 
     def __init__(self, cluster: Cluster, number: int, name: str = "lighthouse") -> None:
         super().__init__(name, cluster.clock)
-        config = LighthouseConfig(min_replicas=cluster.config.min_replicas, timeouts=cluster.timeouts)
+        config = LighthouseConfig(
+            min_replicas=cluster.config.min_replicas, timeouts=cluster.timeouts, stragglers=cluster.config.stragglers
+        )
         # No two start in one millisecond.
         self._started_ms = cluster.wall_ms + number - 1
         of_address = cluster.config.cluster_id if name == "lighthouse" else cluster.config.standby
@@ -195,6 +198,10 @@ class LighthouseProcess(Process):
             match order:
                 case effects.ReplicaLeft() | effects.JobEnded() | effects.Warned() | effects.TellWait():
                     continue
+                case effects.PaceChanged(job, news):
+                    healthy = self.attendance_of(job).num_ready()
+                    self._cluster.paces.decided(job, news, self.core.quorum(job), healthy)
+                    continue
                 case effects.QuorumFormed() | effects.ReplicaLost():
                     if isinstance(order, effects.ReplicaLost) and order.reason.startswith(HANG):
                         self._cluster.hangs.lost(order.replica_id, order.session)
@@ -202,6 +209,9 @@ class LighthouseProcess(Process):
                     continue
                 case effects.NotifyLoss() if order.notice.lives:
                     self._cluster.marks.hit("one that lives broke its quorum")
+                    if order.notice.reason.startswith(LEFT_OUT):
+                        self._cluster.marks.hit("a quorum was ended for a straggler")
+                        self._cluster.losses.left(self, order.notice.key, order.notice.replica_id, surely=True)
                     if order.notice.reason.startswith(STUCK):
                         self._all_are_stuck(order)
             self._story_of(self._attendances.job_of(order.stream)).decided(order, self.clock.now_ms)

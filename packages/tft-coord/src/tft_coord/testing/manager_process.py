@@ -396,6 +396,8 @@ class ManagerProcess(Process):
                 self.handle(events.NewcomerAnnounced(order.replica_id))
             case effects.AskToLeave():
                 self.handle(events.LeaveAsked(order.reason, order.serve_ms))
+            case effects.TellStraggler():
+                self.handle(events.PaceTold(order.news))
             case effects.Release():
                 self.handle(events.NobodyHeals())
             case effects.RefuseSession():

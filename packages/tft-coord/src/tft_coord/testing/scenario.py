@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from tft_coord.core import effects
+from tft_coord.core.stragglers import StragglerAction, StragglerPolicy
 from tft_coord.core.types import Member, Quorum, QuorumKey
 from tft_coord.testing.cluster import Chance, Cluster, ClusterConfig, Replica
-from tft_coord.testing.lighthouse_process import JOB, STUCK
+from tft_coord.testing.lighthouse_process import JOB, LEFT_OUT, STUCK
 from tft_coord.testing.network import Fate, Rule
 from tft_coord.testing.process import Process
 from tft_coord.testing.trainer import Trainer, TrainerSettings
@@ -25,6 +26,8 @@ from tft_coord.testing.trainer import Trainer, TrainerSettings
 SEPARATOR = "----"
 MOST_MS = 120_000  # no `until` waits longer than this
 LIGHTHOUSES = ("lighthouse", "lighthouse2")
+PATIENT = StragglerPolicy(patience_ms=2_000)  # its beats come every 500 ms
+QUIET = ("commits step", "stands unchanged", "offers step", "has taken its state early in vain")
 MOMENT_MS = 20  # what several tell within it is told together
 
 
@@ -87,6 +90,7 @@ class Scenario:
     def _forget(self) -> None:
         self._told: list[tuple[int, str, list[str]]] = []
         self._wanted = ""
+        self._quiet = False
         self._heard: set[str] = set()
         self._numbers: dict[QuorumKey, int] = {}
         self._lineages: dict[int | None, str] = {None: "?"}
@@ -134,6 +138,8 @@ class Scenario:
         now_ms = self.cluster.clock.now_ms
         if self._wanted and self._wanted in text:
             self._heard.add(name)
+        if self._quiet and any(words in text for words in QUIET):
+            return
         for at_ms, known, names in reversed(self._told):
             if now_ms - at_ms > MOMENT_MS:
                 break
@@ -154,6 +160,8 @@ class Scenario:
 
     def _of_lighthouse(self, order: effects.LighthouseEffect) -> None:
         match order:
+            case effects.PaceChanged():
+                self._tell(self.cluster.decides, order.news.sentence)
             case effects.Warned():
                 self._tell(self.cluster.decides, f"warns: {order.sentence}")
             case effects.QuorumFormed():
@@ -169,7 +177,7 @@ class Scenario:
                 if order.message not in self._refusals:  # whoever is refused may try again and again
                     self._refusals.add(order.message)
                     self._tell(self.cluster.decides, f"refuses: {order.message}")
-            case effects.NotifyLoss() if order.notice.reason.startswith(STUCK):
+            case effects.NotifyLoss() if order.notice.reason.startswith((STUCK, LEFT_OUT)):
                 self._tell(self.cluster.decides, str(order.notice).replace(str(order.notice.key), self._name(order)))
             case effects.AskForQuorum():
                 who = self.cluster.replica_of_stream(order.stream)
@@ -250,7 +258,9 @@ class Scenario:
     def _do_cluster(self, words: list[str]) -> Iterable[str]:
         """cluster [world_size=1] [min_replicas=1] [step=0] [synchronous] [foreign] [standby] [strangers]: an empty
         cluster with a lighthouse: torchft's (`foreign`), or a second one besides, `lighthouse2`, of the same cluster
-        (`standby`) or of another (`strangers`). With `fragments=4 in_flight=2` trainers synchronize now and then."""
+        (`standby`) or of another (`strangers`). With `fragments=4 in_flight=2` trainers synchronize now and then.
+        With `stragglers=leave-out` (or `warn`, `shrink`) the lighthouse looks at their paces. With `quiet` nothing is
+        told of steps that go well."""
         numbers = dict(word.split("=", 1) for word in words if "=" in word)
         config = ClusterConfig(
             names=(),
@@ -260,6 +270,7 @@ class Scenario:
             cluster_id="ours" if "standby" in words or "strangers" in words else "",
             standby="ours" if "standby" in words else "theirs" if "strangers" in words else "",
             delay_ms=(1, 1),
+            stragglers=replace(PATIENT, action=StragglerAction(numbers.get("stragglers", "off"))),
             trainers=TrainerSettings(
                 step=int(numbers.get("step", 0)),
                 use_async_quorum="synchronous" not in words,
@@ -275,6 +286,7 @@ class Scenario:
             chunk_ms=lambda name: self._chunk_ms.get(name, 20),
         )
         self._forget()
+        self._quiet = "quiet" in words
         self.attend(Cluster(config, chance))
         # The lighthouse's first grace is over before anybody comes.
         self.cluster.clock.run_until(1_000)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from tft_coord.core.stragglers import StragglerAction, StragglerPolicy
 from tft_coord.testing.cluster import Chance, Cluster, ClusterConfig, Replica
 from tft_coord.testing.invariants import InvariantBroken
 from tft_coord.testing.marks import Marks
@@ -35,6 +36,7 @@ class SimulationConfig:
         most_replicas: largest cluster.
         foreign: whether the lighthouse is torchft's; None: in one job of ten.
         standby: whether there is a second lighthouse of the same cluster; None: in one job of ten.
+        stragglers: replicas become slow for a while, and the lighthouse does something about it.
         verbose_lines: lines of the trace that a failure shows.
     """
 
@@ -43,6 +45,7 @@ class SimulationConfig:
     most_replicas: int = 5
     foreign: bool | None = None
     standby: bool | None = None
+    stragglers: bool = False
     verbose_lines: int = 60
 
 
@@ -187,6 +190,10 @@ class Simulation:
             )
             cluster_config = replace(cluster_config, trainers=settings)
         self._raising = False
+        self._paces = self._rng("paces")
+        self._slower_ms: dict[str, int] = {}  # a replica's own part of a step, for a while
+        if config.stragglers:
+            cluster_config = replace(cluster_config, stragglers=self._straggler_policy())
         # One job in seven has another beside it on its lighthouse. In half of those that go on from a checkpoint each
         # group has that of a run of its own.
         beside = self._rng("beside")
@@ -198,7 +205,7 @@ class Simulation:
             jitter=jitter.random,
             nonces=lambda: nonces.getrandbits(64),
             words=lambda: words.getrandbits(64),
-            step_ms=lambda name: workload.randint(50, 400) + self._compile_ms(name),
+            step_ms=lambda name: workload.randint(50, 400) + self._compile_ms(name) + self._slower_ms.get(name, 0),
             spread_ms=lambda: groups.randint(1, 60),
             chunk_ms=lambda _: groups.randint(5, 120 if self._calm else slow_chunk_ms),
             optimizer_raises=self._optimizer_raises,
@@ -224,6 +231,8 @@ class Simulation:
             clock.after(self._stranger_after_ms, self._start_stranger)
         if self._torchft_after_ms is not None:
             clock.after(self._torchft_after_ms, self._start_torchft)
+        if self._config.stragglers:
+            clock.after(self._paces.randint(1_000, 3_000), self._change_pace)
         clock.run_until(self._config.faults_ms)
         to_commit_ms, to_whole_ms = self._demand_progress()
         return Report(
@@ -253,6 +262,7 @@ class Simulation:
     def _demand_progress(self) -> tuple[int, int]:
         cluster, clock = self.cluster, self.cluster.clock
         self._calm = True
+        self._slower_ms.clear()
         cluster.trace("faults", "stop")
         cluster.network.clear()
         cluster.revive_lighthouse()
@@ -381,6 +391,21 @@ class Simulation:
         if replica is not None and replica.alive:
             self._break(replica, self._rare.randint(200, 700))
         self.cluster.clock.after(2_000, self._flap_on)
+
+    def _straggler_policy(self) -> StragglerPolicy:
+        actions = (StragglerAction.LEAVE_OUT, StragglerAction.LEAVE_OUT, StragglerAction.WARN, StragglerAction.SHRINK)
+        return StragglerPolicy(
+            action=self._paces.choice(actions), patience_ms=1_500, first_pause_ms=1_000, longest_pause_ms=4_000
+        )
+
+    def _change_pace(self) -> None:
+        """A replica becomes slow, or keeps up again."""
+        if self._calm:
+            return
+        name = self._paces.choice(self.cluster.config.names)
+        self._slower_ms[name] = self._paces.choice((0, 500, 1_500, 2_500))
+        self.cluster.trace("paces", (name, self._slower_ms[name]))
+        self.cluster.clock.after(self._paces.randint(500, 12_000), self._change_pace)
 
     def _compile_ms(self, name: str) -> int:
         """In a few lives the first step takes longer than any other may."""

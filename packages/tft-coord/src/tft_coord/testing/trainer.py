@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from tft_coord.core.fingerprint import Fingerprint, fingerprint_of
 from tft_coord.core.lineage import fold_lineage, initial_lineage
 from tft_coord.core.progress import Phase, Progress
+from tft_coord.core.stragglers import StragglerNews
 from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest, Refusal, Verdict
 from tft_coord.testing.clock import VirtualClock
 from tft_coord.testing.invariants import Contribution, Held, InvariantBroken, Invariants, Reduced, Round
 from tft_coord.testing.marks import Marks
+from tft_coord.testing.pace_truth import OwnTime
 from tft_coord.testing.process import Process, State
 from tft_coord.testing.stretches import Stretches
 from tft_coord.timeouts import Timeouts
@@ -342,6 +344,7 @@ class Trainer(Process):
         self.excused = True
         self.busy = Stretches()  # with its own work, in a step that is not excused, or stopped
         self.reducing = Stretches()  # in one reduction
+        self.own_time = OwnTime()
         super().__init__(f"{host or replica_id}/{rank}", outside.clock)
         self.replica_id = replica_id
         self.host = host or replica_id
@@ -380,6 +383,7 @@ class Trainer(Process):
         self.left = False
         self.finishes_at: int | None = None  # its training is over with that step
         self.late_ms = 0
+        self.share = 1.0  # of its batch
         self.will_hang: Hanging | None = None
         self.settings = settings
         self._fingerprint = settings.fingerprint(world_size)
@@ -408,6 +412,8 @@ class Trainer(Process):
 
     @phase.setter
     def phase(self, name: str) -> None:
+        if self._phase in (*OWN, "between steps"):
+            self.own_time.passed(self.clock.now_ms - self.phase_since_ms)
         self._phase = name
         self.phase_since_ms = self.clock.now_ms
         self._note_stretches(anew=True)
@@ -446,7 +452,14 @@ class Trainer(Process):
             since_ms=self.clock.now_ms - self.phase_since_ms,
             excused=self.excused,
             slowest_step_ms=self.outside.timeouts.slowest_step_ms,
+            own_ms=self.own_time.median_ms,
         )
+
+    def told_of_its_pace(self, news: StragglerNews) -> None:
+        """What the lighthouse says of its pace; a share that is told is taken from the next step on."""
+        if news.sentence:
+            self.outside.note(self, f"hears of its pace: {news.kind.name}")
+        self.share = news.share
 
     @property
     def hangs(self) -> bool:
@@ -641,6 +654,8 @@ class Trainer(Process):
         # The first step after a start, a healing or a reconfiguration may take any time.
         self.excused = self.held != plan.key or plan.heal or self.healed_before
         self.healed_before = plan.heal
+        if self.excused:
+            self.own_time.forget()
         good = yield from self.configure(plan)
         if not plan.heal and self.lineage is None:
             self.lineage = plan.lineage
@@ -653,7 +668,7 @@ class Trainer(Process):
                     self.leave_group()
                     good = False
         self.phase = "forward"
-        yield self.sleep(self.outside.step_ms(self))
+        yield self.sleep(round(self.outside.step_ms(self) * self.share))
         if self.clock.now_ms - self.phase_since_ms >= self.outside.timeouts.slowest_step_ms and self.excused:
             self.outside.marks.hit("a first step took longer than slowest_step")
         yield from self.hang_if_asked("forward")
@@ -673,6 +688,7 @@ class Trainer(Process):
         enough = plan.num_participants >= plan.min_replica_size
         wishes = self.wishes_to_leave(plan)
         verdict = yield from self.vote(vote, good and reduced is not None and enough, leaving=wishes)
+        self.own_time.step_ended(counts=verdict.yes and not self.excused)
         if verdict.yes:
             assert reduced is not None
             self.commit(plan, vote, reduced)

@@ -25,6 +25,7 @@ from tft_coord.core.effects import (
     RefuseSession,
     Release,
     TellLost,
+    TellStraggler,
     TellWait,
     Welcome,
 )
@@ -64,7 +65,11 @@ def encode_to_lighthouse(event: LighthouseEvent, said: Member | None = None) -> 
     """
     match event:
         case BeatReceived():
-            beat = pb.Beat(healed_bytes=event.healed_bytes, progress=fields.progress_to_wire(event.progress))
+            beat = pb.Beat(
+                healed_bytes=event.healed_bytes,
+                progress=fields.progress_to_wire(event.progress),
+                own_ms=fields.own_ms_to_wire(event.progress),
+            )
             return pb.ToLighthouse(beat=beat).SerializeToString()
         case QuorumRequested():
             member = event.member
@@ -167,6 +172,7 @@ ToldEffect = (
     | RefuseRequest
     | AskToLeave
     | TellWait
+    | TellStraggler
     | Release
 )
 
@@ -215,6 +221,8 @@ def encode_from_lighthouse(effect: ToldEffect) -> bytes:
         case TellWait():
             waits = pb.Waits(sentence=fields.clip(effect.sentence), warns=effect.warns)
             return pb.FromLighthouse(waits=waits).SerializeToString()
+        case TellStraggler():
+            return pb.FromLighthouse(straggler=fields.straggler_to_wire(effect.news)).SerializeToString()
         case Release():
             return pb.FromLighthouse(released=pb.Released()).SerializeToString()
 
@@ -266,6 +274,8 @@ def decode_from_lighthouse(data: bytes) -> ToldEffect:
         case "waits":
             sentence = fields.checked_sentence("sentence", message.waits.sentence)
             return TellWait(0, sentence, message.waits.warns)
+        case "straggler":
+            return TellStraggler(0, fields.straggler_from_wire(message.straggler))
         case "released":
             return Release(0)
         case _:

@@ -32,6 +32,14 @@ class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OWN: _ClassVar[Phase]
     WAITING: _ClassVar[Phase]
     REDUCING: _ClassVar[Phase]
+
+class PaceKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SLOW: _ClassVar[PaceKind]
+    KEEPS_UP: _ClassVar[PaceKind]
+    LEFT_OUT: _ClassVar[PaceKind]
+    LET_BACK: _ClassVar[PaceKind]
+    SHARE: _ClassVar[PaceKind]
 STORE: Via
 GROUP: Via
 STATE: Via
@@ -46,6 +54,11 @@ OUTSIDE: Phase
 OWN: Phase
 WAITING: Phase
 REDUCING: Phase
+SLOW: PaceKind
+KEEPS_UP: PaceKind
+LEFT_OUT: PaceKind
+LET_BACK: PaceKind
+SHARE: PaceKind
 
 class RaftMessageRequest(_message.Message):
     __slots__ = ("message",)
@@ -384,12 +397,14 @@ class Progress(_message.Message):
     def __init__(self, step: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., since_ms: _Optional[int] = ..., excused: bool = ..., slowest_step_ms: _Optional[int] = ...) -> None: ...
 
 class Beat(_message.Message):
-    __slots__ = ("healed_bytes", "progress")
+    __slots__ = ("healed_bytes", "progress", "own_ms")
     HEALED_BYTES_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    OWN_MS_FIELD_NUMBER: _ClassVar[int]
     healed_bytes: int
     progress: Progress
-    def __init__(self, healed_bytes: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
+    own_ms: int
+    def __init__(self, healed_bytes: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., own_ms: _Optional[int] = ...) -> None: ...
 
 class QuorumRequest(_message.Message):
     __slots__ = ("request", "member", "held", "fingerprint", "as_before")
@@ -523,6 +538,24 @@ class NewcomerAsks(_message.Message):
     replica_id: str
     def __init__(self, replica_id: _Optional[str] = ...) -> None: ...
 
+class Straggler(_message.Message):
+    __slots__ = ("replica_id", "kind", "own_ms", "median_ms", "share", "pause_ms", "sentence")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    OWN_MS_FIELD_NUMBER: _ClassVar[int]
+    MEDIAN_MS_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_MS_FIELD_NUMBER: _ClassVar[int]
+    SENTENCE_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    kind: PaceKind
+    own_ms: int
+    median_ms: int
+    share: float
+    pause_ms: int
+    sentence: str
+    def __init__(self, replica_id: _Optional[str] = ..., kind: _Optional[_Union[PaceKind, str]] = ..., own_ms: _Optional[int] = ..., median_ms: _Optional[int] = ..., share: _Optional[float] = ..., pause_ms: _Optional[int] = ..., sentence: _Optional[str] = ...) -> None: ...
+
 class QuorumAnswer(_message.Message):
     __slots__ = ("request", "quorum", "unchanged", "refused")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
@@ -536,7 +569,7 @@ class QuorumAnswer(_message.Message):
     def __init__(self, request: _Optional[int] = ..., quorum: _Optional[_Union[Quorum, _Mapping]] = ..., unchanged: _Optional[_Union[QuorumKey, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
 
 class FromLighthouse(_message.Message):
-    __slots__ = ("welcome", "refused", "lost", "ask_for_quorum", "answer", "loss_notice", "ask_to_leave", "newcomer_asks", "released", "waits")
+    __slots__ = ("welcome", "refused", "lost", "ask_for_quorum", "answer", "loss_notice", "ask_to_leave", "newcomer_asks", "released", "waits", "straggler")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
@@ -547,6 +580,7 @@ class FromLighthouse(_message.Message):
     NEWCOMER_ASKS_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
+    STRAGGLER_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refused: Refused
     lost: Lost
@@ -557,7 +591,8 @@ class FromLighthouse(_message.Message):
     newcomer_asks: NewcomerAsks
     released: Released
     waits: Waits
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., ask_for_quorum: _Optional[_Union[QuorumKey, _Mapping]] = ..., answer: _Optional[_Union[QuorumAnswer, _Mapping]] = ..., loss_notice: _Optional[_Union[LossNotice, _Mapping]] = ..., ask_to_leave: _Optional[_Union[AskToLeave, _Mapping]] = ..., newcomer_asks: _Optional[_Union[NewcomerAsks, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ...) -> None: ...
+    straggler: Straggler
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., ask_for_quorum: _Optional[_Union[QuorumKey, _Mapping]] = ..., answer: _Optional[_Union[QuorumAnswer, _Mapping]] = ..., loss_notice: _Optional[_Union[LossNotice, _Mapping]] = ..., ask_to_leave: _Optional[_Union[AskToLeave, _Mapping]] = ..., newcomer_asks: _Optional[_Union[NewcomerAsks, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ..., straggler: _Optional[_Union[Straggler, _Mapping]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("job", "replica_id", "reason", "serve_ms")
@@ -626,12 +661,14 @@ class RankHello(_message.Message):
     def __init__(self, group_rank: _Optional[int] = ..., session: _Optional[int] = ...) -> None: ...
 
 class RankBeat(_message.Message):
-    __slots__ = ("healed_bytes", "progress")
+    __slots__ = ("healed_bytes", "progress", "own_ms")
     HEALED_BYTES_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    OWN_MS_FIELD_NUMBER: _ClassVar[int]
     healed_bytes: int
     progress: Progress
-    def __init__(self, healed_bytes: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
+    own_ms: int
+    def __init__(self, healed_bytes: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., own_ms: _Optional[int] = ...) -> None: ...
 
 class RankLeaves(_message.Message):
     __slots__ = ("reason", "serve_ms", "group_rank", "finished_step")
@@ -710,7 +747,7 @@ class KillRank(_message.Message):
     def __init__(self, message: _Optional[str] = ...) -> None: ...
 
 class FromManagerServer(_message.Message):
-    __slots__ = ("welcome", "refused", "answer", "loss_notice", "group_lost", "ask_to_leave", "newcomer_asks", "kill", "released", "waits")
+    __slots__ = ("welcome", "refused", "answer", "loss_notice", "group_lost", "ask_to_leave", "newcomer_asks", "kill", "released", "waits", "straggler")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
@@ -721,6 +758,7 @@ class FromManagerServer(_message.Message):
     KILL_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
+    STRAGGLER_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refused: Refused
     answer: RankAnswer
@@ -731,4 +769,5 @@ class FromManagerServer(_message.Message):
     kill: KillRank
     released: Released
     waits: Waits
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., answer: _Optional[_Union[RankAnswer, _Mapping]] = ..., loss_notice: _Optional[_Union[LossNotice, _Mapping]] = ..., group_lost: _Optional[_Union[GroupLost, _Mapping]] = ..., ask_to_leave: _Optional[_Union[AskToLeave, _Mapping]] = ..., newcomer_asks: _Optional[_Union[NewcomerAsks, _Mapping]] = ..., kill: _Optional[_Union[KillRank, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ...) -> None: ...
+    straggler: Straggler
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., answer: _Optional[_Union[RankAnswer, _Mapping]] = ..., loss_notice: _Optional[_Union[LossNotice, _Mapping]] = ..., group_lost: _Optional[_Union[GroupLost, _Mapping]] = ..., ask_to_leave: _Optional[_Union[AskToLeave, _Mapping]] = ..., newcomer_asks: _Optional[_Union[NewcomerAsks, _Mapping]] = ..., kill: _Optional[_Union[KillRank, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ..., straggler: _Optional[_Union[Straggler, _Mapping]] = ...) -> None: ...

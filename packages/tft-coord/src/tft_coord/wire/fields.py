@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError, Message
 from tft_coord.core.fingerprint import Fingerprint, FingerprintPart
 from tft_coord.core.fingerprint import check as check_fingerprint
 from tft_coord.core.progress import Phase, Progress
+from tft_coord.core.stragglers import PaceKind, StragglerNews
 from tft_coord.core.types import (
     MAX_INT64,
     POOR_SOURCES_MOST,
@@ -99,6 +100,40 @@ def _via(number: int) -> Via:
         raise ProtocolError(f"a peer was not reached by way {number}, which this version does not know") from None
 
 
+def straggler_to_wire(news: StragglerNews) -> pb.Straggler:
+    return pb.Straggler(
+        replica_id=news.replica_id,
+        kind=news.kind.name,
+        own_ms=news.own_ms,
+        median_ms=news.median_ms,
+        share=news.share,
+        pause_ms=news.pause_ms,
+        sentence=clip(news.sentence),
+    )
+
+
+def straggler_from_wire(message: pb.Straggler) -> StragglerNews:
+    try:
+        kind = PaceKind(message.kind)
+    except ValueError:
+        raise ProtocolError(f"a replica's pace changed by {message.kind}, which this version does not know") from None
+    if not 0.0 < message.share <= 1.0:
+        raise ProtocolError(f"share is {message.share}; it must be above 0 and at most 1")
+    return StragglerNews(
+        checked_name("replica_id", message.replica_id),
+        kind,
+        checked_count("own_ms", message.own_ms, MAX_INT64),
+        checked_count("median_ms", message.median_ms, MAX_INT64),
+        message.share,
+        checked_count("pause_ms", message.pause_ms, MAX_INT64),
+        checked_sentence("sentence", message.sentence),
+    )
+
+
+def own_ms_to_wire(progress: Progress | None) -> int:
+    return 0 if progress is None else progress.own_ms
+
+
 def progress_to_wire(progress: Progress | None) -> pb.Progress | None:
     if progress is None:
         return None
@@ -131,6 +166,7 @@ def progress_from_wire(beat: pb.Beat | pb.RankBeat) -> Progress | None:
         since_ms=checked_count("since_ms", said.since_ms, MAX_INT64),
         excused=said.excused,
         slowest_step_ms=checked_count("slowest_step_ms", said.slowest_step_ms, MAX_INT64),
+        own_ms=checked_count("own_ms", beat.own_ms, MAX_INT64),
     )
 
 

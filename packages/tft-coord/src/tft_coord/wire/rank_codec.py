@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tft_coord.core.progress import Progress
+from tft_coord.core.stragglers import StragglerNews
 from tft_coord.core.types import (
     MAX_INT64,
     KillOrder,
@@ -172,6 +173,7 @@ ToRank = (
     | Released
     | KillOrder
     | WaitsFor
+    | StragglerNews
 )
 
 
@@ -447,7 +449,11 @@ def encode_from_rank(message: FromRank) -> bytes:
             hello = pb.RankHello(group_rank=message.group_rank, session=message.session)
             return pb.ToManagerServer(hello=hello).SerializeToString()
         case RankBeat():
-            beat = pb.RankBeat(healed_bytes=message.healed_bytes, progress=fields.progress_to_wire(message.progress))
+            beat = pb.RankBeat(
+                healed_bytes=message.healed_bytes,
+                progress=fields.progress_to_wire(message.progress),
+                own_ms=fields.own_ms_to_wire(message.progress),
+            )
             return pb.ToManagerServer(beat=beat).SerializeToString()
         case RankWithdraw():
             return pb.ToManagerServer(withdraw=pb.RankWithdraw(call=message.call)).SerializeToString()
@@ -514,6 +520,8 @@ def encode_to_rank(message: ToRank) -> bytes:
         case WaitsFor():
             waits = pb.Waits(sentence=fields.clip(message.sentence), warns=message.warns)
             return pb.FromManagerServer(waits=waits).SerializeToString()
+        case StragglerNews():
+            return pb.FromManagerServer(straggler=fields.straggler_to_wire(message)).SerializeToString()
         case KillOrder():
             return pb.FromManagerServer(kill=pb.KillRank(message=fields.clip(message.message))).SerializeToString()
     raise AssertionError(f"{message} is no message to a rank")
@@ -545,6 +553,8 @@ def decode_to_rank(data: bytes) -> ToRank:
             return Released()
         case "waits":
             return WaitsFor(fields.checked_sentence("sentence", message.waits.sentence), message.waits.warns)
+        case "straggler":
+            return fields.straggler_from_wire(message.straggler)
         case "kill":
             return KillOrder(fields.checked_sentence("message", message.kill.message))
         case _:

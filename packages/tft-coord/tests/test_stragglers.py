@@ -1,0 +1,345 @@
+"""The policy about stragglers, on a model: members that step together, and a watch that hears their beats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from tft_coord.core.progress import GroupProgress, Phase, Progress
+from tft_coord.core.stragglers import (
+    LEAST_SHARE,
+    Company,
+    PaceKind,
+    StragglerAction,
+    StragglerNews,
+    StragglerPolicy,
+    StragglerWatch,
+)
+from tft_coord.errors import SettingError
+from tft_coord.timeouts import Timeouts
+
+BEAT_MS = 1_000
+
+
+class Model:
+    """Members that take their own time for each step, and wait for the slowest one.
+
+    Args:
+        own_ms: of each member, at a time.
+    """
+
+    def __init__(
+        self, own_ms: dict[str, int], action: StragglerAction = StragglerAction.WARN, *, min_replicas: int = 1
+    ) -> None:
+        self.own_ms = own_ms
+        self.policy = StragglerPolicy(action=action)
+        self.watch = StragglerWatch(self.policy)
+        self.now_ms = 0
+        self.step = 0
+        self.news: list[tuple[int, StragglerNews]] = []
+        self.ended: list[int] = []
+        self.members = set(own_ms)
+        self.min_replicas = min_replicas
+        self.holders: set[str] | None = None
+        self.shares = dict.fromkeys(own_ms, 1.0)
+        self._steps_to = 0
+        self._trial_step: dict[str, int] = {}
+
+    def run(self, until_ms: int) -> Model:
+        """Step and beat until then."""
+        while self.now_ms < until_ms:
+            step_ms = max(self._own(name) for name in self.members)
+            while self._steps_to + step_ms <= self.now_ms:
+                self._steps_to += step_ms
+                self.step += 1
+            for name in self.own_ms:
+                self.watch.heard(name, self._progress(name))
+            for change in self.watch.look(sorted(self.members), self.now_ms, self._company):
+                news = change.news
+                self.news.append((self.now_ms, news))
+                if change.ends_quorum:
+                    self.ended.append(self.now_ms)
+                if news.kind in (PaceKind.LEFT_OUT, PaceKind.LET_BACK):
+                    self._steps_to = self.now_ms  # the next quorum begins with a step of its own
+                    (self.members.discard if news.kind is PaceKind.LEFT_OUT else self.members.add)(news.replica_id)
+                    self._trial_step[news.replica_id] = self.step + 1
+                if news.kind is PaceKind.SHARE:
+                    self.shares[news.replica_id] = news.share
+            self.now_ms += BEAT_MS
+        return self
+
+    def _own(self, name: str) -> int:
+        return max(1, round(self.own_ms[name] * self.shares[name]))
+
+    def _progress(self, name: str) -> Progress:
+        if name not in self.members:
+            return Progress(self.step, Phase.WAITING, 10_000, excused=True, own_ms=self._own(name))
+        running_ms = self.now_ms - self._steps_to
+        phase = Phase.OWN if running_ms < self._own(name) else Phase.REDUCING
+        measured = self.step > self._trial_step.get(name, 0)
+        excused = self.step == self._trial_step.get(name)
+        return Progress(self.step, phase, running_ms, excused, own_ms=self._own(name) if measured else 0)
+
+    def _company(self) -> Company:
+        names = sorted(self.own_ms)
+        waiting = [name for name in names if name not in self.members]
+        holders = names if self.holders is None else self.holders
+        return Company(names, sorted(self.members), waiting, holders, self.min_replicas)
+
+    @property
+    def kinds(self) -> list[tuple[str, str]]:
+        """Who, and what has changed."""
+        return [(news.replica_id, news.kind.name) for _, news in self.news]
+
+
+def test_members_of_one_pace_are_not_warned_of() -> None:
+    assert Model({"a": 400, "b": 500, "c": 700}).run(120_000).news == []
+
+
+def test_a_straggler_is_warned_of_once_and_named_with_the_numbers() -> None:
+    model = Model({"a": 400, "b": 500, "c": 1_500}).run(60_000)
+    assert model.kinds == [("c", "SLOW")]
+    at_ms, news = model.news[0]
+    assert (news.own_ms, news.median_ms) == (1_500, 500)
+    assert 5_000 <= at_ms <= 9_000
+    assert news.sentence.startswith(
+        "replica c is a straggler: its own part of a step takes 1.50 s, and the median of the others is 0.50 s"
+    )
+    assert model.watch.warnings == (news.sentence,)
+
+
+def test_it_is_said_once_that_it_keeps_up_again() -> None:
+    model = Model({"a": 400, "b": 500, "c": 1_500}).run(20_000)
+    model.own_ms["c"] = 500
+    model.run(60_000)
+    assert model.kinds == [("c", "SLOW"), ("c", "KEEPS_UP")]
+    assert model.watch.warnings == ()
+
+
+def test_around_the_border_nothing_flaps() -> None:
+    model = Model({"a": 500, "b": 500, "c": 1_400}).run(20_000)
+    for turn in range(60):
+        model.own_ms["c"] = 800 if turn % 2 else 1_100
+        model.run(model.now_ms + 2_000)
+    assert model.kinds == [("c", "SLOW")]
+
+
+def test_one_slow_step_is_no_straggler() -> None:
+    model = Model({"a": 500, "b": 500, "c": 500}, StragglerAction.LEAVE_OUT).run(10_000)
+    model.own_ms["c"] = 4_000
+    model.run(14_000)
+    model.own_ms["c"] = 500
+    assert model.run(60_000).news == []
+
+
+def test_short_steps_have_to_differ_by_more_than_a_hiccup() -> None:
+    assert Model({"a": 10, "b": 10, "c": 45}).run(60_000).news == []
+
+
+def test_a_straggler_is_left_out_and_tried_again_after_pauses_that_double() -> None:
+    model = Model({"a": 400, "b": 400, "c": 2_000}, StragglerAction.LEAVE_OUT).run(600_000)
+    out = [at_ms for at_ms, news in model.news if news.kind is PaceKind.LEFT_OUT]
+    back = [at_ms for at_ms, news in model.news if news.kind is PaceKind.LET_BACK]
+    pauses = [after - before for before, after in zip(out, back, strict=False)]
+    assert pauses == [5_000, 10_000, 20_000, 40_000, 80_000, 160_000]
+    assert {news.kind for _, news in model.news} == {PaceKind.LEFT_OUT, PaceKind.LET_BACK}
+
+
+def test_a_replica_that_keeps_up_in_its_trial_stays() -> None:
+    model = Model({"a": 400, "b": 400, "c": 2_000}, StragglerAction.LEAVE_OUT).run(20_000)
+    model.own_ms["c"] = 400
+    model.run(200_000)
+    assert model.kinds[-2:] == [("c", "LET_BACK"), ("c", "KEEPS_UP")]
+    assert model.members == {"a", "b", "c"}
+    assert model.watch.left_out == frozenset()
+
+
+def test_a_replica_that_kept_up_for_long_is_left_out_for_the_first_pause_again() -> None:
+    model = Model({"a": 400, "b": 400, "c": 2_000}, StragglerAction.LEAVE_OUT).run(60_000)
+    model.own_ms["c"] = 400
+    model.run(2_000_000)
+    model.own_ms["c"] = 2_000
+    model.run(2_030_000)
+    again = [news.pause_ms for at_ms, news in model.news if news.kind is PaceKind.LEFT_OUT and at_ms > 2_000_000]
+    assert again[0] == 5_000
+
+
+def test_a_replica_that_is_slow_again_soon_is_left_out_for_longer() -> None:
+    model = Model({"a": 400, "b": 400, "c": 2_000}, StragglerAction.LEAVE_OUT).run(20_000)
+    for _ in range(6):
+        model.own_ms["c"] = 400
+        model.run(model.now_ms + 20_000)
+        model.own_ms["c"] = 2_000
+        model.run(model.now_ms + 20_000)
+    pauses = [news.pause_ms for _, news in model.news if news.kind is PaceKind.LEFT_OUT]
+    assert pauses == sorted(pauses)
+    assert pauses[-1] >= 40_000
+
+
+def test_a_step_that_runs_is_not_waited_for() -> None:
+    model = Model({"a": 400, "b": 400, "c": 400}, StragglerAction.LEAVE_OUT).run(10_000)
+    model.own_ms["c"] = 100_000
+    model.run(18_000)
+    assert model.kinds == [("c", "LEFT_OUT")]
+    assert len(model.ended) == 1
+    assert model.ended[0] - 10_000 <= 7_000
+
+
+def test_in_a_trial_not_even_the_first_step_is_waited_for() -> None:
+    model = Model({"a": 400, "b": 400, "c": 400}, StragglerAction.LEAVE_OUT).run(10_000)
+    model.own_ms["c"] = 100_000
+    model.run(100_000)
+    trials = [at_ms for at_ms, news in model.news if news.kind is PaceKind.LET_BACK]
+    assert len(trials) >= 3
+    assert len(model.ended) == len(trials) + 1
+
+
+@pytest.mark.parametrize(
+    ("own_ms", "min_replicas", "holders", "why"),
+    [
+        ({"a": 400, "b": 2_000}, 1, None, "1 of 2 replicas are as slow, and only a minority is left out"),
+        ({"a": 400, "b": 400, "c": 2_000}, 3, None, "2 replicas would stay, and min_replicas is 3"),
+        ({"a": 400, "b": 400, "c": 2_000}, 1, {"c"}, "it alone holds the job's state"),
+        (
+            {"a": 400, "b": 400, "c": 400, "d": 2_000, "e": 2_100, "f": 2_000},
+            1,
+            None,
+            "3 of 6 replicas are as slow, and only a minority is left out",
+        ),
+    ],
+)
+def test_nobody_is_left_out_whom_the_others_need(
+    own_ms: dict[str, int], min_replicas: int, holders: set[str] | None, why: str
+) -> None:
+    model = Model(own_ms, StragglerAction.LEAVE_OUT, min_replicas=min_replicas)
+    model.holders = holders
+    model.run(120_000)
+    assert {kind for _, kind in model.kinds} == {"SLOW"}
+    assert model.news[0][1].sentence.endswith(f"; it is not left out, because {why}")
+
+
+def test_two_slow_of_three_are_not_stragglers() -> None:
+    assert Model({"a": 400, "b": 2_000, "c": 2_000}, StragglerAction.LEAVE_OUT).run(120_000).news == []
+
+
+def test_two_slow_of_five_are_left_out_together() -> None:
+    model = Model({"a": 400, "b": 400, "c": 400, "d": 2_000, "e": 2_500}, StragglerAction.LEAVE_OUT).run(12_000)
+    assert model.kinds == [("d", "LEFT_OUT"), ("e", "LEFT_OUT")]
+
+
+def test_it_is_let_back_at_once_when_too_few_are_left() -> None:
+    model = Model({"a": 400, "b": 400, "c": 2_000}, StragglerAction.LEAVE_OUT, min_replicas=2).run(10_000)
+    assert model.kinds == [("c", "LEFT_OUT")]
+    del model.own_ms["b"]
+    model.members.discard("b")
+    model.run(12_000)
+    assert model.kinds[1] == ("c", "LET_BACK")
+    assert "because too few replicas are left without it" in model.news[1][1].sentence
+
+
+def test_a_share_follows_the_pace_down_and_up() -> None:
+    model = Model({"a": 400, "b": 400, "c": 1_600}, StragglerAction.SHRINK).run(60_000)
+    assert [(kind, news.share) for (_, kind), (_, news) in zip(model.kinds, model.news, strict=True)] == [
+        ("SHARE", 0.25)
+    ]
+    model.own_ms["c"] = 400
+    model.run(200_000)
+    assert model.shares["c"] == 1.0
+    assert model.kinds == [("c", "SHARE"), ("c", "SHARE")]
+    assert model.watch.warnings == ()
+
+
+def test_who_does_not_take_its_share_is_warned_of_at_the_least_share() -> None:
+    model = Model({"a": 400, "b": 400, "c": 4_000}, StragglerAction.SHRINK)
+    model.shares = _Constant(model.shares)
+    model.run(400_000)
+    shares = [news.share for _, news in model.news if news.kind is PaceKind.SHARE]
+    assert shares == [0.1, LEAST_SHARE]
+    assert model.kinds[-1] == ("c", "SHARE")
+
+
+class _Constant(dict[str, float]):
+    def __setitem__(self, key: str, value: float) -> None:
+        """Nothing changes it."""
+
+
+def test_shares_do_not_flap() -> None:
+    model = Model({"a": 400, "b": 400, "c": 1_600}, StragglerAction.SHRINK).run(30_000)
+    for _ in range(10):
+        model.own_ms["c"] = 400
+        model.run(model.now_ms + 40_000)
+        model.own_ms["c"] = 1_600
+        model.run(model.now_ms + 40_000)
+    assert len(model.news) <= 14  # of twenty changes of its pace
+
+
+def test_off_hears_nothing() -> None:
+    model = Model({"a": 400, "b": 400, "c": 40_000}, StragglerAction.OFF).run(200_000)
+    assert model.news == []
+
+
+def test_members_that_say_nothing_are_not_judged() -> None:
+    watch = StragglerWatch(StragglerPolicy())
+    for now_ms in range(0, 60_000, BEAT_MS):
+        for name in "abcde":
+            own_ms = {"a": 400, "b": 4_000}.get(name, 0)
+            watch.heard(name, Progress(now_ms // 400, Phase.OWN, 10, own_ms=own_ms))
+        assert watch.look("abcde", now_ms, _no_company) == []
+
+
+def _no_company() -> Company:
+    raise AssertionError("asked who is there, and nobody is slow")
+
+
+def test_who_is_lost_is_judged_anew() -> None:
+    model = Model({"a": 400, "b": 400, "c": 2_000}).run(20_000)
+    assert model.kinds == [("c", "SLOW")]
+    model.watch.gone("c")
+    assert model.watch.warnings == ()
+    model.run(40_000)
+    assert model.kinds == [("c", "SLOW"), ("c", "SLOW")]
+
+
+def test_a_share_is_told_to_who_says_hello_where_shares_change() -> None:
+    model = Model({"a": 400, "b": 400, "c": 1_600}, StragglerAction.SHRINK).run(30_000)
+    told = model.watch.share_of("c")
+    assert told is not None
+    assert told.share == 0.25
+    fresh = StragglerWatch(model.policy).share_of("c")
+    assert fresh is not None
+    assert fresh.share == 1.0
+    assert StragglerWatch(StragglerPolicy()).share_of("c") is None
+
+
+def test_a_group_is_as_slow_as_its_slowest_rank() -> None:
+    group = GroupProgress(2, Timeouts())
+    group.said(0, Progress(3, Phase.REDUCING, 10, own_ms=400), 0)
+    group.said(1, Progress(3, Phase.REDUCING, 20, own_ms=900), 0)
+    assert group.now(0) == Progress(3, Phase.REDUCING, 10, own_ms=900)
+    group.asked(1, 4, 10)
+    group.planned(1, 4, 20, excused=False, heals=False)
+    assert _own(group, 30) == 900
+
+
+def _own(group: GroupProgress, now_ms: int) -> int:
+    progress = group.now(now_ms)
+    assert progress is not None
+    return progress.own_ms
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"action": "warn"}, "action is 'warn'; give a StragglerAction"),
+        ({"ratio": 1.0}, "the straggler ratio is 1.0; give 1.1 to 1000"),
+        ({"steps": 0}, "steps is 0; give at least 1"),
+        ({"patience_ms": -1}, "patience_ms is -1"),
+        ({"first_pause_ms": 400_000}, "first_pause_ms .400000. exceeds longest_pause_ms .300000."),
+    ],
+)
+def test_a_policy_that_can_not_be_is_named(change: dict[str, object], message: str) -> None:
+    make: Callable[..., StragglerPolicy] = replace
+    with pytest.raises(SettingError, match=message):
+        make(StragglerPolicy(), **change)
