@@ -712,7 +712,7 @@ def test_a_source_that_nobody_asks_first_says_what_it_serves_for(rigs: Any, capl
     assert plan.recover_dst_replica_ranks == ()
     rig = rigs(plan)
     assert rig.step()
-    assert "serving step 0 in case another source fails, snapshot taken in" in caplog.text
+    assert "serving step 0 in case another source fails, offered in" in caplog.text
 
 
 def test_what_fails_a_step_is_told_once_a_step(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -99,6 +99,12 @@ class BufferPool:
         del kept
         return Buffer(num_bytes)
 
+    def fresh_bytes(self, num_bytes: int) -> int:
+        """How much more memory `take` would take from the system."""
+        if self._free is None:
+            return num_bytes
+        return 0 if self._free.fits(num_bytes) else max(num_bytes - self._free.capacity_bytes, 0)
+
     def has(self, num_bytes: int) -> bool:
         """Whether `take` would give the kept one."""
         return self._free is not None and self._free.fits(num_bytes)

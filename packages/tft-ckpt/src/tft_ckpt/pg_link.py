@@ -11,7 +11,6 @@ Law of this file: messages, waiting and errors; nothing about states.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import threading
 import time
@@ -23,8 +22,9 @@ from typing import Any, Protocol, final
 import torch
 
 from tft_ckpt.errors import CheckpointError, Closed, DeadlinePassed, StateUnavailable, WrongSetting
+from tft_ckpt.live import bytes_of
 
-__all__ = ["Call", "Group", "Link", "bytes_of"]
+__all__ = ["Call", "Group", "Link"]
 
 # Tags that no collective uses and few people would think of; two, for who sends a state may receive another one from
 # the same member at the same time.
@@ -49,11 +49,6 @@ class Group(Protocol):
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Any:
         """Start to receive one tensor from a rank; returns its Work."""
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A uint8 tensor's memory on the CPU; it must be contiguous, and live as long as the view is used."""
-    return memoryview((ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
 
 
 @final

@@ -15,7 +15,6 @@ answer, TAKE if all of them arrived as the manifest says. To LATER, MISMATCH and
 
 from __future__ import annotations
 
-import bisect
 import logging
 import threading
 from collections import deque
@@ -39,10 +38,10 @@ from tft_ckpt.errors import (
     WrongSetting,
 )
 from tft_ckpt.key import StateKey
+from tft_ckpt.live import LiveRun, bytes_of
 from tft_ckpt.manifest import (
     Layout,
     Manifest,
-    StorageSpan,
     check_chunk_bytes,
     check_state,
     checksum,
@@ -52,7 +51,7 @@ from tft_ckpt.manifest import (
     encode_layout,
 )
 from tft_ckpt.pg_frames import ANSWER_BYTES, OFFER_BYTES, Answer, Code, Offer, printable, shortened
-from tft_ckpt.pg_link import Call, Group, Link, bytes_of
+from tft_ckpt.pg_link import Call, Group, Link
 from tft_ckpt.target import Target
 from tft_ckpt.transport import CheckpointTransport
 from tft_ckpt.tree import Limits
@@ -293,8 +292,7 @@ class _Outgoing:
     ) -> None:
         self.layout, spans = describe(state, key=key, chunk_bytes=chunk_bytes, limits=limits)
         self._device = device
-        self._starts = [segment.offset for segment in self.layout.segments]
-        self._bytes = [_bytes_of(span) for span in spans]
+        self._run = LiveRun(self.layout, spans)
         body = encode_layout(self.layout, limits=limits)
         sums = []
         for chunk in range(self.layout.num_chunks):
@@ -309,25 +307,7 @@ class _Outgoing:
 
     def _lying(self, chunk: int) -> torch.Tensor:
         """The chunk's bytes where they lie, or on the CPU."""
-        start, end = self.layout.chunk_span(chunk)
-        index = bisect.bisect_right(self._starts, start) - 1
-        segment = self.layout.segments[index]
-        if end <= segment.offset + segment.length:
-            return self._bytes[index][start - segment.offset : end - segment.offset]
-        packed = torch.zeros(end - start, dtype=torch.uint8)
-        while index < len(self._starts) and self._starts[index] < end:
-            segment = self.layout.segments[index]
-            first, last = max(start, segment.offset), min(end, segment.offset + segment.length)
-            if first < last:
-                part = self._bytes[index][first - segment.offset : last - segment.offset]
-                packed[first - start : last - start].copy_(part)
-            index += 1
-        return packed
-
-
-def _bytes_of(span: StorageSpan) -> torch.Tensor:
-    with torch.no_grad():
-        return span.bytes()
+        return self._run.tensor(*self.layout.chunk_span(chunk))
 
 
 def _to_all(links: Sequence[Link], talk: Callable[[Link], CheckpointError | None]) -> list[CheckpointError]:

@@ -20,6 +20,8 @@ from tft_ckpt.snapshot import Snapshot
 __all__ = ["Found", "NotYet", "Refused", "Shelf"]
 
 MAX_RETIRED = 2
+ASKERS_MAX = 1024  # names of readers of one state
+KEYS_ASKED_MAX = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class Shelf:
         self._failure: str | None = None
         self._current: Snapshot | None = None
         self._readers: dict[Snapshot, int] = {}
+        self._askers: dict[StateKey, set[str]] = {}
         self._cleared = False
 
     def begin(self, key: StateKey) -> list[Snapshot]:
@@ -70,6 +73,8 @@ class Shelf:
         Returns: snapshots that are held by readers for too long; send those off.
         """
         self._latest, self._failure = key, None
+        for asked in [asked for asked in self._askers if key.comes_after(asked)]:
+            del self._askers[asked]
         self._take_down()
         return list(self._readers)[:-MAX_RETIRED]
 
@@ -79,7 +84,7 @@ class Shelf:
             self._failure = "its memory was needed for the next one; heal from that"
             self._take_down()
 
-    def put_by(self, buffer: Buffer) -> None:
+    def put_by(self, buffer: Buffer | None) -> None:
         """Take back the buffer of a state that was never put up."""
         self._put_by(buffer)
 
@@ -93,6 +98,34 @@ class Shelf:
         retired, self._current = self._current, None
         if retired is not None and retired not in self._readers:
             self._put_by(retired.buffer)
+
+    def retract(self, snapshot: Snapshot, sentence: str) -> None:
+        """A live state can't be had any more, by new readers or by those that read it."""
+        if self._current is snapshot:
+            self._failure = sentence
+            self._take_down()
+
+    def asked(self, key: StateKey, reader: str) -> None:
+        """A reader that names itself asks for this state, whether or not it is here. Bounded, whoever asks."""
+        if self._latest is not None and self._latest.comes_after(key):
+            return
+        readers = self._askers.setdefault(key, set())
+        if len(readers) < ASKERS_MAX:
+            readers.add(reader)
+        if len(self._askers) > KEYS_ASKED_MAX:
+            del self._askers[next(iter(self._askers))]
+
+    def num_asked(self, key: StateKey) -> int:
+        """How many readers have asked for this state."""
+        return len(self._askers.get(key, ()))
+
+    def num_holding(self, snapshot: Snapshot) -> int:
+        """How many leases of it there are."""
+        return self._readers.get(snapshot, 0)
+
+    def fresh_bytes(self, num_bytes: int) -> int:
+        """How much more memory than is kept `allocate` would take from the system."""
+        return self._pool.fresh_bytes(num_bytes)
 
     def allocate(self, num_bytes: int) -> Buffer:
         """A buffer for the state that is about to be taken."""
@@ -109,7 +142,7 @@ class Shelf:
         if not self._keep_buffers or self._cleared:
             return False
         return not self._pool.has(num_bytes) and not (
-            self._current is not None and self._current.buffer.fits(num_bytes)
+            self._current is not None and self._current.buffer is not None and self._current.buffer.fits(num_bytes)
         )
 
     def keep(self, buffer: Buffer) -> None:
@@ -170,6 +203,6 @@ class Shelf:
             if snapshot is not self._current:
                 self._put_by(snapshot.buffer)
 
-    def _put_by(self, buffer: Buffer) -> None:
-        if self._keep_buffers and not self._cleared:
+    def _put_by(self, buffer: Buffer | None) -> None:
+        if buffer is not None and self._keep_buffers and not self._cleared:
             self._pool.give(buffer)

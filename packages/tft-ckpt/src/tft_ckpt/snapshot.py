@@ -1,8 +1,11 @@
-"""A state as it was at one moment, in memory of its own.
+"""A state as it was at one moment, in memory of its own or, where there is none for it, where it lies.
 
 The trainer may change its tensors as soon as it has its thread back, so every storage is copied once, while that
 thread waits, into one buffer. That copy is all the trainer pays, and some threads share it: one core alone does not
 reach the memory's speed. Checksums are computed afterwards by whoever serves the snapshot, a piece at a time.
+
+A live snapshot copies nothing. It is good only while the trainer waits, so it is for the server to end it before: from
+then on it gives no byte. Its checksums are those of the same bytes, so a reader would find out if they had changed.
 
 Law of this file: a snapshot never changes after it was taken. Who may still look into its buffer is the shelf's affair.
 """
@@ -22,6 +25,7 @@ import torch
 
 from tft_ckpt.buffers import Buffer
 from tft_ckpt.key import StateKey
+from tft_ckpt.live import LiveRun
 from tft_ckpt.manifest import Layout, StorageSpan, checksum, describe, encode, encode_layout
 from tft_ckpt.tree import Limits
 
@@ -44,12 +48,13 @@ class Snapshot:
 
     Fields:
         layout: what it consists of.
-        buffer: where its run lies, from the first byte on.
+        buffer: where its run lies, from the first byte on; None: it is live.
     """
 
-    def __init__(self, layout: Layout, body: bytes, buffer: Buffer) -> None:
+    def __init__(self, layout: Layout, body: bytes, buffer: Buffer | None, live: LiveRun | None = None) -> None:
         self.layout = layout
         self.buffer = buffer
+        self._live = live
         self._body = body
         self._sums: list[int] = []
         self._manifest_bytes: bytes | None = None
@@ -84,6 +89,21 @@ class Snapshot:
         _copy(layout, spans, buffer)
         return cls(layout, body, buffer)
 
+    @classmethod
+    def live(cls, state: object, *, key: StateKey, chunk_bytes: int, limits: Limits) -> Snapshot:
+        """Lay a state out without a copy; nobody may change it until `end`.
+
+        Raises: StateUnsupported, WrongSetting: as `take`.
+        """
+        layout, spans = describe(state, key=key, chunk_bytes=chunk_bytes, limits=limits)
+        run = LiveRun(layout, spans)
+        run.wait_for_devices()
+        return cls(layout, encode_layout(layout, limits=limits), None, run)
+
+    def end(self) -> None:
+        """Give no byte of a live state any more; from any thread."""
+        self._live = None
+
     @property
     def key(self) -> StateKey:
         """Which state it is."""
@@ -97,11 +117,17 @@ class Snapshot:
     @property
     def data(self) -> memoryview:
         """The run, read-only."""
+        assert self.buffer is not None, "a live state has no run in one piece"
         return self.buffer.view[: self.layout.data_bytes].toreadonly()
 
     def pieces(self, start: int, end: int) -> list[memoryview]:
-        """Where these bytes of the run lie, in order."""
-        return [self.data[start:end]]
+        """Where these bytes of the run lie, in order. Raises: ConnectionResetError: it was live, and has ended."""
+        if self.buffer is not None:
+            return [self.data[start:end]]
+        live = self._live
+        if live is None:
+            raise ConnectionResetError("the trainer goes on, so its live state is not served any more")
+        return [live.piece(start, end)]
 
     @property
     def manifest_bytes(self) -> bytes | None:
@@ -111,13 +137,13 @@ class Snapshot:
     def sum_next_chunk(self) -> bool:
         """Compute one more checksum; of one thread at a time, and not the trainer's.
 
-        Returns: whether the manifest is complete now.
+        Returns: whether the manifest is complete now, or never will be, because the state was live and has ended.
         """
-        if self._manifest_bytes is not None:
+        if self._manifest_bytes is not None or (self.buffer is None and self._live is None):
             return True
         if len(self._sums) < self.layout.num_chunks:
             start, end = self.layout.chunk_span(len(self._sums))
-            self._sums.append(checksum(self.data[start:end]))
+            self._sums.append(checksum(self.pieces(start, end)[0]))
         if len(self._sums) == self.layout.num_chunks:
             self._manifest_bytes = encode(self._body, self._sums)
         return self._manifest_bytes is not None

@@ -27,6 +27,7 @@ from tft_algos.manager.shared import Shared
 from tft_algos.manager.state_check import StateCheck
 from tft_algos.manager.user_state import refusal_in
 from tft_algos.manager.whereabouts import Whereabouts
+from tft_ckpt import StateUnavailable as TransportStateUnavailable
 from tft_coord.core.types import POOR_SOURCES_MOST, LossNotice, Plan, Purpose
 from tft_coord.errors import DeadlinePassed
 
@@ -198,12 +199,15 @@ class StateExchange:
         except Exception as error:
             # This replica's step is sound, whatever its transport did. Its peers must not wait for a state that it has
             # not offered: the transport may have failed before it knew the key.
-            self._reports.log(logging.ERROR, "can't serve step %d: %s", plan.step, error)
+            # Where nobody comes here first, nobody misses it.
+            spare = isinstance(error, TransportStateUnavailable) and not plan.recover_dst_replica_ranks
+            level = logging.WARNING if spare else logging.ERROR
+            self._reports.log(level, "can't serve step %d %s: %s", plan.step, takers(plan), error)
             self._refuse(plan, f"its transport could not offer it: {str(error) or type(error).__name__}")
             return
         self._reports.log(
             logging.INFO,
-            "serving step %d %s, snapshot taken in %.0f ms",
+            "serving step %d %s, offered in %.0f ms",
             plan.step,
             takers(plan),
             1_000 * (self._clock.monotonic() - begun),

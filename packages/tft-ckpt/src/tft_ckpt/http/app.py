@@ -326,6 +326,7 @@ class App:
 
     async def _manifest(self, request: web.Request) -> web.StreamResponse:
         key, until = _key(request), self._loop.time() + _wait_s(request)
+        self._note_asker(request, key)
         while True:
             changed = self._changed
             found = self._found(request, key)
@@ -341,6 +342,7 @@ class App:
         key, until = _key(request), self._loop.time() + _wait_s(request)
         known = _number(request, HAVE_COUNT_HEADER)
         relayed = False
+        self._note_asker(request, key)
         while True:
             changed = self._changed
             found = self._found(request, key)
@@ -357,6 +359,13 @@ class App:
             except web.HTTPServiceUnavailable:
                 if found is None:
                     raise
+
+    def _note_asker(self, request: web.Request, key: StateKey) -> None:
+        """Count a reader that names itself, also where the state is not here yet: it may be gone when it is."""
+        url = request.headers.get(RELAY_HEADER)
+        if url is not None:
+            with self._lock:
+                self._shelf.asked(key, url[:URL_BYTES_MAX])
 
     def _hear(self, request: web.Request, key: StateKey) -> str | None:
         """Remember the asker as one who relays, if it is. Returns: its URL."""

@@ -1,7 +1,8 @@
 """The side that has the state.
 
 One thread of its own serves every reader from the snapshot's buffer, a piece at a time, so a slow reader costs a socket
-and nothing else; the trainer's thread only puts snapshots up. A reader that comes before the state does is kept waiting
+and nothing else; the trainer's thread only puts snapshots up. Where memory is short it lends the state instead: readers
+are given the trainer's own tensors, and the trainer waits. A reader that comes before the state does is kept waiting
 here, because in the asynchronous mode it asks before the source has taken its snapshot.
 
 The port is open from the start, but the web server behind it takes a tenth of a second of a core to import. A trainer
@@ -19,6 +20,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, final
 
@@ -29,7 +31,9 @@ from tft_ckpt.forks import Inheritance, let_go_in_child
 from tft_ckpt.http.pace import check_rate
 from tft_ckpt.http.relay import Relay
 from tft_ckpt.key import StateKey
+from tft_ckpt.lending import Lending
 from tft_ckpt.manifest import Manifest
+from tft_ckpt.memory import free_memory, why_no_room
 from tft_ckpt.shelf import Shelf
 from tft_ckpt.snapshot import Snapshot
 from tft_ckpt.threads import join_within
@@ -51,8 +55,13 @@ _NO_KEY = StateKey(0, 0, 0, 0)  # of a snapshot that is staged
 _IMPORT_AGAIN_S: Final = 1.0
 _SAY_EVERY_S: Final = 60.0
 _ENDS_WITHIN_S: Final = 10.0
+_LOOK_S: Final = 0.01  # how soon it is seen that the last reader of a live state is done
 
 _log = logging.getLogger("tft_ckpt.http")
+
+
+class NoRoom(StateUnavailable):
+    """A second copy of a state does not fit into memory."""
 
 
 @final
@@ -123,13 +132,17 @@ class StateServer:
 
     # ---- the trainer's side: any thread but the loop's ----
 
-    def offer(self, state: object, *, key: StateKey, expected: bool, check: Callable[[], None]) -> None:
+    def offer(self, state: object, *, key: StateKey, expected: int, check: Callable[[], None]) -> None:
         """Take a snapshot on the calling thread and put it up in place of the one before.
 
+        Where there is no memory for a second copy, the state is served from where it lies, and this returns when the
+        readers have it, so that nobody changes it meanwhile.
+
         Args:
-            expected: somebody will ask for it, so that the checksums are worth computing at once.
-            check: called when the snapshot is taken; raises if it is too late.
-        Raises: what check raises, and as `Snapshot.take`, after those that wait for this key have been told; Closed.
+            expected: so many will ask for it; with any, the checksums are worth computing at once.
+            check: called when the snapshot is taken, and again and again while it waits; raises if it is too late.
+        Raises: what check raises, and as `Snapshot.take`, after those that wait for this key have been told; Closed;
+            StateUnavailable: there is no memory for a second copy, and nobody is expected to ask.
         """
         with self._lock:
             self._check_open()
@@ -141,15 +154,90 @@ class StateServer:
                 state, key=key, chunk_bytes=self._chunk_bytes, limits=self._limits, allocate=self._allocate
             )
             check()
+        except NoRoom as error:
+            if expected:
+                self._lend(state, key=key, expected=expected, check=check, why=str(error))
+                return
+            self._failed(error)
+            raise
         except BaseException as error:
-            with self._lock:
-                self._shelf.fail(str(error) or type(error).__name__)
-            self._tell(lambda app: app.wake())
+            self._failed(error)
             raise
         with self._lock:
             self._check_open()
             self._shelf.publish(snapshot)
-        self._tell(lambda app: app.published(snapshot, expected))
+        self._tell(lambda app: app.published(snapshot, expected > 0))
+
+    def _failed(self, error: BaseException) -> None:
+        """Tell those that wait for the state that was announced last."""
+        with self._lock:
+            self._shelf.fail(str(error) or type(error).__name__)
+        self._tell(lambda app: app.wake())
+
+    def _lend(self, state: object, *, key: StateKey, expected: int, check: Callable[[], None], why: str) -> None:
+        """Serve a state from where it lies, and wait on the calling thread until its readers have it.
+
+        The readers that are left when it ends, however it does, are broken off before this returns: they must not be
+        given a byte that the trainer has changed.
+        """
+        try:
+            snapshot = Snapshot.live(state, key=key, chunk_bytes=self._chunk_bytes, limits=self._limits)
+        except BaseException as error:
+            self._failed(error)
+            raise
+        began_s = time.monotonic()
+        _log.warning(
+            "state %s is served without a second copy, and this process's training waits until %d replicas have it: "
+            "%s; free memory, or raise the container's limit, to have training go on meanwhile",
+            key,
+            expected,
+            why,
+        )
+        try:
+            with self._lock:
+                self._check_open()
+                self._shelf.publish(snapshot)
+            self._tell(lambda app: app.published(snapshot, True))
+            lending = Lending(expected, began_s)
+            while not self._is_read(lending, snapshot):
+                check()
+                time.sleep(_LOOK_S)
+        finally:
+            self._take_back(snapshot)
+        _log.info("training goes on after %.1f s, for which state %s was served", time.monotonic() - began_s, key)
+
+    def _is_read(self, lending: Lending, snapshot: Snapshot) -> bool:
+        with self._lock:
+            self._check_open()
+            num_come, num_holding = self._shelf.num_asked(snapshot.key), self._shelf.num_holding(snapshot)
+        return lending.is_over(num_come=num_come, num_holding=num_holding, now_s=time.monotonic())
+
+    def _take_back(self, snapshot: Snapshot) -> None:
+        """Return when nobody is given a byte of a live state any more."""
+        with self._lock:
+            self._shelf.retract(snapshot, "it was served while training waited, which is over; heal from the next one")
+        over = threading.Event()
+
+        def end() -> None:
+            snapshot.end()
+            if self._app is not None:
+                self._app.send_off([snapshot])
+                self._app.wake()
+            over.set()
+
+        try:
+            self._loop.call_soon_threadsafe(end)
+        except RuntimeError:  # the loop is closed, and every connection with it
+            snapshot.end()
+            return
+        if not over.wait(_ENDS_WITHIN_S):
+            # The readers find by the checksums what changes from now on, and take none of it.
+            snapshot.end()
+            _log.error(
+                "the server's thread was busy for %g s; readers of state %s may have to ask anew",
+                _ENDS_WITHIN_S,
+                snapshot.key,
+            )
 
     def stage(self, state: object, *, check: Callable[[], None]) -> Snapshot:
         """Take a snapshot on the calling thread that has no key yet; `put_up` or `put_by` must follow.
@@ -189,7 +277,7 @@ class StateServer:
             self._tell(lambda app: app.send_off(overdue))
         self._tell(lambda app: app.published(named, expected))
 
-    def put_by(self, buffer: Buffer) -> None:
+    def put_by(self, buffer: Buffer | None) -> None:
         """Take back the buffer of a staged snapshot that nobody wants."""
         with self._lock:
             self._shelf.put_by(buffer)
@@ -253,6 +341,7 @@ class StateServer:
 
     def _prepare(self, num_bytes: int) -> None:
         try:
+            self._check_room(num_bytes)
             buffer = Buffer(num_bytes)
         except StateUnavailable as error:
             _log.warning("no memory is kept for serving a state: %s", error)
@@ -300,8 +389,21 @@ class StateServer:
             raise Closed(f"the transport's server has ended ({self._failure}); make a new one") from self._failure
 
     def _allocate(self, num_bytes: int) -> Buffer:
+        """Raises: NoRoom: there is no memory for a second copy."""
         with self._lock:
-            return self._shelf.allocate(num_bytes)
+            fresh_bytes = self._shelf.fresh_bytes(num_bytes)
+        self._check_room(fresh_bytes)
+        try:
+            with self._lock:
+                return self._shelf.allocate(num_bytes)
+        except StateUnavailable as error:
+            raise NoRoom(str(error)) from error
+
+    def _check_room(self, num_bytes: int) -> None:
+        """Raises: NoRoom."""
+        why = why_no_room(num_bytes, free_memory()) if num_bytes else ""
+        if why:
+            raise NoRoom(f"there is no memory for a second copy of the state: {why}")
 
     def _tell(self, callback: Callable[[App], object], *, is_use: bool = True) -> None:
         """Have the loop call it with the app; without is_use only if there is an app by then."""

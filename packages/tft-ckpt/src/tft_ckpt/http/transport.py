@@ -205,20 +205,24 @@ class HTTPTransport(CheckpointTransport[T]):
     ) -> None:
         """Copy the state, put the copy up in place of the one before, and return.
 
+        Where memory is too short for a copy (the least of the machine's and the cgroups' free memory is looked at),
+        the state is served from its own tensors, and this returns when those of dst_ranks have it; a warning says so.
+
         The state before stays available, to new readers too, until the last connection that reads it has ended; after
         that it is refused. With dst_ranks empty, checksums are computed when the first reader asks, else at once, in
         both cases on the server's thread.
 
-        Raises: see `CheckpointTransport.send_checkpoint`; StateUnavailable if there is no memory for the copy.
+        Raises: see `CheckpointTransport.send_checkpoint`; StateUnavailable if there is no memory for the
+            copy and dst_ranks is empty.
         """
         key = key_of(key, step)
         # A copy can't be broken off, so the deadline is looked at when it is done: late, it is not put up.
         stop = StopSignal(positive_seconds(timeout), None)
         try:
-            self._server.offer(state_dict, key=key, expected=bool(dst_ranks), check=stop.check)
+            self._server.offer(state_dict, key=key, expected=len(dst_ranks), check=stop.check)
         except DeadlinePassed as error:
             raise DeadlinePassed(
-                f"taking state {key} took longer than {stop.timeout_s:g} s; give more time", timeout_s=stop.timeout_s
+                f"offering state {key} took longer than {stop.timeout_s:g} s; give more time", timeout_s=stop.timeout_s
             ) from error
         finally:
             stop.close()

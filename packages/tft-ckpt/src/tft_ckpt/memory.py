@@ -1,0 +1,120 @@
+"""How much memory this process can still get, and whether a second copy of a state fits into it.
+
+The kernel says what the machine has left, and each control group (cgroup) above this process says what the container
+has left; the smallest of these counts. A process that takes more is not refused: it is killed, at some later moment and
+in some other place, so this is asked before memory is taken. What a cgroup counts as used contains files that the
+kernel keeps in memory and gives up first; these are not counted here, as MemAvailable does not count them.
+
+Law of this file: it reads a few small files of the kernel, and decides nothing but whether a number of bytes fits.
+Where the kernel says nothing, as outside Linux, memory counts as free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+__all__ = ["MARGIN_BYTES", "FreeMemory", "free_memory", "gibibytes", "why_no_room"]
+
+MARGIN_BYTES: Final = 128 << 20
+"""What stays free at least: for the next step, which needs more than is in use between two steps."""
+_MARGIN_SHARE: Final = 16  # of a copy; a larger model has larger batches beside it
+
+
+@dataclass(frozen=True, slots=True)
+class FreeMemory:
+    """What is free.
+
+    Fields:
+        num_bytes: so much, 0 or more.
+        where: what says so, for a message.
+    """
+
+    num_bytes: int
+    where: str
+
+
+def free_memory(proc: Path = Path("/proc")) -> FreeMemory | None:
+    """Measure what this process can still get: the least of the machine's and its cgroups' free memory.
+
+    Returns: None: the kernel does not say.
+    """
+    found = [*_of_machine(proc), *_of_cgroups(proc)]
+    return min(found, key=lambda free: free.num_bytes) if found else None
+
+
+def why_no_room(num_bytes: int, free: FreeMemory | None) -> str:
+    """Say why so many bytes more don't fit beside a margin, with the figures; empty if they do."""
+    margin_bytes = MARGIN_BYTES + num_bytes // _MARGIN_SHARE
+    if free is None or num_bytes + margin_bytes <= free.num_bytes:
+        return ""
+    return (
+        f"it takes {gibibytes(num_bytes)} and a margin of {gibibytes(margin_bytes)}, and {gibibytes(free.num_bytes)} "
+        f"are free ({free.where})"
+    )
+
+
+def gibibytes(num_bytes: int) -> str:
+    """Write a number of bytes for people."""
+    return f"{num_bytes / (1 << 30):.2f} GiB"
+
+
+def _of_machine(proc: Path) -> Iterator[FreeMemory]:
+    for line in _read(proc / "meminfo").splitlines():
+        name, _, value = line.partition(":")
+        words = value.split()
+        if name == "MemAvailable" and words and words[0].isdigit():
+            yield FreeMemory(int(words[0]) << 10, "MemAvailable of /proc/meminfo")
+
+
+def _of_cgroups(proc: Path) -> Iterator[FreeMemory]:
+    """Of each cgroup with a limit that this process is in."""
+    for folder, is_v2 in _folders(proc):
+        names = ("memory.max", "memory.current") if is_v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        limit, used = (_read(folder / name).strip() for name in names)
+        if limit.isdigit() and used.isdigit():
+            files_bytes = _stat(folder, "inactive_file" if is_v2 else "total_inactive_file")
+            used_bytes = max(int(used) - files_bytes, 0)
+            where = f"cgroup {folder}: limit {gibibytes(int(limit))}, used {gibibytes(used_bytes)}"
+            yield FreeMemory(max(int(limit) - used_bytes, 0), where)
+
+
+def _folders(proc: Path) -> Iterator[tuple[Path, bool]]:
+    """The folders of this process's memory cgroups, from its own to the outermost visible one; and whether of v2."""
+    paths: dict[bool, str] = {}
+    for line in _read(proc / "self" / "cgroup").splitlines():
+        number, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if (number, controllers) == ("0", ""):
+            paths[True] = path
+        elif "memory" in controllers.split(","):
+            paths[False] = path
+    for line in _read(proc / "self" / "mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        mount, kind = before.split(), after.split()
+        if len(mount) < 5 or not kind or kind[0] not in ("cgroup", "cgroup2"):
+            continue
+        is_v2 = kind[0] == "cgroup2"
+        if is_v2 not in paths or not (is_v2 or "memory" in kind[-1].split(",")):
+            continue
+        top, at = Path(mount[4]), Path(paths[is_v2])
+        # In a container the path may be the one that the host knows, below what is mounted, or beside it.
+        inside = at.relative_to(mount[3]) if at.is_relative_to(mount[3]) else Path()
+        folder = top / inside
+        yield from ((each, is_v2) for each in (folder, *folder.parents) if each.is_relative_to(top))
+
+
+def _stat(folder: Path, name: str) -> int:
+    for line in _read(folder / "memory.stat").splitlines():
+        words = line.split()
+        if len(words) == 2 and words[0] == name and words[1].isdigit():
+            return int(words[1])
+    return 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
