@@ -51,7 +51,7 @@ class Attempt:
         self._phase_began_s = 0.0
         self._limit_s = timeout.total_seconds()  # of the phase
         self._deadline_s = self._end_s  # of the phase
-        self._late: Callable[[], ProcessGroupError] = self._nobody_answered
+        self._late: Callable[[], ProcessGroupError] | None = None
         self._examine: Callable[[], None] | None = None
         self._changed = threading.Condition()
         self._breakers: list[Callable[[], None]] = []
@@ -74,6 +74,9 @@ class Attempt:
         join_within(self._thread)
         if self._examiner is not None:
             join_within(self._examiner)
+        # What these hold holds this attempt: a store's client would keep its connection until the next collection.
+        self._breakers.clear()
+        self._late = self._examine = None
 
     @property
     def is_bounded(self) -> bool:
@@ -116,7 +119,7 @@ class Attempt:
             if self._patience is not None and phase is not None:
                 self._limit_s = self._patience.bound_s(phase, self._limit_s)
                 self._deadline_s = min(now_s + self._limit_s, self._end_s)
-            self._late = late or self._nobody_answered
+            self._late = late
             self._examine = examine
             if min(self._deadline_s + _GRACE_S, self._examined_at_s() if examine else math.inf) < self._wakes_s:
                 self._changed.notify_all()
@@ -202,7 +205,7 @@ class Attempt:
                 now_s = time.monotonic()
                 left_s = self._deadline_s + _GRACE_S - now_s
                 if left_s <= 0:
-                    self._stopped_by = self._late()
+                    self._stopped_by = (self._late or self._nobody_answered)()
                 elif self._examine is None:
                     self._sleep(left_s)
                 elif now_s >= self._examined_at_s():
