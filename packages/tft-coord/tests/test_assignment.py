@@ -219,6 +219,17 @@ def test_a_group_heals_from_one_source_with_all_its_ranks() -> None:
     assert [plan.store_replica_id for plan in by_rank] == ["a", "b", "a"]
 
 
+def test_a_store_that_failed_is_avoided_where_another_one_is_left() -> None:
+    def stores(*members: Member) -> list[str]:
+        return [plan_for(quorum(*members), "c", group_rank).store_replica_id for group_rank in range(3)]
+
+    failed = at("a", 5, store_failed=True)
+    assert stores(failed, at("b", 5), at("c", 5)) == ["b", "c", "b"]
+    assert stores(failed, at("b", 2), at("c", 2)) == ["b", "c", "b"]  # one that heals serves as well
+    every = [at(name, 5, store_failed=True) for name in "abc"]
+    assert stores(*every) == ["a", "b", "c"]
+
+
 def test_lineages_l1_l2_l2_at_the_top_step() -> None:
     common = assign(quorum(at("a", 9, 1), at("b", 9, 2), at("c", 9, 2)))
     assert (common.lineage, common.up_to_date, common.recovering) == (2, (1, 2), (0,))

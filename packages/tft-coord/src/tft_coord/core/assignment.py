@@ -104,7 +104,8 @@ def plan_for(quorum: Quorum, replica_id: str, group_rank: int, assignment: Assig
     own = next((rank for rank, member in enumerate(members) if member.replica_id == replica_id), None)
     if own is None:
         raise ProtocolError(f"replica {replica_id} is not in quorum {quorum.key}; ask for the next quorum")
-    num_stores = len(common.up_to_date)
+    stores = _stores(members, common.up_to_date)
+    store = members[stores[group_rank % len(stores)]]
     givers, poor = _givers(members, common.up_to_date)
     num_sources = len(givers)
     heal = own in common.recovering
@@ -113,7 +114,6 @@ def plan_for(quorum: Quorum, replica_id: str, group_rank: int, assignment: Assig
         first = common.recovering.index(own) % num_sources
         order = givers[first:] + givers[:first] + poor
         sources = tuple(Source(rank, members[rank].replica_id, members[rank].address) for rank in order)
-    store = members[common.up_to_date[group_rank % num_stores]]
     served = tuple(rank for index, rank in enumerate(common.recovering) if givers[index % num_sources] == own)
     return Plan(
         key=quorum.key,
@@ -136,6 +136,12 @@ def plan_for(quorum: Quorum, replica_id: str, group_rank: int, assignment: Assig
         reconfigure_handles=tuple(_handle(member, group_rank) for member in members),
         store_replica_id=store.replica_id,
     )
+
+
+def _stores(members: Sequence[Member], up_to_date: tuple[int, ...]) -> Sequence[int]:
+    """Replica ranks whose rendezvous stores serve. One that was not reached is avoided, where another one is left."""
+    well = [rank for rank, member in enumerate(members) if not member.store_failed]
+    return [rank for rank in up_to_date if rank in well] or well or up_to_date
 
 
 def all_at(members: Sequence[Member], step: int, lineage: int | None) -> bool:

@@ -22,6 +22,7 @@ from tft_coord.core.liveness import Accepted, Liveness, Lost, OpenRequest, Rejec
 from tft_coord.core.names import base_name, shorten
 from tft_coord.core.progress import HangWatch, Phase, Progress, hang_reason, stuck_reason
 from tft_coord.core.quorum import Form, Situation, Wait, decide, reason_for_new_id
+from tft_coord.core.reach import Kept, Reach, peers_of
 from tft_coord.core.stragglers import Company, StragglerPolicy, StragglerWatch, left_out_reason
 from tft_coord.core.types import MAX_INT64, Hello, LossNotice, Member, Quorum, QuorumKey, Refusal
 from tft_coord.core.waits import JobWait, NameWatch, WaitBoard, quorum_wait, step_wait, waits_since
@@ -430,6 +431,8 @@ class Job:
         self._serving: set[str] = set()  # who has left, and may still be healed from
         self._asker = ""  # who asks just now, if it has trained
         self._end = JobEnd()
+        self._reach = Reach(config.min_replicas)
+        self._kept = Kept()  # who was kept out of the next quorum when the rule was applied last
         self._heals_last = ""  # who was found to heal when that was last asked
 
     def was_away(self, now_ms: int, away_ms: int) -> None:
@@ -551,6 +554,7 @@ class Job:
                 replica
                 for replica in self.liveness.replicas.values()
                 if replica.replica_id not in asked and replica.left is None
+                if replica.replica_id not in self._kept.out
                 if (replica.healthy and replica.ready) or replica.replica_id in self._members
             ]
             below_least = len(waiting) < self._config.min_replicas
@@ -956,6 +960,10 @@ class Job:
             return out
         replica.ready = True
         out += self._hear_of_sources(member)
+        if member.unreached:
+            self._more = 0
+        known = self.liveness.replicas
+        member = self._reach.heard(replica, member, event.held, self.previous, known, now_ms)
         self.hangs.heard(replica.replica_id, None, now_ms)  # whoever asks has moved
         self.stragglers.heard(replica.replica_id, None)
         if event.held is not None:
@@ -1149,16 +1157,64 @@ class Job:
         if self._asking is not None:
             self.waiting_for = f"the members of quorum {self._asking[1][0]}, which a replica holds"
             return out
+        self._kept = self._look_at_links(now_ms)
+        if self._kept.waits:
+            self.waiting_for = self._kept.waits
+            return out
         decision = decide(self._situation(waiting, now_ms))
+        if isinstance(decision, Form) and decision.kept_out:
+            decision = self._fit(decision, now_ms)
         if not isinstance(decision, Form):
-            self.waiting_for = decision.reason
+            self.waiting_for = self._with_the_kept_out(decision.reason, waiting, now_ms)
             self._more = decision.more
             return out
         if self._starts_over(decision.members, now_ms):
             left_ms = self._unnamed_until_ms - now_ms
             self.waiting_for = f"who was in quorum {self._held}, whom nobody here can name; {left_ms} ms are left"
             return out
+        out += self._tell_of_the_kept_out(decision.kept_out, now_ms)
         return out + self._formed(decision.members, now_ms, wall_ms)
+
+    # --- links -------------------------------------------------------------------------------------------------------
+
+    def _look_at_links(self, now_ms: int) -> Kept:
+        """Who is kept out of the next quorum, because others can't reach it. Costs nothing while no link is bad."""
+        if not self._reach.counts(now_ms):
+            return Kept()
+        return self._reach.look(peers_of(self.liveness.replicas.values(), self._members, now_ms), now_ms)
+
+    def _fit(self, form: Form, now_ms: int) -> Form | Wait:
+        """Of those that wait the fewest are left out. Who has not asked yet is not in this quorum: a bad link to it
+        keeps nobody out."""
+        peers = peers_of(self.liveness.replicas.values(), self._members, now_ms)
+        able = {*form.kept_out, *(member.replica_id for member in form.members)}
+        kept_out = self._reach.fit({name: peer for name, peer in peers.items() if name in able}, now_ms)
+        if kept_out is None:
+            return Wait("a replica that all others reach and that holds the newest state of those that have asked")
+        requests = ((name, self.liveness.replicas[name].request) for name in sorted(able - kept_out))
+        return Form(tuple(request.member for _, request in requests if request is not None), tuple(sorted(kept_out)))
+
+    def _with_the_kept_out(self, reason: str, waiting: list[tuple[Replica, OpenRequest]], now_ms: int) -> str:
+        """Why there is no quorum, and for those that wait in vain who can't reach them."""
+        kept_out = [replica.replica_id for replica, _ in waiting if replica.replica_id in self._kept.out]
+        if not kept_out:
+            return reason
+        said = self._reach.said(kept_out, now_ms)
+        return said if len(kept_out) == len(waiting) else f"{reason}; left out: {said}"
+
+    def _tell_of_the_kept_out(self, kept_out: tuple[str, ...], now_ms: int) -> list[effects.LighthouseEffect]:
+        """Warn once of each replica that is left out, in the log, there, and where it was not reached."""
+        out: list[effects.LighthouseEffect] = []
+        for name in sorted(self._reach.formed(frozenset(kept_out))):
+            warning = (
+                f"left out of the next quorum: {self._reach.said([name], now_ms)}. Look at the addresses, the "
+                "interfaces and the firewalls of both sides"
+            )
+            out.append(effects.Warned(self.name, warning))
+            both = (self.liveness.replicas.get(each) for each in (name, *self._reach.ends_of(name)))
+            streams = [each.stream for each in both if each is not None and each.stream is not None]
+            out += [effects.TellWait(stream, warning, True) for stream in streams]
+        return out
 
     def _starts_over(self, members: tuple[Member, ...], now_ms: int) -> bool:
         """Who was in the quorum that somebody held before this lighthouse started has a heartbeat_timeout to come, also
@@ -1172,7 +1228,8 @@ class Job:
     def _situation(self, waiting: list[tuple[Replica, OpenRequest]], now_ms: int) -> Situation:
         replicas = self.liveness.replicas.values()
         asked_ms = {replica.replica_id: request.asked_ms for replica, request in waiting}
-        first_asked_ms = min(asked_ms.values())
+        # Who is kept out may have asked long ago; the others are not hurried by it.
+        first_asked_ms = min((at for name, at in asked_ms.items() if name not in self._kept.out), default=now_ms)
         reference_step, lost_sources = self._lost_sources(now_ms)
         return Situation(
             waiting={replica.replica_id: request.member for replica, request in waiting},
@@ -1189,6 +1246,7 @@ class Job:
             reference_step=reference_step,
             lost_sources=lost_sources,
             left={replica.replica_id for replica in replicas if replica.left is not None},
+            kept_out=self._kept.out,
             now_ms=now_ms,
         )
 
@@ -1296,7 +1354,10 @@ class Job:
     def _formed(self, members: tuple[Member, ...], now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
         previous = self.previous
         left = [replica.replica_id for replica in self.liveness.replicas.values() if replica.left is not None]
-        reason = reason_for_new_id(previous, members, self._broken, left, self.stragglers.left_out)
+        reason = reason_for_new_id(previous, members, self._broken, left, self._kept.out, self.stragglers.left_out)
+        failed = self._reach.stores_failed(now_ms)
+        if failed:
+            members = tuple(replace(each, store_failed=each.replica_id in failed) for each in members)
         out: list[effects.LighthouseEffect] = []
         standing = previous.key if previous is not None and reason is None else None
         key = standing or QuorumKey(self.last_id + 1, self._nonces())

@@ -55,6 +55,7 @@ class Replica:
     since_ms: int = 0
     presumed: bool = False
     ready: bool = False
+    built: bool = False  # it was in a process group that all its members had built
     held: QuorumKey | None = None
     num_answers: int = 0
     broken_ms: int | None = None

@@ -36,6 +36,7 @@ class Situation:
         reference_step: of the state that the previous quorum started from; 0: none that is worth waiting for.
         lost_sources: replica id -> since when it is lost, for each that held that state and may come back with it.
         left: ids that have left the job: nobody waits for them.
+        kept_out: ids that some others can't reach: nobody waits for them.
         now_ms: the time.
     """
 
@@ -54,13 +55,16 @@ class Situation:
     lost_sources: Mapping[str, int] = field(default_factory=dict)
     left: Collection[str] = ()
     left_out: Collection[str] = ()
+    kept_out: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Form a quorum of these, sorted by replica id, now."""
+    """Form a quorum of these, sorted by replica id, now. `kept_out` wait too, and could be in it if all others could
+    reach them."""
 
     members: tuple[Member, ...]
+    kept_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +86,19 @@ def decide(situation: Situation) -> Form | Wait:
     Source: protocol.md section 2.
     """
     previous = situation.previous.replica_ids if situation.previous is not None else ()
-    before = frozenset(previous).difference(situation.left)
+    members_before = frozenset(previous).difference(situation.left)
+    before = members_before.difference(situation.kept_out)
     shrink_only = any(member.shrink_only for replica_id, member in situation.waiting.items() if replica_id in before)
     eligible = set(situation.healthy).difference(situation.ineligible, situation.stalled, situation.left_out)
     if shrink_only:
-        eligible &= before
+        eligible &= members_before
+    kept_out = eligible.intersection(situation.kept_out)
+    eligible -= kept_out
     candidates = {replica_id for replica_id in situation.waiting if replica_id in eligible}
-    form = Form(tuple(situation.waiting[replica_id] for replica_id in sorted(candidates)))
+    form = Form(
+        tuple(situation.waiting[replica_id] for replica_id in sorted(candidates)),
+        tuple(sorted(kept_out.intersection(situation.waiting))),
+    )
     if len(candidates) < situation.min_replicas:
         wait = Wait(f"{len(candidates)} of min_replicas {situation.min_replicas} have asked")
     elif (awaited := before.difference(situation.left_out)) and awaited <= candidates:
@@ -155,6 +165,7 @@ def reason_for_new_id(
     members: tuple[Member, ...],
     broken: str | None,
     left: Collection[str] = (),
+    kept_out: Collection[str] = (),
     left_out: Collection[str] = (),
 ) -> str | None:
     """Why the id must rise, or None if the previous key stands.
@@ -164,6 +175,7 @@ def reason_for_new_id(
         members: of the next one, sorted.
         broken: why the previous one can't be used, or None.
         left: ids that have left the job.
+        kept_out: ids that some others can't reach.
         left_out: ids that are left out as stragglers.
     """
     if previous is None:
@@ -173,8 +185,15 @@ def reason_for_new_id(
     reasons = [f"{replica_id} joined" for replica_id in after if replica_id not in before]
     gone = [replica_id for replica_id in before if replica_id not in after]
     for replica_id in gone:
-        slow = replica_id in left_out
-        how = "has left" if replica_id in left else "is left out as a straggler" if slow else "is gone"
+        how = (
+            "has left"
+            if replica_id in left
+            else "can't be reached"
+            if replica_id in kept_out
+            else "is left out as a straggler"
+            if replica_id in left_out
+            else "is gone"
+        )
         reasons.append(f"{replica_id} {how}")
     for replica_id in [replica_id for replica_id in after if replica_id in before]:
         # Where a member is gone, a step that failed at another is its consequence, and who survived is not to blame.

@@ -344,13 +344,13 @@ class Plan:
         recover_dst_replica_ranks: members for which this group is the first source.
         serve: somebody heals and this group holds the reference, so that it takes a snapshot.
         store_address: of the rendezvous store of this group rank, `host:port`.
+        store_replica_id: of the member whose store that is; "" from a peer that does not say.
         up_to_date: replica ranks that hold the reference.
         participants: replica ranks whose gradients count in this step.
         participating_rank: this group's place among them, or None.
         min_replica_size: participants needed for a commit.
         commit_failures: the maximum over members.
         reconfigure_handles: of this group rank, by replica rank; "" where a member has none.
-        store_replica_id: the member whose store that is; "" if the manager server does not say.
     """
 
     key: QuorumKey

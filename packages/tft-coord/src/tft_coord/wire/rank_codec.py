@@ -268,6 +268,7 @@ def _plan_to_wire(plan: Plan) -> pb.ManagerQuorumResponse:
         recover_src_replica_rank=first.replica_rank if first else None,
         recover_dst_replica_ranks=plan.recover_dst_replica_ranks,
         store_address=plan.store_address,
+        store_replica_id=plan.store_replica_id,
         max_step=plan.step,
         max_replica_rank=plan.participating_rank,
         max_world_size=len(plan.participants),
@@ -286,7 +287,6 @@ def _plan_to_wire(plan: Plan) -> pb.ManagerQuorumResponse:
         up_to_date=plan.up_to_date,
         participants=plan.participants,
         min_replica_size=plan.min_replica_size,
-        store_replica_id=plan.store_replica_id,
     )
 
 
@@ -325,6 +325,7 @@ def _plan_from_wire(message: pb.ManagerQuorumResponse) -> Plan | QuorumKey:
         ),
         serve=message.serve,
         store_address=fields.checked_address("store_address", message.store_address),
+        store_replica_id=fields.checked_printable("store_replica_id", message.store_replica_id, MAX_NAME_BYTES),
         up_to_date=fields.checked_ranks("up_to_date", message.up_to_date, size),
         participants=fields.checked_ranks("participants", message.participants, size),
         participating_rank=(
@@ -338,7 +339,6 @@ def _plan_from_wire(message: pb.ManagerQuorumResponse) -> Plan | QuorumKey:
             fields.checked_text("reconfigure_handle", handle, MAX_METADATA_BYTES)
             for handle in fields.few("reconfigure_handles", message.reconfigure_handles)
         ),
-        store_replica_id=fields.checked_printable("store_replica_id", message.store_replica_id, MAX_NAME_BYTES),
     )
 
 

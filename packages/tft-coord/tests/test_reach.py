@@ -1,0 +1,445 @@
+"""Who is left out because others can't reach it: the smallest cover, the pauses, and what the lighthouse does."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from tft_coord.core import effects, events
+from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
+from tft_coord.core.progress import Phase, Progress
+from tft_coord.core.reach import EXACT_MOST, Limits, Pair, smallest_cover
+from tft_coord.core.types import Hello, Member, Quorum, QuorumKey, Unreached, Via
+from tft_coord.timeouts import Timeouts
+
+STARTED_MS = 1_700_000_000_000
+FREE = Limits(100)
+
+
+def same(pairs: list[Pair]) -> dict[str, tuple[int, ...]]:
+    return {name: (0, 0) for pair in pairs for name in pair}
+
+
+# --- the cover --------------------------------------------------------------------------------------------------------
+
+
+def test_the_hub_of_a_star_covers_it() -> None:
+    pairs = [("a", "h"), ("b", "h"), ("c", "h")]
+    assert smallest_cover(pairs, same(pairs), FREE) == {"h"}
+
+
+def test_of_two_that_would_do_the_first_in_order_is_chosen_and_then_the_higher_id() -> None:
+    assert smallest_cover([("a", "b")], {"a": (0, 0), "b": (1, 0)}, FREE) == {"a"}
+    assert smallest_cover([("a", "b")], {"a": (0, 0), "b": (0, 0)}, FREE) == {"b"}
+
+
+def test_a_ring_that_is_cut_twice_loses_one_on_each_side() -> None:
+    pairs = [("a", "b"), ("c", "d")]
+    assert smallest_cover(pairs, same(pairs), FREE) == {"b", "d"}
+
+
+def test_limits_make_it_larger_or_impossible() -> None:
+    pairs = [("a", "h"), ("b", "h")]
+    assert smallest_cover(pairs, same(pairs), Limits(2, (frozenset("h"),))) == {"a", "b"}
+    assert smallest_cover(pairs, same(pairs), Limits(1, (frozenset("h"),))) is None
+    assert smallest_cover([("a", "b")], same([("a", "b")]), Limits(0)) is None
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_it_is_as_small_as_any_that_is_found_by_trying_all(seed: int) -> None:
+    rng = random.Random(seed)
+    names = "abcdefgh"
+    pairs = [pair for pair in combinations(names, 2) if rng.random() < 0.3] or [("a", "b")]
+    needed = frozenset(rng.sample(names, rng.randint(1, 3)))
+    limits = Limits(rng.randint(2, 7), (needed,))
+    order = {name: (rng.randint(0, 1), rng.randint(0, 3)) for name in names}
+    sizes = [
+        number
+        for number in range(len(names) + 1)
+        for chosen in map(set, combinations(names, number))
+        if all(chosen.intersection(pair) for pair in pairs) and limits.allow(chosen)
+    ]
+    found = smallest_cover(pairs, order, limits)
+    assert (len(found) if found is not None else None) == min(sizes, default=None)
+    assert found is None or (all(found.intersection(pair) for pair in pairs) and limits.allow(found))
+
+
+def test_twenty_members_that_are_all_ends_take_no_time() -> None:
+    pairs = [(f"r{one:02}", f"r{one + 10:02}") for one in range(EXACT_MOST // 2)]
+    found = smallest_cover(pairs, same(pairs), FREE)
+    assert found is not None
+    assert len(found) == EXACT_MOST // 2
+
+
+def test_of_more_members_a_cover_is_found_that_has_nobody_to_spare() -> None:
+    rng = random.Random(1)
+    names = [f"r{number:03}" for number in range(200)]
+    pairs = [pair for pair in combinations(names, 2) if rng.random() < 0.02]
+    found = smallest_cover(pairs, same(pairs), Limits(190, (frozenset(names[:3]),)))
+    assert found is not None
+    assert all(found.intersection(pair) for pair in pairs)
+    assert not any(all(found.difference({name}).intersection(pair) for pair in pairs) for name in found)
+    assert not found.issuperset(names[:3])
+
+
+def test_of_more_members_none_is_found_where_too_few_may_go() -> None:
+    pairs = [(f"r{one:03}", f"r{one + 50:03}") for one in range(50)]
+    assert smallest_cover(pairs, same(pairs), Limits(49)) is None
+
+
+# --- the lighthouse ---------------------------------------------------------------------------------------------------
+
+
+class Job:
+    """Replicas on one lighthouse, which ask when they are told to."""
+
+    def __init__(self, names: str, min_replicas: int = 1) -> None:
+        config = LighthouseConfig(min_replicas, Timeouts())
+        self.core = LighthouseCore(config, started_ms=STARTED_MS, cluster_id="c", nonces=lambda: 7, now_ms=0)
+        self.now_ms = 1_000
+        self.said: list[Any] = []
+        self.keys: dict[str, QuorumKey] = {}
+        self._requests = 0
+        self._progress: dict[str, Progress] = {}
+        for name in names:
+            self.come(name)
+
+    def come(self, name: str) -> None:
+        self._do(events.HelloReceived(ord(name), Hello("job", name, 1, f"{name}:1", ready=True)))
+
+    def ask(self, name: str, *reports: Unreached, step: int = 1, works: bool = True, **other: Any) -> None:
+        self._requests += 1
+        works = works and not reports
+        member = Member(
+            name, step=step, lineage=step, live=step > 0, needs_configure=not works, unreached=reports, **other
+        )
+        self._do(events.QuorumRequested(ord(name), self._requests, member, self.keys.get(name)))
+
+    def beat(self, name: str, step: int) -> None:
+        self._progress[name] = Progress(step=step, phase=Phase.OUTSIDE, since_ms=0, excused=False, slowest_step_ms=0)
+
+    def wait(self, ms: int) -> None:
+        for _ in range(0, ms, 100):
+            self.now_ms += 100
+            for name in self.keys:
+                self._do(events.BeatReceived(ord(name), 0, self._progress.get(name)))
+            self._take(self.core.tick(self.now_ms, STARTED_MS + self.now_ms))
+
+    def _do(self, event: events.LighthouseEvent) -> None:
+        self._take(self.core.handle(event, self.now_ms, STARTED_MS + self.now_ms))
+
+    def _take(self, out: list[Any]) -> None:
+        self.said += out
+        for order in out:
+            if isinstance(order, effects.AnswerQuorum):
+                self.keys[chr(order.stream)] = order.quorum.key
+
+    @property
+    def quorum(self) -> Quorum:
+        quorum = self.core.quorum("job")
+        assert quorum is not None
+        return quorum
+
+    @property
+    def members(self) -> str:
+        return "".join(self.quorum.replica_ids)
+
+    @property
+    def waits(self) -> str:
+        return self.core.waiting_for("job")
+
+
+def group(name: str) -> Unreached:
+    return Unreached(name, Via.GROUP, "timed out")
+
+
+def store(name: str) -> Unreached:
+    return Unreached(name, Via.STORE, "refused")
+
+
+def a_job(names: str, min_replicas: int = 1) -> Job:
+    """They have trained together for a step."""
+    job = Job(names, min_replicas)
+    job.wait(500)
+    for step in (1, 2):
+        for name in names:
+            job.ask(name, step=step, works=step > 1)
+        assert job.members == names
+    return job
+
+
+def test_a_quorum_has_no_reports() -> None:
+    job = a_job("abc")
+    for name in "abc":
+        job.ask(name, Unreached("a", Via.STATE), step=3)
+    assert all(member.unreached == () for member in job.quorum.members)
+
+
+def test_one_end_of_a_bad_pair_is_left_out_and_both_sides_are_told() -> None:
+    job = a_job("abc")
+    job.ask("a", group("b"), step=3)
+    job.ask("c", step=3, works=False)
+    job.ask("b", group("a"), step=3)
+    assert job.members == "ac"
+    (warned,) = [order.sentence for order in job.said if isinstance(order, effects.Warned)]
+    assert "left out of the next quorum: b can't be reached by a (group: timed out; tried again in 5 s)" in warned
+    told = [chr(order.stream) for order in job.said if isinstance(order, effects.TellWait)]
+    assert sorted(told) == ["a", "b"]
+    job.wait(200)
+    assert job.waits.startswith("b can't be reached by a (group: timed out; tried again in 4 s)")
+
+
+def test_half_of_the_members_go_on() -> None:
+    job = a_job("abcd")
+    for name in "ab":
+        job.ask(name, group("c"), group("d"), step=3)
+    for name in "cd":
+        job.ask(name, group("a"), group("b"), step=3)
+    assert job.members == "ab"
+
+
+def test_the_other_end_is_waited_for_for_a_second() -> None:
+    job = a_job("abc")
+    job.ask("a", group("c"), step=3)
+    job.ask("b", step=3, works=False)
+    job.wait(900)
+    assert job.waits.startswith("the report of c, 1000 ms at most: c can't be reached by a")
+    job.wait(100)
+    assert job.members == "ab"
+
+
+def test_the_report_of_the_other_end_can_change_who_is_left_out() -> None:
+    job = a_job("abcd")
+    job.ask("d", group("a"), step=3)
+    job.ask("b", step=3, works=False)
+    job.ask("c", step=3, works=False)
+    job.ask("a", group("b"), group("c"), group("d"), step=3)
+    assert job.members == "bcd"
+
+
+def test_who_was_in_no_group_yet_is_left_out_first() -> None:
+    job = a_job("bc")
+    job.come("a")
+    job.ask("a", step=0, works=False)
+    for name in "bc":
+        job.ask(name, step=3)
+    assert job.members == "abc"
+    job.ask("a", group("c"), step=0)
+    job.ask("c", group("a"), step=3)
+    job.ask("b", step=3, works=False)
+    assert job.members == "bc"
+
+
+def test_the_only_holder_of_the_newest_state_stays() -> None:
+    job = a_job("abc")
+    job.ask("c", group("a"), group("b"), step=4)
+    job.ask("a", group("c"), step=3)
+    job.ask("b", group("c"), step=3)
+    assert job.members == "c"
+
+
+def test_a_holder_that_has_not_asked_yet_stays_too() -> None:
+    job = a_job("abcd")
+    for name in "cd":  # they have committed the step that a and b have lost, as their beats say
+        job.beat(name, step=3)
+    for name in "ab":
+        job.ask(name, group("c"), group("d"), step=2)
+    job.wait(1_500)
+    assert "left out: a can't be reached by c, d" in job.waits or job.waits.startswith("a can't be reached by c, d")
+    for name in "cd":
+        job.ask(name, step=3, works=False)
+    assert job.members == "cd"
+
+
+def test_who_is_left_out_is_tried_again_after_a_pause_that_doubles() -> None:
+    job = a_job("abc")
+    for pause_ms in (5_000, 10_000, 20_000):
+        job.ask("a", group("b"), step=3)
+        job.ask("b", group("a"), step=3)
+        job.ask("c", step=3, works=False)
+        assert job.members == "ac"
+        job.wait(pause_ms - 500)
+        for name in "ac":
+            job.ask(name, step=3)
+        assert job.members == "ac"
+        job.wait(500)
+        for name in "ac":
+            job.ask(name, step=3)
+        assert job.members == "abc"
+
+
+def test_a_group_that_was_built_proves_its_links() -> None:
+    job = a_job("abc")
+    job.ask("a", group("b"), step=3)
+    job.ask("b", group("a"), step=3)
+    job.ask("c", step=3, works=False)
+    job.wait(5_000)
+    for name in "ac":
+        job.ask(name, step=4)
+    assert job.members == "abc"
+    for name in "abc":
+        job.ask(name, step=5)
+    job.ask("a", group("b"), step=6)
+    job.ask("b", group("a"), step=6)
+    job.ask("c", step=6, works=False)
+    job.wait(4_900)
+    for name in "ac":
+        job.ask(name, step=7)
+    assert job.members == "ac"
+    job.wait(100)
+    for name in "ac":
+        job.ask(name, step=8)
+    assert job.members == "abc"  # after 5 s again
+
+
+def test_a_member_of_the_same_quorum_that_saw_nothing_proves_nothing() -> None:
+    job = a_job("abc")
+    job.ask("a", group("b"), step=3)
+    job.ask("c", step=3)  # it has committed before the link failed
+    job.ask("b", group("a"), step=3)
+    assert job.members == "ac"
+
+
+def test_below_min_replicas_none_goes_on_and_all_are_tried_again() -> None:
+    job = a_job("ab", min_replicas=2)
+    key = job.quorum.key
+    for number in (1_000, 2_000, 4_000, 5_000, 5_000):
+        job.ask("a", group("b"), step=3)
+        job.ask("b", group("a"), step=3)
+        assert job.waits.startswith("a set of at least 2 replicas that reach one another and hold the newest state: a")
+        job.wait(number - 100)
+        assert job.quorum.key == key
+        job.wait(200)
+        assert job.quorum.key > key
+        key = job.quorum.key
+        assert job.members == "ab"
+
+
+def test_a_store_that_was_missed_is_avoided_and_nobody_is_left_out() -> None:
+    job = a_job("abc")
+    for name in "bc":
+        job.ask(name, store("a"), step=3)
+    job.ask("a", step=3, works=False)
+    assert [(each.replica_id, each.store_failed) for each in job.quorum.members] == [
+        ("a", True),
+        ("b", False),
+        ("c", False),
+    ]
+    job.wait(5_000)
+    for name in "abc":
+        job.ask(name, step=4)
+    assert not any(each.store_failed for each in job.quorum.members)
+
+
+def test_who_misses_another_store_as_well_is_left_out() -> None:
+    job = a_job("abc")
+    for owner in "ab":
+        job.ask("c", store(owner), step=3)
+        for name in "ab":
+            job.ask(name, step=3, works=False)
+    assert job.members == "ab"
+
+
+def test_its_own_store_that_is_dead_leaves_nobody_out_but_one_that_misses_all() -> None:
+    job = a_job("abc")
+    job.ask("a", store("a"), step=3)
+    for name in "bc":
+        job.ask(name, step=3, works=False)
+    assert job.members == "abc"
+    assert job.quorum.members[0].store_failed
+    job.ask("a", store("b"), step=3)
+    for name in "bc":
+        job.ask(name, step=3, works=False)
+    assert job.members == "bc"
+
+
+def test_who_did_not_come_because_it_missed_the_store_is_not_left_out_for_that() -> None:
+    job = a_job("abc")
+    job.ask("c", store("a"), step=3)
+    for name in "ab":
+        job.ask(name, group("c"), step=3)
+    assert job.members == "abc"
+    assert job.quorum.members[0].store_failed
+
+
+def test_an_old_store_report_holds_nobody_up() -> None:
+    job = a_job("abc")
+    job.ask("c", store("a"), step=3)
+    for name in "ab":
+        job.ask(name, step=3, works=False)
+    for step in (4, 5):
+        for name in "abc":
+            job.ask(name, step=step)
+        assert job.members == "abc"
+    job.ask("c", store("b"), step=6)  # the first one is long over
+    for name in "ab":
+        job.ask(name, step=6, works=False)
+    assert job.members == "abc"
+
+
+def test_state_servers_leave_nobody_out() -> None:
+    job = a_job("abc")
+    for _ in range(3):
+        for name in "abc":
+            job.ask(name, Unreached("a", Via.STATE, "refused"), step=3)
+        assert job.members == "abc"
+
+
+def test_who_is_away_puts_nobody_out_of_a_quorum_that_trains() -> None:
+    job = a_job("abc")
+    job.ask("b", group("c"), step=3)
+    job.ask("c", group("b"), step=3)
+    job.ask("a", step=3, works=False)
+    assert job.members == "ab"
+    job.ask("a", step=4)
+    job.ask("b", step=4)
+    assert job.members == "ab"
+
+
+def test_nobody_waits_for_one_that_is_kept_out_and_has_not_asked() -> None:
+    job = a_job("abc")
+    job.ask("b", group("c"), step=3)
+    job.ask("c", group("b"), step=3)
+    job.ask("a", step=3, works=False)
+    request = max(order.request for order in job.said if isinstance(order, effects.AnswerQuorum))
+    job._do(events.RequestWithdrawn(ord("c"), request - 1))
+    job.come("c")  # its stream is new, and it has not asked on it yet
+    for step in (4, 5):
+        job.ask("a", step=step)
+        job.ask("b", step=step, works=False)
+        job.wait(200)
+        assert job.waits == "nobody has asked"
+
+
+def test_a_stranger_that_is_named_is_nobody() -> None:
+    job = a_job("ab")
+    job.ask("a", group("z"), step=3)
+    job.ask("b", step=3, works=False)
+    assert job.members == "ab"
+
+
+def test_what_is_said_twice_of_one_quorum_counts_once() -> None:
+    job = a_job("abc")
+    for _ in range(4):
+        job.ask("a", group("b"), step=3)
+    job.ask("b", group("a"), step=3)
+    job.ask("c", step=3, works=False)
+    job.wait(5_000)
+    for name in "ac":
+        job.ask(name, step=4)
+    assert job.members == "abc"
+
+
+def test_who_is_kept_out_is_missing_nowhere() -> None:
+    job = a_job("abc")
+    job.ask("b", group("c"), step=3)
+    job.ask("a", step=3, works=False)
+    job.wait(1_000)
+    assert job.members == "ab"
+    job.ask("a", step=4)
+    sentence = job.core.wait_sentence("job", job.now_ms)
+    assert "not asked: b at b:1" in sentence
+    assert "c at c:1" not in sentence
