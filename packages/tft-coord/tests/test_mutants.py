@@ -26,6 +26,7 @@ from tft_coord.core.lineage import fold_lineage
 from tft_coord.core.liveness import Accepted, Liveness, OpenRequest, Rejected, Replica
 from tft_coord.core.progress import GroupProgress, HangWatch, Phase, Progress
 from tft_coord.core.quorum import Situation
+from tft_coord.core.reach import Kept, Limits, Pair, Peer, Reach, _Pause
 from tft_coord.core.session import SessionCore
 from tft_coord.core.torchft_rule import TorchftCore
 from tft_coord.core.types import (
@@ -38,7 +39,9 @@ from tft_coord.core.types import (
     QuorumKey,
     RankRequest,
     Refusal,
+    Unreached,
     Verdict,
+    Via,
 )
 from tft_coord.testing import InvariantBroken, SimulationFailed, play, simulate, trainer
 from tft_coord.testing.invariants import Held, Reduced, Round
@@ -50,6 +53,8 @@ from tft_coord.testing.worlds import LighthouseWorld
 
 ON_FOREIGN = SimulationConfig(foreign=True)
 WITH_STANDBY = SimulationConfig(standby=True)
+WITH_LINKS = SimulationConfig(links=True)
+PARTIAL = "scenario_21_partial_connectivity"
 JOB_END_LOOK = JobEnd.look
 SYNCS = "scenario_13_syncs_in_flight"
 SEEDS = 300  # after so many without a word a mistake counts as unseen
@@ -694,7 +699,101 @@ right_presume = Liveness.presume
 right_situation = Job._situation
 right_was_there = GroupProgress._was_there
 
+
+def leaves_out_both_ends(self: Reach, pairs: Collection[Pair], peers: Any) -> frozenset[str]:
+    return frozenset(name for pair in pairs for name in pair)
+
+
+def leaves_nobody_out(self: Reach, pairs: Any, peers: Any) -> frozenset[str]:
+    return frozenset()
+
+
+def leaves_out_whoever_is_cheapest(self: Limits, chosen: Collection[str]) -> bool:
+    return len(chosen) <= self.most
+
+
+def goes_on_with_too_few(self: Limits, chosen: Collection[str]) -> bool:
+    return not any(each <= set(chosen) for each in self.needed)
+
+
+def counts_the_waiting_alone(self: Reach, pairs: Any, peers: dict[str, Peer]) -> frozenset[str] | None:
+    asked = {name: peer if peer.asked else replace(peer, step=-1) for name, peer in peers.items()}
+    return right_cover(self, pairs, asked)
+
+
+def never_tries_again(self: _Pause, now_ms: int) -> bool:
+    return True
+
+
+def waits_as_long_each_time(self: _Pause, key: QuorumKey | None, now_ms: int) -> bool:
+    is_new = right_again(self, key, now_ms)
+    self.length_ms = 5_000
+    return is_new
+
+
+def waits_for_no_other_end(*_: object) -> set[str]:
+    return set()
+
+
+def holds_for_ever(self: Reach, peers: Any, now_ms: int) -> Kept:
+    if self._hold_until_ms is not None:
+        self._hold_until_ms = now_ms + 1_000
+    return right_look(self, peers, now_ms)
+
+
+def avoids_no_store(self: Reach, now_ms: int) -> list[str]:
+    return []
+
+
+def leaves_out_by_the_first_store(self: Reach, one: str, report: Unreached, key: QuorumKey | None, now_ms: int) -> None:
+    self._say(one, report.replica_id, "store", key, now_ms)
+
+
+def tries_one_store_after_another(self: Reach, one: str, report: Unreached, key: QuorumKey | None, now_ms: int) -> None:
+    self._missed.clear()
+    right_store_missed(self, one, report, key, now_ms)
+
+
+def leaves_out_by_state_servers(self: Reach, replica: Replica, member: Member, *rest: Any) -> Member:
+    said = tuple(replace(each, via=Via.GROUP) if each.via is Via.STATE else each for each in member.unreached)
+    return right_reach_heard(self, replica, replace(member, unreached=said), *rest)
+
+
+def fits_nobody_in(self: Job, form: quorum.Form, now_ms: int) -> quorum.Form:
+    return form
+
+
+def heals_before_it_says_so(self: Trainer) -> bool:
+    return False
+
+
+def reports_nobody(self: Trainer, group: Any) -> None:
+    return None
+
+
+right_cover = Reach._cover
+right_again = _Pause.again
+right_look = Reach.look
+right_store_missed = Reach._store_missed
+right_reach_heard = Reach.heard
+
+
 MUTANTS = [
+    # Section 2, links: who is left out, for how long, and whose store is used.
+    Mutant(Reach, "_cover", leaves_out_both_ends, "R2 I2", 0, WITH_LINKS),
+    Mutant(Reach, "_cover", leaves_nobody_out, "R1 I6", 0, WITH_LINKS),
+    Mutant(Limits, "allow", leaves_out_whoever_is_cheapest, "R2 I2 I3", 0, WITH_LINKS),
+    Mutant(Limits, "allow", goes_on_with_too_few, "I6", PARTIAL),
+    Mutant(_Pause, "lasts", never_tries_again, "R3 R2 R1", 0, WITH_LINKS),
+    Mutant(_Pause, "again", waits_as_long_each_time, "transcript", PARTIAL),
+    Mutant(Reach, "_late_ends", waits_for_no_other_end, "transcript", PARTIAL),
+    Mutant(Reach, "look", holds_for_ever, "transcript", PARTIAL),
+    Mutant(Reach, "stores_failed", avoids_no_store, "transcript", PARTIAL),
+    Mutant(Reach, "_store_missed", leaves_out_by_the_first_store, "transcript", PARTIAL),
+    Mutant(Reach, "_store_missed", tries_one_store_after_another, "transcript", PARTIAL),
+    Mutant(Job, "_fit", fits_nobody_in, "R2", 0, WITH_LINKS),
+    Mutant(Trainer, "asks_at_once", heals_before_it_says_so, "transcript", PARTIAL),
+    Mutant(Trainer, "note_unreached", reports_nobody, "R1", 0, WITH_LINKS),
     # Section 3, a broken quorum: losses that are not told, or told of the wrong quorum.
     Mutant(Job, "_break_quorum", tells_nobody, "P3", 0),
     Mutant(Job, "_break_quorum", tells_nobody_of_a_newer_session, "P3", 40),

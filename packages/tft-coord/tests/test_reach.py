@@ -399,6 +399,21 @@ def test_who_is_away_puts_nobody_out_of_a_quorum_that_trains() -> None:
     assert job.members == "ab"
 
 
+def test_two_that_are_away_put_nobody_out_either() -> None:
+    job = a_job("abcd")
+    for name in "cd":
+        job.ask(name, group("b"), step=3)
+    job.ask("b", group("c"), group("d"), step=4)  # the only holder: it stays
+    job.ask("a", step=3, works=False)
+    assert job.members == "ab"
+    for name in "cd":
+        job._do(events.StreamClosed(ord(name)))
+        job.come(name)  # they have not asked again yet
+    job.ask("a", step=4)
+    job.ask("b", step=4)
+    assert job.members == "ab"
+
+
 def test_nobody_waits_for_one_that_is_kept_out_and_has_not_asked() -> None:
     job = a_job("abc")
     job.ask("b", group("c"), step=3)

@@ -50,6 +50,7 @@ NEEDED = {
     "scenario_18_shrinking_to_nothing",
     "scenario_19_unequal_groups",
     "scenario_20_leaving",
+    "scenario_21_partial_connectivity",
 }
 
 

@@ -27,6 +27,7 @@ from tft_coord.testing.foreign_process import ForeignLighthouseProcess
 from tft_coord.testing.hang_truth import HangTruth, Told
 from tft_coord.testing.invariants import InvariantBroken, Invariants
 from tft_coord.testing.lighthouse_process import JOB, OTHER_JOB, LighthouseProcess, kind_of_loss
+from tft_coord.testing.links import Links
 from tft_coord.testing.loss_watch import LossWatch
 from tft_coord.testing.manager_process import ManagerProcess
 from tft_coord.testing.marks import Marks
@@ -46,6 +47,7 @@ REASONS = (
     "asks for a new process group",
     "has a newer session",
     "has left",
+    "can't be reached",
     "does not hold it",
 )
 _UNREACHABLE = Refused("unreachable", "the manager server can't be reached")
@@ -194,6 +196,8 @@ class Cluster:
             keepalive_ms=self.timeouts.heartbeat_timeout_ms,
         )
         self.network.on_mend = self._mended
+        self.links = Links()
+        self.links.on_change = self._mended
         self.wall_offset_ms = 0  # by which somebody has set the clock on the wall
         self._invariants: dict[str, Invariants] = {}
         self.losses = LossWatch(self)
@@ -586,7 +590,7 @@ class Cluster:
 
     # --- for the trainers ---------------------------------------------------------------------------------------------
 
-    def group(self, job: str, key: QuorumKey, group_rank: int, members: tuple[str, ...]) -> Group:
+    def group(self, job: str, key: QuorumKey, group_rank: int, members: tuple[str, ...], store: str) -> Group:
         """The meeting of that name, made by whoever comes first."""
         name = (key, group_rank)
         if name not in self._groups:
@@ -595,7 +599,15 @@ class Cluster:
                 return self.network.is_cut(f"{one}/{group_rank}", f"{other}/{group_rank}")
 
             self._groups[name] = Group(
-                key, group_rank, members, self.clock, self.invariants_of(job), self.chance.spread_ms, is_cut
+                key,
+                group_rank,
+                members,
+                self.clock,
+                self.invariants_of(job),
+                self.chance.spread_ms,
+                is_cut,
+                self.links,
+                store,
             )
         return self._groups[name]
 

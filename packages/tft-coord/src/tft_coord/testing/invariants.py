@@ -16,6 +16,7 @@ from tft_coord.core import effects, events
 from tft_coord.core.fingerprint import Fingerprint, differences
 from tft_coord.core.stragglers import PaceKind, StragglerNews
 from tft_coord.core.types import Hello, Member, Plan, Purpose, Quorum, QuorumKey, Refusal, Verdict
+from tft_coord.testing.reach_truth import ReachTruth
 from tft_coord.timeouts import Timeouts
 
 
@@ -120,6 +121,7 @@ class Attendance:
         self._heals_ms: dict[str, int] = {}  # since when each heals that does
         self._may_heal_ms: dict[str, int] = {}  # the same of those that may, because states differ in their quorum
         self._left_out: set[str] = set()  # as stragglers: they are waited for by nobody
+        self._reach = ReachTruth()
         self._healed: dict[str, tuple[int, int]] = {}  # bytes that it had received, and when it said so first
 
     def welcomed(self, hello: Hello, stream: int) -> None:
@@ -241,6 +243,7 @@ class Attendance:
         if member.failed_heals > 1 or member.shrink_only:
             self._special.add(member.replica_id)
         self._said[member.replica_id] = member, held
+        self._reach.asked(member, held, self._newest, now_ms)
         self._look_if_left(member.replica_id)
 
     def _look_if_left(self, replica_id: str) -> None:
@@ -395,6 +398,8 @@ class Attendance:
 
     def nobody_else_is_waited_for(self, waits: str, now_ms: int = 0) -> None:
         """No quorum was formed just now: then somebody who lives has not asked, or they are too few."""
+        if self._waits_for_links(waits, now_ms):
+            return
         living = {each for each in self._sessions if each in self._ready and each not in self._left_out}
         asking = living & self._asking.keys()
         if asking == living and len(asking) >= self._min_replicas and not self._special & living:
@@ -405,9 +410,34 @@ class Attendance:
             raise InvariantBroken("I6", f"all that live have asked, {sorted(asking)}, and no quorum forms: {waits}")
         before_ids = {member.replica_id for member in self._newest.members} if self._newest is not None else set()
         before_ids -= self._gone.keys() | self._left_out
-        enough = len(asking) >= self._min_replicas and not self._special & living
-        if before_ids and before_ids <= asking and enough:
+        able = asking - self._reach.excused(before_ids, now_ms)
+        enough = len(able) >= self._min_replicas and not self._special & living
+        if before_ids and before_ids <= asking and enough and not self._reach.is_torn_apart(before_ids):
             raise InvariantBroken("P2", f"all of the last quorum have asked, {sorted(asking)}, and none forms: {waits}")
+
+    def _waits_for_links(self, waits: str, now_ms: int) -> bool:
+        """Whether it waits because of bad links, as it may. (R1 is the bound on that.)"""
+        if waits.startswith("the report of"):
+            return self._reach.waits_for_both_ends(now_ms, self._timeouts.quorum_tick_ms)
+        return waits.startswith(("a set of at least", "a replica that all others reach"))
+
+    def _look_who_is_left_out(self, quorum: Quorum, previous: Quorum | None, now_ms: int) -> None:
+        """R2: nobody is left out by a bad link whose removal isn't needed, and never all that hold the newest state."""
+        ids, before = set(quorum.replica_ids), previous.members if previous is not None else ()
+        living = {each for each in self._sessions if each in self._ready}
+        waiting = {each: self._said[each][0] for each in self._asking if each in living}
+        if self._special & living:
+            return
+        names = [each.replica_id for each in before]
+        wrong = self._reach.needless(ids, waiting, names, self._min_replicas, now_ms)
+        if wrong is not None:
+            raise InvariantBroken("R2", f"quorum {quorum.key}: {wrong}")
+        step = max((each.step for each in quorum.members if not each.torn), default=0)
+        away = living.difference(ids, waiting) & self._reach.excused(ids, now_ms)
+        hold = [each.replica_id for each in before if each.replica_id in away and each.step > step and not each.torn]
+        waited_ms = now_ms - min(self._asked_ms[replica_id] for replica_id in ids)
+        if hold and waited_ms < self._timeouts.join_timeout_ms:
+            raise InvariantBroken("R2", f"quorum {quorum.key} goes on from step {step} without {hold}, which hold more")
 
     def _may_come_back(self, replica_id: str, now_ms: int) -> bool:
         """Whether it is lost, nobody has reported its death, and it has not been away for long."""
@@ -450,15 +480,18 @@ class Attendance:
         for member in quorum.members:
             if self._sessions.get(member.replica_id) != member.session:
                 raise InvariantBroken("I2", f"{member.replica_id} is in quorum {quorum.key} and does not live")
+        self._look_who_is_left_out(quorum, previous, now_ms)
+        excused = self._reach.excused(ids, now_ms)
         before = set(previous.replica_ids) - self._gone.keys() if previous is not None else set()
-        awaited = before - self._left_out
+        awaited = before - self._left_out - excused
         if awaited and awaited <= ids:
             return
         living = {each for each in self._sessions if each in self._ready}
         if before & living and not before & ids:
             raise InvariantBroken("I2", f"quorum {quorum.key} leaves out all survivors of the last, {before & living}")
         # Who differs from those in it counts nowhere. It is told so when it asks, or if it asks just now.
-        living = {each for each in living if not self._differs_from(each, ids) and each not in self._left_out}
+        counted = living - excused - self._left_out
+        living = {each for each in counted if not self._differs_from(each, ids)}
         if self._special & living:
             return
         living = {each for each in living if each in ids or not self._may_be_stalled(each, ids, now_ms)}

@@ -38,6 +38,8 @@ WAITS = (
     "has just started",
     "the members of quorum",
     "nobody here can name",
+    "the report of",
+    "that reach one another",
 )
 
 

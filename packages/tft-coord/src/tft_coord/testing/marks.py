@@ -128,6 +128,20 @@ SCENARIO_MARKS: Mapping[int, tuple[str, ...]] = {
         "the last holder of the state stayed for another step",
         "one that has left was healed from",
     ),
+    21: (
+        "a member was not reached: group",
+        "a member was not reached: store",
+        "a member was not reached: state",
+        "links: one way",
+        "links: a star",
+        "links: two pairs",
+        "links: a dead store",
+        "links: one that flaps",
+        "links stayed bad",
+        "new id: can't be reached",
+        "waited: the report of",
+        "waited: that reach one another",
+    ),
 }
 
 

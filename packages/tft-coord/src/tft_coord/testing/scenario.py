@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 
 from tft_coord.core import effects
 from tft_coord.core.stragglers import StragglerAction, StragglerPolicy
-from tft_coord.core.types import Member, Quorum, QuorumKey
+from tft_coord.core.types import Member, Quorum, QuorumKey, Via
 from tft_coord.testing.cluster import Chance, Cluster, ClusterConfig, Replica
 from tft_coord.testing.lighthouse_process import JOB, LEFT_OUT, STUCK
+from tft_coord.testing.links import Link, both_ways
 from tft_coord.testing.network import Fate, Rule
 from tft_coord.testing.process import Process
 from tft_coord.testing.trainer import Trainer, TrainerSettings
@@ -449,6 +450,28 @@ class Scenario:
     def _do_cut(self, words: list[str]) -> Iterable[str]:
         """cut FROM TO: nothing comes through that way, as with a cut cable, until `mend`."""
         return self._rule(words, Fate.PARTITION)
+
+    def _do_cut_link(self, words: list[str]) -> Iterable[str]:
+        """cut-link a b [store|state|group] [one-way]: a and b, or all (`*`), can't reach each other for that, until
+        `mend-link …`; the process group, both ways, unless said. A store is reached or not by whoever is named first.
+        """
+        self.cluster.links.cut(self._links(words))
+        return []
+
+    def _do_mend_link(self, words: list[str]) -> Iterable[str]:
+        """mend-link a b …: end of `cut-link`."""
+        self.cluster.links.mend(self._links(words))
+        return []
+
+    def _links(self, words: list[str]) -> list[Link]:
+        vias = [via for via in Via if via.value in words]
+        via = vias[0] if vias else Via.GROUP
+        names = sorted(self.cluster.replicas)
+        sources, targets = (names if word == "*" else [self._replica(word).name] for word in words[:2])
+        pairs = [(one, other) for one in sources for other in targets]
+        if via is Via.GROUP and "one-way" not in words:
+            return [link for one, other in pairs if one != other for link in both_ways(one, other)]
+        return [(one, other, via) for one, other in pairs]
 
     def _do_late_calls(self, words: list[str]) -> Iterable[str]:
         """late-calls FROM TO 300: single messages that way take so long, and streams do not, until `mend FROM TO`."""

@@ -19,11 +19,15 @@ from functools import partial
 from tft_coord.core.stragglers import StragglerAction, StragglerPolicy
 from tft_coord.testing.cluster import Chance, Cluster, ClusterConfig, Replica
 from tft_coord.testing.invariants import InvariantBroken
+from tft_coord.testing.lighthouse_process import JOB
+from tft_coord.testing.link_faults import LinkFaults
 from tft_coord.testing.marks import Marks
 from tft_coord.testing.network import Fate, Rule
 from tft_coord.testing.process import Process, State
 from tft_coord.testing.trainer import TrainerSettings
 from tft_coord.timeouts import Timeouts
+
+PAUSE_FIRST_MS = 5_000  # before one that could not be reached is tried again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +41,7 @@ class SimulationConfig:
         foreign: whether the lighthouse is torchft's; None: in one job of ten.
         standby: whether there is a second lighthouse of the same cluster; None: in one job of ten.
         stragglers: replicas become slow for a while, and the lighthouse does something about it.
+        links: whether links between members fail; None: in one job of eight.
         verbose_lines: lines of the trace that a failure shows.
     """
 
@@ -46,6 +51,7 @@ class SimulationConfig:
     foreign: bool | None = None
     standby: bool | None = None
     stragglers: bool = False
+    links: bool | None = None
     verbose_lines: int = 60
 
 
@@ -74,6 +80,7 @@ class Report:
 
 FOREIGN_SHARE = 0.1  # of the jobs run on torchft's lighthouse
 STANDBY_SHARE = 0.1  # have two lighthouses
+LINKS_SHARE = 0.125  # have bad links
 LOAD_ERRORS = 0.1  # of the loads on a rank of a group of several
 SYNCS_SHARE = 0.2  # synchronize now and then
 TWIN = "twin"  # whoever was started a second time under one replica id
@@ -216,6 +223,10 @@ class Simulation:
         )
         self._calm = False
         self._num_faults = 0
+        links = self._rng("links")
+        has_links = links.random() < LINKS_SHARE if config.links is None else config.links
+        # torchft's lighthouse knows no reports.
+        self._links = LinkFaults(self.cluster, links, lambda: self._calm) if has_links and not foreign else None
 
     def run(self) -> Report:
         """All of it."""
@@ -233,6 +244,8 @@ class Simulation:
             clock.after(self._torchft_after_ms, self._start_torchft)
         if self._config.stragglers:
             clock.after(self._paces.randint(1_000, 3_000), self._change_pace)
+        if self._links is not None:
+            self._links.begin()
         clock.run_until(self._config.faults_ms)
         to_commit_ms, to_whole_ms = self._demand_progress()
         return Report(
@@ -278,8 +291,13 @@ class Simulation:
                 trainer.wake()
         for process in [cluster.lighthouse, *(p for r in cluster.replicas.values() for p in r.processes())]:
             process.resume()
+        if self._links is not None and self._links.stay():
+            self._demand_progress_of_the_connected()
+        cluster.links.mend()
         calm_ms = clock.now_ms
         bound_ms = commit_bound_ms(cluster.timeouts)
+        # R3: who could not be reached is tried again after a pause, which is as long as it was away at most.
+        pause_ms = self._links.lasted_ms() + PAUSE_FIRST_MS if self._links is not None else 0
         watched = [cluster.invariants_of(job) for job in cluster.jobs]
         before = [each.num_commits for each in watched]
 
@@ -294,11 +312,21 @@ class Simulation:
         if not all_commit() and not clock.run_until(over_ms + bound_ms, all_commit):
             raise InvariantBroken("I6", f"no step within {bound_ms} ms after the last fault; {self._why()}")
         to_commit_ms = clock.now_ms - calm_ms
-        if not clock.run_until(over_ms + 2 * bound_ms, self._whole):
+        if not clock.run_until(over_ms + 2 * bound_ms + pause_ms, self._whole):
             raise InvariantBroken(
-                "I6", f"not all replicas train together {2 * bound_ms} ms after the last fault; {self._why()}"
+                "R3" if pause_ms else "I6",
+                f"not all replicas train together {2 * bound_ms + pause_ms} ms after the last fault; {self._why()}",
             )
         return to_commit_ms, clock.now_ms - calm_ms
+
+    def _demand_progress_of_the_connected(self) -> None:
+        """R1: a few links stay bad, and all else is well: those go on that reach one another."""
+        clock, watched = self.cluster.clock, self.cluster.invariants_of(JOB)
+        bound_ms = commit_bound_ms(self.cluster.timeouts)
+        before = watched.num_commits
+        if not clock.run_until(clock.now_ms + bound_ms, lambda: watched.num_commits > before):
+            bad = sorted(f"{one}-{other} {via.value}" for one, other, via in self.cluster.links.bad)
+            raise InvariantBroken("R1", f"no step within {bound_ms} ms while {', '.join(bad)} are bad; {self._why()}")
 
     def _somebody_leaves(self) -> bool:
         """Whether one that was told to leave is still there."""

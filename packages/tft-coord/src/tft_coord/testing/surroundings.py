@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tft_coord.core import events
-from tft_coord.core.types import QuorumKey, RankRequest, Verdict
+from tft_coord.core.types import QuorumKey, RankRequest, Verdict, Via
 from tft_coord.testing.clock import VirtualClock
 from tft_coord.testing.invariants import Invariants, Round
 from tft_coord.testing.marks import Marks
@@ -150,8 +150,11 @@ class Outside:
         waiter.then(lambda _: timer.cancel())
         return waiter
 
-    def group(self, key: QuorumKey, group_rank: int, members: tuple[str, ...]) -> Group:
-        return self.cluster.group(self.replica.job, key, group_rank, members)
+    def group(self, key: QuorumKey, group_rank: int, members: tuple[str, ...], store: str) -> Group:
+        return self.cluster.group(self.replica.job, key, group_rank, members, store)
+
+    def is_unreachable(self, trainer: Trainer, replica_id: str) -> bool:
+        return self.cluster.links.is_bad(trainer.replica_id, replica_id, Via.STATE)
 
     def is_silent(self, trainer: Trainer, replica_id: str) -> bool:
         replicas = [each for each in self.cluster.replicas.values() if each.replica_id == replica_id and not each.ended]

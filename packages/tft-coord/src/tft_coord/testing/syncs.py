@@ -142,6 +142,7 @@ class Syncs:
             self._syncs.append(Sync(None, failed=True))
             yield from trainer.refused(answer)
             return
+        trainer.has_reported()
         plan = trainer.plan_of(answer, [sync.plan.key for sync in self.in_flight if sync.plan is not None])
         self._outside.invariants.quorum_known(trainer.host, trainer.rank, plan.key)
         self._look_if_another(plan)
@@ -239,6 +240,7 @@ class Syncs:
         if result is None and trainer.group is group and trainer.alive:
             self._outside.marks.hit("a reduction failed")
             self._outside.note(trainer, "sees a reduction fail")
+            trainer.note_unreached(group)
             trainer.leave_group()
 
     # --- ending -----------------------------------------------------------------------------------------------------

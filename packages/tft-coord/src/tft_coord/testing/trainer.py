@@ -14,16 +14,27 @@ import hashlib
 from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import combinations
+from itertools import combinations, permutations
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tft_coord.core.fingerprint import Fingerprint, fingerprint_of
 from tft_coord.core.lineage import fold_lineage, initial_lineage
 from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.stragglers import StragglerNews
-from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest, Refusal, Verdict
+from tft_coord.core.types import (
+    LossNotice,
+    Plan,
+    Purpose,
+    QuorumKey,
+    RankRequest,
+    Refusal,
+    Unreached,
+    Verdict,
+    Via,
+)
 from tft_coord.testing.clock import VirtualClock
 from tft_coord.testing.invariants import Contribution, Held, InvariantBroken, Invariants, Reduced, Round
+from tft_coord.testing.links import FAILS_AFTER_MS, Links
 from tft_coord.testing.marks import Marks
 from tft_coord.testing.pace_truth import OwnTime
 from tft_coord.testing.process import Process, State
@@ -103,7 +114,8 @@ class _Reduction:
 class Group:
     """The meeting of the ranks that were configured with one (key, group rank).
 
-    Its traffic is of the network: across a cut nothing is reduced, and nobody hears that another has left.
+    Its traffic is of the network: across a cut nothing is reduced, and nobody hears that another has left. Each two of
+    its members need a link; who finds that one is bad gives up, and can say whom it did not reach.
 
     Args:
         key, group_rank: what names it.
@@ -111,6 +123,8 @@ class Group:
         clock, invariants: of the simulation.
         spread_ms: gives the time after which a member learns that a reduction is complete.
         is_cut: whether nothing comes through between two of the members.
+        links: between the members.
+        store: of the member whose rendezvous store is used.
     """
 
     def __init__(
@@ -122,6 +136,8 @@ class Group:
         invariants: Invariants,
         spread_ms: Callable[[], int],
         is_cut: Callable[[str, str], bool],
+        links: Links,
+        store: str,
     ) -> None:
         self.key = key
         self._group_rank = group_rank
@@ -130,6 +146,10 @@ class Group:
         self._invariants = invariants
         self._spread_ms = spread_ms
         self._is_cut = is_cut
+        self._links = links
+        self._store = store
+        self._unreached: dict[str, list[Unreached]] = {}
+        self._is_timed = False  # a bad link is about to be found out
         self._joined: dict[str, Waiter] = {}
         self._met = False
         self._left: set[str] = set()
@@ -142,9 +162,18 @@ class Group:
         if self._met or replica_id in self._left:
             waiter.resolve(False)
             return waiter
+        if self._links.is_bad(replica_id, self._store, Via.STORE):
+            report = Unreached(self._store, Via.STORE, "no connection")
+            self._unreached.setdefault(replica_id, []).append(report)
+            self._clock.after(FAILS_AFTER_MS, lambda: waiter.resolve(False))
+            return waiter
         self._joined[replica_id] = waiter
         self.look()
         return waiter
+
+    def unreached_by(self, replica_id: str) -> list[Unreached]:
+        """Whom that member has found that it can't reach."""
+        return self._unreached.get(replica_id, [])
 
     def abort(self, replica_id: str) -> None:
         """End that member's own waiting, in the rendezvous or in a reduction."""
@@ -179,7 +208,8 @@ class Group:
 
     def look(self) -> None:
         """Somebody came, left, or can be reached again: what does that end?"""
-        if not self._met and len(self._joined) == len(self._members) and not self._is_torn_apart():
+        self._look_at_links()
+        if not self._met and self._all_joined and not self._is_torn_apart():
             self._met = True
             for waiter in list(self._joined.values()):
                 waiter.resolve(True)
@@ -211,7 +241,42 @@ class Group:
         return any(gone == replica_id or not self._is_cut(gone, replica_id) for gone in self._left)
 
     def _is_torn_apart(self) -> bool:
-        return any(self._is_cut(one, other) for one, other in combinations(self._members, 2))
+        return bool(self._bad_links()) or any(self._is_cut(one, other) for one, other in combinations(self._members, 2))
+
+    # --- bad links --------------------------------------------------------------------------------------------------
+
+    @property
+    def _all_joined(self) -> bool:
+        return len(self._joined) == len(self._members)
+
+    def _bad_links(self) -> list[tuple[str, str]]:
+        if not self._links.bad:
+            return []
+        return [pair for pair in permutations(self._members, 2) if self._links.is_bad(*pair, Via.GROUP)]
+
+    def _look_at_links(self) -> None:
+        """Where all have come, or reduce, each that uses a bad link finds out after a while."""
+        used = self._all_joined if not self._met else any(not each.complete for each in self._reductions.values())
+        if used and not self._is_timed and self._bad_links():
+            self._is_timed = True
+            self._clock.after(FAILS_AFTER_MS, self._links_fail)
+
+    def _links_fail(self) -> None:
+        self._is_timed = False
+        found: dict[str, list[Unreached]] = {}
+        for one, other in self._bad_links():
+            if other not in self._left and one not in self._left:
+                found.setdefault(one, []).append(Unreached(other, Via.GROUP, "no connection"))
+        waits: list[Waiter] = []
+        for one, reports in found.items():
+            waiting = [each.waiting.get(one) for each in self._reductions.values() if not each.complete]
+            waiting += [self._joined.get(one)] if not self._met else []
+            open_now = [waiter for waiter in waiting if waiter is not None and not waiter.done]
+            if open_now:
+                self._unreached[one] = reports
+            waits += open_now
+        for waiter in waits:
+            waiter.resolve(None)
 
 
 # --- the trainer ----------------------------------------------------------------------------------------------
@@ -248,8 +313,11 @@ class Surroundings(Protocol):
     def is_healed_from(self, trainer: Trainer) -> bool:
         """Whether this group has not been told yet that nobody heals from it."""
 
-    def group(self, key: QuorumKey, group_rank: int, members: tuple[str, ...]) -> Group:
-        """The meeting of that name."""
+    def group(self, key: QuorumKey, group_rank: int, members: tuple[str, ...], store: str) -> Group:
+        """The meeting of that name, at the store of that member."""
+
+    def is_unreachable(self, trainer: Trainer, replica_id: str) -> bool:
+        """Whether that replica's state servers can't be reached."""
 
     def is_silent(self, trainer: Trainer, replica_id: str) -> bool:
         """Whether that replica's state servers accept and send nothing."""
@@ -361,6 +429,8 @@ class Trainer(Process):
         self.commit_failures = 0
         self.failed_heals = 0
         self.poor_sources: set[str] = set()
+        self.unreached: dict[tuple[str, Via], Unreached] = {}  # since its last request
+        self._reported: frozenset[tuple[str, Via]] = frozenset()  # of these, what its open request says
         self.needs_configure = True
         self.held: QuorumKey | None = None
         self.plan: Plan | None = None
@@ -648,6 +718,7 @@ class Trainer(Process):
             self._early = None
             yield from self.refused(answer)
             return
+        self.has_reported()
         plan = self.plan_of(answer)
         vote = Round(plan.key, plan.step, plan.lineage, Purpose.COMMIT)
         self._offer_early(plan)
@@ -668,7 +739,8 @@ class Trainer(Process):
                     self.leave_group()
                     good = False
         self.phase = "forward"
-        yield self.sleep(round(self.outside.step_ms(self) * self.share))
+        step_ms = round(self.outside.step_ms(self) * self.share)
+        yield self.sleep(1 if self.asks_at_once else step_ms)
         if self.clock.now_ms - self.phase_since_ms >= self.outside.timeouts.slowest_step_ms and self.excused:
             self.outside.marks.hit("a first step took longer than slowest_step")
         yield from self.hang_if_asked("forward")
@@ -739,6 +811,7 @@ class Trainer(Process):
         return self.plan
 
     def request(self) -> RankRequest:
+        self._reported = frozenset(self.unreached)
         return RankRequest(
             step=self.step,
             lineage=self.lineage,
@@ -750,6 +823,7 @@ class Trainer(Process):
             needs_configure=self.needs_configure,
             failed_heals=self.failed_heals,
             poor_sources=tuple(sorted(self.poor_sources)),
+            unreached=tuple(self.unreached.values()),
             shrink_only=self.shrink_only,
             init_sync=self.settings.init_sync,
             use_async_quorum=self.settings.use_async_quorum,
@@ -775,13 +849,14 @@ class Trainer(Process):
             self.outside.note(self, "is given a broken quorum, and does not try to meet its members")
             return False
         self.outside.invariants.joined_group(plan, self.rank)
-        group = self.outside.group(plan.key, self.rank, plan.replica_ids)
+        group = self.outside.group(plan.key, self.rank, plan.replica_ids, plan.store_replica_id)
         self.group = group
         self.group_since_ms = self.clock.now_ms
         joined = yield self.within(group.join(self.replica_id), self.outside.timeouts.timeout_ms)
         if not joined or self.group is not group:  # aborted by what it heard when it was stopped, just after they met
             self.outside.marks.hit("a rendezvous failed")
             self.outside.note(self, "can't meet the others of its quorum")
+            self.note_unreached(group)
             self.leave_group()
             return False
         self.needs_configure = False
@@ -793,22 +868,46 @@ class Trainer(Process):
         counts = plan.participating_rank is not None and self.step == plan.step
         gradients: list[str] = []
         for bucket in range(NUM_BUCKETS):
-            if self.group is None or self.is_broken(plan.key):
+            group = self.group
+            if group is None or self.is_broken(plan.key):
                 return None
             gradient = f"{self.replica_id}:{self.step}:{bucket}" if counts else None
             self.num_reductions += 1
             self.phase = "reduction"
             contribution = Contribution(self.replica_id, self.state_held, gradient, f"bucket {bucket}")
-            waiter = self.group.reduce(self.num_reductions, contribution)
+            waiter = group.reduce(self.num_reductions, contribution)
             result = yield self.within(waiter, self.outside.timeouts.timeout_ms)
             if result is None:
                 self.outside.marks.hit("a reduction failed")
                 self.outside.note(self, "sees its reduction fail")
+                self.note_unreached(group)
                 self.leave_group()
                 return None
             gradients += result.gradients
         numbers = range(self.num_reductions - NUM_BUCKETS + 1, self.num_reductions + 1)
         return Reduced(plan.key, self.rank, tuple(numbers), tuple(gradients))
+
+    def has_reported(self) -> None:
+        """Its request was answered: what it said was heard."""
+        for reported in self._reported:
+            self.unreached.pop(reported, None)
+        self._reported = frozenset()
+
+    def note_unreached(self, group: Group) -> None:
+        """Whom it could not reach in that group, for its next request."""
+        for report in group.unreached_by(self.replica_id):
+            self._could_not_reach(report)
+
+    def _could_not_reach(self, report: Unreached) -> None:
+        if (report.replica_id, report.via) not in self.unreached:
+            self.outside.marks.hit(f"a member was not reached: {report.via.value}")
+            self.outside.note(self, f"can't reach {report.replica_id} ({report.via.value})")
+            self.unreached[report.replica_id, report.via] = report
+
+    @property
+    def asks_at_once(self) -> bool:
+        """Whether its group can't be built, and it knows why: the lighthouse should know, before anything else."""
+        return self.group is None and any(via is not Via.STATE for _, via in self.unreached)
 
     # --- healing ----------------------------------------------------------------------------------------------------
 
@@ -846,7 +945,7 @@ class Trainer(Process):
         """Fetch, agree with the other ranks that all have, load, agree that all have; all or none."""
         self.phase = "heal"
         started_ms = self.clock.now_ms
-        fetched = yield from self._fetch(plan)
+        fetched = None if self.asks_at_once else (yield from self._fetch(plan))
         staged = yield from self.vote(replace(vote, purpose=Purpose.STAGED), fetched is not None)
         loads = staged.yes and (yield from self._fits(plan, vote))
         if not loads or fetched is None:
@@ -921,6 +1020,10 @@ class Trainer(Process):
     def _served(self, plan: Plan) -> Held | None:
         for source in plan.sources:
             if self._is_lost_in(plan.key, source.replica_id):
+                continue
+            if self.outside.is_unreachable(self, source.replica_id):
+                self._could_not_reach(Unreached(source.replica_id, Via.STATE, "no connection"))
+                self.poor_sources.add(source.replica_id)
                 continue
             if self.outside.is_silent(self, source.replica_id):
                 if self._is_waited_for(source.replica_id):

@@ -1,0 +1,82 @@
+"""Whom the members of a job say that they can't reach, and whether its quorums fit that (R2).
+
+It looks at messages alone, and tries all sets of members where the core searches.
+
+Law of this file: one life of a lighthouse; nothing of the core that it checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from itertools import combinations
+from typing import Final, final
+
+from tft_coord.core.types import Member, Quorum, QuorumKey, Via
+
+COUNTS_MS: Final = 300_000  # no report counts for longer
+BOTH_ENDS_MS: Final = 1_000
+ALL_SETS_MOST: Final = 10  # of so many members all sets are tried
+
+
+@final
+class ReachTruth:
+    """What was said of bad links. A report may count for less long in the core, and never for longer."""
+
+    def __init__(self) -> None:
+        self._said: dict[frozenset[str], tuple[int, QuorumKey | None]] = {}  # when last, and of which quorum
+
+    def asked(self, member: Member, held: QuorumKey | None, newest: Quorum | None, now_ms: int) -> None:
+        """A request came in."""
+        for report in member.unreached:
+            if report.via is not Via.STATE:
+                self._said[frozenset((member.replica_id, report.replica_id))] = now_ms, held
+        works = not member.needs_configure and member.commit_failures == 0 and not member.unreached
+        if self._said and newest is not None and held == newest.key and works:
+            ids = set(newest.replica_ids)
+            self._said = {pair: said for pair, said in self._said.items() if said[1] == held or not pair <= ids}
+
+    def waits_for_both_ends(self, now_ms: int, tick_ms: int) -> bool:
+        """Whether a bad link was named just now."""
+        return any(now_ms - at_ms <= BOTH_ENDS_MS + tick_ms for at_ms, _ in self._said.values())
+
+    def is_torn_apart(self, ids: Collection[str]) -> bool:
+        """Whether two of these were said not to reach each other: no quorum has all of them."""
+        return any(pair <= set(ids) for pair in self._said)
+
+    def excused(self, ids: Collection[str], now_ms: int) -> set[str]:
+        """Who need not be in a quorum of these, nor be waited for: it has a bad link to one of them."""
+        return {
+            name
+            for pair, (at_ms, _) in self._said.items()
+            if now_ms - at_ms <= COUNTS_MS and (len(pair) == 1 or pair & set(ids))
+            for name in pair.difference(ids)
+        }
+
+    def needless(
+        self,
+        ids: Collection[str],
+        waiting: Mapping[str, Member],
+        before: Collection[str],
+        min_replicas: int,
+        now_ms: int,
+    ) -> str | None:
+        """Why those of the waiting that are in no quorum of `ids` should not all have been left out, or None."""
+        left_out = set(waiting).difference(ids)
+        for_nothing = left_out - self.excused(ids, now_ms)
+        if for_nothing:
+            return f"{sorted(for_nothing)} waits, has no bad link to any of {sorted(ids)}, and is left out"
+        newest = max((each.step for each in waiting.values() if not each.torn), default=0)
+        holders = {name for name, each in waiting.items() if not each.torn and each.step == newest}
+        if holders and not holders.intersection(ids):
+            return f"{sorted(ids)} go on without any of {sorted(holders)}, which hold step {newest}"
+        if not left_out or len(waiting) > ALL_SETS_MOST:
+            return None
+        needed = [each for each in (holders, set(before).intersection(waiting)) if each]
+        pairs = [pair for pair in self._said if pair <= set(waiting)]
+        for number in range(len(left_out)):
+            for chosen in map(set, combinations(sorted(waiting), number)):
+                covers = all(pair & chosen for pair in pairs)
+                fits = len(waiting) - number >= min_replicas and not any(each <= chosen for each in needed)
+                if covers and fits:
+                    return f"{sorted(left_out)} are left out, where {sorted(chosen)} would do"
+        return None
