@@ -139,6 +139,7 @@ class StepCore:
         self.torn = False
         self.commit_failures = 0
         self.failed_quorums = 0
+        self.is_left_out = False  # as a straggler: no quorum comes, and that is no failure
         self.failed_heals = 0
         self.held: QuorumKey | None = None
         self.configured: QuorumKey | None = None
@@ -675,7 +676,7 @@ class StepCore:
         elif planned:
             self.commit_failures += 1
             self._failure_is_news = True
-        else:
+        elif not self.is_left_out:
             self.failed_quorums += 1
         failures = self.commit_failures + self.failed_quorums + self.lost_flights
         limit = self._settings.max_retries

@@ -63,6 +63,7 @@ from tft_algos.manager.group_store import own_host
 from tft_algos.manager.island import Bystander, check_transport
 from tft_algos.manager.leaving import Leaving, Wish
 from tft_algos.manager.negotiation import Negotiation
+from tft_algos.manager.own_time import OwnTime
 from tft_algos.manager.parts import Clock, Coordinator, Group, ServerRestarted
 from tft_algos.manager.reducer import Reducer
 from tft_algos.manager.reduction import check_weight
@@ -70,12 +71,14 @@ from tft_algos.manager.reports import Reports
 from tft_algos.manager.shared import Shared
 from tft_algos.manager.signals import SignalHandlers
 from tft_algos.manager.state_check import StateCheck
+from tft_algos.manager.straggling import OnStraggler, Straggling
 from tft_algos.manager.unreached import UnreachedPeers
 from tft_algos.manager.user_state import LoadState, TakeState, UserState
 from tft_algos.manager.waits import WaitWatch
 from tft_algos.manager.whereabouts import Whereabouts
 from tft_ckpt import CheckpointTransport, HTTPTransport
 from tft_coord.core.progress import Progress
+from tft_coord.core.stragglers import StragglerNews
 from tft_coord.core.types import (
     KillOrder,
     LeaveRequest,
@@ -173,12 +176,14 @@ class Manager:
         self._synchronize: Callable[[], None] | None = (
             torch.accelerator.synchronize if torch.accelerator.is_available() else None
         )
+        self._own_time = OwnTime(self._clock.monotonic)
         self._where = Whereabouts(
             self._core,
             slowest_step_ms=self._config.timeouts.slowest_step_ms,
             num_reductions=lambda: self._reducer.num_started,
             reduces=lambda: self._reducer.reduces or any(step.started.runs for step in tuple(self._deferred)),
             monotonic=self._clock.monotonic,
+            own_time=self._own_time,
         )
         if self._config.timeout_was_said:
             pg.set_timeout(self._config.timeout)
@@ -199,7 +204,14 @@ class Manager:
         self.commits_logger = self._reports.records.commits
         self.errors_logger = self._reports.records.errors
         self._futures = BoundedFutures(self._clock, self._reports.error)
-        self._reducer = Reducer(pg, self._core, self._clock, self._reports.error, stands_by=self._config.stands_by)
+        self._reducer = Reducer(
+            pg,
+            self._core,
+            self._clock,
+            self._reports.error,
+            own_time=self._own_time,
+            stands_by=self._config.stands_by,
+        )
         shared = Shared(
             config=self._config,
             core=self._core,
@@ -234,6 +246,7 @@ class Manager:
             broke=self._quorum_broke,
             others_go_on=lambda: self._strategy_exchanges,
         )
+        self._straggling = Straggling(self._reports)
         self._waits = WaitWatch(
             self._core,
             self._where,
@@ -241,6 +254,7 @@ class Manager:
             self._reports,
             self._clock.monotonic,
             failed_before=lambda: self._unreached.last,
+            left_out=lambda: self._straggling.left_out,
         )
         self._coordinator.listen(self._told)
         self._coordinator.follow(self._look)
@@ -388,12 +402,14 @@ class Manager:
             raise UsageError(
                 "start_quorum was called in a step that is open, beside others that are in flight; call defer() first"
             )
-        self._settle()
+        with self._own_time:
+            self._settle()
         self._audit.step_begins()
         # The lighthouse hears at once of who can't be reached: the next quorum may do without.
         pause_ms = 0 if self._unreached.has_unsaid else self._core.pause_ms
         if pause_ms:
-            self._clock.wait(self._closing, pause_ms / 1_000)
+            with self._own_time:
+                self._clock.wait(self._closing, pause_ms / 1_000)
             self._check_open()
         self._reducer.step_begins()
         self._check.compare()
@@ -444,7 +460,8 @@ class Manager:
         """
         if not self._negotiation.has_begun:
             raise UsageError("wait_quorum was called before start_quorum; call start_quorum first")
-        self._negotiation.wait()
+        with self._own_time:
+            self._negotiation.wait()
 
     def quorum_is_known(self) -> bool:
         """Whether `wait_quorum` would return, or raise, at once: the plan is here and the process group configured, or
@@ -470,7 +487,10 @@ class Manager:
         """The plan of this step, waited for; None if there is none. Never raises what the quorum raised."""
         if not self._negotiation.has_begun:
             raise UsageError("a reduction needs a quorum; call start_quorum first")
-        return self._negotiation.plan()
+        if self._negotiation.has_ended:
+            return self._negotiation.plan()
+        with self._own_time:
+            return self._negotiation.plan()
 
     # --- reductions ----------------------------------------------------------------------------------------------
 
@@ -580,6 +600,30 @@ class Manager:
         self._check_open()
         self._reducer.set_weight(weight)
 
+    @property
+    def share(self) -> float:
+        """The share of its usual batch that this replica is to take, above 0 and up to 1.
+
+        It is less than 1 where the lighthouse runs with `--stragglers shrink` and this replica holds the others at its
+        pace. Read it at the start of each step, take so much of the batch, and say with `set_weight` how many samples
+        that were. Ranks of a group hear of a change at different moments: where they must take the same part, as with
+        tensor or pipeline parallelism, let rank 0 tell the others.
+        """
+        return self._straggling.share
+
+    def on_straggler(self, listener: OnStraggler) -> None:
+        """Have a function called with each change of this replica's pace: it is a straggler, is left out, may join
+        again, or is to take another share of its batch. Each change is logged in any case.
+
+        Args:
+            listener: called with a `tft_coord.StragglerNews` by a thread of the Manager's; it must return at once.
+        Raises: Closed. SettingError: it is no function.
+        """
+        self._check_open()
+        if not callable(listener):
+            raise SettingError(f"on_straggler was given a {type(listener).__name__}; give a function of one argument")
+        self._straggling.listen(listener)
+
     def wrap_future(
         self, fut: torch.futures.Future[T], default: T, timeout: timedelta | None = None
     ) -> torch.futures.Future[T]:
@@ -641,6 +685,9 @@ class Manager:
                     self._reports.log(logging.WARNING, "%s", sentence)
                 else:
                     self._waits.told(sentence)
+            case StragglerNews():
+                self._straggling.told(news)
+                self._core.is_left_out = bool(self._straggling.left_out)
             case KillOrder(message):
                 self._end_process(message)
 
@@ -709,6 +756,7 @@ class Manager:
             raise UsageError(
                 f"should_commit was called while {core.num_deferred} earlier steps are in flight; end those first"
             )
+        self._own_time.finishes()
         plan = self._plan()
         self._wait_for(self._reducer.finish)
         self._reports.raise_fatal()
@@ -797,6 +845,7 @@ class Manager:
         self._reports.records.commit(
             name, verdict.yes, num_participants=plan.num_participants if plan is not None else 0
         )
+        self._own_time.step_ended(counts=verdict.yes and not self._where.excused)
         if plan is not None:
             self._early.step_ended(name.attempt, plan)
         with self._reports.lock:
@@ -884,6 +933,7 @@ class Manager:
         core, attempt = self._core, step.attempt
         if step.is_over:
             raise UsageError(f"{attempt.name} has ended; should_commit is called once for each deferred step")
+        self._own_time.finishes()
         self._exchange_open()
         self._reports.raise_fatal(attempt)
         if attempt.abandoned is None and not core.is_oldest(attempt):

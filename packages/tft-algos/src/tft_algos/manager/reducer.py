@@ -22,6 +22,7 @@ import torch.distributed as dist
 from tft_algos.errors import NoWeight, Unsupported, UsageError
 from tft_algos.manager.attempt import StepName
 from tft_algos.manager.core import Phase, StepCore
+from tft_algos.manager.own_time import OwnTime
 from tft_algos.manager.parts import Clock, Group
 from tft_algos.manager.reduction import (
     WEIGHT_SCALE,
@@ -101,14 +102,25 @@ class Reducer:
         core: says where the step is; only asked.
         clock: measures time-outs.
         report: told of each failure and of the step that it belongs to.
+        own_time: told when this member has given what it has to give.
         stands_by: another rank reduces in this one's place; tensors stay as they are.
     """
 
-    def __init__(self, group: Group, core: StepCore, clock: Clock, report: Report, *, stands_by: bool = False) -> None:
+    def __init__(
+        self,
+        group: Group,
+        core: StepCore,
+        clock: Clock,
+        report: Report,
+        *,
+        own_time: OwnTime,
+        stands_by: bool = False,
+    ) -> None:
         self._group = group
         self._core = core
         self._clock = clock
         self._report = report
+        self._own_time = own_time
         self._stands_by = stands_by
         self._started = Started(report)
         self.has_reduced = False  # in this step
@@ -187,6 +199,8 @@ class Reducer:
         weight = self._enters(weight, plan, gives=gives, inside=inside) if reduce_op == _AVG else None
         if gives and plan.replica_world_size == 1:
             return self._alone(tensor, weight, name)
+        if inside:
+            self._own_time.mark()
         failure = core.broken or (None if inside else self._group.errored())
         if failure is not None:
             self._report(failure, name)
@@ -215,6 +229,7 @@ class Reducer:
             into=tensor,
             limit=limit,
             name=str(name),
+            waits=self._own_time,
         )
         self._started.add(reduction)
         self.num_started += 1

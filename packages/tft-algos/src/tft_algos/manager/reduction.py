@@ -34,6 +34,7 @@ _WIDER: Final = {torch.float16: torch.float32, torch.complex32: torch.complex64}
 # Weights are counts (samples, tokens), and their sum is known only after the reduction. This factor keeps products with
 # any float32 or bfloat16 in range as long as the weights sum to at most 2**32. A power of two rounds nothing.
 WEIGHT_SCALE: Final = 2.0**-32
+_UNTOLD: Final = contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -240,6 +241,7 @@ class Reduction(dist.Work):
         into: where the result goes, if `tensor` is a copy of it.
         limit: how long it may take from now on; None: as long as the process group's own time-out allows.
         name: of the step, for a message.
+        waits: entered while somebody waits for the result.
     """
 
     def __init__(
@@ -254,8 +256,10 @@ class Reduction(dist.Work):
         into: torch.Tensor | None = None,
         limit: timedelta | None = None,
         name: str = "this step",
+        waits: contextlib.AbstractContextManager[None] = _UNTOLD,
     ) -> None:
         super().__init__()
+        self._waits = waits
         self._works = (work, divide_by.work) if isinstance(divide_by, Denominator) else (work,)
         self._tensor = tensor
         self._into = tensor if into is None else into
@@ -286,8 +290,9 @@ class Reduction(dist.Work):
             return self._ended
         no_alarm = self._alarm(timeout) if timeout else None
         try:
-            for work in self._works:
-                work.wait()
+            with self._waits:
+                for work in self._works:
+                    work.wait()
         except Exception as error:
             self._end(error)
         else:

@@ -40,6 +40,7 @@ class WaitWatch:
         reports: its log.
         monotonic: the time, in seconds.
         failed_before: why the last process group was not built, a clause; "" if it was.
+        left_out: gives why no quorum comes, if this replica is left out as a straggler; else "".
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class WaitWatch:
         monotonic: Callable[[], float],
         *,
         failed_before: Callable[[], str] = lambda: "",
+        left_out: Callable[[], str] = lambda: "",
     ) -> None:
         self._core = core
         self._where = where
@@ -66,6 +68,7 @@ class WaitWatch:
         self._failed_before = 0  # when the wait for a quorum began
         self._has_failed = False  # the last wait for a quorum did not end by one
         self._told = ("", 0.0)
+        self._left_out = left_out
         self.quorum_limit: timedelta = config.quorum_timeout  # of the quorum that was asked for last
 
     def told(self, sentence: str) -> None:
@@ -133,6 +136,8 @@ class WaitWatch:
         return f"timeout ({self._config.timeout.total_seconds():g} s)"
 
     def _who(self, kind: str) -> str:
+        if kind == QUORUM and (why := self._left_out()):
+            return shorten(why)
         sentence, told_s = self._told
         if sentence and told_s >= self._since_s:
             return shorten(sentence)

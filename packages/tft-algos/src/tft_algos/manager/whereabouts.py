@@ -17,6 +17,7 @@ from typing import final
 
 from tft_algos.manager.core import Phase as StepPhase
 from tft_algos.manager.core import StepCore
+from tft_algos.manager.own_time import OwnTime
 from tft_coord.core.progress import Phase, Progress
 
 
@@ -30,6 +31,7 @@ class Whereabouts:
         num_reductions: gives how many reductions this Manager has started so far.
         reduces: whether one of them is under way.
         monotonic: the time, in seconds.
+        own_time: of this rank's steps.
     """
 
     def __init__(
@@ -40,8 +42,10 @@ class Whereabouts:
         num_reductions: Callable[[], int],
         reduces: Callable[[], bool],
         monotonic: Callable[[], float],
+        own_time: OwnTime,
     ) -> None:
         self._core = core
+        self.own_time = own_time
         self._slowest_step_ms = slowest_step_ms
         self._num_reductions = num_reductions
         self._reduces = reduces
@@ -63,6 +67,7 @@ class Whereabouts:
 
     def inner_step_ended(self) -> None:
         """The training thread goes on, whatever is reduced meanwhile."""
+        self.own_time.mark()
         self._goes_on = True
         self._inner_steps += 1
 
@@ -74,6 +79,8 @@ class Whereabouts:
         """
         self.excused = excused
         self.quorum_pends = False
+        if excused:
+            self.own_time.forget()
 
     def look(self) -> Progress:
         """For the next beat. Since when it is so is known from the first look that found it so."""
@@ -90,6 +97,7 @@ class Whereabouts:
             since_ms=round((now_s - self._since_s) * 1_000),
             excused=self.excused or self.quorum_pends,
             slowest_step_ms=self._slowest_step_ms,
+            own_ms=self.own_time.median_ms,
         )
 
     def phase(self) -> Phase:

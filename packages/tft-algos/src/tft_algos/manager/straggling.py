@@ -1,0 +1,59 @@
+"""What the lighthouse says of this replica's pace, kept and told to the user.
+
+Law of this file: keeping the newest word, from any thread, and telling it once; nothing is decided.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeAlias, final
+
+from tft_algos.manager.reports import Reports
+from tft_coord.core.stragglers import PaceKind, StragglerNews
+
+OnStraggler: TypeAlias = Callable[[StragglerNews], object]
+
+_WELL = (PaceKind.KEEPS_UP, PaceKind.LET_BACK)
+
+
+@final
+class Straggling:
+    """This replica's pace in the words of the lighthouse.
+
+    Args:
+        reports: its log.
+    """
+
+    def __init__(self, reports: Reports) -> None:
+        self._reports = reports
+        self._newest: StragglerNews | None = None
+        self._listeners: list[OnStraggler] = []
+        self.share = 1.0  # of its batch, that this replica is to take
+
+    @property
+    def left_out(self) -> str:
+        """Why no quorum comes, one sentence; "" where this replica is not left out."""
+        newest = self._newest
+        return newest.sentence if newest is not None and newest.kind is PaceKind.LEFT_OUT else ""
+
+    def listen(self, listener: OnStraggler) -> None:
+        """Tell it of each change from now on."""
+        self._listeners.append(listener)
+
+    def told(self, news: StragglerNews) -> None:
+        """A change, or the newest one again after a stream was broken."""
+        is_new = news != self._newest and not (news.kind is PaceKind.SHARE and news.share == self.share)
+        self._newest = news
+        if news.kind is PaceKind.SHARE:
+            self.share = news.share
+        if not is_new:
+            return
+        is_well = news.kind in _WELL or (news.kind is PaceKind.SHARE and news.share == 1.0)
+        self._reports.log(logging.INFO if is_well else logging.WARNING, "%s", news.sentence or f"{news.kind.name}")
+        for listener in tuple(self._listeners):
+            try:
+                listener(news)
+            except Exception as error:
+                # The step is sound, whatever the user's function did.
+                self._reports.log_traceback(error, "a function given to on_straggler raised at: %s", news.sentence)
