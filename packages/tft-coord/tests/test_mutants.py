@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tft_coord.core import assignment, effects, events, foreign, lighthouse, quorum
+from tft_coord.core import assignment, effects, events, foreign, lighthouse, quorum, suspicion
 from tft_coord.core.commit import RoundName, Votes
 from tft_coord.core.fingerprint import Fingerprint
 from tft_coord.core.foreign_data import Aside
@@ -28,6 +28,8 @@ from tft_coord.core.progress import GroupProgress, HangWatch, Phase, Progress
 from tft_coord.core.quorum import Situation
 from tft_coord.core.reach import Kept, Limits, Pair, Peer, Reach, _Pause
 from tft_coord.core.session import SessionCore
+from tft_coord.core.stops import StopWatch
+from tft_coord.core.suspicion import Sighting, Suspicion
 from tft_coord.core.torchft_rule import TorchftCore
 from tft_coord.core.types import (
     MAX_INT64,
@@ -55,7 +57,9 @@ ON_FOREIGN = SimulationConfig(foreign=True)
 WITH_STANDBY = SimulationConfig(standby=True)
 WITH_LINKS = SimulationConfig(links=True)
 PARTIAL = "scenario_21_partial_connectivity"
+WITHOUT_PROBES = SimulationConfig(probes=False)  # seeds that are hard to find go on as before there were probes
 JOB_END_LOOK = JobEnd.look
+SILENCE = "silence"
 SYNCS = "scenario_13_syncs_in_flight"
 SEEDS = 300  # after so many without a word a mistake counts as unseen
 
@@ -669,6 +673,66 @@ def loads_without_the_others(self: Trainer, vote: Round, yes: bool, *, leaving: 
     return (yield from right_vote(self, vote, yes, leaving=leaving))
 
 
+def finds_nobody(self: Job, now_ms: int, wall_ms: int | None = None) -> list[effects.LighthouseEffect]:
+    return []
+
+
+def believes_what_it_has_slept_through(self: Suspicion, now_ms: int) -> None:
+    pass
+
+
+def gives_the_slow_no_time(self: Any, now_ms: int) -> int | None:
+    return suspicion.UNANSWERED_MS if self.answers else None
+
+
+def loses_though_few_wait(num_waiting: int, num_members: int) -> bool:
+    return num_members > 1
+
+
+def judges_one_that_flaps(self: Job, replica: Replica, now_ms: int) -> Sighting:
+    return replace(right_sighting(self, replica, now_ms), may_be_lost=replica.stream is not None)
+
+
+def probes_at_every_look(self: Suspicion, replica_id: str, now_ms: int) -> bool:
+    return True
+
+
+def takes_one_look_for_a_stop(self: StopWatch, now_ms: int) -> tuple[int, ...]:
+    return tuple(sorted(self._found))
+
+
+def reports_no_stop(self: StopWatch, now_ms: int) -> tuple[int, ...]:
+    return ()
+
+
+def comes_back_while_it_is_stopped(self: GroupCore, now_ms: int) -> bool:
+    return self._progress.is_hung(now_ms)
+
+
+def takes_a_stopped_rank_for_dead(self: GroupCore, event: events.RanksLookedAt, now_ms: int) -> list[Any]:
+    broken, self._broken_ms = self._broken_ms, {}
+    out = right_looked_at(self, event, now_ms)
+    self._broken_ms = broken
+    return out
+
+
+def believes_that_waits_run_on(self: GroupProgress, now_ms: int) -> int | None:
+    words = self._words.values()
+    if len(words) < self._world_size or any(self._now_of(word, now_ms).waits_ms is None for word in words):
+        return None
+    return max(word.at_ms - word.progress.since_ms for word in words)
+
+
+def takes_silence_for_a_bad_link(self: Liveness, replica_id: str, reason: str, now_ms: int) -> Any:
+    lost = right_silence(self, replica_id, reason, now_ms)
+    if lost is not None:
+        lost.replica.stream_losses_ms += [now_ms] * 3
+    return lost
+
+
+right_sighting = Job._sighting
+right_looked_at = GroupCore._looked_at
+right_silence = Liveness.silence
 right_parted = foreign.parted
 right_judge = Liveness.judge
 right_break_counts = Liveness._break_counts
@@ -797,7 +861,7 @@ MUTANTS = [
     # Section 3, a broken quorum: losses that are not told, or told of the wrong quorum.
     Mutant(Job, "_break_quorum", tells_nobody, "P3", 0),
     Mutant(Job, "_break_quorum", tells_nobody_of_a_newer_session, "P3", 40),
-    Mutant(Job, "_break_quorum", tells_of_the_very_session, "P3", 415_556),
+    Mutant(Job, "_break_quorum", tells_of_the_very_session, "P3", 415_556, WITHOUT_PROBES),
     Mutant(Job, "_losses_in", answers_no_hello, "P3", ("deafen b", "die a", "silence b", "ask c", "hello b")),
     Mutant(
         Job,
@@ -806,7 +870,7 @@ MUTANTS = [
         "P3",
         ("deafen b", "die a", "silence b", "ask c", "hello b"),
     ),
-    Mutant(GroupCore, "_noticed", breaks_whatever_is_held, "P3 I3", 1_650),
+    Mutant(GroupCore, "_noticed", breaks_whatever_is_held, "P3 I3", 1_650, WITHOUT_PROBES),
     Mutant(GroupCore, "_tell_again", tells_nothing_again, "transcript", "scenario_08_notices"),
     Mutant(Trainer, "noticed", drops_what_comes_early, "P3", "scenario_08_notices"),
     # Section 1, sessions and liveness: who lives, and in which job.
@@ -823,6 +887,19 @@ MUTANTS = [
     Mutant(Liveness, "sign", lets_a_beat_revive, "I6 I2", 0),
     Mutant(Liveness, "_reject", welcomes_the_dead, "I2", 5),
     Mutant(Liveness, "_reject", welcomes_a_twin, "I2", 7),
+    # Section 1, silence.
+    Mutant(Job, "_look_for_silence", finds_nobody, "P5", 0),
+    Mutant(Suspicion, "begin_anew", believes_what_it_has_slept_through, "P5", SILENCE),
+    Mutant(suspicion._Probed, "bound_ms", gives_the_slow_no_time, "P5", SILENCE),
+    Mutant(suspicion, "most_wait", loses_though_few_wait, "P5", SILENCE),
+    Mutant(Job, "_sighting", judges_one_that_flaps, "P5", SILENCE),
+    Mutant(Suspicion, "_is_due", probes_at_every_look, "P5", 0),
+    Mutant(StopWatch, "stopped", takes_one_look_for_a_stop, "P5", 0),
+    Mutant(StopWatch, "stopped", reports_no_stop, "transcript", SILENCE),
+    Mutant(GroupCore, "is_hung", comes_back_while_it_is_stopped, "transcript", SILENCE),
+    Mutant(GroupCore, "_looked_at", takes_a_stopped_rank_for_dead, "transcript", SILENCE),
+    Mutant(GroupProgress, "waits_since_ms", believes_that_waits_run_on, "transcript", SILENCE),
+    Mutant(Liveness, "silence", takes_silence_for_a_bad_link, "P1", 0),
     # Who has to end, and who is refused: nobody by a lighthouse that fails, nor a sound one.
     Mutant(Liveness, "_reject", takes_a_redial_for_another, "I9", 0),
     Mutant(Liveness, "_reject", takes_whoever_is_known_for_another, "I9", 0),
@@ -882,8 +959,10 @@ MUTANTS = [
     Mutant(Progress, "is_hung", excuses_no_first_step, "H1", 0),
     Mutant(Progress, "is_hung", never_sees_a_hang, "H2 transcript", "scenario_11_hangs"),
     Mutant(GroupProgress, "_now_of", takes_all_silence_for_work, "H1", 190),
-    Mutant(GroupProgress, "_was_there", believes_how_long_a_late_beat_says, "H2", 760_941),
-    Mutant(GroupProgress, "_was_there", believes_how_long_late_beats_of_a_young_hang_say, "H2", 1_060_704),
+    Mutant(GroupProgress, "_was_there", believes_how_long_a_late_beat_says, "H2", 760_941, WITHOUT_PROBES),
+    Mutant(
+        GroupProgress, "_was_there", believes_how_long_late_beats_of_a_young_hang_say, "H2", 1_060_704, WITHOUT_PROBES
+    ),
     Mutant(SessionCore, "told_lost", comes_back_while_it_hangs, "H2", "scenario_11_hangs"),
     Mutant(SessionCore, "went_on", never_comes_back_from_a_hang, "I6", 0),
     Mutant(Job, "_last_holder", spares_nobody, "transcript", "last_holder"),
@@ -908,15 +987,15 @@ MUTANTS = [
     Mutant(Syncs, "_request", reports_what_is_in_flight, "F1 I6", 0),
     Mutant(Syncs, "_request", says_again_what_failed, "I6", 7),
     Mutant(Syncs, "_request", says_nothing_of_what_it_lost, "F1", 280),
-    Mutant(Syncs, "_request", says_nothing_of_what_it_never_heard, "I3", 751_824),
+    Mutant(Syncs, "_request", says_nothing_of_what_it_never_heard, "I3", 751_824, WITHOUT_PROBES),
     Mutant(Syncs, "_fragment", counts_none_in_flight, "F1", 0),
     Mutant(Syncs, "_results", takes_what_it_has_got, "I3 I5", 12),
     Mutant(GroupCore, "_given_before", asks_the_lighthouse_again, "F1", SYNCS),
-    Mutant(Job, "_lost_the_answer", tells_a_lost_answer_by_its_step, "F1 I3", 450_090),
+    Mutant(Job, "_lost_the_answer", tells_a_lost_answer_by_its_step, "F1 I3", 450_090, WITHOUT_PROBES),
     # Section 2, several lighthouses; section 6, torchft's lighthouse.
     Mutant(SessionCore, "looked", follows_nobody, "I6", 0, WITH_STANDBY),
     Mutant(Job, "_starts_over", starts_over_at_once, "transcript", "nobody_names_the_quorum"),
-    Mutant(Job, "_holds_newer", gives_an_older_quorum, "I1", 402_251),
+    Mutant(Job, "_holds_newer", gives_an_older_quorum, "I1", 402_251, WITHOUT_PROBES),
     Mutant(
         LighthouseCore, "_is_succeeded_by", serves_on_beside_a_newer_one, "transcript", "scenario_05_two_lighthouses"
     ),

@@ -19,6 +19,7 @@ from tft_coord.core.effects import (
     AskForQuorum,
     AskToLeave,
     NotifyLoss,
+    Probe,
     RefuseRequest,
     RefuseSession,
     Release,
@@ -31,11 +32,13 @@ from tft_coord.core.events import (
     DrainRequested,
     HelloReceived,
     LeaveReceived,
+    ProbeAnswered,
     QuorumReported,
     QuorumRequested,
     RequestWithdrawn,
 )
 from tft_coord.core.progress import Phase, Progress
+from tft_coord.core.stops import LocalProcess
 from tft_coord.core.types import (
     MAX_INT64,
     MAX_UINT64,
@@ -128,6 +131,7 @@ hellos = st.builds(
     cluster_id=lines,
     left=st.booleans(),
     num_answers=steps,
+    answers_probes=st.booleans(),
 )
 requests = st.builds(
     RankRequest,
@@ -190,7 +194,8 @@ def plans(draw: st.DrawFn) -> Plan:
 
 told_to_lighthouse = st.one_of(
     st.builds(HelloReceived, st.just(7), hellos),
-    st.builds(BeatReceived, st.just(7), st.integers(0, MAX_INT64), st.none() | progresses),
+    st.builds(BeatReceived, st.just(7), st.integers(0, MAX_INT64), st.none() | progresses, st.booleans()),
+    st.builds(ProbeAnswered, st.just(7), numbers, lines),
     st.builds(QuorumRequested, st.just(7), numbers, members, st.none() | keys),
     st.builds(RequestWithdrawn, st.just(7), numbers),
     st.builds(QuorumReported, st.just(7), st.none() | quorums),
@@ -211,9 +216,14 @@ told_by_lighthouse = st.one_of(
     st.builds(RefuseRequest, st.just(0), numbers, refusals, lines),
     st.builds(AskToLeave, st.just(0), lines, counts),
     st.just(Release(0)),
+    st.builds(Probe, st.just(0), numbers),
 )
 told_by_rank = st.one_of(
     st.builds(rank_codec.RankHello, st.integers(0, 1000), numbers),
+    st.builds(
+        rank_codec.RankProcess,
+        st.builds(LocalProcess, st.integers(0, 2**32 - 1), numbers, lines, numbers),
+    ),
     st.builds(rank_codec.RankBeat, st.integers(0, MAX_HEALED_BYTES), st.none() | progresses),
     st.just(rank_codec.RankGoodbye()),
     st.builds(rank_codec.RankCall, numbers, counts, asks | votes | leaves),

@@ -21,6 +21,7 @@ from typing import final
 
 from tft_coord.core.progress import Progress
 from tft_coord.core.stragglers import StragglerNews
+from tft_coord.core.suspicion import LongWait
 from tft_coord.core.types import (
     KillOrder,
     LeaveRequest,
@@ -34,6 +35,7 @@ from tft_coord.core.types import (
 )
 from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, GroupLost, Refused, Unreachable
 from tft_coord.news import News
+from tft_coord.processes import this_process
 from tft_coord.rpc import grpc
 from tft_coord.security import call_metadata
 from tft_coord.timeouts import Timeouts
@@ -46,6 +48,7 @@ from tft_coord.wire import rank_codec, services
 logger = logging.getLogger(__name__)
 
 ALIVE_LOOK_S = 0.2
+LOOK_EVERY_S = 0.1  # at the training thread, which says nothing itself
 GOODBYE_WITHIN_S = 0.2
 # At the deadline the manager server answers with a verdict, or with a sentence that says who was waited for. A busy
 # machine delivers it a moment late, and a rank without a verdict can't go on.
@@ -64,7 +67,7 @@ class RankSession:
         connect_within_s: how long the constructor waits until the manager server knows this rank.
         is_alive: asked several times a second meanwhile; False ends the wait, because the manager server has ended.
         listener: told of losses, newcomers and wishes, on the process's loop; it must return at once.
-        progress: gives where in its step this rank is; asked once a beat, on the process's loop. None: not said.
+        progress: gives where in its step this rank is; asked ten times a second, on the process's loop. None: not said.
     Raises: ProtocolError: the group has no such rank. Refused: another process has it. Unreachable: the manager server
         did not answer.
     """
@@ -261,6 +264,9 @@ class RankSession:
         call = services.stream_stub(channel, services.MANAGER_SESSION)(metadata=self._metadata)
         outbox = self._outbox = Outbox(call.cancel)
         outbox.put(rank_codec.encode_from_rank(rank_codec.RankHello(self.group_rank, self._session)))
+        process = this_process()
+        if process is not None:
+            outbox.put(rank_codec.encode_from_rank(rank_codec.RankProcess(process)))
         for number, waiting in self._waiting.items():
             self._say(number, waiting)
         helpers = [asyncio.create_task(self._write(call, outbox)), asyncio.create_task(self._beat(outbox))]
@@ -312,11 +318,17 @@ class RankSession:
             await call.done_writing()
 
     async def _beat(self, outbox: Outbox) -> None:
-        """Tell where in its step this rank is, and how much live state has come in, if there is anything to tell."""
-        told = 0
+        """Tell where in its step this rank is, and how much live state has come in, if there is anything to tell: once
+        a beat, and when a wait for others has lasted for a moment, because one of them may be gone."""
+        told, wait, loop = 0, LongWait(), asyncio.get_running_loop()
         while True:
             told = self._say_where(outbox, told)
-            await asyncio.sleep(self._timeouts.beat_interval_ms / 1000)
+            next_beat_s = loop.time() + self._timeouts.beat_interval_ms / 1000
+            while (left_s := next_beat_s - loop.time()) > 0:
+                await asyncio.sleep(min(left_s, LOOK_EVERY_S))
+                progress = self._where()
+                if wait.look(progress.waits_ms if progress is not None else None):
+                    outbox.put(rank_codec.encode_from_rank(rank_codec.RankBeat(self.healed_bytes, progress)))
 
     def _say_where(self, outbox: Outbox, told: int) -> int:
         progress = self._where()

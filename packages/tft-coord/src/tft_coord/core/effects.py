@@ -137,6 +137,14 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class Probe:
+    """Ask the manager server on the stream for a sign of life; it answers with that number."""
+
+    stream: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class TellWait:
     """Tell the stream whom its replica waits for, or with `warns` what its user is to be warned of. Nothing depends
     on it."""
@@ -242,6 +250,7 @@ LighthouseEffect = (
     | RefuseRequest
     | AskToLeave
     | Release
+    | Probe
     | TellWait
     | TellStraggler
     | PaceChanged
@@ -338,6 +347,18 @@ class ReportDeath:
 
 
 @dataclass(frozen=True, slots=True)
+class SayWaits:
+    """Tell the lighthouse now that this group waits for others, and not with the next beat."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportStop:
+    """Tell the lighthouse that ranks of this group are stopped."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class NotifyRank:
     """Tell a rank that the quorum of that key is broken."""
 
@@ -387,6 +408,8 @@ GroupEffect = (
     | FailRank
     | AnswerVote
     | ReportDeath
+    | SayWaits
+    | ReportStop
     | NotifyRank
     | TellNewcomer
     | TellGroupLost

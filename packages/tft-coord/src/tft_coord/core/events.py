@@ -8,6 +8,7 @@ Law of this file: frozen dataclasses without behaviour.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tft_coord.core.fingerprint import Fingerprint
@@ -29,11 +30,12 @@ class HelloReceived:
 @dataclass(frozen=True, slots=True)
 class BeatReceived:
     """A sign of life; `healed_bytes` counts the bytes of live state that its trainers have received, ever rising.
-    `progress` is where they are in their step; None: not said."""
+    `progress` is where they are in their step; None: not said. `waits`: all of them have said that they wait."""
 
     stream: int
     healed_bytes: int = 0
     progress: Progress | None = None
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,18 @@ class DeathReported:
 
 
 @dataclass(frozen=True, slots=True)
+class ProbeAnswered:
+    """The manager server of that stream answers a probe; `number` 0: it says unasked that its group is stopped.
+
+    `stopped` names the stopped ranks, one phrase; "": none is known to be.
+    """
+
+    stream: int
+    number: int
+    stopped: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class LeaveReceived:
     """The group has left the job, and serves its state to those that heal from it, for `serve_ms` at most.
 
@@ -101,6 +115,7 @@ LighthouseEvent = (
     | RequestWithdrawn
     | QuorumReported
     | DeathReported
+    | ProbeAnswered
     | LeaveReceived
     | StreamClosed
 )
@@ -180,6 +195,18 @@ class RankProgressed:
 
     rank: int
     progress: Progress
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeCame:
+    """The lighthouse asks after this group, because others wait for it. It was answered already."""
+
+
+@dataclass(frozen=True, slots=True)
+class RanksLookedAt:
+    """The processes of some ranks were looked at: whether each is stopped."""
+
+    stopped: Mapping[int, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +345,8 @@ GroupEvent = (
     | RankDisconnected
     | RankDied
     | RankProgressed
+    | ProbeCame
+    | RanksLookedAt
     | RankAsked
     | RankWithdrew
     | RankVoted

@@ -17,6 +17,7 @@ from tft_coord.core.assignment import assign, plan_for
 from tft_coord.core.commit import MAX_ROUNDS, RoundName, Votes
 from tft_coord.core.fingerprint import Fingerprint, differences_of_ranks, merged, said
 from tft_coord.core.progress import GroupProgress, Phase, Progress
+from tft_coord.core.stops import StopWatch, stop_reason
 from tft_coord.core.stragglers import StragglerNews
 from tft_coord.core.types import (
     POOR_SOURCES_MOST,
@@ -40,6 +41,7 @@ from tft_coord.errors import ProtocolError
 from tft_coord.timeouts import Timeouts
 
 MAX_NOTICES_KEPT = 1024
+SAME_WAIT_MS = 200  # two beats about one wait differ by less
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,9 @@ class GroupCore:
         self._sessions: dict[int, int] = {}  # of each rank's newest process that has said hello
         self._broken_ms: dict[int, int] = {}
         self._progress = GroupProgress(world_size, timeouts)
+        self._stops = StopWatch()
+        self._reported_stop: tuple[int, ...] = ()  # the ranks of it, while it lasts
+        self._said_wait_ms = -SAME_WAIT_MS  # since when the wait lasts that the lighthouse was told of out of turn
         self._followed: QuorumKey | None = None  # of the newest plan that the ranks were given
         self._waits = ""  # whom this group's open request waits for, as the lighthouse said last
         self._told_wait_ms: dict[int, int] = {}  # when each rank was told for which others it waits
@@ -150,8 +155,22 @@ class GroupCore:
         return self._progress.now(now_ms)
 
     def is_hung(self, now_ms: int) -> bool:
-        """Whether a rank of the group hangs."""
-        return self._progress.is_hung(now_ms)
+        """Whether a rank of the group hangs, or is stopped: it can't go on before that ends."""
+        return self._stops.is_held() or self._progress.is_hung(now_ms)
+
+    def waits(self, now_ms: int) -> bool:
+        """Whether all ranks wait for others, and have said so."""
+        return self._lost is None and self._progress.waits_since_ms(now_ms) is not None
+
+    def stopped(self, now_ms: int) -> str:
+        """Return which ranks are stopped, one phrase, as a probe is answered; "": none is known to be."""
+        ranks = self._stops.stopped(now_ms)
+        return stop_reason(ranks) if ranks else ""
+
+    def looks(self, now_ms: int) -> bool:
+        """Whether the processes of the ranks on this host are to be looked at, every LOOK_EVERY_MS."""
+        broken = any(rank in self._sessions for rank in self._broken_ms)
+        return self._lost is None and (broken or self._stops.looks(now_ms))
 
     def handle(self, event: events.GroupEvent, now_ms: int) -> list[effects.GroupEffect]:
         """Take one event; returns what to do about it, in order."""
@@ -185,13 +204,19 @@ class GroupCore:
     def _handle(self, event: events.GroupEvent, now_ms: int) -> list[effects.GroupEffect]:
         match event:
             case events.RankProgressed():
-                return self._tell_wait(event, now_ms)
+                return [*self._tell_wait(event, now_ms), *self._say_wait(now_ms)]
+            case events.ProbeCame():
+                self._stops.asked(now_ms)
+                return []
+            case events.RanksLookedAt():
+                return self._looked_at(event, now_ms)
             case events.RankConnected():
                 return self._connected(event)
             case events.RankDisconnected():
                 return self._disconnected(event, now_ms)
             case events.RankDied():
                 self._streams.pop(event.rank, None)
+                self._stops.forget(event.rank)
                 if event.left and self._leaves is not None and self._lost is None:
                     # This server ends with its rank. Another rank that still has to leave need not wait to learn it.
                     message = self._left_message()
@@ -245,6 +270,27 @@ class GroupCore:
         seen = ", ".join(self._progress.last_seen(each, now_ms) for each in missing[:NAMES_MOST])
         sentence = f"{len(missing)} of {self._world_size} ranks of this group have not {what}: {seen}"
         return [effects.TellRank(rank, WaitsFor(sentence))]
+
+    def _say_wait(self, now_ms: int) -> list[effects.GroupEffect]:
+        """All ranks wait: the lighthouse hears of it at once, because somebody may be gone that they wait for."""
+        since_ms = self._progress.waits_since_ms(now_ms) if self._lost is None else None
+        if since_ms is None or since_ms - self._said_wait_ms < SAME_WAIT_MS:
+            return []
+        self._said_wait_ms = since_ms
+        return [effects.SayWaits()]
+
+    def _looked_at(self, event: events.RanksLookedAt, now_ms: int) -> list[effects.GroupEffect]:
+        """Ranks on this host were found stopped, or running. The lighthouse is told once of each stop."""
+        self._stops.seen(event.stopped, now_ms)
+        for rank in self._broken_ms:
+            if self._stops.is_held(rank):
+                # It can't dial again before it goes on, and a machine that was held up takes a while for it then.
+                # Nobody waits for it meanwhile: the others have gone on, or there are none.
+                patience_ms = self._timeouts.heartbeat_timeout_ms - self._timeouts.reconnect_grace_ms
+                self._broken_ms[rank] = now_ms + patience_ms
+        ranks, before = self._stops.stopped(now_ms), self._reported_stop
+        self._reported_stop = ranks
+        return [effects.ReportStop(stop_reason(ranks))] if ranks and ranks != before and self._lost is None else []
 
     def tick(self, now_ms: int) -> list[effects.GroupEffect]:
         """Judge graces and deadlines that have passed."""

@@ -10,7 +10,7 @@ since 1970, for ids and logs) and random nonces, and performs the effects in ord
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -24,6 +24,14 @@ from tft_coord.core.progress import HangWatch, Phase, Progress, hang_reason, stu
 from tft_coord.core.quorum import Form, Situation, Wait, decide, reason_for_new_id
 from tft_coord.core.reach import Kept, Reach, peers_of
 from tft_coord.core.stragglers import Company, StragglerPolicy, StragglerWatch, left_out_reason
+from tft_coord.core.suspicion import (
+    STOP_IS_SAID_FOR_MS,
+    WAIT_IS_SAID_FOR_MS,
+    WAITS_MS,
+    Sighting,
+    Suspicion,
+    most_wait,
+)
 from tft_coord.core.types import MAX_INT64, Hello, LossNotice, Member, Quorum, QuorumKey, Refusal
 from tft_coord.core.waits import JobWait, NameWatch, WaitBoard, quorum_wait, step_wait, waits_since
 from tft_coord.errors import ProtocolError, SettingError
@@ -393,6 +401,8 @@ class Job:
         self.liveness = Liveness(config.timeouts)
         self.hangs = HangWatch(config.timeouts)
         self.stragglers = StragglerWatch(config.stragglers)
+        self.suspicion = Suspicion(config.timeouts, now_ms)
+        self._say_wait: set[str] = set()  # members whose newest beat says that they wait
         self.previous: Quorum | None = None
         self.waiting_for = NOBODY_ASKS
         self.board, self.names = WaitBoard(), NameWatch()
@@ -440,6 +450,7 @@ class Job:
         self._presumed_from_ms = now_ms
         self._unnamed_until_ms += away_ms  # and no more: for whom nobody has named a job must not wait for ever
         self.liveness.excuse_all(now_ms)
+        self.suspicion.begin_anew(now_ms)
         self.hangs.forget()
 
     def forget_fingerprints(self) -> None:
@@ -461,7 +472,7 @@ class Job:
             if result.refusal is Refusal.LOST:
                 return [effects.TellLost(stream, hello.session, result.message)]
             return [effects.RefuseSession(stream, result.refusal, result.message, result.silent_ms)]
-        out = self._accepted(stream, hello, result)
+        out = self._accepted(stream, hello, result, now_ms)
         if self._handshake.has_refused(hello.replica_id):
             result.replica.ready = False
         replica = result.replica
@@ -485,6 +496,8 @@ class Job:
         out: list[effects.LighthouseEffect] = []
         match event:
             case events.StreamClosed():
+                if (gone := self.liveness.of_stream(event.stream)) is not None:
+                    self.suspicion.forget(gone.replica_id)
                 self.liveness.stream_closed(event.stream, now_ms)
                 out += self._asked_nobody(event.stream, now_ms)
                 self._asked_in_vain.discard(event.stream)
@@ -514,6 +527,14 @@ class Job:
                 progress = event.progress if replica.left is None else None
                 self.hangs.heard(replica.replica_id, progress, now_ms)
                 self.stragglers.heard(replica.replica_id, progress)
+                self._hear_of_wait(replica, event.waits, now_ms)
+                if event.waits:
+                    out += self._look_for_silence(now_ms, wall_ms)
+            case events.ProbeAnswered():
+                self.suspicion.answered(replica.replica_id, event.number, now_ms)
+                replica.stopped = (event.stopped, now_ms) if event.stopped else None
+                if event.stopped:
+                    out += self._look_for_silence(now_ms, wall_ms)
             case events.QuorumReported():
                 out += self._reported(event, now_ms)
                 out += self._form(now_ms, wall_ms)
@@ -541,7 +562,7 @@ class Job:
         out: list[effects.LighthouseEffect] = []
         if self._asking is not None and now_ms - self._asking[2] >= self._timeouts.heartbeat_timeout_ms:
             out += self._asked_nobody(self._asking[0], now_ms)
-        out += self._judge_hung(now_ms) + self._look_at_paces(now_ms)
+        out += self._judge_hung(now_ms) + self._look_at_paces(now_ms) + self._look_for_silence(now_ms)
         return out + self._judge(now_ms) + self._form(now_ms, wall_ms) + self._release_those_who_left(now_ms)
 
     def wait(self, now_ms: int) -> JobWait | None:
@@ -662,7 +683,7 @@ class Job:
 
     # --- sessions -----------------------------------------------------------------------------------------------
 
-    def _accepted(self, stream: int, hello: Hello, result: Accepted) -> list[effects.LighthouseEffect]:
+    def _accepted(self, stream: int, hello: Hello, result: Accepted, now_ms: int) -> list[effects.LighthouseEffect]:
         self._healthy_before = None
         self._more = 0
         out: list[effects.LighthouseEffect] = []
@@ -679,6 +700,10 @@ class Job:
                 timeouts.join_timeout_ms,
             )
         )
+        self._say_wait.discard(hello.replica_id)
+        probe = self.suspicion.met(hello.replica_id, now_ms) if hello.answers_probes else None
+        if probe is not None:
+            out.append(effects.Probe(stream, probe))
         if result.lost is not None:
             out += self._told_lost(result.lost)
         share = self.stragglers.share_of(hello.replica_id)
@@ -703,10 +728,59 @@ class Job:
         step = self.hangs.stuck(self._members) if self._broken is None else None
         return [] if step is None else self._break_for_all(stuck_reason(step))
 
-    def _last_holder(self) -> list[str]:
-        """Whoever is the only one left that holds the newest quorum's state: without it the others would start over."""
+    def _hear_of_wait(self, replica: Replica, waits: bool, now_ms: int) -> None:
+        replica.said_wait_ms = now_ms if waits else None
+        if waits:
+            self._say_wait.add(replica.replica_id)
+        else:
+            self._say_wait.discard(replica.replica_id)
+
+    def _waits_long(self, replica: Replica, now_ms: int) -> bool:
+        """Whether a member has waited for others for a while, for the next quorum or inside the newest one."""
+        if replica.request is not None:
+            return now_ms - replica.request.asked_ms >= WAITS_MS
+        said_ms = replica.said_wait_ms
+        return said_ms is not None and said_ms > self._formed_ms and now_ms - said_ms < WAIT_IS_SAID_FOR_MS
+
+    def _look_for_silence(self, now_ms: int, wall_ms: int | None = None) -> list[effects.LighthouseEffect]:
+        """Where most members wait: probe the others, and lose those that are silent or stopped. Costs nothing while
+        nobody waits. With `wall_ms` the next quorum is looked at as well, where somebody is lost."""
+        if now_ms - self._formed_ms < WAITS_MS or not (self._say_wait or self._askers):
+            return []
+        known = (self.liveness.replicas.get(name) for name in self._members)
+        members = [each for each in known if each is not None and each.healthy]
+        if not most_wait(sum(1 for each in members if self._waits_long(each, now_ms)), len(members)):
+            return []
+        sightings = [self._sighting(each, now_ms) for each in members]
+        found = self.suspicion.look(sightings, now_ms, self._last_holder)
+        out: list[effects.LighthouseEffect] = []
+        for name, number in found.probes:
+            stream = self.liveness.replicas[name].stream
+            assert stream is not None  # else it could not be probed
+            out.append(effects.Probe(stream, number))
+        for name, reason in found.lost:
+            lost = self.liveness.silence(name, reason, now_ms)
+            out += self._told_lost(lost) if lost is not None else []
+        return out + self._form(now_ms, wall_ms) if found.lost and wall_ms is not None else out
+
+    def _sighting(self, replica: Replica, now_ms: int) -> Sighting:
+        reached = replica.stream is not None and replica.answers_probes
+        stopped, said_ms = replica.stopped or ("", 0)
+        return Sighting(
+            replica.replica_id,
+            replica.last_sign_ms,
+            self._waits_long(replica, now_ms),
+            may_be_probed=reached,
+            may_be_lost=reached and not self.liveness.flaps(replica, now_ms),
+            stopped=stopped if now_ms - said_ms < STOP_IS_SAID_FOR_MS else "",
+        )
+
+    def _last_holder(self, without: Collection[str] = ()) -> list[str]:
+        """Whoever is the only one left that holds the newest quorum's state: without it the others would start over.
+        `without`: these are about to be lost."""
         held = [self.previous.replica_ids[rank] for rank in self._up_to_date()] if self.previous is not None else []
-        living = [name for name in held if (known := self.liveness.replicas.get(name)) is not None and known.healthy]
+        known = (self.liveness.replicas.get(name) for name in held if name not in without)
+        living = [each.replica_id for each in known if each is not None and each.healthy]
         return living if len(living) == 1 else []
 
     def _up_to_date(self) -> tuple[int, ...]:
@@ -720,6 +794,8 @@ class Job:
 
     def _told_lost(self, lost: Lost) -> list[effects.LighthouseEffect]:
         replica = lost.replica
+        self._say_wait.discard(replica.replica_id)
+        self.suspicion.forget(replica.replica_id)
         self.hangs.heard(replica.replica_id, None, lost.replica.lost_ms)
         self.stragglers.gone(replica.replica_id)
         self._healthy_before = None
@@ -959,6 +1035,8 @@ class Job:
         if any(isinstance(order, effects.RefuseRequest) and order.stream == stream for order in out):
             return out
         replica.ready = True
+        self._hear_of_wait(replica, False, now_ms)
+        replica.stopped = None
         out += self._hear_of_sources(member)
         if member.unreached:
             self._more = 0

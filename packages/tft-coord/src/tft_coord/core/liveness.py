@@ -78,6 +78,9 @@ class Replica:
     serves: bool = False
     pid: int = 0  # of its trainer
     where: tuple[Progress, int] | None = None  # in its step, by its newest beat, and when that was heard
+    said_wait_ms: int | None = None  # when its newest beat was heard, if that says that it waits
+    stopped: tuple[str, int] | None = None  # which of its ranks are, and when it said so
+    answers_probes: bool = False
     asked_to_leave: tuple[str, int] | None = None  # (reason, serve_ms), by whom it is drained
 
     @property
@@ -184,6 +187,8 @@ class Liveness:
         if known.stream is not None:
             self._by_stream.pop(known.stream, None)
         known.address, known.pid = hello.address, hello.pid
+        known.answers_probes = hello.answers_probes
+        known.said_wait_ms, known.stopped = None, None
         known.replaces = hello.replaces
         known.presumed = False
         known.stream = stream
@@ -275,6 +280,20 @@ class Liveness:
         if replica is None or not replica.healthy:
             return None
         return self._lose(replica, reason, now_ms)
+
+    def silence(self, replica_id: str, reason: str, now_ms: int) -> Lost | None:
+        """It is silent or stopped while others wait for it: lost until it opens a newer session. That its link is bad
+        nobody has seen."""
+        replica = self.replicas.get(replica_id)
+        if replica is None or not replica.healthy:
+            return None
+        return self._lose(replica, reason, now_ms)
+
+    def flaps(self, replica: Replica, now_ms: int) -> bool:
+        """Whether its link was bad lately, so that its silence alone judges it, with the whole time-out."""
+        recent = [at for at in replica.stream_losses_ms if now_ms - at < self._timeouts.flap_window_ms]
+        replica.stream_losses_ms = recent
+        return len(recent) >= FLAPS_MOST
 
     def judge(self, now_ms: int) -> list[Lost]:
         """Take for lost whose grace or heartbeat_timeout has passed; forget whom nobody remembers."""
@@ -388,9 +407,7 @@ class Liveness:
     def _break_counts(self, replica: Replica, now_ms: int) -> bool:
         if replica.broken_ms is None or replica.excused:
             return False
-        recent = [at for at in replica.stream_losses_ms if now_ms - at < self._timeouts.flap_window_ms]
-        replica.stream_losses_ms = recent
-        return len(recent) < FLAPS_MOST and now_ms - replica.broken_ms >= self._timeouts.reconnect_grace_ms
+        return not self.flaps(replica, now_ms) and now_ms - replica.broken_ms >= self._timeouts.reconnect_grace_ms
 
     def _excuse_if_sick(self, now_ms: int) -> None:
         """When more than half of at least four streams break within one grace, the fault is not theirs.

@@ -16,9 +16,11 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Final
 
+from tft_coord.core.suspicion import WAITS_MS
 from tft_coord.core.types import MAX_INT64
 from tft_coord.timeouts import Timeouts
 
+SAID_FOR_BEATS = 1.5  # a rank that waits says so with each beat
 SILENT_AFTER_BEATS = 2.5  # one beat may be missed, and the next may be late
 
 
@@ -64,6 +66,11 @@ class Progress:
         return 0 < self.slowest_step_ms <= self.since_ms
 
     @property
+    def waits_ms(self) -> int | None:
+        """For how long it has waited for others; None: it does not."""
+        return self.since_ms if self.phase in (Phase.WAITING, Phase.REDUCING) else None
+
+    @property
     def is_hung(self) -> bool:
         """It is busy with its own work for longer than a step may take."""
         return self.phase is Phase.OWN and not self.excused and self._too_long
@@ -99,6 +106,7 @@ class GroupProgress:
     def __init__(self, world_size: int, timeouts: Timeouts) -> None:
         self._world_size = world_size
         self._beat_interval_ms = timeouts.beat_interval_ms
+        self._said_for_ms = int(SAID_FOR_BEATS * timeouts.beat_interval_ms)
         self._silent_after_ms = int(SILENT_AFTER_BEATS * timeouts.beat_interval_ms)
         self._words: dict[int, _Word] = {}
 
@@ -191,6 +199,19 @@ class GroupProgress:
         if reducing or any(word.phase is Phase.WAITING for word in words):
             return replace(newest, phase=Phase.WAITING)
         return newest
+
+    def waits_since_ms(self, now_ms: int) -> int | None:
+        """Return since when all ranks wait for others, as each has said itself not long ago; None: one does not, or the
+        wait has not lasted for `WAITS_MS`. What a beat said of a wait that had just begun is no proof of it."""
+        if len(self._words) < self._world_size:
+            return None
+        begun_ms = 0
+        for word in self._words.values():
+            waits = word.progress.phase in (Phase.WAITING, Phase.REDUCING)
+            if not waits or now_ms - word.at_ms > self._said_for_ms or (not word.seen and word.told_ms < WAITS_MS):
+                return None
+            begun_ms = max(begun_ms, word.at_ms - word.progress.since_ms)
+        return begun_ms if now_ms - begun_ms >= WAITS_MS else None
 
     def last_seen(self, rank: int, now_ms: int) -> str:
         """A rank, and where in its step it was when it was last heard."""

@@ -59,6 +59,7 @@ class SendBeat:
 
     healed_bytes: int
     progress: Progress | None = None
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class SessionCore:
         jitter: gives a number in [0, 1); spreads redials.
         num_addresses: of the lighthouse; with more than one all must be of one cluster, and the next is dialed when one
             can't be reached or answers no more.
-        pid: of the trainer, as in `Hello`.
+        pid, answers_probes: as in `Hello`.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class SessionCore:
         replaces: str = "",
         num_addresses: int = 1,
         pid: int = 0,
+        answers_probes: bool = True,
     ) -> None:
         self._job = job
         self._replica_id = replica_id
@@ -135,6 +137,7 @@ class SessionCore:
         self._jitter = jitter
         self._num_addresses = num_addresses
         self._pid = pid
+        self._answers_probes = answers_probes
         self._address_dialed = 0
         self._stays = False  # the lighthouse that was dialed last serves us, or will
         self._next_look_ms = 0
@@ -373,8 +376,17 @@ class SessionCore:
         """Bytes of live state received so far; travels with the beats."""
         self._healed_bytes = max(self._healed_bytes, healed_bytes)
 
-    def tick(self, now_ms: int, progress: Callable[[], Progress | None] = lambda: None) -> list[SessionEffect]:
-        """Beat when it is time; `progress` gives what the beat tells of the trainers."""
+    def say_waits(self, progress: Progress | None) -> list[SessionEffect]:
+        """Beat out of turn: the group waits for others. The next beat comes when it would have come."""
+        return [SendBeat(self._healed_bytes, progress, waits=True)] if self._welcomed else []
+
+    def tick(
+        self,
+        now_ms: int,
+        progress: Callable[[], Progress | None] = lambda: None,
+        waits: Callable[[], bool] = lambda: False,
+    ) -> list[SessionEffect]:
+        """Beat when it is time; `progress` gives what the beat tells of the trainers, `waits` whether they wait."""
         if not self._welcomed or now_ms < self._next_beat_ms:
             return []
         looks: list[SessionEffect] = []
@@ -383,7 +395,7 @@ class SessionCore:
             self._next_look_ms = now_ms + self._timeouts.heartbeat_timeout_ms // 2
             looks += [Look(each) for each in range(self._num_addresses) if each != self._address_dialed]
         self._next_beat_ms = now_ms + self._beat_interval_ms
-        return [SendBeat(self._healed_bytes, progress()), *looks]
+        return [SendBeat(self._healed_bytes, progress(), waits()), *looks]
 
     @property
     def open_request(self) -> SendRequest | None:
@@ -430,6 +442,7 @@ class SessionCore:
                 left=self._leave is not None,
                 num_answers=self.num_answers,
                 pid=self._pid,
+                answers_probes=self._answers_probes,
             )
         )
 

@@ -236,6 +236,7 @@ class Hello:
         left: has left the job, and serves its state for a while.
         num_answers: how often `held` was given to it, or said to stand.
         pid: of its trainer, for warnings; 0: not said.
+        answers_probes: its manager server answers probes, and may be judged by a second of silence.
     """
 
     job: str
@@ -250,6 +251,7 @@ class Hello:
     left: bool = False
     num_answers: int = 0
     pid: int = 0
+    answers_probes: bool = False
 
     def __post_init__(self) -> None:
         _check_names(replica_id=self.replica_id, job=self.job)

@@ -24,6 +24,7 @@ from tft_coord.core.effects import (
     AskForQuorum,
     AskToLeave,
     NotifyLoss,
+    Probe,
     RefuseRequest,
     RefuseSession,
     Release,
@@ -87,6 +88,9 @@ class LighthouseLink:
         arrived: is given what the lighthouse answers.
         quorum: gives the newest quorum that the group holds.
         progress: gives, for a time of the loop's clock in milliseconds, where in its step the group is.
+        waits: the same, whether all its ranks wait.
+        stopped: the same, which of them are stopped, one phrase.
+        is_hung: whether a rank hangs or is stopped just now; while one does, a session that was lost stays so.
     """
 
     def __init__(
@@ -102,6 +106,9 @@ class LighthouseLink:
         arrived: Callable[[events.GroupEvent], None],
         quorum: Callable[[], Quorum | None],
         progress: Callable[[int], Progress | None] = lambda _: None,
+        waits: Callable[[int], bool] = lambda _: False,
+        stopped: Callable[[int], str] = lambda _: "",
+        is_hung: Callable[[], bool] = lambda: False,
         pid: int = 0,
     ) -> None:
         self._targets = targets(lighthouse_addr)
@@ -112,6 +119,9 @@ class LighthouseLink:
         self._arrived = arrived
         self._quorum = quorum
         self._progress = progress
+        self._waits = waits
+        self._stopped = stopped
+        self._is_hung = is_hung
         self._core = SessionCore(
             job=job,
             replica_id=replica_id,
@@ -193,6 +203,15 @@ class LighthouseLink:
         self._foreign_core.ended()  # who does not beat is waited for by nobody, after a while
         self._perform(self._core.leave(reason, serve_ms, finished_step))
 
+    def say_waits(self) -> None:
+        """Say now that the group waits for others."""
+        self._perform(self._core.say_waits(self._progress(self._now_ms())))
+
+    def report_stop(self, reason: str) -> None:
+        """Say that ranks of this group are stopped; a lighthouse that asks after it is told again."""
+        logger.warning("replica %s: %s", self._replica_id, reason)
+        self._say(events.ProbeAnswered(0, 0, reason))
+
     def report_death(self, reason: str) -> None:
         """Say that a trainer of this group ended."""
         self._reported_death = True
@@ -225,8 +244,8 @@ class LighthouseLink:
                     self._say(events.QuorumRequested(0, request, member, held, fingerprint))
                 case SendWithdraw(request):
                     self._say(events.RequestWithdrawn(0, request))
-                case SendBeat(healed_bytes, progress):
-                    self._say(events.BeatReceived(0, healed_bytes, progress))
+                case SendBeat(healed_bytes, progress, waits):
+                    self._say(events.BeatReceived(0, healed_bytes, progress, waits))
                 case SendHello(hello):
                     self._say(events.HelloReceived(0, hello))
                 case SendLeave(reason, serve_ms, finished_step):
@@ -515,7 +534,7 @@ class LighthouseLink:
                 self._beat()
             case TellLost(_, session, sentence):
                 logger.warning("replica %s: %s", self._replica_id, sentence)
-                self._perform(self._core.told_lost(session, now_ms, hung=self._is_hung(now_ms)))
+                self._perform(self._core.told_lost(session, now_ms, hung=self._is_hung()))
                 self._arrived(events.SessionLost(session, sentence))
             case NotifyLoss(_, notice):
                 logger.info("replica %s: %s", self._replica_id, notice)
@@ -531,18 +550,17 @@ class LighthouseLink:
                 self._arrived(events.WaitTold(sentence, warns))
             case Release():
                 self._arrived(events.NobodyHeals())
+            case Probe(_, number):
+                self._say(events.ProbeAnswered(0, number, self._stopped(now_ms)))
+                self._arrived(events.ProbeCame())
             case RefuseSession(_, refusal, sentence, silent_ms):
                 self._refusal = f"refuses this replica: {sentence}"
                 self._note_trouble("it ended the stream")
-                hung = self._is_hung(now_ms)
+                hung = self._is_hung()
                 self._perform(self._core.told_refused(refusal, sentence, now_ms, silent_ms, hung=hung))
             case AskForQuorum(_, key):
                 held = self._quorum()
                 self._say(events.QuorumReported(0, held if held is not None and held.key == key else None))
-
-    def _is_hung(self, now_ms: int) -> bool:
-        progress = self._progress(now_ms)
-        return progress is not None and progress.is_hung
 
     def _compare(self, heartbeat_timeout_ms: int, join_timeout_ms: int) -> None:
         """Say once what the lighthouse's time-outs and ours do to each other."""
@@ -559,7 +577,7 @@ class LighthouseLink:
         if self._outbox is None or self._ended:
             return
         now_ms = self._now_ms()
-        self._perform(self._core.tick(now_ms, lambda: self._progress(now_ms)))
+        self._perform(self._core.tick(now_ms, lambda: self._progress(now_ms), lambda: self._waits(now_ms)))
         # Between a loss and the next welcome no beat is due however late it is; look again soon.
         self._next_beat = self._loop.call_at(max(self._core.next_beat_ms, now_ms + 50) / 1000, self._beat)
 

@@ -16,11 +16,13 @@ from typing import NoReturn, TypeAlias, cast, final
 
 from tft_coord.core import effects, events
 from tft_coord.core.group import GroupCore
+from tft_coord.core.stops import LOOK_EVERY_MS, LocalProcess
 from tft_coord.core.types import NewcomerAsks, Plan, Quorum, QuorumKey, Refusal, Verdict
 from tft_coord.errors import ProtocolError
 from tft_coord.logs import logger_for_people
 from tft_coord.manager_server.config import ManagerServerConfig
 from tft_coord.manager_server.link import LighthouseLink
+from tft_coord.processes import is_stopped, this_process
 from tft_coord.transport.address import join_host_port, peer_address
 from tft_coord.transport.frames import FrameReader, framed
 from tft_coord.transport.outbox import Outbox
@@ -61,6 +63,10 @@ class ManagerServerShell:
         self._local_ranks: set[_LocalRank] = set()
         self._healed_bytes: dict[int, int] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._processes: dict[int, LocalProcess] = {}  # of the ranks on this host
+        self._this_process = this_process()
+        self._next_look: asyncio.Handle | None = None
+        self._ended = False
         self._server = Server(
             server_options(config.timeouts),
             services.Services(
@@ -107,6 +113,9 @@ class ManagerServerShell:
             arrived=self._handle,
             quorum=self._quorum,
             progress=self._core.progress,
+            waits=self._core.waits,
+            stopped=self._core.stopped,
+            is_hung=self._is_hung,
             pid=self._trainer_pid,
         )
         await self._server.start()
@@ -125,8 +134,10 @@ class ManagerServerShell:
             left: rank 0 said goodbye; its process did not die.
         """
         self._handle(events.RankDied(0, last_words, left))
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._next_look):
+            if timer is not None:
+                timer.cancel()
+        self._ended = True
         await self._link.close()
         for rank in self._ranks:
             rank.outbox.close()
@@ -145,6 +156,8 @@ class ManagerServerShell:
         if self._link.hangs and not self._core.is_hung(now_ms):
             self._link.went_on()
         self._watch_the_clock()
+        if self._next_look is None and self._processes and not self._ended and self._core.looks(now_ms):
+            self._next_look = self._loop.call_soon(self._look_at_ranks)
 
     def _perform(self, decisions: Sequence[effects.GroupEffect]) -> None:
         for decision in decisions:
@@ -162,6 +175,10 @@ class ManagerServerShell:
                 case effects.FailRank(call, _, code, message):
                     why = f" ({self._link.trouble})" if code == "deadline" and self._link.trouble else ""
                     self._answer(call, rank_codec.Failure(code, message + why))
+                case effects.SayWaits():
+                    self._link.say_waits()
+                case effects.ReportStop(reason):
+                    self._link.report_stop(reason)
                 case effects.NotifyRank(rank, notice):
                     self._tell(rank, notice)
                 case effects.TellNewcomer(rank, replica_id):
@@ -208,6 +225,26 @@ class ManagerServerShell:
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_at(when, self._tick)
+
+    def _look_at_ranks(self) -> None:
+        """Look which ranks on this host are stopped; again a little later, for as long as the core wants it."""
+        self._next_look = None
+        if self._ended:
+            return
+        self._next_look = self._loop.call_later(LOOK_EVERY_MS / 1000, self._look_at_ranks)
+        self._handle(events.RanksLookedAt(self._stops_now()))
+        if not self._core.looks(self._now_ms()):
+            self._next_look.cancel()
+            self._next_look = None
+
+    def _stops_now(self) -> dict[int, bool]:
+        return {rank: is_stopped(process) for rank, process in self._processes.items()}
+
+    def _is_hung(self) -> bool:
+        """Whether a rank hangs or is stopped just now, whatever was known of it before."""
+        if self._processes:
+            self._handle(events.RanksLookedAt(self._stops_now()))
+        return self._core.is_hung(self._now_ms())
 
     def _tick(self) -> None:
         self._timer = None
@@ -383,6 +420,11 @@ class ManagerServerShell:
                     self._handle(events.RankProgressed(rank.rank, progress))
                 self._healed_bytes[rank.rank] = max(healed_bytes, self._healed_bytes.get(rank.rank, 0))
                 self._link.healed(sum(self._healed_bytes.values()))
+            case rank_codec.RankProcess(process):
+                if self._this_process is not None and process.shares_host_with(self._this_process):
+                    self._processes[rank.rank] = process
+                else:
+                    self._processes.pop(rank.rank, None)
             case rank_codec.RankGoodbye():
                 rank.left = True
 

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from tft_coord.core import effects, events
+from tft_coord.core.stops import STOPPED_MS
 from tft_coord.core.stragglers import StragglerAction, StragglerNews, StragglerPolicy
 from tft_coord.core.types import LeaveRequest, LossNotice, Member, NewcomerAsks, Quorum, QuorumKey, Released, WaitsFor
 from tft_coord.testing.clock import VirtualClock
@@ -33,7 +34,7 @@ from tft_coord.testing.manager_process import ManagerProcess
 from tft_coord.testing.marks import Marks
 from tft_coord.testing.network import Network, Stream
 from tft_coord.testing.pace_truth import PaceTruth
-from tft_coord.testing.process import Process
+from tft_coord.testing.process import Process, State
 from tft_coord.testing.surroundings import Outside
 from tft_coord.testing.syncs import Syncs
 from tft_coord.testing.torchft_process import TorchftProcess
@@ -50,6 +51,7 @@ REASONS = (
     "can't be reached",
     "does not hold it",
 )
+STOP_KNOWN_MS = 2_000  # a report of it may be late
 _UNREACHABLE = Refused("unreachable", "the manager server can't be reached")
 SHORT_TIMEOUTS = Timeouts(
     timeout_ms=6_000,
@@ -81,6 +83,8 @@ class ClusterConfig:
         trainers: settings of the job.
         wall_start_ms: wall clock at the start of virtual time.
         delay_ms: bounds of a message's delay.
+        probes: manager servers answer probes and say long waits; False: they are older ones, which do not.
+        ranks_together: all ranks of a group run on its manager server's host; False: rank 0 alone does.
         budget_events: after so many events the run fails as a livelock.
     """
 
@@ -96,6 +100,8 @@ class ClusterConfig:
     trainers: TrainerSettings = TrainerSettings()  # noqa: RUF009  # frozen
     wall_start_ms: int = 1_000_000
     delay_ms: tuple[int, int] = (1, 5)
+    probes: bool = True
+    ranks_together: bool = False
     budget_events: int = 400_000
 
 
@@ -109,6 +115,7 @@ class Chance:
 
     Args:
         network: for delays.
+        extra: for those of probes, their answers, and what is said of a long wait.
         jitter: in [0, 1), spreads redials.
         nonces: random 64-bit numbers of the lighthouse.
         words: random 64-bit numbers of the replica groups.
@@ -120,6 +127,7 @@ class Chance:
     """
 
     network: random.Random = field(default_factory=lambda: random.Random("network"))
+    extra: random.Random = field(default_factory=lambda: random.Random("extra"))
     jitter: Callable[[], float] = lambda: 0.5
     nonces: Callable[[], int] = field(default_factory=lambda: itertools.count(1).__next__)
     words: Callable[[], int] = field(default_factory=lambda: itertools.count(1).__next__)
@@ -194,6 +202,7 @@ class Cluster:
             self.marks,
             delay_ms=config.delay_ms,
             keepalive_ms=self.timeouts.heartbeat_timeout_ms,
+            extra_rng=chance.extra,
         )
         self.network.on_mend = self._mended
         self.links = Links()
@@ -438,6 +447,8 @@ class Cluster:
         def opened(stream: Stream) -> None:
             stream.listen(trainer, heard, again)
             self._beat(trainer, stream)
+            if self.config.probes and not self.is_foreign:
+                trainer.says_long_wait = lambda: self._say_where(trainer, stream, extra=True)
 
         def heard(news: LossNotice | NewcomerAsks | LeaveRequest | Released | WaitsFor | StragglerNews) -> None:
             match news:
@@ -466,8 +477,27 @@ class Cluster:
     def _beat(self, trainer: Trainer, stream: Stream) -> None:
         """A rank says once a beat where in its step it is, for as long as its stream stands."""
         if stream.open:
-            stream.send(trainer, Told(trainer.progress(), self.clock.now_ms, trainer.phase_since_ms))
+            self._say_where(trainer, stream)
             trainer.after(self.timeouts.beat_interval_ms, lambda: self._beat(trainer, stream))
+
+    def _say_where(self, trainer: Trainer, stream: Stream, *, extra: bool = False) -> None:
+        told = Told(trainer.progress(), self.clock.now_ms, trainer.phase_since_ms)
+        stream.send(trainer, told, extra=extra)
+
+    def is_local(self, trainer: Trainer) -> bool:
+        """Whether a rank runs on its manager server's host."""
+        return trainer.rank == 0 or self.config.ranks_together
+
+    def was_stopped(self, replica_id: str) -> bool:
+        """Whether a rank of it that can be looked at is stopped, or was a moment ago, for as long as that counts."""
+        ranks = [each for life in self.lives if life.replica_id == replica_id for each in life.trainers]
+        for each in ranks:
+            until_ms = self.clock.now_ms if each.state is State.STOPPED else each.running_since_ms
+            recent = self.clock.now_ms - until_ms < STOP_KNOWN_MS
+            lasted = until_ms - each.stopped_since_ms >= STOPPED_MS
+            if self.is_local(each) and not each.is_seen_running and recent and lasted:
+                return True
+        return False
 
     def end_process(self, process: Process, *, vanish: bool = False) -> None:
         """End one process, and let the network show it."""

@@ -24,7 +24,8 @@ class InvariantBroken(AssertionError):
     """An invariant does not hold. `invariant` is its number in design.md section 10, as `I3`; or `P3`, the bar on how
     soon the survivors of a loss go on; or `P1`: one is lost that should not be, or late (section 1 of protocol.md); or
     `P2`: a quorum does not wait for whom it should, or waits though it need not (its section 2); or `P4`: a group does
-    not heal as a whole (its section 4); or `P6`: members differ that must not (its section 6); or `L1`: leaving costs
+    not heal as a whole (its section 4); or `P5`: one is lost by a second of silence that should not be, or is not that
+    should (its section 1); or `P6`: members differ that must not (its section 6); or `L1`: leaving costs
     the others something; or `H1`: nobody is taken to hang who does not; or `H2`: who hangs is lost; or `F1`:
     syncs in flight together were started in one quorum, are committed in that order, and fail with it, and with the
     first of them that does (protocol.md section 5)."""

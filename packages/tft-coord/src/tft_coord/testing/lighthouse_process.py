@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 from tft_coord.core import effects, events
 from tft_coord.core.kinds import Effects, Kinds
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
+from tft_coord.core.suspicion import LOST_SILENT, LOST_STOPPED
 from tft_coord.core.torchft_rule import TorchftCore
 from tft_coord.core.types import Hello, Member, Quorum, QuorumKey, Refusal
 from tft_coord.testing.invariants import Attendance, Attendances
 from tft_coord.testing.marks import Marks
 from tft_coord.testing.network import Stream
+from tft_coord.testing.probe_watch import ProbeWatch
 from tft_coord.testing.process import Process
 from tft_coord.testing.silence import Silence
 from tft_coord.timeouts import Timeouts
@@ -77,6 +79,7 @@ class LighthouseProcess(Process):
         self._stuck: set[QuorumKey] = set()  # quorums that it broke because all waited
         self._attendances = Attendances(self._new_attendance)
         self._silence = Silence(cluster.timeouts, self.clock.now_ms)
+        self._probes = self._new_probe_watch()
         self._stories: dict[str, LighthouseStory] = {}
 
     def waiting_for(self, job: str) -> str:
@@ -94,6 +97,14 @@ class LighthouseProcess(Process):
     def attendance_of(self, job: str) -> Attendance:
         """What it says of who lives in that job."""
         return self._attendances.of(job)
+
+    def _new_probe_watch(self) -> ProbeWatch:
+        return ProbeWatch(
+            self._cluster.timeouts,
+            self.clock.now_ms,
+            lambda job, name: self.attendance_of(job).lives(name),
+            self._cluster.was_stopped,
+        )
 
     def _new_attendance(self) -> Attendance:
         return Attendance(self._cluster.config.min_replicas, self._broken, self._left, self._cluster.timeouts)
@@ -134,8 +145,10 @@ class LighthouseProcess(Process):
             if "of min_replicas" in waits and self.attendance_of(job).shrinks_to_few():
                 marks.hit("shrink_only left too few")
         self._silence.looks(now_ms)
+        self._probes.looks(now_ms)
         self._perform(self._kinds.tick(now_ms, self._cluster.wall_ms))
         self._silence.ticked(now_ms)
+        self._probes.ticked(now_ms)
         starts = now_ms - self._born_ms < timeouts.reconnect_grace_ms
         for job in self._cluster.jobs:
             waits = self.core.waiting_for(job)
@@ -147,6 +160,7 @@ class LighthouseProcess(Process):
         self._cluster.trace(self.name, event)
         self._attendances.heard(event, self.clock.now_ms)
         self._story_of(self._attendances.job_of(event.stream)).heard(event, self.clock.now_ms)
+        self._probes.heard(event, self.clock.now_ms)
         orders = self._kinds.handle(event, self.clock.now_ms, self._cluster.wall_ms)
         if self.core.started_ms != self._started_ms:
             self._stands_in()
@@ -195,6 +209,7 @@ class LighthouseProcess(Process):
             if isinstance(order, effects.Welcome):
                 self._cluster.hangs.welcomed(self._attendances.hello_of(order.stream))
             self._cluster.watch(order)
+            self._probes.decided(order, self.clock.now_ms)
             self._attendances.decided(order, self.clock.now_ms)
             self._silence.decided(order, self.clock.now_ms)
             match order:
@@ -235,6 +250,7 @@ class LighthouseProcess(Process):
             self._stuck.clear()
             self._attendances = Attendances(self._new_attendance)
             self._silence = Silence(self._cluster.timeouts, self.clock.now_ms)
+            self._probes = self._new_probe_watch()
             self._stories.clear()
 
     def _stands_in(self) -> None:
@@ -243,6 +259,7 @@ class LighthouseProcess(Process):
         self._started_ms = self.core.started_ms
         self._born_ms = self.clock.now_ms
         self._silence = Silence(self._cluster.timeouts, self.clock.now_ms)
+        self._probes = self._new_probe_watch()
 
     def _all_are_stuck(self, order: effects.NotifyLoss) -> None:
         notice = order.notice
@@ -256,7 +273,7 @@ class LighthouseProcess(Process):
     def _say(self, number: int, order: effects.LighthouseEffect) -> None:
         stream = self._streams.get(number)
         if stream is not None:
-            stream.send(self, order)
+            stream.send(self, order, extra=isinstance(order, effects.Probe))
 
 
 class LighthouseStory:
@@ -364,7 +381,15 @@ class LighthouseStory:
 
 def kind_of_loss(reason: str) -> str:
     """In which of the ways a replica was lost."""
-    for kind in ("silent", "its stream broke", "its manager server reports", "replaced by", HANG):
+    for kind in (
+        LOST_SILENT,
+        LOST_STOPPED,
+        "silent",
+        "its stream broke",
+        "its manager server reports",
+        "replaced by",
+        HANG,
+    ):
         if reason.startswith(kind):
             return kind
     return reason

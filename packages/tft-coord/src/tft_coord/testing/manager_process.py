@@ -26,12 +26,13 @@ from tft_coord.core.session import (
     SessionCore,
 )
 from tft_coord.core.session import SessionEffect as _SessionEffect
+from tft_coord.core.stops import LOOK_EVERY_MS
 from tft_coord.core.types import NewcomerAsks, Refusal
 from tft_coord.testing.clock import Timer
 from tft_coord.testing.foreign_process import Unimplemented
 from tft_coord.testing.lighthouse_process import LighthouseProcess
 from tft_coord.testing.network import Stream
-from tft_coord.testing.process import Process
+from tft_coord.testing.process import Process, State
 from tft_coord.testing.trainer import Refused
 
 if TYPE_CHECKING:
@@ -75,7 +76,9 @@ class ManagerProcess(Process):
             jitter=cluster.chance.jitter,
             replaces=replica.replaces,
             num_addresses=2 if cluster.config.standby else 1,
+            answers_probes=cluster.config.probes,
         )
+        self._looks: Timer | None = None
         self.foreign = ForeignCore(
             job=replica.job, replica_id=replica.replica_id, timeouts=cluster.timeouts, words=cluster.chance.words
         )
@@ -151,6 +154,26 @@ class ManagerProcess(Process):
             self._cluster.marks.hit("a session that was held back was opened")
             self._perform_session(self.session.went_on(now_ms))
         self._set_deadline()
+        if self._looks is None and self._cluster.config.probes and self.group.looks(now_ms):
+            self._looks = self.after(0, self._look_at_ranks)
+
+    def _look_at_ranks(self) -> None:
+        """Look which ranks on this host are stopped, for as long as the core wants it."""
+        self._looks = self.after(LOOK_EVERY_MS, self._look_at_ranks)
+        self.handle(events.RanksLookedAt(self._stops_now()))
+        if not self.group.looks(self.clock.now_ms):
+            self._looks.cancel()
+            self._looks = None
+
+    def _stops_now(self) -> dict[int, bool]:
+        local = [each for each in self.replica.trainers if each.alive and self._cluster.is_local(each)]
+        return {each.rank: each.state is State.STOPPED and not each.is_seen_running for each in local}
+
+    def _is_hung(self) -> bool:
+        """Whether a rank hangs or is stopped just now."""
+        if self._cluster.config.probes:
+            self.handle(events.RanksLookedAt(self._stops_now()))
+        return self.group.is_hung(self.clock.now_ms)
 
     def _set_deadline(self) -> None:
         due_ms = self.group.next_deadline_ms()
@@ -198,6 +221,13 @@ class ManagerProcess(Process):
                     if not self._leaving:
                         self._leaving = True
                         self.after(20, lambda: self._cluster.manager_exits(self))
+                case effects.SayWaits():
+                    progress = self.group.progress(now_ms)
+                    if self._cluster.config.probes and not self._on_foreign:
+                        self._perform_session(self.session.say_waits(progress), extra=True)
+                case effects.ReportStop(reason):
+                    self._cluster.marks.hit("a manager server reported a stop")
+                    self._send(partial(events.ProbeAnswered, number=0, stopped=reason), extra=True)
                 case effects.AnswerPlan():
                     self._cluster.invariants_of(self.replica.job).planned_from(order.plan, order.quorum)
                     self._answer(order.call, order.plan)
@@ -231,7 +261,7 @@ class ManagerProcess(Process):
 
     # --- to the lighthouse --------------------------------------------------------------------------------------------
 
-    def _perform_session(self, orders: list[_SessionEffect]) -> None:
+    def _perform_session(self, orders: list[_SessionEffect], *, extra: bool = False) -> None:
         for order in orders:
             self._cluster.trace(self.name, order)
             match order:
@@ -251,8 +281,8 @@ class ManagerProcess(Process):
                     self._cluster.marks.hit("a request was withdrawn")
                     self._send(partial(events.RequestWithdrawn, request=order.request))
                 case SendBeat():
-                    healed_bytes, progress = order.healed_bytes, order.progress
-                    self._send(partial(events.BeatReceived, healed_bytes=healed_bytes, progress=progress))
+                    beat = partial(events.BeatReceived, healed_bytes=order.healed_bytes, progress=order.progress)
+                    self._send(partial(beat, waits=order.waits), extra=extra)
                 case SendLeave():
                     left = partial(events.LeaveReceived, reason=order.reason, serve_ms=order.serve_ms)
                     self._send(partial(left, finished_step=order.finished_step))
@@ -312,9 +342,9 @@ class ManagerProcess(Process):
             # After what runs now: the core must not be entered twice.
             self.after(0, lambda: self.handle(events.RequestRefused(request, refused.code, refused.message)))
 
-    def _send(self, make: Callable[[int], events.LighthouseEvent]) -> None:
+    def _send(self, make: Callable[[int], events.LighthouseEvent], *, extra: bool = False) -> None:
         if self._stream is not None:
-            self._stream.send(self, make(self._stream.number))
+            self._stream.send(self, make(self._stream.number), extra=extra)
 
     def _look(self, address: int) -> None:
         """Ask another lighthouse what it is."""
@@ -367,7 +397,8 @@ class ManagerProcess(Process):
         if self._beat is not None:
             self._beat.cancel()
         now_ms = self.clock.now_ms
-        self._perform_session(self.session.tick(now_ms, lambda: self.group.progress(now_ms)))
+        waits = self._cluster.config.probes and self.group.waits(now_ms)
+        self._perform_session(self.session.tick(now_ms, lambda: self.group.progress(now_ms), lambda: waits))
         if self._stream is not None:
             due_ms = max(self.session.next_beat_ms, self.clock.now_ms + 50)
             self._beat = self.clock.at(due_ms, lambda: self.run(self._tick_session))
@@ -387,7 +418,7 @@ class ManagerProcess(Process):
                 )
             case effects.TellLost():
                 self._cluster.marks.hit("the living were told that they are lost")
-                hung = self.group.is_hung(now_ms)
+                hung = self._is_hung()
                 self._perform_session(self.session.told_lost(order.session, now_ms, hung=hung))
                 self.handle(events.SessionLost(order.session, order.message))
             case effects.NotifyLoss():
@@ -400,8 +431,12 @@ class ManagerProcess(Process):
                 self.handle(events.PaceTold(order.news))
             case effects.Release():
                 self.handle(events.NobodyHeals())
+            case effects.Probe(_, number):
+                stopped = self.group.stopped(now_ms)
+                self._send(partial(events.ProbeAnswered, number=number, stopped=stopped), extra=True)
+                self.handle(events.ProbeCame())
             case effects.RefuseSession():
-                hung = self.group.is_hung(now_ms)
+                hung = self._is_hung()
                 told = self.session.told_refused(order.refusal, order.message, now_ms, order.silent_ms, hung=hung)
                 self._perform_session(told)
             case effects.AskForQuorum():

@@ -99,10 +99,10 @@ class Stream:
         else:
             on_message(message)
 
-    def send(self, sender: Process, message: Any) -> None:
-        """Send; nothing is heard of it if the stream has ended."""
+    def send(self, sender: Process, message: Any, *, extra: bool = False) -> None:
+        """Send; nothing is heard of it if the stream has ended. `extra`: its delay is drawn apart from the others."""
         if self.open:
-            self._network.on_stream(self, sender, message)
+            self._network.on_stream(self, sender, message, extra=extra)
 
     def close(self, closer: Process) -> None:
         """End it; the other end learns of it after all that was sent before. The closer is not told."""
@@ -127,6 +127,8 @@ class Network:
     Args:
         clock: virtual time.
         rng: for delays only.
+        extra_rng: for the delays of messages that are sent as extra ones, so that those of the others stay what they
+            are, whoever sends more.
         marks: of the simulation.
         delay_ms: bounds of the delay of an ordinary message.
         keepalive_ms: a stream that can't deliver for so long breaks; also how long a dial waits.
@@ -140,10 +142,12 @@ class Network:
         *,
         delay_ms: tuple[int, int] = (1, 5),
         keepalive_ms: int = 2_000,
+        extra_rng: random.Random | None = None,
     ) -> None:
         self.on_mend: Callable[[], None] = lambda: None  # a rule has ended
         self._clock = clock
         self._rng = rng
+        self._extra_rng = extra_rng if extra_rng is not None else random.Random("extra")
         self._marks = marks if marks is not None else Marks()
         self._delay_ms = delay_ms
         self._keepalive_ms = keepalive_ms
@@ -266,7 +270,7 @@ class Network:
         self._move(client, server, accept, give_up, self._for_streams(client, server))
         self._clock.after(self._keepalive_ms, give_up)
 
-    def on_stream(self, stream: Stream, sender: Process, message: Any) -> None:
+    def on_stream(self, stream: Stream, sender: Process, message: Any, *, extra: bool = False) -> None:
         """Called by `Stream.send`."""
         target = stream.other(sender)
         way = stream._ways[sender.name]
@@ -276,7 +280,7 @@ class Network:
         elif way.waiting or rule.fate in (Fate.PARTITION, Fate.HOLD):
             way.waiting.append(message)
         else:
-            self._deliver(stream, sender, message, self._delay(rule))
+            self._deliver(stream, sender, message, self._delay(rule, self._extra_rng if extra else self._rng))
 
     def end_stream(self, stream: Stream, *, told: list[Process]) -> None:
         """Break a stream; each end that is told learns of it after what was sent to it before."""
@@ -351,10 +355,10 @@ class Network:
             return replace(rule, fate=Fate.DELAY)
         return Rule("*", "*", Fate.PASS) if rule.fate in (Fate.DUPLICATE, Fate.REORDER) else rule
 
-    def _delay(self, rule: Rule) -> int:
+    def _delay(self, rule: Rule, rng: random.Random | None = None) -> int:
         own = rule.fate in (Fate.DELAY, Fate.REORDER)
         low_ms, high_ms = (rule.low_ms, rule.high_ms) if own else self._delay_ms
-        return self._rng.randint(low_ms, high_ms)
+        return (rng or self._rng).randint(low_ms, high_ms)
 
     def _cut(self, stream: Stream) -> bool:
         both = ((stream.client, stream.server), (stream.server, stream.client))

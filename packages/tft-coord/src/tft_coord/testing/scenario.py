@@ -261,7 +261,8 @@ class Scenario:
         cluster with a lighthouse: torchft's (`foreign`), or a second one besides, `lighthouse2`, of the same cluster
         (`standby`) or of another (`strangers`). With `fragments=4 in_flight=2` trainers synchronize now and then.
         With `stragglers=leave-out` (or `warn`, `shrink`) the lighthouse looks at their paces. With `quiet` nothing is
-        told of steps that go well."""
+        told of steps that go well. Manager servers of before the probes are `without-probes`; `together`: all ranks of
+        a group run on its manager server's host."""
         numbers = dict(word.split("=", 1) for word in words if "=" in word)
         config = ClusterConfig(
             names=(),
@@ -272,6 +273,8 @@ class Scenario:
             standby="ours" if "standby" in words else "theirs" if "strangers" in words else "",
             delay_ms=(1, 1),
             stragglers=replace(PATIENT, action=StragglerAction(numbers.get("stragglers", "off"))),
+            probes="without-probes" not in words,
+            ranks_together="together" in words,
             trainers=TrainerSettings(
                 step=int(numbers.get("step", 0)),
                 use_async_quorum="synchronous" not in words,
@@ -390,6 +393,12 @@ class Scenario:
         """stop a | a/1 | a/manager | lighthouse: SIGSTOP."""
         for process in self._processes(words):
             process.stop()
+        return []
+
+    def _do_hold_lock(self, words: list[str]) -> Iterable[str]:
+        """hold-lock a/1: it holds its interpreter's lock, and says and hears nothing, until `resume`."""
+        for trainer in self._trainers(words):
+            trainer.hold_lock()
         return []
 
     def _do_resume(self, words: list[str]) -> Iterable[str]:

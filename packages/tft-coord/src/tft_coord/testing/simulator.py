@@ -42,6 +42,7 @@ class SimulationConfig:
         standby: whether there is a second lighthouse of the same cluster; None: in one job of ten.
         stragglers: replicas become slow for a while, and the lighthouse does something about it.
         links: whether links between members fail; None: in one job of eight.
+        probes: whether manager servers answer probes; None: all but in one job of ten, where they are older ones.
         verbose_lines: lines of the trace that a failure shows.
     """
 
@@ -52,6 +53,7 @@ class SimulationConfig:
     standby: bool | None = None
     stragglers: bool = False
     links: bool | None = None
+    probes: bool | None = None
     verbose_lines: int = 60
 
 
@@ -81,6 +83,7 @@ class Report:
 FOREIGN_SHARE = 0.1  # of the jobs run on torchft's lighthouse
 STANDBY_SHARE = 0.1  # have two lighthouses
 LINKS_SHARE = 0.125  # have bad links
+WITHOUT_PROBES_SHARE = 0.1  # have manager servers that answer no probes
 LOAD_ERRORS = 0.1  # of the loads on a rank of a group of several
 SYNCS_SHARE = 0.2  # synchronize now and then
 TWIN = "twin"  # whoever was started a second time under one replica id
@@ -196,6 +199,11 @@ class Simulation:
                 settings, use_async_quorum=True, num_fragments=num_fragments, most_in_flight=most_in_flight
             )
             cluster_config = replace(cluster_config, trainers=settings)
+        # One job in ten has older manager servers, which answer no probes; one in two has all ranks of a group on one
+        # host.
+        silence = self._rng("silence")
+        has_probes = silence.random() > WITHOUT_PROBES_SHARE if config.probes is None else config.probes
+        cluster_config = replace(cluster_config, probes=has_probes, ranks_together=silence.random() < 0.5)
         self._raising = False
         self._paces = self._rng("paces")
         self._slower_ms: dict[str, int] = {}  # a replica's own part of a step, for a while
@@ -209,6 +217,7 @@ class Simulation:
         cluster_config = replace(cluster_config, other_names=() if foreign else ("p", "q")[:num_others])
         chance = Chance(
             network=self._rng("network"),
+            extra=self._rng("extra"),
             jitter=jitter.random,
             nonces=lambda: nonces.getrandbits(64),
             words=lambda: words.getrandbits(64),
@@ -765,7 +774,13 @@ class Simulation:
 
     def _hold_lock(self) -> None:
         """A rank holds its interpreter's lock for longer than a step may take: it says nothing, and hears nothing."""
-        self._on_replica(lambda replica: self._stop([self._faults.choice(replica.trainers)], 3_000, 9_000))
+
+        def hold(replica: Replica) -> None:
+            trainer = self._faults.choice(replica.trainers)
+            trainer.hold_lock()
+            self.cluster.clock.after(self._faults.randint(3_000, 9_000), trainer.resume)
+
+        self._on_replica(hold)
 
     def _stick(self) -> None:
         """No reduction of the newest quorum ends."""

@@ -21,6 +21,7 @@ from tft_coord.core.fingerprint import Fingerprint, fingerprint_of
 from tft_coord.core.lineage import fold_lineage, initial_lineage
 from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.stragglers import StragglerNews
+from tft_coord.core.suspicion import WAITS_MS
 from tft_coord.core.types import (
     LossNotice,
     Plan,
@@ -52,6 +53,11 @@ ABORT_AFTER_MS = 50  # a reduction that has its data can end
 LEAVE_WITHIN_MS = 10_000  # so long one that was told to leave stays or serves for others' sake
 OUTSIDE = ("start", "between steps")
 OWN = ("forward", "optimizer")
+PHASES = {
+    **dict.fromkeys(OWN, Phase.OWN),
+    "reduction": Phase.REDUCING,
+    **dict.fromkeys(OUTSIDE, Phase.OUTSIDE),
+}
 Hanging = Literal["forward", "optimizer"]  # where in its step a trainer hangs
 
 
@@ -407,8 +413,10 @@ class Trainer(Process):
         host: str = "",
     ) -> None:
         self._phase = "start"
+        self.says_long_wait: Callable[[], None] = lambda: None  # to its manager server, out of turn
         self.phase_since_ms = outside.clock.now_ms
         self.stopped_since_ms = 0  # the last time
+        self.is_seen_running = False  # by its kernel, though it says nothing
         self.excused = True
         self.busy = Stretches()  # with its own work, in a step that is not excused, or stopped
         self.reducing = Stretches()  # in one reduction
@@ -487,6 +495,13 @@ class Trainer(Process):
         self._phase = name
         self.phase_since_ms = self.clock.now_ms
         self._note_stretches(anew=True)
+        since_ms = self.clock.now_ms
+        if self.progress_phase in (Phase.WAITING, Phase.REDUCING):
+            self.after(WAITS_MS, lambda: self._say_if_waits(since_ms))
+
+    def _say_if_waits(self, since_ms: int) -> None:
+        if self.phase_since_ms == since_ms and self.progress_phase in (Phase.WAITING, Phase.REDUCING):
+            self.says_long_wait()
 
     def _note_stretches(self, *, anew: bool = False) -> None:
         if not self.alive:
@@ -496,8 +511,14 @@ class Trainer(Process):
         self.busy.now((stopped and inside) or (self._phase in OWN and not self.excused), now_ms)
         self.reducing.now(self._phase == "reduction", now_ms, anew=anew)
 
+    def hold_lock(self) -> None:
+        """It holds its interpreter's lock until `resume`: it says and hears nothing, and its kernel sees it run."""
+        self.stop()
+        self.is_seen_running = True
+
     def stop(self) -> None:
-        """SIGSTOP; to the others as if it held its interpreter's lock."""
+        """SIGSTOP; to the others as if it held its interpreter's lock, but for whoever asks the kernel."""
+        self.is_seen_running = False
         was_running = self.state is State.RUNNING
         super().stop()
         self._note_stretches()
@@ -512,13 +533,16 @@ class Trainer(Process):
         super().resume()
         self._note_stretches()
 
+    @property
+    def progress_phase(self) -> Phase:
+        """Where in its step it is, as its beats tell it."""
+        return PHASES.get(self._phase, Phase.WAITING)
+
     def progress(self) -> Progress:
         """What its beats tell."""
-        own, outside = dict.fromkeys(OWN, Phase.OWN), dict.fromkeys(OUTSIDE, Phase.OUTSIDE)
-        phases = {**own, "reduction": Phase.REDUCING, **outside}
         return Progress(
             step=self.plan.step if self.plan is not None else self.step,
-            phase=phases.get(self._phase, Phase.WAITING),
+            phase=self.progress_phase,
             since_ms=self.clock.now_ms - self.phase_since_ms,
             excused=self.excused,
             slowest_step_ms=self.outside.timeouts.slowest_step_ms,

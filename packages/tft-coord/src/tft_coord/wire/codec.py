@@ -21,6 +21,7 @@ from tft_coord.core.effects import (
     AskForQuorum,
     AskToLeave,
     NotifyLoss,
+    Probe,
     RefuseRequest,
     RefuseSession,
     Release,
@@ -36,6 +37,7 @@ from tft_coord.core.events import (
     HelloReceived,
     LeaveReceived,
     LighthouseEvent,
+    ProbeAnswered,
     QuorumReported,
     QuorumRequested,
     RequestWithdrawn,
@@ -65,10 +67,12 @@ def encode_to_lighthouse(event: LighthouseEvent, said: Member | None = None) -> 
     """
     match event:
         case BeatReceived():
+            progress = fields.progress_to_wire(event.progress)
             beat = pb.Beat(
                 healed_bytes=event.healed_bytes,
-                progress=fields.progress_to_wire(event.progress),
+                progress=progress,
                 own_ms=fields.own_ms_to_wire(event.progress),
+                waits=event.waits,
             )
             return pb.ToLighthouse(beat=beat).SerializeToString()
         case QuorumRequested():
@@ -99,6 +103,7 @@ def encode_to_lighthouse(event: LighthouseEvent, said: Member | None = None) -> 
                 left=hello.left,
                 num_answers=hello.num_answers,
                 pid=hello.pid,
+                answers_probes=hello.answers_probes,
             )
             return pb.ToLighthouse(hello=greeting).SerializeToString()
         case QuorumReported():
@@ -106,6 +111,9 @@ def encode_to_lighthouse(event: LighthouseEvent, said: Member | None = None) -> 
             return pb.ToLighthouse(quorum_report=report).SerializeToString()
         case DeathReported():
             return pb.ToLighthouse(death=pb.Death(reason=fields.clip(event.reason))).SerializeToString()
+        case ProbeAnswered():
+            probed = pb.Probed(number=event.number, stopped=fields.clip(event.stopped))
+            return pb.ToLighthouse(probed=probed).SerializeToString()
         case LeaveReceived():
             leave = pb.Leave(
                 reason=fields.clip(event.reason), serve_ms=event.serve_ms, finished_step=event.finished_step
@@ -130,7 +138,7 @@ def decode_to_lighthouse(
     match message.WhichOneof("message"):
         case "beat":
             healed_bytes = fields.checked_count("healed_bytes", message.beat.healed_bytes, MAX_INT64)
-            return BeatReceived(stream, healed_bytes, fields.progress_from_wire(message.beat))
+            return BeatReceived(stream, healed_bytes, fields.progress_from_wire(message.beat), message.beat.waits)
         case "quorum_request":
             asked = message.quorum_request
             held = fields.key_from_wire(asked.held) if asked.HasField("held") else None
@@ -148,6 +156,9 @@ def decode_to_lighthouse(
             return QuorumReported(stream, _quorum_from_wire(report.quorum) if report.HasField("quorum") else None)
         case "death":
             return DeathReported(stream, fields.checked_sentence("reason", message.death.reason))
+        case "probed":
+            probed = message.probed
+            return ProbeAnswered(stream, probed.number, fields.checked_sentence("stopped", probed.stopped))
         case "leave":
             leave = message.leave
             return LeaveReceived(
@@ -174,6 +185,7 @@ ToldEffect = (
     | TellWait
     | TellStraggler
     | Release
+    | Probe
 )
 
 
@@ -223,6 +235,8 @@ def encode_from_lighthouse(effect: ToldEffect) -> bytes:
             return pb.FromLighthouse(waits=waits).SerializeToString()
         case TellStraggler():
             return pb.FromLighthouse(straggler=fields.straggler_to_wire(effect.news)).SerializeToString()
+        case Probe():
+            return pb.FromLighthouse(probe=pb.Probe(number=effect.number)).SerializeToString()
         case Release():
             return pb.FromLighthouse(released=pb.Released()).SerializeToString()
 
@@ -276,6 +290,8 @@ def decode_from_lighthouse(data: bytes) -> ToldEffect:
             return TellWait(0, sentence, message.waits.warns)
         case "straggler":
             return TellStraggler(0, fields.straggler_from_wire(message.straggler))
+        case "probe":
+            return Probe(0, message.probe.number)
         case "released":
             return Release(0)
         case _:
@@ -504,6 +520,7 @@ def _hello_from_wire(message: pb.Hello) -> Hello:
         left=message.left,
         num_answers=fields.checked_count("num_answers", message.num_answers, MAX_INT64),
         pid=message.pid,
+        answers_probes=message.answers_probes,
     )
 
 

@@ -355,7 +355,7 @@ class Source(_message.Message):
     def __init__(self, replica_rank: _Optional[int] = ..., replica_id: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("job", "replica_id", "session", "address", "replaces", "ready", "held", "lighthouse_started_ms", "cluster_id", "left", "num_answers", "pid")
+    __slots__ = ("job", "replica_id", "session", "address", "replaces", "ready", "held", "lighthouse_started_ms", "cluster_id", "left", "num_answers", "pid", "answers_probes")
     JOB_FIELD_NUMBER: _ClassVar[int]
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -368,6 +368,7 @@ class Hello(_message.Message):
     LEFT_FIELD_NUMBER: _ClassVar[int]
     NUM_ANSWERS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_PROBES_FIELD_NUMBER: _ClassVar[int]
     job: str
     replica_id: str
     session: int
@@ -380,7 +381,8 @@ class Hello(_message.Message):
     left: bool
     num_answers: int
     pid: int
-    def __init__(self, job: _Optional[str] = ..., replica_id: _Optional[str] = ..., session: _Optional[int] = ..., address: _Optional[str] = ..., replaces: _Optional[str] = ..., ready: bool = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., lighthouse_started_ms: _Optional[int] = ..., cluster_id: _Optional[str] = ..., left: bool = ..., num_answers: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
+    answers_probes: bool
+    def __init__(self, job: _Optional[str] = ..., replica_id: _Optional[str] = ..., session: _Optional[int] = ..., address: _Optional[str] = ..., replaces: _Optional[str] = ..., ready: bool = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., lighthouse_started_ms: _Optional[int] = ..., cluster_id: _Optional[str] = ..., left: bool = ..., num_answers: _Optional[int] = ..., pid: _Optional[int] = ..., answers_probes: bool = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("step", "phase", "since_ms", "excused", "slowest_step_ms")
@@ -397,14 +399,16 @@ class Progress(_message.Message):
     def __init__(self, step: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., since_ms: _Optional[int] = ..., excused: bool = ..., slowest_step_ms: _Optional[int] = ...) -> None: ...
 
 class Beat(_message.Message):
-    __slots__ = ("healed_bytes", "progress", "own_ms")
+    __slots__ = ("healed_bytes", "progress", "own_ms", "waits")
     HEALED_BYTES_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     OWN_MS_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
     healed_bytes: int
     progress: Progress
     own_ms: int
-    def __init__(self, healed_bytes: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., own_ms: _Optional[int] = ...) -> None: ...
+    waits: bool
+    def __init__(self, healed_bytes: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., own_ms: _Optional[int] = ..., waits: bool = ...) -> None: ...
 
 class QuorumRequest(_message.Message):
     __slots__ = ("request", "member", "held", "fingerprint", "as_before")
@@ -448,8 +452,16 @@ class Death(_message.Message):
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
+class Probed(_message.Message):
+    __slots__ = ("number", "stopped")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STOPPED_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    stopped: str
+    def __init__(self, number: _Optional[int] = ..., stopped: _Optional[str] = ...) -> None: ...
+
 class ToLighthouse(_message.Message):
-    __slots__ = ("hello", "beat", "quorum_request", "withdraw", "quorum_report", "death", "leave")
+    __slots__ = ("hello", "beat", "quorum_request", "withdraw", "quorum_report", "death", "leave", "probed")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     QUORUM_REQUEST_FIELD_NUMBER: _ClassVar[int]
@@ -457,6 +469,7 @@ class ToLighthouse(_message.Message):
     QUORUM_REPORT_FIELD_NUMBER: _ClassVar[int]
     DEATH_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
+    PROBED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     beat: Beat
     quorum_request: QuorumRequest
@@ -464,7 +477,8 @@ class ToLighthouse(_message.Message):
     quorum_report: QuorumReport
     death: Death
     leave: Leave
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., quorum_request: _Optional[_Union[QuorumRequest, _Mapping]] = ..., withdraw: _Optional[_Union[Withdraw, _Mapping]] = ..., quorum_report: _Optional[_Union[QuorumReport, _Mapping]] = ..., death: _Optional[_Union[Death, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
+    probed: Probed
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., quorum_request: _Optional[_Union[QuorumRequest, _Mapping]] = ..., withdraw: _Optional[_Union[Withdraw, _Mapping]] = ..., quorum_report: _Optional[_Union[QuorumReport, _Mapping]] = ..., death: _Optional[_Union[Death, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., probed: _Optional[_Union[Probed, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("session", "lighthouse_started_ms", "cluster_id", "heartbeat_timeout_ms", "join_timeout_ms")
@@ -532,6 +546,12 @@ class Waits(_message.Message):
     warns: bool
     def __init__(self, sentence: _Optional[str] = ..., warns: bool = ...) -> None: ...
 
+class Probe(_message.Message):
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
+
 class NewcomerAsks(_message.Message):
     __slots__ = ("replica_id",)
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
@@ -569,7 +589,7 @@ class QuorumAnswer(_message.Message):
     def __init__(self, request: _Optional[int] = ..., quorum: _Optional[_Union[Quorum, _Mapping]] = ..., unchanged: _Optional[_Union[QuorumKey, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
 
 class FromLighthouse(_message.Message):
-    __slots__ = ("welcome", "refused", "lost", "ask_for_quorum", "answer", "loss_notice", "ask_to_leave", "newcomer_asks", "released", "waits", "straggler")
+    __slots__ = ("welcome", "refused", "lost", "ask_for_quorum", "answer", "loss_notice", "ask_to_leave", "newcomer_asks", "released", "waits", "probe", "straggler")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
@@ -580,6 +600,7 @@ class FromLighthouse(_message.Message):
     NEWCOMER_ASKS_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
     STRAGGLER_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refused: Refused
@@ -591,8 +612,9 @@ class FromLighthouse(_message.Message):
     newcomer_asks: NewcomerAsks
     released: Released
     waits: Waits
+    probe: Probe
     straggler: Straggler
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., ask_for_quorum: _Optional[_Union[QuorumKey, _Mapping]] = ..., answer: _Optional[_Union[QuorumAnswer, _Mapping]] = ..., loss_notice: _Optional[_Union[LossNotice, _Mapping]] = ..., ask_to_leave: _Optional[_Union[AskToLeave, _Mapping]] = ..., newcomer_asks: _Optional[_Union[NewcomerAsks, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ..., straggler: _Optional[_Union[Straggler, _Mapping]] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., ask_for_quorum: _Optional[_Union[QuorumKey, _Mapping]] = ..., answer: _Optional[_Union[QuorumAnswer, _Mapping]] = ..., loss_notice: _Optional[_Union[LossNotice, _Mapping]] = ..., ask_to_leave: _Optional[_Union[AskToLeave, _Mapping]] = ..., newcomer_asks: _Optional[_Union[NewcomerAsks, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., straggler: _Optional[_Union[Straggler, _Mapping]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("job", "replica_id", "reason", "serve_ms")
@@ -682,6 +704,18 @@ class RankLeaves(_message.Message):
     finished_step: int
     def __init__(self, reason: _Optional[str] = ..., serve_ms: _Optional[int] = ..., group_rank: _Optional[int] = ..., finished_step: _Optional[int] = ...) -> None: ...
 
+class RankProcess(_message.Message):
+    __slots__ = ("pid", "started", "boot_id", "pid_namespace")
+    PID_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    PID_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    pid: int
+    started: int
+    boot_id: str
+    pid_namespace: int
+    def __init__(self, pid: _Optional[int] = ..., started: _Optional[int] = ..., boot_id: _Optional[str] = ..., pid_namespace: _Optional[int] = ...) -> None: ...
+
 class RankGoodbye(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -707,18 +741,20 @@ class RankWithdraw(_message.Message):
     def __init__(self, call: _Optional[int] = ...) -> None: ...
 
 class ToManagerServer(_message.Message):
-    __slots__ = ("hello", "beat", "goodbye", "call", "withdraw")
+    __slots__ = ("hello", "beat", "goodbye", "call", "withdraw", "process")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
     CALL_FIELD_NUMBER: _ClassVar[int]
     WITHDRAW_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
     hello: RankHello
     beat: RankBeat
     goodbye: RankGoodbye
     call: RankCall
     withdraw: RankWithdraw
-    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., beat: _Optional[_Union[RankBeat, _Mapping]] = ..., goodbye: _Optional[_Union[RankGoodbye, _Mapping]] = ..., call: _Optional[_Union[RankCall, _Mapping]] = ..., withdraw: _Optional[_Union[RankWithdraw, _Mapping]] = ...) -> None: ...
+    process: RankProcess
+    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., beat: _Optional[_Union[RankBeat, _Mapping]] = ..., goodbye: _Optional[_Union[RankGoodbye, _Mapping]] = ..., call: _Optional[_Union[RankCall, _Mapping]] = ..., withdraw: _Optional[_Union[RankWithdraw, _Mapping]] = ..., process: _Optional[_Union[RankProcess, _Mapping]] = ...) -> None: ...
 
 class RankAnswer(_message.Message):
     __slots__ = ("call", "plan", "verdict", "refused")

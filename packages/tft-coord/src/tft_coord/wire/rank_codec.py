@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tft_coord.core.progress import Progress
+from tft_coord.core.stops import LocalProcess
 from tft_coord.core.stragglers import StragglerNews
 from tft_coord.core.types import (
     MAX_INT64,
@@ -69,6 +70,13 @@ class RankBeat:
 
     healed_bytes: int
     progress: Progress | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """Which process the rank is, for a manager server on the same host."""
+
+    process: LocalProcess
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +169,7 @@ class RanksLost:
     left: bool = False
 
 
-FromRank = RankHello | RankBeat | RankGoodbye | RankCall | RankWithdraw
+FromRank = RankHello | RankProcess | RankBeat | RankGoodbye | RankCall | RankWithdraw
 ToRank = (
     RankWelcome
     | RankRefused
@@ -457,6 +465,14 @@ def encode_from_rank(message: FromRank) -> bytes:
             return pb.ToManagerServer(beat=beat).SerializeToString()
         case RankWithdraw():
             return pb.ToManagerServer(withdraw=pb.RankWithdraw(call=message.call)).SerializeToString()
+        case RankProcess(process):
+            named = pb.RankProcess(
+                pid=process.pid,
+                started=process.started,
+                boot_id=process.boot_id,
+                pid_namespace=process.pid_namespace,
+            )
+            return pb.ToManagerServer(process=named).SerializeToString()
         case RankGoodbye():
             return pb.ToManagerServer(goodbye=pb.RankGoodbye()).SerializeToString()
     raise AssertionError(f"{message} is no message of a rank")
@@ -477,6 +493,10 @@ def decode_from_rank(data: bytes) -> FromRank:
             return RankBeat(healed_bytes, fields.progress_from_wire(message.beat))
         case "withdraw":
             return RankWithdraw(message.withdraw.call)
+        case "process":
+            named = message.process
+            boot_id = fields.checked_printable("boot_id", named.boot_id, MAX_NAME_BYTES)
+            return RankProcess(LocalProcess(named.pid, named.started, boot_id, named.pid_namespace))
         case "goodbye":
             return RankGoodbye()
         case _:

@@ -1,0 +1,96 @@
+"""Which ranks of a group are stopped: what the kernel says of their processes, seen several times in a row.
+
+A trainer that is stopped (SIGSTOP, a debugger, a suspended job) beats no more, and neither does one that holds its
+interpreter's lock. The kernel tells the two apart. The manager server looks at the processes of those ranks that run on
+its own host, while others wait or a rank's stream is broken; a stop counts when every look of a while has found it.
+
+Law of this file: what looks mean; the caller looks, and gives the time.
+Source: protocol.md section 1, "Silence".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, final
+
+LOOK_EVERY_MS: Final = 100
+LOOKS_LEAST: Final = 4
+STOPPED_MS: Final = 400  # found stopped by every look of so long
+LOOKS_FOR_MS: Final = 1_500  # after somebody has asked: three times as long as the pace of probes
+
+
+@dataclass(frozen=True, slots=True)
+class LocalProcess:
+    """A process, and where its number means it.
+
+    Args:
+        pid: in its own namespace.
+        started: in the kernel's ticks since it booted; the same number is given to another process later.
+        boot_id: of the kernel; tells hosts apart.
+        pid_namespace: of the process; containers on one host have namespaces of their own.
+    """
+
+    pid: int
+    started: int
+    boot_id: str
+    pid_namespace: int
+
+    def shares_host_with(self, other: LocalProcess) -> bool:
+        """Return whether the two can look at each other by their numbers."""
+        return (self.boot_id, self.pid_namespace) == (other.boot_id, other.pid_namespace)
+
+
+@dataclass(slots=True)
+class _Found:
+    since_ms: int  # the first look of this stop
+    num_looks: int
+
+
+@final
+class StopWatch:
+    """The looks at one group's processes."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, _Found] = {}
+        self._asked_until_ms: int | None = None
+
+    def asked(self, now_ms: int) -> None:
+        """Somebody waits for this group, and asks after it: its processes are looked at for a while."""
+        self._asked_until_ms = now_ms + LOOKS_FOR_MS
+
+    def looks(self, now_ms: int) -> bool:
+        """Return whether the processes are to be looked at: they are asked after, or one was found stopped."""
+        return bool(self._found) or (self._asked_until_ms is not None and now_ms < self._asked_until_ms)
+
+    def seen(self, stopped: Mapping[int, bool], now_ms: int) -> None:
+        """A look has found these ranks stopped, or running."""
+        for rank, is_stopped in stopped.items():
+            if not is_stopped:
+                self._found.pop(rank, None)
+            elif rank in self._found:
+                self._found[rank].num_looks += 1
+            else:
+                self._found[rank] = _Found(now_ms, 1)
+
+    def forget(self, rank: int) -> None:
+        """It has ended, or another process has its place."""
+        self._found.pop(rank, None)
+
+    def is_held(self, rank: int | None = None) -> bool:
+        """Return whether the last look has found that rank, or any, stopped."""
+        return rank in self._found if rank is not None else bool(self._found)
+
+    def stopped(self, now_ms: int) -> tuple[int, ...]:
+        """Return the ranks that have been stopped for long enough to say so."""
+        return tuple(
+            rank
+            for rank, found in sorted(self._found.items())
+            if found.num_looks >= LOOKS_LEAST and now_ms - found.since_ms >= STOPPED_MS
+        )
+
+
+def stop_reason(ranks: tuple[int, ...]) -> str:
+    """Return what is said of a group with stopped ranks, one phrase."""
+    which = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {which} is stopped (SIGSTOP or a debugger); continue it with SIGCONT, or end it"

@@ -1,0 +1,221 @@
+"""Who among the members of a quorum has gone silent, found in about a second: by waits and probes together.
+
+A beat once a second proves little: one may be late on a busy machine, and `heartbeat_timeout` has to bear that. But
+where a member is gone, the others soon wait for it in a reduction or for the next quorum, and say so. Then the
+lighthouse asks the members that do not wait for a sign of life. A manager server answers from a process of its own, so
+a member that says nothing for a second and leaves a probe unanswered meanwhile is gone, unless the fault is on this
+side: most others must wait, and must have been heard since that probe was sent.
+
+Nothing is sent and nothing is looked at while nobody waits.
+
+Law of this file: one job's probes and what follows from them; the caller gives the time, sends and loses.
+Source: protocol.md section 1, "Silence".
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Final, final
+
+from tft_coord.timeouts import Timeouts
+
+WAITS_MS: Final = 300  # a wait that lasts as long is said
+SILENT_MS: Final = 1_000  # without a sign of life, and a member may be lost
+UNANSWERED_MS: Final = 500  # the least time that a probe has for its answer
+PROBE_EVERY_MS: Final = 500  # of one member
+WITNESSES_AFTER_MS: Final = 200  # a probe unanswered for so long: the waiting are asked whether they hear us
+UNANSWERED_MOST: Final = 64  # probes to one member; it is asked no more until it answers or says hello
+ANSWERS_KEPT: Final = 16  # of each member, for its slowest recent answer
+RECENT_MS: Final = 60_000
+WAIT_IS_SAID_FOR_MS: Final = 2_500  # two beats and a half: one may be missed, and the next may be late
+STOP_IS_SAID_FOR_MS: Final = 700  # it may go on any moment; the next answer says it again
+
+LOST_SILENT: Final = "gave no sign of life"  # how each reason of a loss by silence begins
+LOST_STOPPED: Final = "its process is stopped"  # and that of a loss by a stop
+
+
+@final
+class LongWait:
+    """Tells when a wait has lasted for `WAITS_MS`, once a wait.
+
+    For whoever looks several times a second at where a trainer is.
+    """
+
+    def __init__(self) -> None:
+        self._said = False
+        self._since_ms = 0
+
+    def look(self, waits_ms: int | None) -> bool:
+        """Return whether the wait is to be said now. `waits_ms`: how long it has lasted; None: there is none."""
+        if waits_ms is None or waits_ms < self._since_ms:
+            self._said = False  # that wait is over, or another one has begun
+        self._since_ms = waits_ms or 0
+        if self._said or waits_ms is None or waits_ms < WAITS_MS:
+            return False
+        self._said = True
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """A member of the newest quorum that is healthy and has not left, as the lighthouse sees it.
+
+    Args:
+        replica_id: who.
+        last_sign_ms: when it gave its last sign of life.
+        waits: it waits for others, and has for `WAITS_MS`.
+        may_be_probed: its stream stands, and it answers probes.
+        may_be_lost: silence of a second may be judged: it does not flap, say.
+        stopped: why it is known to be stopped, one phrase, or "".
+    """
+
+    replica_id: str
+    last_sign_ms: int
+    waits: bool
+    may_be_probed: bool = True
+    may_be_lost: bool = True
+    stopped: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What is to be done: whom to probe, with which number; and who is lost, with the reason."""
+
+    probes: tuple[tuple[str, int], ...] = ()
+    lost: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(slots=True)
+class _Probed:
+    """What is known of one member's answers."""
+
+    sent_ms: dict[int, int] = field(default_factory=dict)  # unanswered probes, the oldest first
+    last_sent_ms: int | None = None
+    answers: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=ANSWERS_KEPT))  # (when, how late)
+
+    @property
+    def oldest_ms(self) -> int | None:
+        return next(iter(self.sent_ms.values()), None)
+
+    def bound_ms(self, now_ms: int) -> int | None:
+        """How long a probe may be unanswered; None: it has answered none, and nothing is known of its way."""
+        if not self.answers:
+            return None
+        recent = [late_ms for at_ms, late_ms in self.answers if now_ms - at_ms < RECENT_MS] or [self.answers[-1][1]]
+        return max(UNANSWERED_MS, 2 * max(recent))
+
+
+class Suspicion:
+    """The probes of one job.
+
+    Args:
+        timeouts: of the lighthouse. Where `heartbeat_timeout_ms` is no longer than a second, nothing is left to do.
+        now_ms: when it begins.
+    """
+
+    def __init__(self, timeouts: Timeouts, now_ms: int) -> None:
+        self._is_of_use = timeouts.heartbeat_timeout_ms > SILENT_MS
+        self._listens_since_ms = now_ms
+        self._of: dict[str, _Probed] = {}
+        self._last_number = 0
+
+    def begin_anew(self, now_ms: int) -> None:
+        """The lighthouse itself was held up: silence and probes of before prove nothing."""
+        self._listens_since_ms = now_ms
+        for probed in self._of.values():
+            probed.sent_ms.clear()
+
+    def met(self, replica_id: str, now_ms: int) -> int | None:
+        """A member's stream stands, and it answers probes. Returns: the number of its first probe, which tells how far
+        away it is before that matters."""
+        self.forget(replica_id)
+        return self._send(replica_id, now_ms) if self._is_of_use else None
+
+    def forget(self, replica_id: str) -> None:
+        """Its stream is gone, or another session has begun."""
+        self._of.pop(replica_id, None)
+
+    def answered(self, replica_id: str, number: int, now_ms: int) -> None:
+        """A probe was answered, and so are those that were sent before it on the same stream."""
+        probed = self._of.get(replica_id)
+        sent_ms = probed.sent_ms.get(number) if probed is not None else None
+        if probed is None or sent_ms is None:
+            return
+        probed.answers.append((now_ms, now_ms - sent_ms))
+        probed.sent_ms = {each: at_ms for each, at_ms in probed.sent_ms.items() if each > number}
+
+    def look(
+        self, members: Collection[Sighting], now_ms: int, spared: Callable[[Collection[str]], Collection[str]]
+    ) -> Findings:
+        """Find whom to probe and who is lost.
+
+        Args:
+            members: all of the newest quorum that are healthy and have not left.
+            now_ms: the time.
+            spared: gives those of these without whom nobody could go on; asked when somebody would be lost.
+        """
+        waiting = [each for each in members if each.waits]
+        if not self._is_of_use or not most_wait(len(waiting), len(members)):
+            return Findings()
+        suspects = [each for each in members if not each.waits]
+        lost: list[tuple[str, str]] = []
+        for each in suspects:
+            reason = self._why_lost(each, waiting, len(members), now_ms)
+            if reason and each.replica_id not in spared([name for name, _ in lost]):
+                lost.append((each.replica_id, reason))
+        gone = {name for name, _ in lost}
+        asked = [each for each in suspects if each.replica_id not in gone]
+        asked += self._witnesses_to_ask(asked, waiting, now_ms)
+        probes = [
+            (each.replica_id, self._send(each.replica_id, now_ms))
+            for each in asked
+            if each.may_be_probed and self._is_due(each.replica_id, now_ms)
+        ]
+        return Findings(tuple(probes), tuple(lost))
+
+    def _why_lost(self, suspect: Sighting, waiting: Iterable[Sighting], num_members: int, now_ms: int) -> str:
+        if not suspect.may_be_lost:
+            return ""
+        if suspect.stopped:
+            return f"{LOST_STOPPED}: {suspect.stopped}"
+        probed = self._of.get(suspect.replica_id)
+        sent_ms, bound_ms = (probed.oldest_ms, probed.bound_ms(now_ms)) if probed is not None else (None, None)
+        silent_ms = now_ms - max(suspect.last_sign_ms, self._listens_since_ms)
+        if sent_ms is None or bound_ms is None or silent_ms < SILENT_MS or now_ms - sent_ms < bound_ms:
+            return ""
+        heard = sum(1 for each in waiting if each.last_sign_ms > sent_ms)
+        if not most_wait(heard, num_members):
+            return ""  # the fault may be on this side
+        return (
+            f"{LOST_SILENT} for {silent_ms} ms and left a probe unanswered for {now_ms - sent_ms} ms, while {heard} of "
+            f"{num_members - 1} other members waited for it"
+        )
+
+    def _witnesses_to_ask(
+        self, suspects: Iterable[Sighting], waiting: Iterable[Sighting], now_ms: int
+    ) -> list[Sighting]:
+        """Those that wait and were not heard since a probe that has been unanswered for a while."""
+        sent = [self._of[each.replica_id].oldest_ms for each in suspects if each.replica_id in self._of]
+        late = [sent_ms for sent_ms in sent if sent_ms is not None and now_ms - sent_ms >= WITNESSES_AFTER_MS]
+        return [each for each in waiting if each.last_sign_ms <= max(late)] if late else []
+
+    def _is_due(self, replica_id: str, now_ms: int) -> bool:
+        probed = self._of.get(replica_id)
+        last_ms = probed.last_sent_ms if probed is not None else None
+        if probed is not None and len(probed.sent_ms) >= UNANSWERED_MOST:
+            return False
+        return last_ms is None or now_ms - last_ms >= PROBE_EVERY_MS
+
+    def _send(self, replica_id: str, now_ms: int) -> int:
+        probed = self._of.setdefault(replica_id, _Probed())
+        self._last_number += 1
+        probed.last_sent_ms = now_ms
+        probed.sent_ms[self._last_number] = now_ms
+        return self._last_number
+
+
+def most_wait(num_waiting: int, num_members: int) -> bool:
+    """Whether more than half of the others wait for a member. So nobody is lost where more than half are silent."""
+    return num_members > 1 and 2 * num_waiting > num_members - 1
