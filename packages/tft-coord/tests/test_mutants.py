@@ -57,6 +57,7 @@ ON_FOREIGN = SimulationConfig(foreign=True)
 WITH_STANDBY = SimulationConfig(standby=True)
 WITH_LINKS = SimulationConfig(links=True)
 PARTIAL = "scenario_21_partial_connectivity"
+OLDER_WITH_STANDBY = SimulationConfig(standby=True, probes=False)
 WITHOUT_PROBES = SimulationConfig(probes=False)  # seeds that are hard to find go on as before there were probes
 JOB_END_LOOK = JobEnd.look
 SILENCE = "silence"
@@ -677,10 +678,6 @@ def finds_nobody(self: Job, now_ms: int, wall_ms: int | None = None) -> list[eff
     return []
 
 
-def believes_what_it_has_slept_through(self: Suspicion, now_ms: int) -> None:
-    pass
-
-
 def gives_the_slow_no_time(self: Any, now_ms: int) -> int | None:
     return suspicion.UNANSWERED_MS if self.answers else None
 
@@ -889,7 +886,6 @@ MUTANTS = [
     Mutant(Liveness, "_reject", welcomes_a_twin, "I2", 7),
     # Section 1, silence.
     Mutant(Job, "_look_for_silence", finds_nobody, "P5", 0),
-    Mutant(Suspicion, "begin_anew", believes_what_it_has_slept_through, "P5", SILENCE),
     Mutant(suspicion._Probed, "bound_ms", gives_the_slow_no_time, "P5", SILENCE),
     Mutant(suspicion, "most_wait", loses_though_few_wait, "P5", SILENCE),
     Mutant(Job, "_sighting", judges_one_that_flaps, "P5", SILENCE),
@@ -912,7 +908,7 @@ MUTANTS = [
     Mutant(TorchftCore, "living", thinks_of_the_other_kind_all_the_time, "I9", 0),
     Mutant(Handshake, "_compare", gives_way_to_every_newcomer, "I8", 37),
     Mutant(Job, "_refuse_the_ahead", lets_the_last_say_who_is_ahead, "I8", 0),
-    Mutant(SessionCore, "told_refused", takes_an_older_lighthouse_for_the_end, "I8", 11, WITH_STANDBY),
+    Mutant(SessionCore, "told_refused", takes_an_older_lighthouse_for_the_end, "I8", 11, OLDER_WITH_STANDBY),
     Mutant(GroupCore, "_disconnected", gives_a_rank_no_grace, "I8", 0),
     Mutant(GroupCore, "_lost_message", names_nobody, "I9", 0),
     Mutant(GroupCore, "tick", cuts_the_time_short, "I8", 27),
@@ -934,7 +930,7 @@ MUTANTS = [
     Mutant(Job, "_heals", waits_for_nobody_who_heals, "P2", 35),
     Mutant(Job, "_is_stalled", waits_for_who_receives_nothing, "transcript", "scenario_10_long_healing"),
     Mutant(Liveness, "hello", heals_no_more_after_a_redial, "P2", 767),
-    Mutant(Job, "_formed", knows_its_own_ids_only, "I1", 23),
+    Mutant(Job, "_formed", knows_its_own_ids_only, "I1", 23, WITHOUT_PROBES),
     Mutant(Job, "_refuse_the_ahead", lets_the_ahead_in, "I3", "scenario_12_foreign_states"),
     Mutant(quorum, "_lost_state", waits_for_no_state, "I3", 0),
     # Section 4, the plan.

@@ -401,7 +401,7 @@ class Job:
         self.liveness = Liveness(config.timeouts)
         self.hangs = HangWatch(config.timeouts)
         self.stragglers = StragglerWatch(config.stragglers)
-        self.suspicion = Suspicion(config.timeouts, now_ms)
+        self.suspicion = Suspicion(config.timeouts)
         self._say_wait: set[str] = set()  # members whose newest beat says that they wait
         self.previous: Quorum | None = None
         self.waiting_for = NOBODY_ASKS
@@ -450,7 +450,7 @@ class Job:
         self._presumed_from_ms = now_ms
         self._unnamed_until_ms += away_ms  # and no more: for whom nobody has named a job must not wait for ever
         self.liveness.excuse_all(now_ms)
-        self.suspicion.begin_anew(now_ms)
+        self.suspicion.begin_anew()
         self.hangs.forget()
 
     def forget_fingerprints(self) -> None:

@@ -64,7 +64,7 @@ class Sighting:
 
     Args:
         replica_id: who.
-        last_sign_ms: when it gave its last sign of life.
+        last_sign_ms: when it gave its last sign of life, or since when its silence counts.
         waits: it waits for others, and has for `WAITS_MS`.
         may_be_probed: its stream stands, and it answers probes.
         may_be_lost: silence of a second may be judged: it does not flap, say.
@@ -112,18 +112,16 @@ class Suspicion:
 
     Args:
         timeouts: of the lighthouse. Where `heartbeat_timeout_ms` is no longer than a second, nothing is left to do.
-        now_ms: when it begins.
     """
 
-    def __init__(self, timeouts: Timeouts, now_ms: int) -> None:
+    def __init__(self, timeouts: Timeouts) -> None:
         self._is_of_use = timeouts.heartbeat_timeout_ms > SILENT_MS
-        self._listens_since_ms = now_ms
         self._of: dict[str, _Probed] = {}
         self._last_number = 0
 
-    def begin_anew(self, now_ms: int) -> None:
-        """The lighthouse itself was held up: silence and probes of before prove nothing."""
-        self._listens_since_ms = now_ms
+    def begin_anew(self) -> None:
+        """The lighthouse itself was held up, and everybody's silence counts anew. Answers that have waited for it
+        meanwhile would seem slow, so they are not waited for; who is due is probed again."""
         for probed in self._of.values():
             probed.sent_ms.clear()
 
@@ -182,7 +180,7 @@ class Suspicion:
             return f"{LOST_STOPPED}: {suspect.stopped}"
         probed = self._of.get(suspect.replica_id)
         sent_ms, bound_ms = (probed.oldest_ms, probed.bound_ms(now_ms)) if probed is not None else (None, None)
-        silent_ms = now_ms - max(suspect.last_sign_ms, self._listens_since_ms)
+        silent_ms = now_ms - suspect.last_sign_ms
         if sent_ms is None or bound_ms is None or silent_ms < SILENT_MS or now_ms - sent_ms < bound_ms:
             return ""
         heard = sum(1 for each in waiting if each.last_sign_ms > sent_ms)

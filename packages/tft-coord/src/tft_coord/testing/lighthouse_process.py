@@ -160,11 +160,11 @@ class LighthouseProcess(Process):
         self._cluster.trace(self.name, event)
         self._attendances.heard(event, self.clock.now_ms)
         self._story_of(self._attendances.job_of(event.stream)).heard(event, self.clock.now_ms)
-        self._probes.heard(event, self.clock.now_ms)
         orders = self._kinds.handle(event, self.clock.now_ms, self._cluster.wall_ms)
         if self.core.started_ms != self._started_ms:
             self._stands_in()
         self._silence.heard(event, self.clock.now_ms)
+        self._probes.heard(event, self.clock.now_ms)
         self._perform(orders)
 
     def asked_by_call(

@@ -160,6 +160,8 @@ class ProbeWatch:
         """It is awake, and about to look at the clock."""
         if now_ms - self._looked_ms >= self._timeouts.quorum_tick_ms + self._timeouts.reconnect_grace_ms:
             self._late_ms = now_ms
+            for known in self._known.values():
+                known.sent_ms.clear()
         self._looked_ms = now_ms
 
     def ticked(self, now_ms: int) -> None:
