@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,9 @@ from tft_algos.errors import HealingFailed
 from tft_algos.manager import healing
 from tft_algos.manager.healing import Fetch, state_key
 from tft_algos.manager.manager import PREPARED_AFTER_ATTEMPTS
+from tft_algos.manager.source_calls import silent_sources
 from tft_algos.testing import MemoryTransport, plan_of
-from tft_coord.core.types import QuorumKey
+from tft_coord.core.types import QuorumKey, Via
 from tft_coord.errors import DeadlinePassed, Unreachable
 
 
@@ -175,3 +177,110 @@ def test_who_is_new_gets_ready_to_serve_when_nobody_waits_for_it_any_more(
     for _ in range(3 + PREPARED_AFTER_ATTEMPTS):
         assert member.step()
     assert prepared == [1 + PREPARED_AFTER_ATTEMPTS]
+
+
+# --- sources that answer no connection -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def closed_port() -> Iterator[int]:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        yield unused.getsockname()[1]
+
+
+class Places:
+    """Source managers that say where their state is, or are asked in vain."""
+
+    def __init__(self, *places: str) -> None:
+        self._places = {f"replica_{rank}": place for rank, place in enumerate(places)}
+
+    def source_metadata(self, address: str, timeout: timedelta) -> str:
+        return self._places[address]
+
+
+def test_a_fetch_ends_when_no_source_answers_a_connection(monkeypatch: pytest.MonkeyPatch, closed_port: int) -> None:
+    """It would wait for heal_timeout, however often others could be asked meanwhile."""
+    monkeypatch.setattr(healing, "UNHEARD_S", 0.05)
+    plan = plan_of(7, step=3, rank=2, size=3, healing=[2])
+    place = f"http://127.0.0.1:{closed_port}/secret"
+    coordinator: Any = Places(place, place)
+    fetch = Fetch(
+        plan,
+        coordinator=coordinator,
+        transport=MemoryTransport(endless=True),
+        timeout=timedelta(seconds=60),
+        received_before=0,
+    )
+    fetch.start()
+    with pytest.raises(HealingFailed, match="no source answers a connection: replica replica_0 at 127") as caught:
+        fetch.result()
+    fetch.cancel()
+    why = f"127.0.0.1 port {closed_port}: connection refused"
+    assert fetch.unreached == {"replica_0": why, "replica_1": why}
+    assert "secret" not in str(caught.value)
+
+
+def test_a_fetch_goes_on_while_one_source_answers(monkeypatch: pytest.MonkeyPatch, closed_port: int) -> None:
+    monkeypatch.setattr(healing, "UNHEARD_S", 0.05)
+    plan = plan_of(7, step=3, rank=2, size=3, healing=[2])
+    called = threading.Event()
+    ask = healing.silent_sources
+
+    def calls(*args: Any, **named: Any) -> dict[str, str]:
+        found = ask(*args, **named)
+        called.set()
+        return found
+
+    monkeypatch.setattr(healing, "silent_sources", calls)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        coordinator: Any = Places(f"http://127.0.0.1:{closed_port}", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        fetch = Fetch(
+            plan,
+            coordinator=coordinator,
+            transport=MemoryTransport(endless=True),
+            timeout=timedelta(seconds=60),
+            received_before=0,
+        )
+        fetch.start()
+        assert called.wait(20)
+        assert fetch._error is None
+        fetch.cancel()
+    assert fetch.unreached == {}
+
+
+def test_a_fetch_that_failed_by_itself_says_who_answers_no_connection(closed_port: int) -> None:
+    plan = plan_of(7, step=3, rank=2, size=3, healing=[2])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        coordinator: Any = Places(f"http://127.0.0.1:{closed_port}", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        fetch = Fetch(
+            plan,
+            coordinator=coordinator,
+            transport=MemoryTransport(),
+            timeout=timedelta(seconds=60),
+            received_before=0,
+        )
+        fetch.run()
+    assert list(fetch.unreached) == ["replica_0"]
+
+
+@pytest.mark.parametrize("address", ["memory", "", "http://[::1", "host:port", "nowhere"])
+def test_an_address_that_is_none_is_not_called(address: str) -> None:
+    assert silent_sources({"replica_0": address}, within_s=1.0, goes_on=lambda: True) == {}
+
+
+def test_a_name_that_nobody_knows_is_no_answer() -> None:
+    found = silent_sources({"replica_0": "state.invalid:80"}, within_s=1.0, goes_on=lambda: True)
+    assert "the name can't be resolved" in found["replica_0"]
+
+
+def test_a_manager_reports_the_sources_that_answer_no_connection(rigs: Any, closed_port: int) -> None:
+    plan = plan_of(7, step=3, rank=1, size=2, healing=[1])
+    rig = rigs(plan, plan_of(8, step=3, rank=1, size=2, healing=[1]))
+    rig.coordinator.source_metadata = lambda address, timeout: f"http://127.0.0.1:{closed_port}"
+    assert not rig.step() or rig.manager.current_step() == 0
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    (said,) = rig.coordinator.requests[1].unreached
+    assert (said.replica_id, said.via) == ("replica_0", Via.STATE)
+    assert "connection refused" in said.why

@@ -25,6 +25,7 @@ from tft_algos.manager.repeats import Repeats
 from tft_algos.manager.shards import cut_whole, has_shards, place_shards
 from tft_algos.manager.shared import Shared
 from tft_algos.manager.state_check import StateCheck
+from tft_algos.manager.unreached import UnreachedPeers
 from tft_algos.manager.user_state import refusal_in
 from tft_algos.manager.whereabouts import Whereabouts
 from tft_ckpt import StateUnavailable as TransportStateUnavailable
@@ -46,6 +47,7 @@ class StateExchange:
         check: says what differs where a replica heals because its state is not that of the others.
         audit: compares what was loaded with what was received.
         where: told while this rank waits for state.
+        unreached: told of the sources that answer no connection.
     Attributes:
         done: state was given or taken in this step, or nobody wanted any.
         healed_in: the last attempt in which the user's state came from a source.
@@ -60,6 +62,7 @@ class StateExchange:
         check: StateCheck,
         audit: StateAudit,
         where: Whereabouts,
+        unreached: UnreachedPeers,
     ) -> None:
         self.done = False
         self.healed_in: int | None = None
@@ -76,6 +79,7 @@ class StateExchange:
         self._check = check
         self._audit = audit
         self._where = where
+        self._unreached = unreached
         self._fetch: Fetch | None = None
         self._received: Mapping[str, Any] = {}  # what is loaded, by path, until it was compared
         self._healed_bytes = 0
@@ -271,6 +275,8 @@ class StateExchange:
         if fetch is not None:
             self._healed_bytes += fetch.received_bytes
             self._learn_of_sources(fetch)
+            if error is not None:
+                self._unreached.sources_failed(fetch.unreached)
         if not self._agree(plan, error is None, Purpose.STAGED):
             error = error or self._other_rank_failed(plan, "fetch")
         if error is None:

@@ -17,6 +17,7 @@ from typing import Any, Final, final
 
 from tft_algos.errors import HealingFailed
 from tft_algos.manager.parts import Coordinator
+from tft_algos.manager.source_calls import silent_sources
 from tft_ckpt import CheckpointTransport, StateKey
 from tft_coord.core.types import Plan, Source
 from tft_coord.errors import DeadlinePassed, Unreachable
@@ -27,6 +28,9 @@ REPORT_INTERVAL_S: Final = 0.1
 SOURCE_PATIENCE: Final = timedelta(seconds=1)  # where there are others
 ATTEMPT: Final = timedelta(seconds=2)
 FURTHER_PATIENCE: Final = timedelta(seconds=0.5)
+# Without a byte for so long the sources are called, to learn whether they answer at all, and so long they may take.
+UNHEARD_S: Final = 2.0
+CALLS_S: Final = 2.0
 
 
 @final
@@ -53,6 +57,7 @@ class Fetch:
         self.plan = plan
         self.received_bytes = 0
         self.metadata: dict[str, str] = {}  # of the sources that have told it; by replica id
+        self.unreached: dict[str, str] = {}  # sources that answer no connection, and why, in a few words
         self.silent: dict[str, str] = {}  # sources whose manager server did not answer, and a sentence for each
         self._coordinator = coordinator
         self._transport = transport
@@ -66,10 +71,12 @@ class Fetch:
         self._state: Any = None
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="tft-heal", daemon=True)
+        self._watch = threading.Thread(target=self._look_for_silence, name="tft-heal-calls", daemon=True)
 
     def start(self) -> None:
         """Begin, on a thread of its own."""
         self._thread.start()
+        self._watch.start()
 
     def run(self) -> None:
         """Do all of it on the calling thread."""
@@ -103,8 +110,31 @@ class Fetch:
     def cancel(self) -> None:
         """End it, from any thread, and wait until it has ended."""
         self._cancelled.set()
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
-            join_within(self._thread)
+        for thread in (self._thread, self._watch):
+            if thread.ident is not None and thread is not threading.current_thread():
+                join_within(thread)
+
+    def _look_for_silence(self) -> None:
+        """On a thread of its own: end the fetch if no source answers a connection, long before heal_timeout."""
+        if self._over.wait(UNHEARD_S) or self.received_bytes:
+            return
+        found = self._call_sources(lambda: not (self._over.is_set() or self.received_bytes))
+        if not found or not found.keys() >= {source.replica_id for source in self.plan.sources} - self._lost:
+            return
+        self.unreached = found
+        where = "; ".join(f"replica {name} at {why}" for name, why in sorted(found.items()))
+        self._error = HealingFailed(
+            f"no source answers a connection: {where}; look whether a firewall stands between, and by which host name "
+            "and interface those replicas serve"
+        )
+        self._cancelled.set()
+        self._over.set()
+
+    def _call_sources(self, goes_on: Callable[[], bool]) -> dict[str, str]:
+        """Which sources answer no connection where they are asked, and why."""
+        addresses = {source.replica_id: source.address for source in self.plan.sources} | self.metadata
+        asked = {name: address for name, address in addresses.items() if name not in self._lost}
+        return silent_sources(asked, within_s=CALLS_S, goes_on=goes_on)
 
     @property
     def seconds(self) -> float:
@@ -115,6 +145,8 @@ class Fetch:
         try:
             self._state = self._fetch()
         except Exception as error:
+            if not self._over.is_set() and not self.received_bytes:
+                self.unreached = self._call_sources(lambda: not (self._over.is_set() or self._cancelled.is_set()))
             self._error = self._error or error
         finally:
             self._over.set()

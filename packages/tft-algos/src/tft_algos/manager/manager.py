@@ -231,7 +231,13 @@ class Manager:
             log=self._reports.log,
         )
         self._exchange = StateExchange(
-            shared, group=pg, early=self._early, check=self._check, audit=self._audit, where=self._where
+            shared,
+            group=pg,
+            early=self._early,
+            check=self._check,
+            audit=self._audit,
+            where=self._where,
+            unreached=self._unreached,
         )
         self._negotiation = Negotiation(
             shared,

@@ -1,0 +1,55 @@
+"""Which sources of live state do not even answer a connection, asked when no byte has come for a while.
+
+A source that is slow, or has not taken its state yet, answers. One behind a firewall, or with a host name that means
+another machine, does not, and whoever heals from it alone would wait for the whole heal_timeout.
+
+Law of this file: addresses in, the silent ones out. What it means for a healing is `healing`'s.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Mapping
+from urllib.parse import urlsplit
+
+from tft_pg.calls import Place, call_all
+
+
+def silent_sources(addresses: Mapping[str, str], *, within_s: float, goes_on: Callable[[], bool]) -> dict[str, str]:
+    """Call each source.
+
+    Args:
+        addresses: by replica id: a URL, or `host:port`. What is neither is taken for one that answers.
+        within_s: what has not answered by then does not answer.
+        goes_on: asked every few milliseconds; once it is false, nothing is found out.
+    Returns: for each that refuses, does not answer or has an unknown name: its address and why, in a few words.
+    """
+    found: dict[str, str] = {}
+    places: dict[tuple[str, int], Place] = {}
+    for name, address in addresses.items():
+        host, port = _host_and_port(address)
+        if not host or not port:
+            continue
+        try:
+            infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            found[name] = (
+                f"{host} port {port}: the name can't be resolved ({getattr(error, 'strerror', None) or error})"
+            )
+            continue
+        places |= {(name, at): Place(family, sockaddr) for at, (family, _, _, _, sockaddr) in enumerate(infos)}
+    silent = call_all(places, until_s=time.monotonic() + within_s, goes_on=goes_on)
+    for name in {name for name, _ in places}:
+        of_name = [silent.get(key) for key in places if key[0] == name]
+        if all(of_name):  # where a name has several addresses, one that answers is enough
+            found[name] = f"{places[name, 0]}: {of_name[0]}"
+    return found if goes_on() else {}
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    try:
+        parts = urlsplit(address if "://" in address else f"//{address}")
+        return parts.hostname or "", parts.port or 0
+    except ValueError:
+        return "", 0
