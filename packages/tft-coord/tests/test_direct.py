@@ -336,6 +336,53 @@ def test_the_end_comes_after_all_that_was_said() -> None:
     in_loop(test)
 
 
+@pytest.mark.parametrize("how", ["close", "abort", "reset"])
+def test_an_end_is_told_by_the_other_host(how: str) -> None:
+    """As it is for a process that ends: with a reset where something was unread."""
+
+    async def test() -> None:
+        async with pair() as (client, server):
+            server.hear(lambda message: None)
+            assert not server.hung_up
+            if how == "reset":
+                assert client._transport is not None
+                connection = client._transport.get_extra_info("socket")
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            (client.close if how == "close" else client.abort)()
+            await server.ended
+            assert server.hung_up
+            await client.ended
+            assert not client.hung_up, "this side ended it"
+
+    in_loop(test)
+
+
+def test_an_end_that_has_not_come_by_yet_is_seen() -> None:
+    async def test() -> None:
+        async with pair() as (client, server):
+            client.abort()  # the server reads nothing yet
+            await until(lambda: server.hung_up)
+            assert not server.ended.done()
+
+    in_loop(test)
+
+
+def test_an_end_for_want_of_an_answer_is_told_by_nobody() -> None:
+    async def test() -> None:
+        ends: list[DirectSocket] = []
+        async with served(silence_s=0.3) as port:
+            client = await taken(offered(port, ends.append)[1])
+            for end in (client, ends[0]):
+                end.hear(lambda message: None)
+                drop_all_that_arrives(end)
+            ends[0].say(b"a quorum")
+            await ends[0].ended
+            assert not ends[0].hung_up
+            await end_both(client, ends[0])
+
+    in_loop(test)
+
+
 def test_nobody_who_listens_is_told_so() -> None:
     async def test() -> None:
         with socket.create_server((HOST, 0)) as free:

@@ -90,6 +90,33 @@ class TestSickNetwork:
         assert lost(liveness, 5_900) == []
         assert lost(liveness, 6_010) == ["a", "b", "c", "d"]  # heartbeat_timeout counted anew, and nobody came back
 
+    def test_ends_that_were_told_are_no_sickness(self) -> None:
+        """Most of the job's processes are killed at once: their hosts close their connections."""
+        liveness = job_of(*"abcdef")
+        for stream in (1, 2, 3, 4, 5):
+            liveness.stream_closed(stream, 1_000, told=True)
+        assert lost(liveness, 1_300) == ["a", "b", "c", "d", "e"]
+
+    def test_they_count_neither_among_the_broken_nor_among_all(self) -> None:
+        liveness = job_of(*"abcdefgh")
+        for stream in (1, 2):
+            liveness.stream_closed(stream, 1_000, told=True)
+        for stream in (3, 4, 5):
+            liveness.stream_closed(stream, 1_000)
+        assert lost(liveness, 1_300) == ["a", "b", "c", "d", "e"], "three of six are not most"
+        liveness = job_of(*"abcdefgh")
+        for stream in (1, 2):
+            liveness.stream_closed(stream, 1_000, told=True)
+        for stream in (3, 4, 5, 6):
+            liveness.stream_closed(stream, 1_000)
+        assert lost(liveness, 1_300) == ["a", "b"], "of four of six nobody knows"
+
+    def test_one_whose_end_was_told_may_be_back(self) -> None:
+        liveness = job_of(*"abcd")
+        liveness.stream_closed(1, 1_000, told=True)
+        liveness.hello(9, hello("a"), 1_200)
+        assert lost(liveness, 1_300) == []
+
     def test_half_of_four_are_judged(self) -> None:
         liveness = job_of(*"abcd")
         liveness.stream_closed(1, 1_000)

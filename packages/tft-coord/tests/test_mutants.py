@@ -265,6 +265,14 @@ def excuses_nobody(self: Liveness, now_ms: int) -> None:
     return None
 
 
+def is_deaf_to_ends_that_are_told(self: Liveness, stream: int, now_ms: int, *, told: bool = False) -> None:
+    right_stream_closed(self, stream, now_ms)
+
+
+def takes_every_end_for_told(self: Liveness, stream: int, now_ms: int, *, told: bool = False) -> None:
+    right_stream_closed(self, stream, now_ms, told=True)
+
+
 def keeps_one_job(self: LighthouseCore, event: events.HelloReceived, now_ms: int, wall_ms: int) -> Any:
     return right_core_hello(self, replace(event, hello=replace(event.hello, job="job")), now_ms, wall_ms)
 
@@ -754,6 +762,7 @@ right_break_quorum = Job._break_quorum
 right_cast = Votes.cast
 right_votes = Votes.__init__
 right_hello = Liveness.hello
+right_stream_closed = Liveness.stream_closed
 right_sign = Liveness.sign
 right_reject = Liveness._reject
 right_presume = Liveness.presume
@@ -872,6 +881,8 @@ MUTANTS = [
     Mutant(Trainer, "noticed", drops_what_comes_early, "P3", "scenario_08_notices"),
     # Section 1, sessions and liveness: who lives, and in which job.
     Mutant(Liveness, "_excuse_if_sick", excuses_nobody, "transcript", "scenario_14_sick_lighthouse"),
+    Mutant(Liveness, "stream_closed", is_deaf_to_ends_that_are_told, "P1", "many_deaths"),
+    Mutant(Liveness, "stream_closed", takes_every_end_for_told, "transcript", "scenario_14_sick_lighthouse"),
     Mutant(Liveness, "_break_counts", gives_no_grace, "P1", 0),
     Mutant(Liveness, "_break_counts", forgives_no_flaps, "P1", 16),
     Mutant(Liveness, "judge", waits_for_the_silent, "P1", 16),

@@ -27,6 +27,7 @@ NEEDED = {
     "last_holder_without_memory",
     "nobody_names_the_quorum",
     "job_end",
+    "many_deaths",
     "silence",
     "silent_source",
     "stragglers",

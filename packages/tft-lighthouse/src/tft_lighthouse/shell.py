@@ -281,11 +281,12 @@ class LighthouseShell:
             if reader is not None:
                 reader.cancel()
             self._direct.withdraw(ticket)
+            told = any(socket.hung_up for socket in sockets)
             for socket in sockets:
                 socket.close()
             del self._streams[stream]
             self._was_asked.discard(stream)
-            self._handle(events.StreamClosed(stream))
+            self._handle(events.StreamClosed(stream, told))
             self._look_after_grace()
 
     async def _read(self, stream: int, outbox: Outbox, context: Context, sockets: Sequence[DirectSocket]) -> None:

@@ -103,9 +103,14 @@ class LeaveReceived:
 
 @dataclass(frozen=True, slots=True)
 class StreamClosed:
-    """The connection is gone, whoever closed it."""
+    """The connection is gone, whoever closed it.
+
+    `told` says that the host at its other end has closed it, as it does for a process that ends. A network or a
+    lighthouse that is sick breaks connections without a word.
+    """
 
     stream: int
+    told: bool = False
 
 
 LighthouseEvent = (

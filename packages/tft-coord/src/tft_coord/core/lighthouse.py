@@ -498,7 +498,7 @@ class Job:
             case events.StreamClosed():
                 if (gone := self.liveness.of_stream(event.stream)) is not None:
                     self.suspicion.forget(gone.replica_id)
-                self.liveness.stream_closed(event.stream, now_ms)
+                self.liveness.stream_closed(event.stream, now_ms, told=event.told)
                 out += self._asked_nobody(event.stream, now_ms)
                 self._asked_in_vain.discard(event.stream)
                 return out

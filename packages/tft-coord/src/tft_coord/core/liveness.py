@@ -2,7 +2,9 @@
 
 A stream that breaks is most often a death, sometimes a hiccup, and now and then a sick network or a sick lighthouse.
 So a break is judged after a short grace; when most streams break together, nobody is judged by it; and a replica whose
-link flaps is judged by its silence instead. A death that was reported needs no judging and is for ever.
+link flaps is judged by its silence instead. A death that was reported needs no judging and is for ever. A break that
+the replica's own host has told of is judged by itself, however many there are: twenty processes that were killed are no
+sickness.
 
 Law of this file: one job's sessions; no quorum arithmetic.
 """
@@ -146,7 +148,7 @@ class Liveness:
         self._timeouts = timeouts
         self.replicas: dict[str, Replica] = {}
         self._by_stream: dict[int, Replica] = {}
-        # Who is without a stream, in the order in which they broke; those of more than a grace ago are dropped.
+        # Whose stream broke without a word, in that order; those of more than a grace ago are dropped.
         self._broke: dict[str, Replica] = {}
         self._unfinished: dict[str, int] = {}  # since when, by the user's name: who ended and had not finished
         self._sick_ms: int | None = None  # since when silence counts anew; told to the replicas when they are judged
@@ -251,8 +253,12 @@ class Liveness:
         replica.lost_ms = now_ms
         self._breaks_no_more(replica)
 
-    def stream_closed(self, stream: int, now_ms: int) -> None:
-        """A connection is gone; judged after the grace. Closings of older streams are ignored."""
+    def stream_closed(self, stream: int, now_ms: int, *, told: bool = False) -> None:
+        """A connection is gone; judged after the grace. Closings of older streams are ignored.
+
+        Args:
+            told: the host at its other end has closed it, so it is no sign of sickness.
+        """
         replica = self._by_stream.pop(stream, None)
         if replica is None:
             return
@@ -261,8 +267,9 @@ class Liveness:
         replica.withdraw(now_ms)
         if replica.watched:
             replica.broken_ms = now_ms
-            self._broke[replica.replica_id] = replica
-            self._excuse_if_sick(now_ms)
+            if not told:
+                self._broke[replica.replica_id] = replica
+                self._excuse_if_sick(now_ms)
 
     def death(self, stream: int, reason: str, now_ms: int) -> Lost | None:
         """The end of a trainer is reported: lost at once and for ever."""
@@ -410,7 +417,7 @@ class Liveness:
         return not self.flaps(replica, now_ms) and now_ms - replica.broken_ms >= self._timeouts.reconnect_grace_ms
 
     def _excuse_if_sick(self, now_ms: int) -> None:
-        """When more than half of at least four streams break within one grace, the fault is not theirs.
+        """When more than half of at least four streams break within one grace without a word, the fault is not theirs.
 
         Thousands break together, so that no break may cost a look at all others.
         """

@@ -132,7 +132,7 @@ class LighthouseProcess(Process):
     def accepted(self, stream: Stream) -> None:
         """A manager server has dialed."""
         self._streams[stream.number] = stream
-        stream.listen(self, self._heard, lambda: self._closed(stream.number))
+        stream.listen(self, self._heard, lambda: self._closed(stream.number, told=stream.told))
 
     def _tick(self) -> None:
         now_ms, timeouts, marks = self.clock.now_ms, self._cluster.timeouts, self._cluster.marks
@@ -188,9 +188,9 @@ class LighthouseProcess(Process):
             caller, told = waiting
             self._cluster.network.message(self, caller, lambda: told(answer), lambda: None)
 
-    def _closed(self, number: int) -> None:
+    def _closed(self, number: int, *, told: bool = False) -> None:
         self._streams.pop(number, None)
-        self._heard(events.StreamClosed(number))
+        self._heard(events.StreamClosed(number, told))
 
     def _perform(self, orders: Effects) -> None:
         for order in orders:

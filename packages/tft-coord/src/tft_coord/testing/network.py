@@ -73,6 +73,7 @@ class Stream:
         self.client = client
         self.server = server
         self.open = True
+        self.told = False  # it has ended because a process did, and the host of that one said so
         self.stands_since_ms: int | None = None  # since when both ends know that it stands
         self._network = network
         self._ways = {client.name: _Way(), server.name: _Way()}
@@ -227,6 +228,7 @@ class Network:
                 if process.state is State.VANISHED:
                     self._clock.after(self._keepalive_ms, partial(self.end_stream, stream, told=[other]))
                 else:
+                    stream.told = stream.open and not self.is_cut(process.name, other.name)
                     self.end_stream(stream, told=[other])
 
     # --- streams --------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ class Silence:
             case events.HelloReceived():
                 self._hellos[event.stream] = event.hello.replica_id
             case events.StreamClosed() if newest:
-                if len(self._streams) + len(self._closed_ms) >= SICK_STREAMS_LEAST:
+                if not event.told and len(self._streams) + len(self._closed_ms) >= SICK_STREAMS_LEAST:
                     self._sick_ms = now_ms
                 del self._streams[name]
                 self._closed_ms[name] = now_ms

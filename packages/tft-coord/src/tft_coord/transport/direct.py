@@ -15,8 +15,10 @@ Law of this file: sockets, greetings and tickets; no message is understood.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import secrets
+import select
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -78,6 +80,7 @@ class DirectSocket(asyncio.Protocol):
         self._frames = FrameReader(_MOST_GREETING_BYTES)
         self._kept: list[bytes] = []
         self._take: Callable[[bytes], None] | None = None
+        self._hung_up = False
         self._transport: asyncio.Transport | None = None
         let_go_in_child(self)
 
@@ -118,6 +121,17 @@ class DirectSocket(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    @property
+    def hung_up(self) -> bool:
+        """Whether the other side's host has said that its end is closed, as it does for a process that ends.
+
+        It is looked at, too, when this socket's end has not come by yet: a stream's end and its socket's come on
+        different ways.
+        """
+        if not self._hung_up and self._transport is not None and not self._transport.is_closing():
+            self._hung_up = _is_hung_up(self._transport.get_extra_info("socket"))
+        return self._hung_up
+
     # ---- asyncio's side ----
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -142,8 +156,12 @@ class DirectSocket(asyncio.Protocol):
         except ProtocolError:
             self.abort()
 
-    def connection_lost(self, _reason: Exception | None) -> None:
+    def eof_received(self) -> None:
+        self._hung_up = True
+
+    def connection_lost(self, reason: Exception | None) -> None:
         self._transport = None
+        self._hung_up = self._hung_up or isinstance(reason, (ConnectionResetError, BrokenPipeError))
         if not self.greeting.done():
             self.greeting.set_exception(ConnectionResetError("the other side hung up"))
             self.greeting.exception()  # nobody need have waited for it
@@ -157,6 +175,15 @@ class DirectSocket(asyncio.Protocol):
         self._transport.pause_reading()
         self._frames.most_bytes = self._most_bytes
         self.greeting.set_result(message)
+
+
+def _is_hung_up(connection: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(connection.fileno(), select.POLLRDHUP)
+    if not poll.poll(0):
+        return False
+    # A connection on which nothing was acknowledged for too long has ended as well, and nobody has said so.
+    return connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in (0, errno.ECONNRESET, errno.EPIPE)
 
 
 # --- the side that asks -------------------------------------------------------------------------------------------
