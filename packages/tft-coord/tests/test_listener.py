@@ -56,6 +56,13 @@ def test_one_connection_may_take_as_long_as_one_dial(heartbeat_timeout_ms: int) 
     assert options["grpc.min_reconnect_backoff_ms"] >= heartbeat_timeout_ms
 
 
+def test_an_answer_to_a_ping_may_take_as_long_as_the_connection_may() -> None:
+    timeouts = Timeouts(heartbeat_timeout_ms=5_000)
+    for within_ms, unanswered_ms in ((0, 5_000), (20_000, 20_000)):
+        options = dict(channel_options(timeouts, to_lighthouse=True, within_ms=within_ms))
+        assert options["grpc.keepalive_timeout_ms"] == options["grpc.http2.ping_timeout_ms"] == unanswered_ms
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

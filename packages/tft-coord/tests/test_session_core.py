@@ -47,6 +47,22 @@ def test_hello_goes_first_and_says_everything() -> None:
     assert (sent.hello.address, sent.hello.replaces, sent.hello.ready, sent.hello.held) == ("a:1", "b", False, None)
 
 
+def test_the_round_trip_is_from_a_hello_to_its_welcome() -> None:
+    core = session()
+    core.start(0)
+    core.stream_opened(1_000)
+    assert core.round_trip_ms is None
+    core.welcomed(100, 50, 1_250)
+    assert core.round_trip_ms == 250
+    core.told_lost(100, 5_000)
+    core.welcomed(101, 50, 9_000)
+    assert core.round_trip_ms == 250, "this hello was not a stream's first"
+    core.stream_broke(10_000)
+    core.stream_opened(11_000)
+    core.welcomed(101, 50, 11_040)
+    assert core.round_trip_ms == 40
+
+
 def test_nothing_is_sent_before_the_welcome() -> None:
     core = session()
     core.start(0)

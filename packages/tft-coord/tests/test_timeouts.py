@@ -86,6 +86,17 @@ def test_what_works_and_hardly_anybody_wants_is_said(changes: dict[str, int], na
     assert all(name in doubt for name in named)
 
 
+def test_a_lighthouse_from_which_a_stream_is_not_back_in_time_is_too_far() -> None:
+    timeouts = Timeouts(heartbeat_timeout_ms=6_000)
+    assert timeouts.too_far(2_000) == ""
+    said = timeouts.too_far(2_001)
+    assert said.startswith("answers after 2001 ms: ")
+    assert "heartbeat_timeout_ms (6000)" in said
+    assert "--heartbeat-timeout-ms to at least 6003, and" in said
+    assert "TFT_HEARTBEAT_TIMEOUT_SEC to at least 6.003," in said
+    assert Timeouts(heartbeat_timeout_ms=6_003).too_far(2_001) == "", "what it says helps"
+
+
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(
     st.fixed_dictionaries(

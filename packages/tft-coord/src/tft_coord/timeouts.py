@@ -14,6 +14,7 @@ from typing import Any, Final
 from tft_coord.errors import SettingError
 
 _DERIVED: Final[Any] = None  # not said: it follows from the others
+ROUND_TRIPS_TO_BE_BACK: Final = 3
 LONGEST_MS: Final = 7 * 24 * 3_600_000
 
 
@@ -122,6 +123,21 @@ class Timeouts:
                 "given less time than one reduction; raise the first"
             )
         return tuple(found)
+
+    def too_far(self, round_trip_ms: int) -> str:
+        """Say what a lighthouse that answers only after so long does to these, and what to set; empty: nothing.
+
+        A stream that breaks is made anew in two round trips, and its first words take half of one.
+        """
+        needed_ms = ROUND_TRIPS_TO_BE_BACK * round_trip_ms
+        if needed_ms <= self.heartbeat_timeout_ms:
+            return ""
+        return (
+            f"answers after {round_trip_ms} ms: a stream that breaks is not back within heartbeat_timeout_ms "
+            f"({self.heartbeat_timeout_ms}), and each such break is a loss; set the lighthouse's "
+            f"--heartbeat-timeout-ms to at least {needed_ms}, and the trainers' TFT_HEARTBEAT_TIMEOUT_SEC to at least "
+            f"{needed_ms / 1000:g}, or run the lighthouse nearer to the replicas"
+        )
 
     def beside(self, heartbeat_timeout_ms: int, join_timeout_ms: int) -> Timeouts:
         """These, with a lighthouse's own where it is the lighthouse that waits.

@@ -148,6 +148,8 @@ class SessionCore:
         self.connected = False
         self.refused: GiveUp | None = None
         self.held: QuorumKey | None = None
+        self.round_trip_ms: int | None = None  # from a stream's first hello to its welcome, of the newest stream
+        self._opened_ms: int | None = None
         self.num_answers = 0  # how often it was given, or said to stand
         self.lighthouse_started_ms = 0
         self.cluster_id = ""
@@ -175,6 +177,7 @@ class SessionCore:
         if self.refused is not None:
             return [HangUp()]
         self.connected = True
+        self._opened_ms = now_ms
         self._welcomed = self._stays = False
         self._fingerprint_said = False
         self._next_beat_ms = now_ms + self._timeouts.beat_interval_ms
@@ -215,6 +218,8 @@ class SessionCore:
             return [HangUp()]
         self.lighthouse_started_ms = lighthouse_started_ms
         self.cluster_id = cluster_id
+        if self._opened_ms is not None:
+            self.round_trip_ms, self._opened_ms = now_ms - self._opened_ms, None
         self._welcomed = self._stays = self._served = True
         self.hangs = False  # a lighthouse that has forgotten the loss will see for itself
         self._broken_at_ms = None

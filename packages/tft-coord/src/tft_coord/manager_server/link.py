@@ -56,7 +56,7 @@ from tft_coord.logs import logger_for_people
 from tft_coord.manager_server.foreign import ForeignConversation
 from tft_coord.rpc import grpc
 from tft_coord.security import call_metadata
-from tft_coord.timeouts import Timeouts
+from tft_coord.timeouts import ROUND_TRIPS_TO_BE_BACK, Timeouts
 from tft_coord.transport import direct
 from tft_coord.transport.address import host_of, targets
 from tft_coord.transport.dial import TookTooLong, cancelled, dial
@@ -150,7 +150,9 @@ class LighthouseLink:
         self._open_request: int | None = None
         self._without_socket: dict[str, float] = {}  # lighthouses whose sockets can't be reached, and until when
         self._patience_ms: dict[str, int] = {}  # for a connection to a lighthouse; more where that took too long
+        self._said_far: set[str] = set()  # lighthouses of which it was said that they are far away
         self._reached: set[str] = set()  # lighthouses to which there has been a connection
+        self._took_us: set[str] = set()  # those that have answered a hello
         self._ended = False
         self._reported_death = False
         self._away_since_ms: int | None = None
@@ -296,10 +298,12 @@ class LighthouseLink:
     async def _keep_stream(self) -> None:
         """One dial and, if it succeeds, the life of one stream."""
         self._refusal = ""
+        within_ms = self._patience_ms.get(self._target, self._timeouts.heartbeat_timeout_ms)
+        opened_s: float | None = None
         try:
-            within_ms = self._patience_ms.get(self._target, self._timeouts.heartbeat_timeout_ms)
             channel = await dial(self._target, self._timeouts, to_lighthouse=True, within_ms=within_ms)
             self._reached.add(self._target)
+            opened_s = self._loop.time()
             try:
                 try:
                     await self._converse(channel)
@@ -322,11 +326,13 @@ class LighthouseLink:
         except Unreachable as error:
             # A far lighthouse takes longer than heartbeat_timeout to connect. One that was reached in less is away.
             if isinstance(error, TookTooLong) and self._target not in self._reached:
-                most_ms = PATIENCE_MOST * self._timeouts.heartbeat_timeout_ms
-                self._patience_ms[self._target] = min(2 * within_ms, most_ms)
+                self._allow(2 * within_ms)
             self._note_trouble(str(error))
             self._dial_failed("")
         finally:
+            lasted_ms = 0.0 if opened_s is None else 1000 * (self._loop.time() - opened_s)
+            if lasted_ms >= within_ms and self._target not in self._took_us:
+                self._allow(2 * within_ms)  # no answer came in that time; as above
             self._outbox = self._call = None
             if not self._ended:
                 self._perform(self._core.stream_broke(self._now_ms()))
@@ -502,6 +508,7 @@ class LighthouseLink:
 
     def _is_of_use(self) -> None:
         """The lighthouse that was dialed takes us."""
+        self._took_us.add(self._target)
         self.trouble = ""
         self._troubles.clear()
         self._strange.pop(self._target, None)
@@ -530,6 +537,7 @@ class LighthouseLink:
                 if HangUp() not in orders:  # that it takes us does not say that we take it
                     self._is_of_use()
                     self._compare(heartbeat_timeout_ms, join_timeout_ms)
+                    self._note_distance(heartbeat_timeout_ms, join_timeout_ms)
                 self._perform(orders)
                 self._beat()
             case TellLost(_, session, sentence):
@@ -569,6 +577,25 @@ class LighthouseLink:
         self._compared = True
         for doubt in self._timeouts.beside(heartbeat_timeout_ms, join_timeout_ms).doubts():
             logger.warning("replica %s, on the lighthouse at %s: %s", self._replica_id, self._target, doubt)
+
+    def _note_distance(self, heartbeat_timeout_ms: int, join_timeout_ms: int) -> None:
+        """Say once that a lighthouse is far away, and give the next connection to it the time that it takes."""
+        round_trip_ms = self._core.round_trip_ms
+        if round_trip_ms is None or not heartbeat_timeout_ms:
+            return
+        trouble = self._timeouts.beside(heartbeat_timeout_ms, join_timeout_ms).too_far(round_trip_ms)
+        if not trouble:
+            return
+        self._allow(ROUND_TRIPS_TO_BE_BACK * round_trip_ms)
+        if self._target not in self._said_far:
+            self._said_far.add(self._target)
+            logger.warning("replica %s: the lighthouse at %s %s", self._replica_id, self._target, trouble)
+
+    def _allow(self, within_ms: int) -> None:
+        """A connection to this lighthouse, and the answer to a ping on it, may take so long, within a bound."""
+        most_ms = PATIENCE_MOST * self._timeouts.heartbeat_timeout_ms
+        before_ms = self._patience_ms.get(self._target, 0)
+        self._patience_ms[self._target] = max(before_ms, min(within_ms, most_ms))
 
     def _beat(self) -> None:
         """Beat when it is time, for as long as this stream is open."""

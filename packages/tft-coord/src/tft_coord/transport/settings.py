@@ -55,13 +55,15 @@ _STATUS = {
 def channel_options(timeouts: Timeouts, *, to_lighthouse: bool = False, within_ms: int = 0) -> Options:
     """For a client's channel, which may take `within_ms` to connect, and at least heartbeat_timeout_ms.
 
+    So may the answer to a ping: a server that takes long to connect to is far away.
+
     A lighthouse has thousands of them, and every ping costs it as much as a beat; that one hangs is found later.
 
     Redials are the caller's: each dial is a new channel with a pool of its own, so that grpc's back-off, which is
     shared between channels of one address, never delays one.
     """
     return [
-        *_common(timeouts, MAX_MESSAGE_BYTES, timeouts.heartbeat_timeout_ms // (2 if to_lighthouse else 8)),
+        *_common(timeouts, MAX_MESSAGE_BYTES, timeouts.heartbeat_timeout_ms // (2 if to_lighthouse else 8), within_ms),
         ("grpc.enable_http_proxy", 0),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -96,11 +98,11 @@ def server_options(timeouts: Timeouts, *, hears_beats: bool = False) -> Options:
     ]
 
 
-def _common(timeouts: Timeouts, most_received_bytes: int, ping_after_ms: int) -> Options:
+def _common(timeouts: Timeouts, most_received_bytes: int, ping_after_ms: int, within_ms: int = 0) -> Options:
     # Pings are sent and answered by grpc's own threads, without the interpreter lock: a busy trainer answers, a stopped
     # one or a cut cable does not: it is found heartbeat_timeout after a ping, and that goes out after ping_after_ms.
     # Both time-outs are set: a server waits for the longer of the two, and the second is a minute by default.
-    unanswered_ms = timeouts.heartbeat_timeout_ms
+    unanswered_ms = max(timeouts.heartbeat_timeout_ms, within_ms)
     return [
         ("grpc.keepalive_time_ms", max(1, ping_after_ms)),
         ("grpc.keepalive_timeout_ms", unanswered_ms),
