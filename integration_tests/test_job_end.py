@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(90)
 HEARD_WITHIN_S: Final = 5.0
 
 # So many replicas train together, and 20 steps more, in so many runs one after the other. After 5 of them b evaluates,
-# until there is a file named "go".
+# until there is a file named "go". At the end of each run c saves its result, until a has ended.
 SCRIPT: Final = """
 import os, sys, time, torch
 from tft_suite import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
@@ -28,7 +28,7 @@ name, replicas, runs = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 evaluates = name == "b"
 
 
-def train():
+def train(run):
     global evaluates
     net = torch.nn.Linear(8, 1)
     inner = torch.optim.AdamW(net.parameters())
@@ -52,14 +52,16 @@ def train():
             while not os.path.exists("go"):
                 time.sleep(0.02)
             evaluates = False
-    if name == "c":
-        time.sleep(1)  # it saves its result
+    while name == "c" and not os.path.exists(f"a has ended run {run}"):
+        time.sleep(0.02)
     manager.shutdown()
+    if name == "a":
+        open(f"a has ended run {run}", "w").close()
     print("run ended", flush=True)
 
 
-for _ in range(runs):
-    train()
+for run in range(runs):
+    train(run)
 """
 
 
