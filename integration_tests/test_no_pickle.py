@@ -1,24 +1,43 @@
 """Whole runs of the examples, in which nothing is unpickled: who reaches a port of the job runs no code by it.
 
-torchrun's agent is torch's own program and is not looked at; its workers are, whose groups write and read checkpoints.
+A run may be of one process, or of a group of two, whose ranks write and read checkpoints together; and a group recovers
+its state from another one. torchrun's agent is torch's own program and is not looked at; its workers are.
 """
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from integration_tests.conftest import ROOT, Launch
-from integration_tests.scripts import SECRET
+from integration_tests.scripts import SECRET, wait_for
 from integration_tests.unpickles import FOUND
 from tft_lighthouse import LighthouseServer
 
 WATCH = str(ROOT / "integration_tests" / "unpickles.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 WITHIN_S = 170
+SMALL = "--width=32 --layers=1 --context=32 --batch=12 --characters=100000 --print_every=2"
+STREAMING = "--fault_tolerance.semi_sync_method=diloco --fault_tolerance.sync_steps=2"
+LOCAL_SGD = "--fault_tolerance.semi_sync_method=local_sgd --fault_tolerance.sync_steps=2"
+# By how many processes a group may have.
+RUNS = {
+    (1, 2): [
+        "train_ddp.py 30",
+        "durable_checkpoint.py --every 3 6",
+        "train_diloco.py 3",
+        f"train_lm.py --steps=4 {SMALL}",
+        f"train_lm.py --steps=4 {SMALL} {STREAMING}",
+    ],
+    (1,): ["custom_strategy.py 5 --k 1", f"train_lm.py --steps=4 {SMALL} {LOCAL_SGD}"],
+}
+FOR_EVER = 1_000_000
 
 
 @pytest.fixture
@@ -36,8 +55,11 @@ def run(launch: Launch, folder: Path, job: dict[str, str], command: list[str]) -
 
 
 @pytest.mark.timeout(2 * WITHIN_S + 10)
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("words", ["train_ddp.py 30", "durable_checkpoint.py --every 3 6", "train_diloco.py 3"])
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [(words, ranks) for numbers, runs in RUNS.items() for words in runs for ranks in numbers],
+    ids=lambda value: str(value).replace(f" {SMALL}", ""),
+)
 def test_no_example_unpickles(launch: Launch, job: dict[str, str], tmp_path: Path, words: str, ranks: int) -> None:
     script, *more = words.split()
     start = [sys.executable] if ranks == 1 else TORCHRUN
@@ -45,6 +67,54 @@ def test_no_example_unpickles(launch: Launch, job: dict[str, str], tmp_path: Pat
     run(launch, tmp_path, job, command)
     if script == "durable_checkpoint.py":  # again, from the disk
         run(launch, tmp_path, job, [*command[:-1], "9"])
+
+
+def test_no_example_is_left_out() -> None:
+    named = {words.partition(" ")[0] for runs in RUNS.values() for words in runs}
+    assert named == {path.name for path in (ROOT / "examples").glob("*.py")} - {"__init__.py"}
+
+
+@pytest.mark.timeout(2 * WITHIN_S + 10)
+@pytest.mark.parametrize(
+    ("words", "ranks", "meets"),
+    [
+        (f"train_ddp.py {FOR_EVER}", 1, r"step \d+ participants 2 loss"),
+        (f"train_diloco.py {FOR_EVER}", 1, r"participants 2 loss"),
+        (f"train_lm.py --steps={FOR_EVER} {SMALL}", 1, r"participants 2 loss"),
+        (f"train_lm.py --steps={FOR_EVER} {SMALL}", 2, r"participants 2 loss"),
+        (f"custom_strategy.py {FOR_EVER} --k 1", 1, r"step \d+ \w+ of 2"),
+    ],
+    ids=lambda value: str(value).partition(" ")[0],
+)
+def test_no_group_that_recovers_from_another_unpickles(
+    launch: Launch, job: dict[str, str], tmp_path: Path, words: str, ranks: int, meets: str
+) -> None:
+    script, *more = words.split()
+    command = [*([sys.executable] if ranks == 1 else TORCHRUN), WATCH, str(ROOT / "examples" / script), *more]
+    groups: list[subprocess.Popen[str]] = []
+    try:
+        for number in range(2):
+            own = ["--replica", str(number)] if script == "custom_strategy.py" else []
+            environment = {**job, "REPLICA_GROUP_ID": str(number), "NUM_REPLICA_GROUPS": "2"}
+            groups.append(launch([*command, *own], env=environment, cwd=tmp_path))
+            if number == 0:
+                wait_for(r"participants 1 loss|of 1, ", groups[0])  # there is something to recover
+            elif not own:
+                wait_for(r"healed from replica_0:\S+ to step \d+", groups[1])
+        for group in groups:
+            wait_for(meets, group)  # one that had unpickled would have ended, and so the other were alone
+    finally:
+        for group in groups:
+            end(group)
+
+
+def end(group: subprocess.Popen[str]) -> None:
+    """Kill a group with what torchrun has started for it, in sessions of their own."""
+    processes = [psutil.Process(group.pid), *psutil.Process(group.pid).children(recursive=True)]
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, WITHIN_S)
 
 
 def test_the_watch_sees_a_pickle(launch: Launch, tmp_path: Path) -> None:
