@@ -257,11 +257,11 @@ class Run:
         other.struck += 1  # it may be the one that is left out
         self.log[-1] = (self.log[-1][0], f"{self.log[-1][1]}: {', '.join(' to '.join(way) for way in ways)}")
         for way in ways:
-            self._cluster.block(*way)
+            self._cluster.lose(*way)
 
         def mend() -> None:
             for way in ways:
-                self._cluster.unblock(*way)
+                self._cluster.find(*way)
 
         self._later(self._rng.uniform(*AWAY_S), mend)
 

@@ -2,10 +2,9 @@
 
 A host is a network namespace with an interface `eth0` and an address of its own; a cable is a pair of virtual
 interfaces between it and a bridge, which is in a namespace of its own too, so that nothing of the machine's network is
-touched. A cable that is cut carries nothing, and nobody is told: no connection ends, packets are lost. A way from one
-host to another that is blocked loses the packets of that way, as a bad route or a firewall does, and no others. A cable
-that is limited carries so many bits a second each way, by a token bucket at either end; what waits there waits in a
-queue.
+touched. A cable that is cut carries nothing, and nobody is told: no connection ends, packets are lost. What one host
+sends to another can be lost alone, in one direction, while all else arrives. A cable that is limited carries so many
+bits a second each way, by a token bucket at either end; what waits there waits in a queue.
 
 Law of this file: namespaces and their interfaces. They need root and iproute2, and are gone when the block ends.
 """
@@ -23,6 +22,7 @@ from typing import Final
 
 INTERFACE: Final = "eth0"
 _SWITCH: Final = "switch"
+_NOBODY: Final = "00:00:00:00:00:01"
 _CLONE_NEWNET: Final = 0x4000_0000
 # A cable takes and hands over so much at once, as a network card that does the segmentation itself. Cut into packets of
 # 1500 bytes, what passes a limited cable costs a timer, an interrupt and a wake-up each, on the very cores whose time
@@ -30,7 +30,6 @@ _CLONE_NEWNET: Final = 0x4000_0000
 _SEGMENT_BYTES: Final = 16_384
 _BURST_BYTES: Final = 2 * _SEGMENT_BYTES
 _NAMESPACES: Final = Path("/run/netns")
-_NOBODY: Final = "02:00:00:00:00:01"  # a link address that no interface has
 
 
 class Hosts:
@@ -61,17 +60,14 @@ class Hosts:
         """Mend what was cut."""
         self._in(_SWITCH, "link", "set", f"to{self._places[name]}", "up")
 
-    def block(self, sender: str, receiver: str) -> None:
-        """Lose every packet that one host sends to another; the other way is as it was."""
-        self._in(sender, "neigh", "replace", *self._neighbour(receiver), "lladdr", _NOBODY, "nud", "permanent")
+    def lose(self, name: str, to: str) -> None:
+        """Lose what one host sends to another, and nothing else: it goes to an interface that nobody has."""
+        self._in(name, "neigh", "replace", self.address(to), "lladdr", _NOBODY, "dev", INTERFACE, "nud", "permanent")
 
-    def unblock(self, sender: str, receiver: str) -> None:
-        """Let a way that was blocked carry packets again."""
+    def find(self, name: str, to: str) -> None:
+        """Deliver again what was lost."""
         with contextlib.suppress(subprocess.CalledProcessError):  # a cable that was cut has forgotten it by itself
-            self._in(sender, "neigh", "del", *self._neighbour(receiver))
-
-    def _neighbour(self, name: str) -> tuple[str, ...]:
-        return (self.address(name), "dev", INTERFACE)
+            self._in(name, "neigh", "delete", self.address(to), "dev", INTERFACE)
 
     def limit(self, name: str, mbit_per_s: float) -> None:
         """Let a host's cable carry so much and no more, each way; until `unlimit` or another limit."""

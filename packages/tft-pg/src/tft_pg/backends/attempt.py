@@ -74,9 +74,9 @@ class Attempt:
         join_within(self._thread)
         if self._examiner is not None:
             join_within(self._examiner)
-        # What these hold holds this attempt: a store's client would keep its connection until the next collection.
+        # What these hold holds the attempt: a group's last traces would be left to the garbage collector.
+        self._late, self._examine = None, None
         self._breakers.clear()
-        self._late = self._examine = None
 
     @property
     def is_bounded(self) -> bool:
@@ -205,7 +205,7 @@ class Attempt:
                 now_s = time.monotonic()
                 left_s = self._deadline_s + _GRACE_S - now_s
                 if left_s <= 0:
-                    self._stopped_by = (self._late or self._nobody_answered)()
+                    self._stopped_by = self._late() if self._late is not None else self._nobody_answered()
                 elif self._examine is None:
                     self._sleep(left_s)
                 elif now_s >= self._examined_at_s():

@@ -1,0 +1,133 @@
+"""A member that some others can't reach costs the job two rounds, and is back soon after they reach it again.
+
+Four replicas, each on a host of its own. The lighthouse reaches all of them all the time. What one replica sends to one,
+two or three others is lost, or what they send to it; no connection ends by that. So nobody is lost by silence, and only
+the members themselves can say what is wrong.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any, Final, cast
+
+import pytest
+
+from integration_tests.conftest import Spawn
+from integration_tests.hosts import INTERFACE, Hosts, hosts, on_host, why_not
+from integration_tests.training import Address, Event, Job, Trainer
+from tft_lighthouse import LighthouseServer
+
+Record = Callable[[str, object], None]
+
+GROUPS: Final = ("a", "b", "c", "d")
+SECRET: Final = "of-this-job"  # without one other hosts are not served
+WITHOUT_S: Final = 5.0
+BACK_S: Final = 10.0
+# A machine that runs something else at the same time gets a second try.
+TRIES: Final = 2
+
+
+def serve_lighthouse(bind: str, connection: Connection) -> None:
+    with LighthouseServer(
+        bind, hostname=bind.rpartition(":")[0], token=SECRET, join_timeout_ms=1_000, min_replicas=2
+    ) as lighthouse:
+        connection.send(str(lighthouse.address))
+        connection.recv()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Hosts]:
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    with hosts("lighthouse", *GROUPS) as made:
+        yield made
+
+
+@pytest.fixture
+def job(cluster: Hosts, spawn: Spawn, forkserver: ForkServerContext) -> Iterator[Job]:
+    """Four replicas that train together."""
+    ours, theirs = forkserver.Pipe()
+    bind = f"{cluster.address('lighthouse')}:0"
+    serving = spawn(on_host, cluster.namespace("lighthouse"), serve_lighthouse, bind, theirs)
+    theirs.close()
+    assert ours.poll(20)
+    lighthouse = Address(ours.recv())
+
+    def spawn_on_host(target: Callable[..., object], spec: Any, connection: Connection) -> ForkServerProcess:
+        return spawn(on_host, cluster.namespace(spec.name), target, spec, connection)
+
+    job = Job(spawn_on_host, cast(LighthouseServer, lighthouse))
+    for name in GROUPS:
+        job.start(
+            name,
+            batch_s=0.02,
+            environment={"GLOO_SOCKET_IFNAME": INTERFACE, "TFT_TOKEN": SECRET},
+            hostname=cluster.address(name),
+            timeout=timedelta(hours=1),  # nothing here ends by it
+        )
+    job.until(lambda: all(trainer.committed_with(4) for trainer in job.trainers), "all four commit together")
+    yield job
+    ours.send("end")
+    serving.join(20)
+    ours.close()
+
+
+def first_commit_s(trainer: Trainer, since_s: float, wanted: Callable[[Event], bool]) -> float | None:
+    """How long after a moment the trainer committed such a step, in seconds."""
+    found = (event.at_s - since_s for event in trainer.events if event.kind == "commit" and event.at_s > since_s)
+    wanted_at = {event.at_s - since_s for event in trainer.events if event.kind == "commit" and wanted(event)}
+    return next((at_s for at_s in found if at_s in wanted_at), None)
+
+
+def go_on(job: Job, since_s: float, least: int, participants: range) -> float:
+    """Wait until so many trainers have committed with that many participants. Returns: the time of the last of them."""
+
+    def stalls() -> list[float]:
+        found = [
+            first_commit_s(trainer, since_s, lambda event: event.participants in participants)
+            for trainer in job.trainers
+        ]
+        return sorted(each for each in found if each is not None)
+
+    job.until(lambda: len(stalls()) >= least, f"{least} commit with {participants} participants")
+    return stalls()[least - 1]
+
+
+CASES: Final[Sequence[tuple[str, tuple[str, ...]]]] = (
+    ("d", ("c",)),
+    ("a", ("b",)),  # whose store all others use
+    ("b", ("c", "d")),
+    ("c", ("a", "b", "d")),
+    ("a", ("b", "c", "d")),
+)
+
+
+@pytest.mark.parametrize("sends", [True, False], ids=["what it sends", "what it is sent"])
+@pytest.mark.timeout(600)
+def test_who_can_not_be_reached_is_left_out_and_comes_back(
+    cluster: Hosts, job: Job, sends: bool, record_property: Record
+) -> None:
+    for victim, others in CASES:
+        ways = [(victim, other) if sends else (other, victim) for other in others]
+        for left in reversed(range(TRIES)):
+            cut_s = time.time()
+            for way in ways:
+                cluster.lose(*way)
+            # Whoever is left out, three go on: one end of each bad pair is the victim.
+            without_s = go_on(job, cut_s, 3, range(3, 4))
+            mended_s = time.time()
+            for way in ways:
+                cluster.find(*way)
+            back_s = go_on(job, mended_s, 4, range(4, 5))
+            record_property(f"{victim} and {','.join(others)}", (round(without_s, 1), round(back_s, 1)))
+            print(f"{victim} and {','.join(others)}: others {without_s:.1f} s, all {back_s:.1f} s", flush=True)
+            if (without_s <= WITHOUT_S and back_s <= BACK_S) or not left:
+                break
+        assert without_s <= WITHOUT_S, (victim, others)
+        assert back_s <= BACK_S, (victim, others)
+    job.finish()
