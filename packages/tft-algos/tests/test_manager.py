@@ -715,6 +715,23 @@ def test_a_source_that_nobody_asks_first_says_what_it_serves_for(rigs: Any, capl
     assert "serving step 0 in case another source fails, offered in" in caplog.text
 
 
+@pytest.mark.parametrize(("asked_first", "level"), [(True, logging.ERROR), (False, logging.WARNING)])
+def test_no_memory_for_a_state_that_nobody_asks_for_first_is_no_error(
+    rigs: Any, caplog: pytest.LogCaptureFixture, asked_first: bool, level: int
+) -> None:
+    plan = plan_of(7, size=3, rank=0 if asked_first else 1, healing=[2])
+    rig = rigs(plan)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise CheckpointUnavailable("there is no memory for a second copy of the state")
+
+    rig.transport.send_checkpoint = refuse
+    assert rig.step()
+    (said,) = [record for record in caplog.records if "no memory for a second copy" in record.getMessage()]
+    assert said.levelno == level
+    assert "no memory for a second copy" in str(rig.transport.shelf[state_key(plan)]), "who heals is told"
+
+
 def test_what_fails_a_step_is_told_once_a_step(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
     """One loss fails each of a model's reductions, with the same words."""
     rig = rigs()
