@@ -29,6 +29,7 @@ from tft_coord.core.quorum import Situation
 from tft_coord.core.reach import Kept, Limits, Pair, Peer, Reach, _Pause
 from tft_coord.core.session import SessionCore
 from tft_coord.core.stops import StopWatch
+from tft_coord.core.stragglers import StragglerPolicy, StragglerWatch
 from tft_coord.core.suspicion import Sighting, Suspicion
 from tft_coord.core.torchft_rule import TorchftCore
 from tft_coord.core.types import (
@@ -48,7 +49,7 @@ from tft_coord.core.types import (
 from tft_coord.testing import InvariantBroken, SimulationFailed, play, simulate, trainer
 from tft_coord.testing.invariants import Held, Reduced, Round
 from tft_coord.testing.scenario import ScenarioError
-from tft_coord.testing.simulator import SimulationConfig
+from tft_coord.testing.simulator import STRAGGLERS, SimulationConfig
 from tft_coord.testing.syncs import Sync, Syncs
 from tft_coord.testing.trainer import Life, Refused, Snapshot, Trainer, Waiter
 from tft_coord.testing.worlds import LighthouseWorld
@@ -278,9 +279,9 @@ def keeps_one_job(self: LighthouseCore, event: events.HelloReceived, now_ms: int
 
 
 def reuses_what_failed(
-    previous: Quorum | None, members: tuple[Member, ...], broken: str | None, left: Collection[str] = ()
+    previous: Quorum | None, members: tuple[Member, ...], broken: str | None, *gone: Collection[str]
 ) -> str | None:
-    reason = right_reason(previous, members, broken, left)
+    reason = right_reason(previous, members, broken, *gone)
     before = [member.identity for member in previous.members] if previous is not None else []
     return None if before == [member.identity for member in members] else reason
 
@@ -738,6 +739,56 @@ def takes_silence_for_a_bad_link(self: Liveness, replica_id: str, reason: str, n
 right_sighting = Job._sighting
 right_looked_at = GroupCore._looked_at
 right_silence = Liveness.silence
+
+
+def takes_a_small_excess_for_slow(self: StragglerPolicy, median_ms: int) -> float:
+    return 1.2 * median_ms
+
+
+def leaves_anybody_out(self: StragglerWatch, replica_id: str, over: object, company: object) -> str:
+    return ""
+
+
+def forms_with_whom_it_left_out(self: Job) -> frozenset[str]:
+    return frozenset()
+
+
+def leaves_the_last_holder_out(self: Job) -> frozenset[str]:
+    return self.stragglers.left_out
+
+
+def lets_back_at_once(self: StragglerWatch, now_ms: int, company: Any) -> Any:
+    return right_let_back(self, now_ms + 1_000_000, company)
+
+
+def never_lets_back(self: StragglerWatch, now_ms: int, company: Any) -> list[Any]:
+    return []
+
+
+def waits_for_every_step(self: StragglerWatch, pace: Any, median_ms: int) -> bool:
+    return False
+
+
+def forgives_at_the_limit(self: StragglerPolicy, median_ms: int) -> float:
+    return self.limit_ms(median_ms)
+
+
+def pauses_no_longer(self: StragglerPolicy, times: int) -> int:
+    return self.first_pause_ms
+
+
+def judges_by_one_look(self: StragglerWatch, since: object, pace: object, now_ms: int) -> bool:
+    return True
+
+
+def remembers_how_slow_it_was(self: StragglerWatch, replica_id: str, progress: Progress | None) -> None:
+    right_heard_pace(self, replica_id, progress)
+    if progress is not None and progress.own_ms:
+        self._paces[replica_id].own_ms = progress.own_ms
+
+
+right_let_back = StragglerWatch._let_back
+right_heard_pace = StragglerWatch.heard
 right_parted = foreign.parted
 right_judge = Liveness.judge
 right_break_counts = Liveness._break_counts
@@ -976,6 +1027,18 @@ MUTANTS = [
     Mutant(GroupCore, "report", reports_what_was_formed, "transcript", "last_holder_without_memory"),
     Mutant(HangWatch, "stuck", needs_only_one_to_be_stuck, "H1", 0),
     Mutant(HangWatch, "stuck", never_sees_all_stuck, "H2 transcript", "scenario_11_hangs"),
+    # Section 7, stragglers.
+    Mutant(StragglerPolicy, "limit_ms", takes_a_small_excess_for_slow, "S1", 0, STRAGGLERS),
+    Mutant(StragglerWatch, "_why_kept", leaves_anybody_out, "S2", 0, STRAGGLERS),
+    Mutant(Job, "_left_out", forms_with_whom_it_left_out, "S3 I6", 0, STRAGGLERS),
+    Mutant(StragglerWatch, "_let_back", lets_back_at_once, "S4", 0, STRAGGLERS),
+    Mutant(StragglerWatch, "_let_back", never_lets_back, "I6", 0, STRAGGLERS),
+    Mutant(Job, "_left_out", leaves_the_last_holder_out, "S5 I6 I2 transcript", "stragglers"),
+    Mutant(StragglerWatch, "_is_late", waits_for_every_step, "transcript", "stragglers"),
+    Mutant(StragglerPolicy, "keeps_up_ms", forgives_at_the_limit, "transcript", "stragglers"),
+    Mutant(StragglerPolicy, "pause_ms", pauses_no_longer, "transcript", "stragglers"),
+    Mutant(StragglerWatch, "_lasts", judges_by_one_look, "transcript", "stragglers"),
+    Mutant(StragglerWatch, "heard", remembers_how_slow_it_was, "transcript", "stragglers"),
     # Section 5, the vote.
     Mutant(GroupCore, "_merge", takes_rank_0_for_all, "I3", 0),
     Mutant(Votes, "__init__", counts_the_first_vote_for_all, "I5", 0),

@@ -24,12 +24,14 @@ def oracle(situation: Situation) -> tuple[str, ...] | None:
     before = set(situation.previous.replica_ids) if situation.previous else set()
     before -= set(situation.left)
     eligible = {each for each in situation.healthy if each not in situation.ineligible}
+    eligible -= set(situation.left_out)
     if any(each in before and situation.waiting[each].shrink_only for each in situation.waiting):
         eligible = {each for each in eligible if each in before}
     waiting = {each for each in situation.waiting if each in eligible}
     if not waiting or len(waiting) < situation.min_replicas:
         return None
-    if before and before <= waiting:
+    awaited = before - set(situation.left_out)
+    if awaited and awaited <= waiting:
         return tuple(sorted(waiting))
     if situation.fast_only:
         return None
@@ -58,13 +60,13 @@ def answer(situation: Situation) -> tuple[str, ...] | None:
 
 def every_case(ids: tuple[str, ...]) -> Iterator[Situation]:
     """Each replica: absent, gone, healthy, waiting early or late, shrinking, …; in the previous quorum or not."""
-    roles = ("absent", "left", "healthy", "healing", "early", "late", "shrinking", "ineligible")
+    roles = ("absent", "left", "healthy", "healing", "early", "late", "shrinking", "ineligible", "left out")
     for chosen in itertools.product(roles, repeat=len(ids)):
         role = dict(zip(ids, chosen, strict=True))
         waiting = {
             each: Member(each, shrink_only=role[each] == "shrinking")
             for each in ids
-            if role[each] in ("early", "late", "shrinking", "ineligible")
+            if role[each] in ("early", "late", "shrinking", "ineligible", "left out")
         }
         asked_ms = {each: 0 if role[each] in ("early", "ineligible") else 500 for each in waiting}
         for before in itertools.chain.from_iterable(itertools.combinations((*ids, "z"), n) for n in range(3)):
@@ -80,6 +82,7 @@ def every_case(ids: tuple[str, ...]) -> Iterator[Situation]:
                     healing={each for each in ids if role[each] == "healing"},
                     ineligible={each for each in ids if role[each] == "ineligible"},
                     left={each for each in ids if role[each] == "left"},
+                    left_out={each for each in ids if role[each] == "left out"},
                     previous=quorum_of(*before),
                     min_replicas=min_replicas,
                     join_timeout_ms=JOIN_MS,
@@ -93,6 +96,12 @@ def test_where_a_member_is_gone_the_survivors_are_not_blamed() -> None:
     previous = Quorum(QuorumKey(1, 1), (Member("a"), Member("b")), 0)
     after = (Member("a", commit_failures=1, needs_configure=True),)
     assert reason_for_new_id(previous, after, None) == "b is gone"
+
+
+def test_a_straggler_is_named_where_it_is_gone() -> None:
+    previous = Quorum(QuorumKey(1, 1), (Member("a"), Member("b"), Member("c")), 0)
+    reason = reason_for_new_id(previous, (Member("a"),), None, ["c"], ["b"])
+    assert reason == "b is left out as a straggler, c has left"
 
 
 def test_every_case_of_three_replicas() -> None:
@@ -121,6 +130,7 @@ def situations(draw: st.DrawFn) -> Situation:
         healthy=healthy,
         healing=draw(some) & healthy,
         ineligible=draw(some) if draw(st.integers(0, 3)) == 0 else set(),
+        left_out=draw(some) if draw(st.integers(0, 2)) == 0 else set(),
         left=left | ({"gone"} if draw(st.booleans()) else set()),
         previous=quorum_of(*before),
         min_replicas=draw(st.integers(1, 3)),

@@ -9,10 +9,11 @@ import sys
 import pytest
 
 from tft_coord.core.commit import Votes
+from tft_coord.core.stragglers import PaceKind
 from tft_coord.core.types import Verdict
 from tft_coord.testing import SCENARIO_MARKS, SimulationFailed, run_many, simulate
 from tft_coord.testing.__main__ import main
-from tft_coord.testing.simulator import FAULT_NAMES, SimulationConfig
+from tft_coord.testing.simulator import FAULT_NAMES, STRAGGLERS, SimulationConfig
 
 SEEDS = range(1_000)
 # Where a watch once took for a fault what is sound: one that heals is started anew, one that has left is, and a hello
@@ -62,12 +63,24 @@ REACHED = (
 )
 
 
+OF_STRAGGLERS = (
+    *(f"pace: {kind.name}" for kind in PaceKind),
+    "a quorum was ended for a straggler",
+)
+
+
 @pytest.mark.timeout(400)
 def test_a_thousand_seeds_keep_the_invariants_and_reach_every_case() -> None:
     marks = run_many(SEEDS, processes=2)
     assert marks.missing(REACHED) == [], f"\n{marks}"
     missing = {number: marks.missing(names) for number, names in SCENARIO_MARKS.items() if marks.missing(names)}
     assert missing == {}, f"\n{marks}"
+
+
+@pytest.mark.timeout(400)
+def test_replicas_that_become_slow() -> None:
+    marks = run_many(range(120), processes=2, config=STRAGGLERS)
+    assert marks.missing(OF_STRAGGLERS) == [], f"\n{marks}"
 
 
 @pytest.mark.parametrize("seed", ONCE_IN_DOUBT)
@@ -135,6 +148,8 @@ def test_the_command_runs_seeds_and_shows_their_marks(capsys: pytest.CaptureFixt
     told = capsys.readouterr().out
     assert "3 seeds from 0: all invariants hold" in told
     assert main(["--seed", "2"]) == 0
+    assert "seed 2: " in capsys.readouterr().out
+    assert main(["--seed", "2", "--stragglers"]) == 0
     assert "seed 2: " in capsys.readouterr().out
     assert main(["--seed", "2", "--trace"]) == 0
     assert "lighthouse QuorumFormed(" in capsys.readouterr().out

@@ -24,6 +24,7 @@ from tft_coord.core.effects import (
     RefuseSession,
     Release,
     TellLost,
+    TellStraggler,
     Welcome,
 )
 from tft_coord.core.events import (
@@ -39,6 +40,7 @@ from tft_coord.core.events import (
 )
 from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.stops import LocalProcess
+from tft_coord.core.stragglers import PaceKind, StragglerNews
 from tft_coord.core.types import (
     MAX_INT64,
     MAX_UINT64,
@@ -75,7 +77,7 @@ steps = st.integers(0, MAX_INT64)
 numbers = st.integers(0, MAX_UINT64)
 counts = st.integers(0, MAX_COUNT)
 lineages = st.none() | numbers
-progresses = st.builds(Progress, steps, st.sampled_from(Phase), steps, st.booleans(), steps)
+progresses = st.builds(Progress, steps, st.sampled_from(Phase), steps, st.booleans(), steps, steps)
 keys = st.builds(QuorumKey, steps, numbers)
 sizes = st.integers(1, 1000)
 unreached = st.lists(st.builds(Unreached, names, st.sampled_from(Via), lines), max_size=3).map(tuple)
@@ -204,7 +206,18 @@ told_to_lighthouse = st.one_of(
 )
 refusals = st.sampled_from(Refusal)
 notices = st.builds(LossNotice, keys, names, numbers, lines, st.booleans())
+paces = st.builds(
+    StragglerNews,
+    names,
+    st.sampled_from(PaceKind),
+    steps,
+    steps,
+    st.floats(0.0, 1.0, exclude_min=True),
+    steps,
+    lines,
+)
 told_by_lighthouse = st.one_of(
+    st.builds(TellStraggler, st.just(0), paces),
     st.builds(Welcome, st.just(0), numbers, steps, lines),
     st.builds(RefuseSession, st.just(0), refusals, lines, st.integers(0, MAX_INT64)),
     st.builds(TellLost, st.just(0), numbers, lines),
@@ -241,6 +254,7 @@ told_to_rank = st.one_of(
     st.builds(LeaveRequest, lines, counts),
     st.just(Released()),
     st.builds(KillOrder, lines),
+    paces,
 )
 
 
@@ -466,6 +480,24 @@ def test_a_beat_that_tells_nonsense_of_a_step_is_refused(said: pb.Progress, sent
         rank_codec.decode_from_rank(pb.ToManagerServer(beat=pb.RankBeat(progress=said)).SerializeToString())
     with pytest.raises(ProtocolError, match=sentence):
         codec.decode_to_lighthouse(7, pb.ToLighthouse(beat=pb.Beat(progress=said)).SerializeToString())
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        (pb.Straggler(kind=5), "a replica's pace changed by 5, which this version does not know"),  # type: ignore[arg-type]
+        (pb.Straggler(replica_id="a", share=0.0), "share is 0.0; it must be above 0 and at most 1"),
+        (pb.Straggler(replica_id="a", share=1.5), "share is 1.5; it must be above 0 and at most 1"),
+        (pb.Straggler(replica_id="a", share=float("nan")), "share is nan; it must be above 0 and at most 1"),
+        (pb.Straggler(share=1.0), "replica_id is empty"),
+        (pb.Straggler(replica_id="a", share=1.0, own_ms=2**63), f"own_ms is {2**63}; it must be 0"),
+    ],
+)
+def test_nonsense_about_a_pace_is_refused(said: pb.Straggler, sentence: str) -> None:
+    with pytest.raises(ProtocolError, match=sentence):
+        codec.decode_from_lighthouse(pb.FromLighthouse(straggler=said).SerializeToString())
+    with pytest.raises(ProtocolError, match=sentence):
+        rank_codec.decode_to_rank(pb.FromManagerServer(straggler=said).SerializeToString())
 
 
 def test_a_quorum_of_too_many_members_is_refused_before_they_are_looked_at() -> None:

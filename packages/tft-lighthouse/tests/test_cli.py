@@ -61,6 +61,8 @@ def test_help_shows_every_flag_and_its_default() -> None:
         "--quorum_tick_ms": "100",
         "--join_timeout_ms": "60000",
         "--heartbeat_timeout_ms": "5000",
+        "--stragglers": "warn",
+        "--straggler_ratio": "2.0",
     }.items():
         assert re.search(rf"{flag}\b.*?\(default: {default}\)", shown), flag
 

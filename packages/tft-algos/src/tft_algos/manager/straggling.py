@@ -43,7 +43,8 @@ class Straggling:
 
     def told(self, news: StragglerNews) -> None:
         """A change, or the newest one again after a stream was broken."""
-        is_new = news != self._newest and not (news.kind is PaceKind.SHARE and news.share == self.share)
+        says_nothing = news.kind is PaceKind.SHARE and news.share == self.share
+        is_new = news != self._newest and not says_nothing
         self._newest = news
         if news.kind is PaceKind.SHARE:
             self.share = news.share

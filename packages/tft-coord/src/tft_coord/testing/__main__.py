@@ -1,7 +1,8 @@
 """Run the simulator for as long as one likes: `python -m tft_coord.testing --seeds 100000`.
 
 All cores take part, or as many as `--processes` says. `--seed 17 --story` runs one seed and tells it as a transcript,
-`--seed 17 --trace` prints every event of it. `--explore 4 --replicas 3` leaves nothing to chance: it tries every order
+`--seed 17 --trace` prints every event of it. With `--stragglers` replicas become slow for a while, and few other faults
+fall. `--explore 4 --replicas 3` leaves nothing to chance: it tries every order
 of four events on the lighthouse's core alone, with three replicas, and on that of a group. Six take hours; of those
 kinds alone that `--kinds ask,die,leave,hang,wake,grace` names they take minutes. Exits 1 at the first seed or order
 that fails, with its transcript and with what happened last, 2, with one sentence, if the call was wrong, and 141,
@@ -20,10 +21,10 @@ from typing import Final, NoReturn, final
 
 from tft_coord.testing.explore import ExplorationFailed, Explored, explore
 from tft_coord.testing.many import run_many, story
-from tft_coord.testing.simulator import SimulationFailed, simulate
+from tft_coord.testing.simulator import STRAGGLERS, SimulationConfig, SimulationFailed, simulate
 from tft_coord.testing.worlds import KINDS, STARTS, GroupWorld, LighthouseWorld
 
-OF_SEEDS: Final = ("seeds", "seed", "trace", "story")
+OF_SEEDS: Final = ("seeds", "seed", "trace", "story", "stragglers")
 OF_ORDERS: Final = ("replicas", "start", "kinds")
 NOBODY_READS: Final = 128 + signal.SIGPIPE  # what a shell says of a command that this signal ended
 
@@ -56,6 +57,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=0, metavar="N", help="that do it; 0: one for each core")
     parser.add_argument("--trace", action="store_true", default=None, help="print every event and effect; of one seed")
     parser.add_argument("--story", action="store_true", default=None, help="tell it as the transcripts do; of one seed")
+    parser.add_argument("--stragglers", action="store_true", default=None, help="replicas become slow for a while")
     parser.add_argument("--explore", type=int, metavar="N", help="instead, every order of N events")
     parser.add_argument("--replicas", type=int, metavar="N", help="of which the events are, 1 to 3; 3 unless said")
     parser.add_argument("--start", choices=(*STARTS, "group"), help="from where; without it from each, one by one")
@@ -88,7 +90,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 def _fill_in(options: argparse.Namespace) -> None:
     """The defaults of what belongs to one way of running alone: argparse's own can't be told from what was said."""
-    defaults = {"seeds": 1, "seed": 0, "trace": False, "story": False, "replicas": 3, "kinds": ""}
+    defaults = {"seeds": 1, "seed": 0, "trace": False, "story": False, "stragglers": False, "replicas": 3, "kinds": ""}
     for name, default in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, default)
@@ -98,17 +100,19 @@ def _run(options: argparse.Namespace) -> int:
     processes = options.processes or os.cpu_count() or 1
     if options.explore is not None:
         return _explore(options.explore, "abc"[: options.replicas], options.start, options.kinds, processes)
+    config = STRAGGLERS if options.stragglers else SimulationConfig()
     try:
         if options.seeds == 1:
-            _run_one(options.seed, trace=options.trace, tell=options.story)
+            _run_one(options.seed, config, trace=options.trace, tell=options.story)
         else:
             seeds = range(options.seed, options.seed + options.seeds)
-            marks = run_many(seeds, processes=processes)
+            marks = run_many(seeds, processes=processes, config=config)
             print(f"{options.seeds} seeds from {options.seed}: all invariants hold; they came by\n{marks}")
     except SimulationFailed as failed:
         if isinstance(failed.cause, BrokenPipeError):  # of the trace: the seed did nothing wrong
             raise failed.cause from None
-        print(f"the transcript of seed {failed.seed}:", *story(failed.seed), "", failed, sep="\n", file=sys.stderr)
+        told = story(failed.seed, config)
+        print(f"the transcript of seed {failed.seed}:", *told, "", failed, sep="\n", file=sys.stderr)
         return 1
     return 0
 
@@ -132,10 +136,10 @@ def _explore(num_events: int, names: str, only: str | None, kinds: Sequence[str]
     return 0
 
 
-def _run_one(seed: int, *, trace: bool, tell: bool) -> None:
-    report = simulate(seed, on_line=print if trace else None)
+def _run_one(seed: int, config: SimulationConfig, *, trace: bool, tell: bool) -> None:
+    report = simulate(seed, config, on_line=print if trace else None)
     if tell:
-        print(*story(seed), sep="\n")
+        print(*story(seed, config), sep="\n")
     print(
         f"seed {seed}: {report.num_commits} commits, {report.num_events} events, first commit "
         f"{report.calm_to_commit_ms} ms and whole {report.calm_to_whole_ms} ms after the faults, "

@@ -179,6 +179,11 @@ class Attendance:
         elif news.kind is PaceKind.LET_BACK:
             self._left_out.discard(news.replica_id)
 
+    def _out_of(self, newest: Quorum | None) -> set[str]:
+        """Who is left out; nobody, where no other member of the newest quorum lives."""
+        members = set(newest.replica_ids) if newest is not None else set()
+        return self._left_out if (members - self._left_out) & self._sessions.keys() else set()
+
     def num_ready(self) -> int:
         """How many healthy replicas count for a quorum."""
         return len(self._sessions.keys() & self._ready)
@@ -401,7 +406,8 @@ class Attendance:
         """No quorum was formed just now: then somebody who lives has not asked, or they are too few."""
         if self._waits_for_links(waits, now_ms):
             return
-        living = {each for each in self._sessions if each in self._ready and each not in self._left_out}
+        out = self._out_of(self._newest)
+        living = {each for each in self._sessions if each in self._ready and each not in out}
         asking = living & self._asking.keys()
         if asking == living and len(asking) >= self._min_replicas and not self._special & living:
             before = self._newest.members if self._newest is not None else ()
@@ -410,7 +416,7 @@ class Attendance:
                 return  # that a quorum is not formed too early is looked at where one is formed
             raise InvariantBroken("I6", f"all that live have asked, {sorted(asking)}, and no quorum forms: {waits}")
         before_ids = {member.replica_id for member in self._newest.members} if self._newest is not None else set()
-        before_ids -= self._gone.keys() | self._left_out
+        before_ids -= self._gone.keys() | out
         able = asking - self._reach.excused(before_ids, now_ms)
         enough = len(able) >= self._min_replicas and not self._special & living
         if before_ids and before_ids <= asking and enough and not self._reach.is_torn_apart(before_ids):
@@ -484,15 +490,15 @@ class Attendance:
         self._look_who_is_left_out(quorum, previous, now_ms)
         excused = self._reach.excused(ids, now_ms)
         before = set(previous.replica_ids) - self._gone.keys() if previous is not None else set()
-        awaited = before - self._left_out - excused
+        out = self._out_of(previous)
+        awaited = before - out - excused
         if awaited and awaited <= ids:
             return
         living = {each for each in self._sessions if each in self._ready}
         if before & living and not before & ids:
             raise InvariantBroken("I2", f"quorum {quorum.key} leaves out all survivors of the last, {before & living}")
         # Who differs from those in it counts nowhere. It is told so when it asks, or if it asks just now.
-        counted = living - excused - self._left_out
-        living = {each for each in counted if not self._differs_from(each, ids)}
+        living = {each for each in living - excused - out if not self._differs_from(each, ids)}
         if self._special & living:
             return
         living = {each for each in living if each in ids or not self._may_be_stalled(each, ids, now_ms)}

@@ -21,32 +21,33 @@ from tft_coord.testing.simulator import Simulation, SimulationConfig, Simulation
 HAND = 10  # seeds that a process runs before it says how it went
 
 
-def run_many(seeds: range, *, processes: int = 1) -> Marks:
+def run_many(seeds: range, *, processes: int = 1, config: SimulationConfig | None = None) -> Marks:
     """Run these seeds.
 
     Args:
         seeds: which.
         processes: that run them, at least 1; one is this one.
+        config: as in `simulate`.
     Returns: what they came by, all together.
     Raises: SimulationFailed: of the first seed that was seen to fail.
     """
     marks = Marks()
     if processes == 1:
         for seed in seeds:
-            marks.add(simulate(seed).marks)
+            marks.add(simulate(seed, config).marks)
         return marks
     hands = iter([seeds[first : first + HAND] for first in range(0, len(seeds), HAND)])
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         # Not all at once: after a failure nobody should have to wait for what nobody will look at.
-        running = {pool.submit(_run_hand, hand) for hand in islice(hands, 2 * processes)}
+        running = {pool.submit(_run_hand, hand, config) for hand in islice(hands, 2 * processes)}
         while running:
             done, running = wait(running, return_when=FIRST_COMPLETED)
             failed = _take(done, marks)
             if failed is not None:
                 pool.shutdown(cancel_futures=True)
-                simulate(failed)  # fails here as it did there, and says how
+                simulate(failed, config)  # fails here as it did there, and says how
                 raise RuntimeError(f"seed {failed} failed in another process and does not here; report this")
-            running |= {pool.submit(_run_hand, hand) for hand in islice(hands, len(done))}
+            running |= {pool.submit(_run_hand, hand, config) for hand in islice(hands, len(done))}
     return marks
 
 
@@ -60,12 +61,12 @@ def _take(done: set[Future[tuple[int | None, Marks]]], marks: Marks) -> int | No
     return min(failures, default=None)
 
 
-def _run_hand(seeds: range) -> tuple[int | None, Marks]:
+def _run_hand(seeds: range, config: SimulationConfig | None) -> tuple[int | None, Marks]:
     """In a process of its own: the first of these seeds that failed, and what the others came by."""
     marks = Marks()
     for seed in seeds:
         try:
-            marks.add(simulate(seed).marks)
+            marks.add(simulate(seed, config).marks)
         except SimulationFailed:
             return seed, marks
     return None, marks

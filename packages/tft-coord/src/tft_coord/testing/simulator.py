@@ -57,6 +57,12 @@ class SimulationConfig:
     verbose_lines: int = 60
 
 
+# Paces are what changes most, and long enough to be seen.
+STRAGGLERS = SimulationConfig(
+    stragglers=True, foreign=False, standby=False, faults_ms=30_000, fault_every_ms=(1_500, 12_000)
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """What one seed did.
@@ -94,10 +100,10 @@ TORCHFT = "torchft"  # a group of torchft's kind
 class SimulationFailed(AssertionError):
     """A seed failed; the message says how to run it again and what happened last."""
 
-    def __init__(self, seed: int, cause: Exception, log: list[str]) -> None:
+    def __init__(self, seed: int, cause: Exception, log: list[str], with_what: str = "") -> None:
         lines = "\n".join(log)
         super().__init__(
-            f"seed {seed} failed: {cause}\nrun it again: python -m tft_coord.testing --seed {seed} --trace\n"
+            f"seed {seed} failed: {cause}\nrun it again: python -m tft_coord.testing --seed {seed} --trace{with_what}\n"
             f"the last events:\n{lines}"
         )
         self.seed = seed
@@ -132,7 +138,8 @@ def simulate(
     try:
         return simulation.run()
     except Exception as error:  # whatever it is, the seed must be told
-        raise SimulationFailed(seed, error, list(simulation.cluster.log)) from error
+        with_what = " --stragglers" if config == STRAGGLERS else ""
+        raise SimulationFailed(seed, error, list(simulation.cluster.log), with_what) from error
 
 
 class Simulation:
