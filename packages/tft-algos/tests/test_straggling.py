@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tft_algos import SettingError
+from tft_algos import SettingError, TooManyFailures
 from tft_algos.manager.own_time import OwnTime
 from tft_algos.manager.reduction import Reduction
 from tft_algos.testing import ManualClock, plan_of
@@ -244,6 +244,15 @@ def test_steps_without_a_quorum_are_no_failures_while_it_is_left_out(rigs: Any) 
         assert not rig.step()
     rig.coordinator.listener(BACK)
     assert not rig.step()
+
+
+def test_a_quorum_that_comes_ends_that(rigs: Any) -> None:
+    """The lighthouse that left it out may have ended meanwhile."""
+    rig = rigs(plan_of(size=2), DeadlinePassed("no quorum came in time"), max_retries=0)
+    rig.coordinator.listener(OUT)
+    assert rig.step()
+    with pytest.raises(TooManyFailures, match="failed to commit 1 times in a row"):
+        rig.step()
 
 
 def test_news_may_come_on_any_thread(rigs: Any) -> None:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
+from tft_coord.core.effects import (
+    LighthouseEffect,
+    NotifyLoss,
+    PaceChanged,
+    QuorumFormed,
+    ReplicaLost,
+    TellStraggler,
+)
+from tft_coord.core.events import BeatReceived, HelloReceived, LighthouseEvent, QuorumRequested
+from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.progress import GroupProgress, Phase, Progress
 from tft_coord.core.stragglers import (
     LEAST_SHARE,
@@ -17,6 +28,7 @@ from tft_coord.core.stragglers import (
     StragglerPolicy,
     StragglerWatch,
 )
+from tft_coord.core.types import Hello, Member
 from tft_coord.errors import SettingError
 from tft_coord.timeouts import Timeouts
 
@@ -200,7 +212,7 @@ def test_in_a_trial_not_even_the_first_step_is_waited_for() -> None:
     ("own_ms", "min_replicas", "holders", "why"),
     [
         ({"a": 400, "b": 2_000}, 1, None, "1 of 2 replicas are as slow, and only a minority is left out"),
-        ({"a": 400, "b": 400, "c": 2_000}, 3, None, "2 replicas would stay, and min_replicas is 3"),
+        ({"a": 400, "b": 400, "c": 2_000}, 3, None, "2 replicas would stay, and at least 3 are needed"),
         ({"a": 400, "b": 400, "c": 2_000}, 1, {"c"}, "it alone holds the job's state"),
         (
             {"a": 400, "b": 400, "c": 400, "d": 2_000, "e": 2_100, "f": 2_000},
@@ -237,6 +249,17 @@ def test_it_is_let_back_at_once_when_too_few_are_left() -> None:
     model.run(12_000)
     assert model.kinds[1] == ("c", "LET_BACK")
     assert "because too few replicas are left without it" in model.news[1][1].sentence
+
+
+def test_a_replica_that_is_lost_while_it_is_left_out_is_not_kept_in_mind() -> None:
+    model = Model({"a": 400, "b": 400, "c": 2_000}, StragglerAction.LEAVE_OUT).run(10_000)
+    assert model.watch.left_out == {"c"}
+    model.watch.gone("c")
+    company = Company(["a", "b"], ["a", "b"], [], ["a", "b"], 1)
+    looks = [model.watch.look("ab", now_ms, lambda: company) for now_ms in range(10_000, 20_000, BEAT_MS)]
+    changes = [change for look in looks for change in look]
+    assert [(change.news.replica_id, change.news.kind) for change in changes] == [("c", PaceKind.LET_BACK)]
+    assert model.watch.left_out == frozenset()
 
 
 def test_a_share_follows_the_pace_down_and_up() -> None:
@@ -327,6 +350,116 @@ def _own(group: GroupProgress, now_ms: int) -> int:
     progress = group.now(now_ms)
     assert progress is not None
     return progress.own_ms
+
+
+# --- the lighthouse -------------------------------------------------------------------------------------------------
+
+
+class Table:
+    """A lighthouse that leaves stragglers out, and replicas a, b and c that train together on streams 1, 2 and 3."""
+
+    def __init__(self, *, min_replica_size: int = 1, action: StragglerAction = StragglerAction.LEAVE_OUT) -> None:
+        policy = StragglerPolicy(action=action)
+        self.core = LighthouseCore(
+            LighthouseConfig(stragglers=policy),
+            started_ms=1_000_000,
+            cluster_id="cluster",
+            nonces=lambda: 7,
+            now_ms=0,
+        )
+        self.now_ms = 1_000
+        self.min_replica_size = min_replica_size
+        self.requests = dict.fromkeys("abc", 0)
+        self.core.tick(self.now_ms, self.now_ms)
+        for stream, name in enumerate("abc", 1):
+            self.give(HelloReceived(stream, Hello("job", name, 1, f"{name}:1", ready=True)))
+        self.all_ask("abc", 5)
+
+    def give(self, event: LighthouseEvent) -> list[LighthouseEffect]:
+        return self.core.handle(event, self.now_ms, 1_000_000 + self.now_ms)
+
+    def all_ask(self, names: str, step: int) -> list[LighthouseEffect]:
+        out: list[LighthouseEffect] = []
+        quorum = self.core.quorum("job")
+        held = quorum.key if quorum is not None else None
+        for name in names:
+            self.requests[name] += 1
+            member = Member(
+                name, address=f"{name}:1", step=step, lineage=step, live=True, min_replica_size=self.min_replica_size
+            )
+            out += self.give(QuorumRequested("abc".index(name) + 1, self.requests[name], member, held))
+        return out
+
+    def beat(self, seconds: int, own_ms: dict[str, int], *, busy: str = "") -> list[LighthouseEffect]:
+        """Let them train; `busy` is in one step all the time."""
+        out: list[LighthouseEffect] = []
+        for second in range(seconds):
+            self.now_ms += 1_000
+            for stream, name in enumerate("abc", 1):
+                phase = Phase.OWN if name == busy else Phase.REDUCING
+                since_ms = 1_000 * (second + 1) if name == busy else 10
+                step = 5 if busy else 5 + second
+                beat = Progress(step, phase, since_ms, own_ms=own_ms.get(name, 400))
+                self.give(BeatReceived(stream, progress=beat))
+            out += self.core.tick(self.now_ms, 1_000_000 + self.now_ms)
+        return out
+
+
+def kinds(orders: list[LighthouseEffect]) -> list[str]:
+    return [order.news.kind.name for order in orders if isinstance(order, PaceChanged)]
+
+
+def test_the_next_quorum_is_formed_without_the_straggler_and_does_not_wait_for_it() -> None:
+    table = Table()
+    orders = table.beat(8, {"c": 4_000})
+    assert kinds(orders) == ["LEFT_OUT"]
+    assert [order.stream for order in orders if isinstance(order, TellStraggler)] == [3]
+    assert not [order for order in orders if isinstance(order, NotifyLoss)], "the running step is waited for"
+    formed = [order for order in table.all_ask("ab", 14) if isinstance(order, QuorumFormed)]
+    assert [(order.quorum.replica_ids, order.reason) for order in formed] == [
+        (("a", "b"), "c is left out as a straggler")
+    ]
+    assert table.core.warnings("job")[0].startswith("replica c is left out of the next quorums for 5.00 s")
+    assert table.all_ask("c", 14) == [], "it waits"
+
+
+def test_all_are_told_when_a_step_is_not_waited_for() -> None:
+    table = Table()
+    table.beat(2, {})
+    orders = table.beat(7, {}, busy="c")
+    assert kinds(orders) == ["LEFT_OUT"]
+    told = [(order.stream, str(order.notice)) for order in orders if isinstance(order, NotifyLoss)]
+    assert [stream for stream, _ in told] == [1, 2, 3]
+    assert told[0][1].endswith(
+        "is broken: replica c is left out as a straggler: its own part of a step takes 5.00 s, and the median of the "
+        "others is 0.40 s"
+    )
+    assert not [order for order in orders if isinstance(order, ReplicaLost)]
+
+
+def test_as_many_stay_as_a_commit_needs() -> None:
+    orders = Table(min_replica_size=3).beat(8, {"c": 4_000})
+    assert kinds(orders) == ["SLOW"]
+    (news,) = [order.news for order in orders if isinstance(order, PaceChanged)]
+    assert news.sentence.endswith("it is not left out, because 2 replicas would stay, and at least 3 are needed")
+
+
+def test_a_replica_that_says_hello_is_told_its_share() -> None:
+    table = Table(action=StragglerAction.SHRINK)
+    table.beat(8, {"c": 1_600})
+    orders = table.give(HelloReceived(9, Hello("job", "c", 1, "c:1", ready=True)))
+    told = [order.news for order in orders if isinstance(order, TellStraggler)]
+    assert [(news.kind, news.share) for news in told] == [(PaceKind.SHARE, 0.25)]
+
+
+def test_a_look_at_thousands_costs_little_while_all_keep_up() -> None:
+    watch, names = StragglerWatch(StragglerPolicy()), [f"r{number}" for number in range(5_000)]
+    for number, name in enumerate(names):
+        watch.heard(name, Progress(7, Phase.REDUCING, 10, own_ms=400 + number % 50))
+    began_s = time.process_time()
+    for look in range(10):
+        assert watch.look(names, look * 1_000, _no_company) == []
+    assert time.process_time() - began_s < 1.0
 
 
 @pytest.mark.parametrize(

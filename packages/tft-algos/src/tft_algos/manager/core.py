@@ -320,6 +320,7 @@ class StepCore:
 
     def _arrived(self, plan: Plan) -> Arrival:
         self._notices = [notice for notice in self._notices if notice.key >= plan.key]
+        self.is_left_out = False
         self._attempt.plan = self._standing = plan
         self._abandon_those_of_other_quorums(plan.key)
         self._attempt.name = StepName(self.name.attempt, self.step + len(self._deferred), plan.key)

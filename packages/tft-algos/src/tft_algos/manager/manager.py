@@ -260,7 +260,7 @@ class Manager:
             self._reports,
             self._clock.monotonic,
             failed_before=lambda: self._unreached.last,
-            left_out=lambda: self._straggling.left_out,
+            left_out=lambda: self._straggling.left_out if self._core.is_left_out else "",
         )
         self._coordinator.listen(self._told)
         self._coordinator.follow(self._look)

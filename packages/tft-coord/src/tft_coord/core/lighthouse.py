@@ -912,7 +912,10 @@ class Job:
             members=[name for name in self._members if (known := replicas.get(name)) is not None and known.healthy],
             waiting=[replica.replica_id for replica, _ in self._waiting()],
             holders=[self.previous.replica_ids[rank] for rank in self._up_to_date()] if self.previous else [],
-            min_replicas=self._config.min_replicas,
+            # With fewer participants than any member needs, no step commits.
+            min_replicas=max(
+                self._config.min_replicas, *(member.min_replica_size for member in self._members.values()), 1
+            ),
         )
 
     # --- a lighthouse without memory --------------------------------------------------------------------------------
@@ -1101,6 +1104,8 @@ class Job:
             self._newest_step = member.step
             return []
         if self._announced or not self._members or replica.ineligible_until_ms > now_ms:
+            return []
+        if replica.replica_id in self._left_out():
             return []
         self._announced = True
         takers = (member.replica_id for member in self._members.values() if _takes_early(member))

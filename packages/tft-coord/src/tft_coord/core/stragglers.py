@@ -145,7 +145,7 @@ class Company:
         members: those that are in the newest one.
         waiting: those that have asked for the next one.
         holders: those that hold the job's state, so that the others can go on from it.
-        min_replicas: of the lighthouse.
+        min_replicas: so many must stay, at least.
     """
 
     healthy: Collection[str]
@@ -385,9 +385,9 @@ class StragglerWatch:
         """Why this straggler must stay, one phrase; "" where the others can do without it."""
         stay = [name for name in company.healthy if name not in self.left_out and name != replica_id]
         if len(stay) < company.min_replicas:
-            return f"{len(stay)} replicas would stay, and min_replicas is {company.min_replicas}"
+            return f"{len(stay)} replicas would stay, and at least {company.min_replicas} are needed"
         # Half of the replicas or more are no exception: then the job's pace is theirs, or the measure is wrong.
-        slow = self.left_out.union(over)
+        slow = self.left_out.union(over).intersection(company.healthy)
         if 2 * len(slow) >= len(company.healthy):
             return f"{len(slow)} of {len(company.healthy)} replicas are as slow, and only a minority is left out"
         if company.holders and not any(name in stay for name in company.holders):
@@ -401,7 +401,9 @@ class StragglerWatch:
         changes = []
         for replica_id in sorted(self.left_out):
             pace = self._paces[replica_id]
-            if needed or (now_ms >= pace.until_ms and replica_id in around.waiting):
+            # One that is lost has no request; if it comes back it is on trial as well.
+            may = replica_id in around.waiting or replica_id not in around.healthy
+            if needed or (now_ms >= pace.until_ms and may):
                 pace.standing, pace.over_since, pace.good_since = _Standing.ON_TRIAL, None, None
                 why = "too few replicas are left without it" if needed else ""
                 changes.append(self._changed(replica_id, pace, PaceKind.LET_BACK, 0, why=why))
