@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tft_coord.core import assignment, effects, events, foreign, lighthouse, quorum, suspicion
+from tft_coord.core import assignment, effects, events, foreign, lighthouse, quorum, reach, suspicion
 from tft_coord.core.commit import RoundName, Votes
 from tft_coord.core.fingerprint import Fingerprint
 from tft_coord.core.foreign_data import Aside
@@ -32,6 +32,7 @@ from tft_coord.core.stops import StopWatch
 from tft_coord.core.stragglers import StragglerPolicy, StragglerWatch
 from tft_coord.core.suspicion import Sighting, Suspicion
 from tft_coord.core.torchft_rule import TorchftCore
+from tft_coord.core.trial import Trials
 from tft_coord.core.types import (
     MAX_INT64,
     LossNotice,
@@ -892,6 +893,25 @@ def reports_nobody(self: Trainer, group: Any) -> None:
     return None
 
 
+def lets_in_before_the_trial(self: Trials) -> list[str]:
+    return []
+
+
+def lets_in_who_has_failed(self: Trials) -> dict[str, dict[str, str]]:
+    return {}
+
+
+def tries_once(self: Trials, trial: Any, unreached: dict[str, str], now_ms: int) -> None:
+    right_end_trial(self, trial, unreached, now_ms)
+    trial.again_ms = now_ms + 10_000_000
+
+
+def puts_members_out_for_newcomers(pairs: Any, order: Any, limits: Limits, free: Any = ()) -> set[str] | None:
+    return right_smallest_cover(pairs, order, limits)
+
+
+right_end_trial = Trials._end
+right_smallest_cover = reach.smallest_cover
 right_cover = Reach._cover
 right_again = _Pause.again
 right_look = Reach.look
@@ -905,6 +925,7 @@ MUTANTS = [
     Mutant(Reach, "_cover", leaves_nobody_out, "R1 I6", 0, WITH_LINKS),
     Mutant(Limits, "allow", leaves_out_whoever_is_cheapest, "R2 I2 I3", 0, WITH_LINKS),
     Mutant(Limits, "allow", goes_on_with_too_few, "I6", PARTIAL),
+    Mutant(Reach, "_cover", counts_the_waiting_alone, "R2", 165, WITH_LINKS),
     Mutant(_Pause, "lasts", never_tries_again, "R3 R2 R1", 0, WITH_LINKS),
     Mutant(_Pause, "again", waits_as_long_each_time, "transcript", PARTIAL),
     Mutant(Reach, "_late_ends", waits_for_no_other_end, "transcript", PARTIAL),
@@ -912,6 +933,11 @@ MUTANTS = [
     Mutant(Reach, "stores_failed", avoids_no_store, "transcript", PARTIAL),
     Mutant(Reach, "_store_missed", leaves_out_by_the_first_store, "transcript", PARTIAL),
     Mutant(Reach, "_store_missed", tries_one_store_after_another, "transcript", PARTIAL),
+    Mutant(Reach, "heard", leaves_out_by_state_servers, "R2", 145, WITH_LINKS),
+    Mutant(Trials, "running", lets_in_before_the_trial, "transcript", PARTIAL),
+    Mutant(Trials, "failed", lets_in_who_has_failed, "R2", 0, WITH_LINKS),
+    Mutant(Trials, "_end", tries_once, "transcript R3", PARTIAL),
+    Mutant(reach, "smallest_cover", puts_members_out_for_newcomers, "R2", PARTIAL),
     Mutant(Job, "_fit", fits_nobody_in, "R2", 0, WITH_LINKS),
     Mutant(Trainer, "asks_at_once", heals_before_it_says_so, "transcript", PARTIAL),
     Mutant(Trainer, "note_unreached", reports_nobody, "R1", 0, WITH_LINKS),

@@ -107,14 +107,31 @@ class Job:
         for name in names:
             self.come(name)
 
-    def come(self, name: str) -> None:
-        self._do(events.HelloReceived(ord(name), Hello("job", name, 1, f"{name}:1", ready=True)))
+    def come(self, name: str, *, tries_peers: bool = False) -> None:
+        hello = Hello("job", name, 1, f"{name}:1", ready=True, tries_peers=tries_peers)
+        self._do(events.HelloReceived(ord(name), hello))
+
+    @property
+    def trial(self) -> effects.TryPeers:
+        """The last that was asked for."""
+        return [order for order in self.said if isinstance(order, effects.TryPeers)][-1]
+
+    def tried(self, name: str, *unreached: str) -> None:
+        missed = tuple(Unreached(each, Via.GROUP, "no answer") for each in unreached)
+        self._do(events.PeersTried(ord(name), self.trial.number, missed))
 
     def ask(self, name: str, *reports: Unreached, step: int = 1, works: bool = True, **other: Any) -> None:
         self._requests += 1
         works = works and not reports
         member = Member(
-            name, step=step, lineage=step, live=step > 0, needs_configure=not works, unreached=reports, **other
+            name,
+            address=f"{name}:1",
+            step=step,
+            lineage=step,
+            live=step > 0,
+            needs_configure=not works,
+            unreached=reports,
+            **other,
         )
         self._do(events.QuorumRequested(ord(name), self._requests, member, self.keys.get(name)))
 
@@ -458,3 +475,127 @@ def test_who_is_kept_out_is_missing_nowhere() -> None:
     sentence = job.core.wait_sentence("job", job.now_ms)
     assert "not asked: b at b:1" in sentence
     assert "c at c:1" not in sentence
+
+
+# --- trials -----------------------------------------------------------------------------------------------------------
+
+
+def a_newcomer(job: Job, name: str = "n") -> None:
+    job.come(name, tries_peers=True)
+    job.ask(name, step=0, works=False)
+    job.wait(100)
+
+
+def test_a_newcomer_is_let_in_when_it_has_reached_its_peers() -> None:
+    job = a_job("ab")
+    a_newcomer(job)
+    assert [peer.replica_id for peer in job.trial.peers] == ["a", "b"]
+    for name in "ab":
+        job.ask(name, step=3)
+    assert job.members == "ab"  # nobody waits for its trial
+    job.tried("n")
+    for name in "ab":
+        job.ask(name, step=4)
+    assert job.members == "abn"
+
+
+def test_one_that_does_not_reach_them_is_kept_out_and_told_why() -> None:
+    job = a_job("ab")
+    a_newcomer(job)
+    job.tried("n", "b")
+    for name in "ab":
+        job.ask(name, step=3)
+    assert job.members == "ab"
+    job.wait(100)
+    assert job.waits == "n can't reach b (no answer; it tries again in 1 s)"
+    told = [chr(order.stream) for order in job.said if isinstance(order, effects.TellWait)]
+    assert sorted(told) == ["b", "n"]
+    job.wait(1_000)
+    job.tried("n")
+    for name in "ab":
+        job.ask(name, step=4)
+    assert job.members == "abn"
+
+
+def test_two_newcomers_that_miss_one_member_do_not_put_it_out() -> None:
+    job = a_job("ab")
+    for name in "mn":
+        a_newcomer(job, name)
+        job.tried(name, "b")
+    for name in "ab":
+        job.ask(name, step=3)
+    assert job.members == "ab"
+
+
+def test_one_that_failed_because_of_a_bad_member_is_let_in_where_the_others_need_it() -> None:
+    job = a_job("ab", min_replicas=2)
+    a_newcomer(job)
+    job.tried("n", "b")
+    job.ask("a", group("b"), step=3)
+    job.ask("b", group("a"), step=3)
+    assert job.members == "an"
+
+
+def test_where_no_quorum_fits_without_it_it_is_let_in_after_a_hold() -> None:
+    job = a_job("ab", min_replicas=2)
+    a_newcomer(job)
+    job.tried("n", "a")
+    job._do(events.DeathReported(ord("b"), "killed"))
+    job.ask("a", step=3, works=False)
+    assert job.waits.startswith("a set of at least 2 replicas that reach one another and hold the newest state: ")
+    job.wait(1_000)
+    assert job.members == "an"
+
+
+def test_one_that_alone_holds_the_newest_state_is_waited_for_until_its_trial_is_over() -> None:
+    job = a_job("ab")
+    job.come("n", tries_peers=True)
+    job.ask("n", step=5)
+    job.wait(100)
+    for name in "ab":
+        job.ask(name, step=3, works=False)
+    assert job.waits == "the trial of n, which alone has the newest state"
+    job.tried("n", "b")
+    assert job.members == "an"
+
+
+def test_the_very_first_quorum_needs_no_trial() -> None:
+    job = Job("")
+    job.wait(500)
+    for name in "ab":
+        job.come(name, tries_peers=True)
+    for name in "ab":
+        job.ask(name, step=0, works=False)
+    assert job.members == "ab"
+    assert not [order for order in job.said if isinstance(order, effects.TryPeers)]
+
+
+def test_one_that_is_left_out_by_a_report_is_tried_when_its_pause_is_over() -> None:
+    job = a_job("a")
+    job.come("n", tries_peers=True)
+    job.ask("n", step=0, works=False)
+    job.wait(100)
+    job.tried("n")
+    job.ask("a", step=3)
+    assert job.members == "an"
+    job.ask("a", group("n"), step=3)
+    job.ask("n", group("a"), step=0)
+    assert job.members == "a"
+    number = job.trial.number
+    job.wait(4_900)
+    assert job.trial.number == number
+    job.wait(200)
+    assert job.trial.number == number + 1
+    job.ask("a", step=4)
+    assert job.members == "a"
+    job.tried("n")
+    job.ask("a", step=5)
+    assert job.members == "an"
+
+
+def test_a_newcomer_in_its_trial_is_no_majority() -> None:
+    job = a_job("a")
+    for name in "mn":
+        a_newcomer(job, name)
+    job.ask("a", step=3)
+    assert job.members == "a"

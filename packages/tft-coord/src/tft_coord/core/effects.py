@@ -14,6 +14,7 @@ from tft_coord.core.types import (
     LeaveRequest,
     LossNotice,
     Member,
+    PeerAddresses,
     Plan,
     Quorum,
     QuorumKey,
@@ -75,6 +76,15 @@ class AnnounceNewcomer:
 
     stream: int
     replica_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class TryPeers:
+    """Ask the stream's manager server whether it reaches these members; `PeersTried` has the same number."""
+
+    stream: int
+    number: int
+    peers: tuple[PeerAddresses, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +253,7 @@ LighthouseEffect = (
     | TellLost
     | NotifyLoss
     | AnnounceNewcomer
+    | TryPeers
     | CloseStream
     | AskForQuorum
     | AnswerQuorum

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tft_coord.core.fingerprint import Fingerprint
 from tft_coord.core.progress import Progress
 from tft_coord.core.stragglers import StragglerNews
-from tft_coord.core.types import Hello, LossNotice, Member, Purpose, Quorum, QuorumKey, RankRequest
+from tft_coord.core.types import Hello, LossNotice, Member, Purpose, Quorum, QuorumKey, RankRequest, Unreached
 
 # --- to the lighthouse ---------------------------------------------------------------------------------------------
 
@@ -69,6 +69,15 @@ class QuorumReported:
 
 
 @dataclass(frozen=True, slots=True)
+class PeersTried:
+    """The answer to `TryPeers`: whom the manager server of that stream did not reach."""
+
+    stream: int
+    number: int
+    unreached: tuple[Unreached, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class DeathReported:
     """The manager server of that stream says that a trainer of its group ended."""
 
@@ -119,6 +128,7 @@ LighthouseEvent = (
     | QuorumRequested
     | RequestWithdrawn
     | QuorumReported
+    | PeersTried
     | DeathReported
     | ProbeAnswered
     | LeaveReceived

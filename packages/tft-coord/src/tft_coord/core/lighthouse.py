@@ -538,6 +538,10 @@ class Job:
             case events.QuorumReported():
                 out += self._reported(event, now_ms)
                 out += self._form(now_ms, wall_ms)
+            case events.PeersTried():
+                if self._reach.trials.answered(replica.replica_id, event.number, event.unreached, now_ms):
+                    self._more = 0
+                    out += self._form(now_ms, wall_ms)
             case events.LeaveReceived():
                 told = replica.left is not None
                 self.liveness.leave(replica, event.reason, now_ms, finished=event.finished_step is not None)
@@ -1240,6 +1244,9 @@ class Job:
         if self._asking is not None:
             self.waiting_for = f"the members of quorum {self._asking[1][0]}, which a replica holds"
             return out
+        if self.previous is not None:
+            newcomers = self._reach.may_try((replica for replica, _ in waiting), now_ms)
+            out += self._reach.trials.look(newcomers, self._members, self.liveness.replicas, now_ms)
         self._kept = self._look_at_links(now_ms)
         if self._kept.waits:
             self.waiting_for = self._kept.waits

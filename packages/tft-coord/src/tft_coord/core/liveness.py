@@ -79,6 +79,7 @@ class Replica:
     finished: bool = False  # it left because its training was over
     serves: bool = False
     pid: int = 0  # of its trainer
+    tries_peers: bool = False  # it dials its peers when it is asked to
     where: tuple[Progress, int] | None = None  # in its step, by its newest beat, and when that was heard
     said_wait_ms: int | None = None  # when its newest beat was heard, if that says that it waits
     stopped: tuple[str, int] | None = None  # which of its ranks are, and when it said so
@@ -192,6 +193,7 @@ class Liveness:
         known.answers_probes = hello.answers_probes
         known.said_wait_ms, known.stopped = None, None
         known.replaces = hello.replaces
+        known.tries_peers = hello.tries_peers
         known.presumed = False
         known.stream = stream
         self._breaks_no_more(known)

@@ -17,6 +17,7 @@ from typing import Final, TypeAlias, final
 
 from tft_coord.core.liveness import Replica
 from tft_coord.core.names import shorten
+from tft_coord.core.trial import Trials
 from tft_coord.core.types import Member, Quorum, QuorumKey, Unreached, Via
 
 PAUSE_FIRST_MS: Final = 5_000
@@ -55,7 +56,9 @@ class Limits:
         return len(chosen) <= self.most and not any(each <= set(chosen) for each in self.needed)
 
 
-def smallest_cover(pairs: Collection[Pair], order: Mapping[str, tuple[int, ...]], limits: Limits) -> set[str] | None:
+def smallest_cover(
+    pairs: Collection[Pair], order: Mapping[str, tuple[int, ...]], limits: Limits, free: Collection[str] = ()
+) -> set[str] | None:
     """Find the fewest members of which each pair has one.
 
     Args:
@@ -63,6 +66,7 @@ def smallest_cover(pairs: Collection[Pair], order: Mapping[str, tuple[int, ...]]
         order: of two members the one with the lower value is chosen first, where both would do; of two equal ones that
             with the higher replica id.
         limits: what must stay.
+        free: members that may be left out before any other one is.
     Returns: the members, or None where no cover fits the limits.
     """
     around: dict[str, set[str]] = {}
@@ -70,10 +74,10 @@ def smallest_cover(pairs: Collection[Pair], order: Mapping[str, tuple[int, ...]]
         around.setdefault(one, set()).add(other)
         around.setdefault(other, set()).add(one)
     if len(around) > EXACT_MOST:
-        return _greedy(around, order, limits)
+        return _greedy(around, order, limits, free)
     by_name = sorted(around, reverse=True)
     places = {name: place for place, name in enumerate(sorted(by_name, key=lambda name: order[name]))}
-    search = _Search(places, order, limits)
+    search = _Search(places, order, limits, free)
     search.go(around, frozenset())
     return set(search.best) if search.best is not None else None
 
@@ -82,8 +86,15 @@ def smallest_cover(pairs: Collection[Pair], order: Mapping[str, tuple[int, ...]]
 class _Search:
     """Branch and bound: the member with the most bad links is chosen, or all at the other ends of them are."""
 
-    def __init__(self, places: Mapping[str, int], order: Mapping[str, tuple[int, ...]], limits: Limits) -> None:
+    def __init__(
+        self,
+        places: Mapping[str, int],
+        order: Mapping[str, tuple[int, ...]],
+        limits: Limits,
+        free: Collection[str],
+    ) -> None:
         self._places = places
+        self._free = free
         self._order = order
         self._limits = limits
         self.best: frozenset[str] | None = None
@@ -96,15 +107,20 @@ class _Search:
             if self.best is None or self._cost(chosen) < self._cost(self.best):
                 self.best = chosen
             return
-        if self.best is not None and len(chosen) + _disjoint(left) > len(self.best):
-            return
+        if self.best is not None:
+            price, best = self._price(chosen), self._price(self.best)
+            if price > best or (price == best and len(chosen) + _disjoint(left) > len(self.best)):
+                return
         busiest = max(left, key=lambda name: (len(left[name]), -self._places[name]))
         self.go(_without(left, {busiest}), chosen | {busiest})
         self.go(_without(left, left[busiest]), chosen | left[busiest])
 
-    def _cost(self, chosen: frozenset[str]) -> tuple[int, list[tuple[int, ...]], list[int]]:
+    def _price(self, chosen: frozenset[str]) -> int:
+        return len(chosen.difference(self._free))
+
+    def _cost(self, chosen: frozenset[str]) -> tuple[int, int, list[tuple[int, ...]], list[int]]:
         first = sorted(self._order[name][:-1] for name in chosen)
-        return len(chosen), first, sorted(self._places[name] for name in chosen)
+        return self._price(chosen), len(chosen), first, sorted(self._places[name] for name in chosen)
 
 
 def _without(around: Mapping[str, set[str]], gone: Collection[str]) -> dict[str, set[str]]:
@@ -123,10 +139,13 @@ def _disjoint(around: Mapping[str, set[str]]) -> int:
     return len(taken) // 2
 
 
-def _greedy(around: Mapping[str, set[str]], order: Mapping[str, tuple[int, ...]], limits: Limits) -> set[str] | None:
+def _greedy(
+    around: Mapping[str, set[str]], order: Mapping[str, tuple[int, ...]], limits: Limits, free: Collection[str]
+) -> set[str] | None:
     """Choose who has the most bad links left, again and again; then take back who was not needed."""
-    left = {name: set(others) for name, others in around.items()}
-    chosen: list[str] = []
+    chosen = [name for name in around if name in free]
+    chosen = chosen if limits.allow(chosen) else []
+    left = _without(around, chosen)
     stays: set[str] = set()
     while True:
         left = {name: others for name, others in left.items() if others}
@@ -261,6 +280,7 @@ class Reach:
         self._out: frozenset[str] = frozenset()  # of the newest quorum
         self._hold_ms = HOLD_FIRST_MS
         self._hold_until_ms: int | None = None
+        self.trials = Trials()
 
     def heard(
         self,
@@ -301,8 +321,16 @@ class Reach:
         return replace(member, unreached=(), store_failed=False)
 
     def counts(self, now_ms: int) -> bool:
-        """Whether anything that was said keeps somebody out now."""
+        """Whether anything that was said, or tried, keeps somebody out now."""
+        if self.trials.keep_out:
+            return True
         return bool(self._links) and any(self._counts(pair, link, now_ms) for pair, link in self._links.items())
+
+    def may_try(self, waiting: Iterable[Replica], now_ms: int) -> list[Replica]:
+        """List those that no report keeps out now: they may show whether they reach their peers."""
+        pairs = [pair for pair, link in self._links.items() if self._counts(pair, link, now_ms)]
+        named = {name for pair in pairs for name in pair}
+        return [replica for replica in waiting if replica.replica_id not in named]
 
     def look(self, peers: Mapping[str, Peer], now_ms: int) -> Kept:
         """Decide who is left out of the next quorum.
@@ -311,6 +339,11 @@ class Reach:
             peers: who may be in it.
             now_ms: the time.
         """
+        tried = set(self.trials.running()).intersection(peers)
+        holders = _holders(peers)
+        if holders and holders <= tried:
+            return Kept(waits=f"the trial of {_names(holders)}, which alone has the newest state")
+        peers = {name: peer for name, peer in peers.items() if name not in tried}
         every = self._pairs(peers, now_ms)
         there = self._there(peers)
         pairs = [pair for pair in every if there.issuperset(pair)]
@@ -321,7 +354,7 @@ class Reach:
         if out is not None:
             self._hold_until_ms = None
             stay = there - out
-            return Kept(out.union(*(set(pair) - there for pair in every if stay.intersection(pair))))
+            return Kept(out.union(tried, *(set(pair) - there for pair in every if stay.intersection(pair))))
         if self._hold_until_ms is None:
             self._hold_until_ms = now_ms + self._hold_ms
             self._hold_ms = min(2 * self._hold_ms, HOLD_MOST_MS)
@@ -334,19 +367,28 @@ class Reach:
             return Kept(waits=reason)
         self._hold_until_ms = None
         for pair in pairs:
-            self._links[pair].pause.is_over = True
+            if pair in self._links:
+                self._links[pair].pause.is_over = True
+        self.trials.overrule()
         return NOBODY
 
     def fit(self, peers: Mapping[str, Peer], now_ms: int) -> frozenset[str] | None:
         """Decide who of these, all of whom wait, is left out of the quorum that is formed now: a bad link to somebody
         who is not in it either is no reason. None: no quorum of them fits."""
-        return self._cover(self._pairs(peers, now_ms), peers)
+        tried = frozenset(self.trials.running()).intersection(peers)
+        holders = _holders(peers)
+        if holders and holders <= tried:
+            return None
+        peers = {name: peer for name, peer in peers.items() if name not in tried}
+        out = self._cover(self._pairs(peers, now_ms), peers)
+        return None if out is None else out | tried
 
     def formed(self, out: frozenset[str]) -> frozenset[str]:
         """A quorum is formed without these, though they wait. Returns: who of them was not left out of the last."""
         for link in self._links.values():
             link.fresh_ms = None
         self._hold_until_ms = None
+        out = out.difference(self.trials.running())
         new, self._out = out - self._out, out
         return new
 
@@ -361,6 +403,7 @@ class Reach:
             links = [(pair, link) for pair, link in self._links.items() if name in pair]
             links = [(pair, link) for pair, link in links if self._counts(pair, link, now_ms)]
             if not links:
+                parts += self._said_of_trial(name, now_ms)
                 continue
             others = sorted(pair[0] if pair[1] == name else pair[1] for pair, _ in links)
             whys = sorted({why for _, link in links for why in link.said.values()})
@@ -370,8 +413,20 @@ class Reach:
         more = len(names) - NAMED_MOST
         return shorten("; ".join(parts)) + (f" and {more} more" if more > 0 else "")
 
+    def _said_of_trial(self, name: str, now_ms: int) -> list[str]:
+        unreached = self.trials.failed().get(name)
+        if unreached is None:
+            return [f"{name} tries to reach its peers"] if name in self.trials.running() else []
+        seconds = -(-self.trials.again_in_ms(name, now_ms) // 1_000)
+        why = next(iter(sorted(unreached.values())), "")
+        return [f"{name} can't reach {_names(unreached)} ({why}; it tries again in {seconds} s)"]
+
     def ends_of(self, name: str) -> list[str]:
         """List those that have no link to it."""
+        tried = self.trials.failed().get(name, {})
+        return [*tried, *self._reported_ends(name)]
+
+    def _reported_ends(self, name: str) -> list[str]:
         return [pair[0] if pair[1] == name else pair[1] for pair in self._links if name in pair]
 
     # --- reports ------------------------------------------------------------------------------------------------------
@@ -443,11 +498,9 @@ class Reach:
         return False
 
     def _pairs(self, peers: Mapping[str, Peer], now_ms: int) -> list[Pair]:
-        return [
-            pair
-            for pair, link in self._links.items()
-            if pair[0] in peers and pair[1] in peers and self._counts(pair, link, now_ms)
-        ]
+        found = [pair for pair, link in self._links.items() if self._counts(pair, link, now_ms)]
+        found += [pair_of(name, other) for name, unreached in self.trials.failed().items() for other in unreached]
+        return [pair for pair in dict.fromkeys(found) if pair[0] in peers and pair[1] in peers]
 
     def _there(self, peers: Mapping[str, Peer]) -> set[str]:
         """Who neither trains nor has asked puts nobody out: it may be away for long."""
@@ -456,7 +509,7 @@ class Reach:
     def _late_ends(self, pairs: Collection[Pair], peers: Mapping[str, Peer], now_ms: int) -> set[str]:
         late: set[str] = set()
         for pair in pairs:
-            fresh_ms = self._links[pair].fresh_ms
+            fresh_ms = self._links[pair].fresh_ms if pair in self._links else None
             if fresh_ms is not None and now_ms - fresh_ms < BOTH_ENDS_MS:
                 late |= {name for name in pair if not peers[name].asked}
         return late
@@ -464,18 +517,23 @@ class Reach:
     def _cover(self, pairs: Collection[Pair], peers: Mapping[str, Peer]) -> frozenset[str] | None:
         if not pairs:
             return frozenset()
-        newest = max(peer.step for peer in peers.values())
-        holders = frozenset(peer.replica_id for peer in peers.values() if peer.step == newest >= 0)
+        holders = _holders(peers)
         before = frozenset(peer.replica_id for peer in peers.values() if peer.before)
         limits = Limits(len(peers) - self._min_replicas, tuple(each for each in (holders, before) if each))
         order = {name: self._order(peers[name]) for pair in pairs for name in pair}
-        cover = smallest_cover(pairs, order, limits)
+        cover = smallest_cover(pairs, order, limits, self.trials.failed())
         return None if cover is None else frozenset(cover)
 
     def _order(self, peer: Peer) -> tuple[int, ...]:
         """Who is not in the newest quorum stays out, where another could go as well: nobody who trains is stopped for
         it. Then who was in no group yet; then the newest."""
         return (int(peer.before), int(peer.built), -peer.since_ms)
+
+
+def _holders(peers: Mapping[str, Peer]) -> frozenset[str]:
+    """Who holds the newest state. Nobody, where none has a whole one."""
+    newest = max((peer.step for peer in peers.values()), default=-1)
+    return frozenset(peer.replica_id for peer in peers.values() if peer.step == newest >= 0)
 
 
 def _why(report: Unreached) -> str:

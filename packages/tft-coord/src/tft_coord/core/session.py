@@ -112,7 +112,7 @@ class SessionCore:
         jitter: gives a number in [0, 1); spreads redials.
         num_addresses: of the lighthouse; with more than one all must be of one cluster, and the next is dialed when one
             can't be reached or answers no more.
-        pid, answers_probes: as in `Hello`.
+        pid, answers_probes, tries_peers: as in `Hello`.
     """
 
     def __init__(
@@ -128,6 +128,7 @@ class SessionCore:
         num_addresses: int = 1,
         pid: int = 0,
         answers_probes: bool = True,
+        tries_peers: bool = False,
     ) -> None:
         self._job = job
         self._replica_id = replica_id
@@ -138,6 +139,7 @@ class SessionCore:
         self._num_addresses = num_addresses
         self._pid = pid
         self._answers_probes = answers_probes
+        self._tries_peers = tries_peers
         self._address_dialed = 0
         self._stays = False  # the lighthouse that was dialed last serves us, or will
         self._next_look_ms = 0
@@ -448,6 +450,7 @@ class SessionCore:
                 num_answers=self.num_answers,
                 pid=self._pid,
                 answers_probes=self._answers_probes,
+                tries_peers=self._tries_peers,
             )
         )
 

@@ -19,6 +19,7 @@ from tft_coord.errors import ProtocolError
 MAX_UINT64 = 2**64 - 1
 MAX_INT64 = 2**63 - 1
 UNREACHED_MOST = 64  # named by one request
+TRIED_MOST = 16  # peers of one trial
 POOR_SOURCES_MOST = 16  # that one member names
 
 
@@ -75,6 +76,14 @@ class Unreached:
         if not self.replica_id:
             raise ProtocolError("a report of a peer that was not reached has no replica id; name the peer")
         _check_names(replica_id=self.replica_id, why=self.why)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAddresses:
+    """Where a member can be reached: at each of these, `host:port`."""
+
+    replica_id: str
+    addresses: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +246,7 @@ class Hello:
         num_answers: how often `held` was given to it, or said to stand.
         pid: of its trainer, for warnings; 0: not said.
         answers_probes: its manager server answers probes, and may be judged by a second of silence.
+        tries_peers: its manager server dials its peers when it is asked to (`TryPeers`).
     """
 
     job: str
@@ -252,6 +262,7 @@ class Hello:
     num_answers: int = 0
     pid: int = 0
     answers_probes: bool = False
+    tries_peers: bool = False
 
     def __post_init__(self) -> None:
         _check_names(replica_id=self.replica_id, job=self.job)

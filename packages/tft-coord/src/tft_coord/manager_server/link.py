@@ -31,6 +31,7 @@ from tft_coord.core.effects import (
     TellLost,
     TellStraggler,
     TellWait,
+    TryPeers,
     Welcome,
 )
 from tft_coord.core.fingerprint import Fingerprint
@@ -50,10 +51,11 @@ from tft_coord.core.session import (
     SessionCore,
     SessionEffect,
 )
-from tft_coord.core.types import Member, Quorum, QuorumKey, Refusal
+from tft_coord.core.types import Member, PeerAddresses, Quorum, QuorumKey, Refusal
 from tft_coord.errors import ProtocolError, Unreachable
 from tft_coord.logs import logger_for_people
 from tft_coord.manager_server.foreign import ForeignConversation
+from tft_coord.manager_server.trial import try_peers
 from tft_coord.rpc import grpc
 from tft_coord.security import call_metadata
 from tft_coord.timeouts import ROUND_TRIPS_TO_BE_BACK, Timeouts
@@ -132,6 +134,7 @@ class LighthouseLink:
             replaces=replaces,
             num_addresses=len(self._targets),
             pid=pid,
+            tries_peers=True,
         )
         self._foreign_core = ForeignCore(
             job=job, replica_id=replica_id, timeouts=timeouts, words=lambda: secrets.randbits(64)
@@ -140,6 +143,7 @@ class LighthouseLink:
         self._said_foreign = False
         self._job = job
         self._looking: set[asyncio.Task[None]] = set()
+        self._trial: asyncio.Task[None] | None = None  # of the peers, the last that was asked for
         self._loop = asyncio.get_running_loop()
         self._outbox: Outbox | None = None
         self._said: Member | None = None  # in the last request on this stream
@@ -226,8 +230,8 @@ class LighthouseLink:
         for timer in (self._redial, self._next_beat):
             if timer is not None:
                 timer.cancel()
-        for looking in list(self._looking):
-            await cancelled(looking)
+        for task in (*self._looking, *([self._trial] if self._trial is not None else [])):
+            await cancelled(task)
         stream, outbox = self._stream, self._outbox
         if stream is None:
             return
@@ -556,6 +560,8 @@ class LighthouseLink:
                 self._arrived(events.PaceTold(news))
             case TellWait(_, sentence, warns):
                 self._arrived(events.WaitTold(sentence, warns))
+            case TryPeers(_, number, peers):
+                self._begin_trial(number, peers)
             case Release():
                 self._arrived(events.NobodyHeals())
             case Probe(_, number):
@@ -569,6 +575,25 @@ class LighthouseLink:
             case AskForQuorum(_, key):
                 held = self._quorum()
                 self._say(events.QuorumReported(0, held if held is not None and held.key == key else None))
+
+    def _begin_trial(self, number: int, peers: Sequence[PeerAddresses]) -> None:
+        """Dial these peers, beside all else, and say whom we did not reach; an older trial is of no use any more."""
+        if self._trial is not None:
+            self._trial.cancel()
+        self._trial = self._loop.create_task(self._try_peers(number, peers, self._outbox))
+
+    async def _try_peers(self, number: int, peers: Sequence[PeerAddresses], outbox: Outbox | None) -> None:
+        unreached = await try_peers(peers)
+        for each in unreached:
+            logger.warning(
+                "replica %s can't reach replica %s (%s), and can't join its quorum; look at the addresses and the "
+                "firewalls of both hosts; it tries again",
+                self._replica_id,
+                each.replica_id,
+                each.why,
+            )
+        if outbox is self._outbox:  # another stream is asked anew
+            self._say(events.PeersTried(0, number, unreached))
 
     def _compare(self, heartbeat_timeout_ms: int, join_timeout_ms: int) -> None:
         """Say once what the lighthouse's time-outs and ours do to each other."""

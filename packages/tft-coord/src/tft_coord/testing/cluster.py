@@ -76,6 +76,7 @@ class ClusterConfig:
         world_size: ranks in each.
         min_replicas: of the lighthouse.
         foreign: the lighthouse is torchft's.
+        trials: manager servers try their peers when they are asked to.
         cluster_id: of the lighthouse; "": each life has its own.
         standby: cluster id of a lighthouse at a second address, `lighthouse2`; "": there is none.
         timeouts: of everybody; shorter than in production, so that fewer events happen while waiting.
@@ -93,6 +94,7 @@ class ClusterConfig:
     world_size: int = 1
     min_replicas: int = 1
     foreign: bool = False
+    trials: bool = False
     cluster_id: str = ""
     standby: str = ""
     timeouts: Timeouts = SHORT_TIMEOUTS

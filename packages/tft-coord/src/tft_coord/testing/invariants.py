@@ -409,7 +409,8 @@ class Attendance:
         out = self._out_of(self._newest)
         living = {each for each in self._sessions if each in self._ready and each not in out}
         asking = living & self._asking.keys()
-        if asking == living and len(asking) >= self._min_replicas and not self._special & living:
+        shown = asking - self._reach.in_trial()
+        if asking == living and len(shown) >= self._min_replicas and not self._special & living:
             before = self._newest.members if self._newest is not None else ()
             away = any(self._may_come_back(member.replica_id, now_ms) for member in before)
             if away and waits.startswith("the state of step"):
@@ -422,10 +423,22 @@ class Attendance:
         if before_ids and before_ids <= asking and enough and not self._reach.is_torn_apart(before_ids):
             raise InvariantBroken("P2", f"all of the last quorum have asked, {sorted(asking)}, and none forms: {waits}")
 
+    def tries(self, stream: int, number: int) -> None:
+        """Whoever has that stream is asked to try its peers."""
+        for replica_id in [each for each, newest in self._streams.items() if newest == stream]:
+            self._reach.tries(replica_id, number)
+
+    def tried(self, stream: int, number: int, unreached: Collection[str]) -> None:
+        """It has, and has not reached these."""
+        for replica_id in [each for each, newest in self._streams.items() if newest == stream]:
+            self._reach.tried(replica_id, number, unreached)
+
     def _waits_for_links(self, waits: str, now_ms: int) -> bool:
         """Whether it waits because of bad links, as it may. (R1 is the bound on that.)"""
         if waits.startswith("the report of"):
             return self._reach.waits_for_both_ends(now_ms, self._timeouts.quorum_tick_ms)
+        if waits.startswith("the trial of"):
+            return bool(self._reach.in_trial())
         return waits.startswith(("a set of at least", "a replica that all others reach"))
 
     def _look_who_is_left_out(self, quorum: Quorum, previous: Quorum | None, now_ms: int) -> None:
@@ -489,6 +502,7 @@ class Attendance:
                 raise InvariantBroken("I2", f"{member.replica_id} is in quorum {quorum.key} and does not live")
         self._look_who_is_left_out(quorum, previous, now_ms)
         excused = self._reach.excused(ids, now_ms)
+        self._reach.formed(ids)
         before = set(previous.replica_ids) - self._gone.keys() if previous is not None else set()
         out = self._out_of(previous)
         awaited = before - out - excused
@@ -580,6 +594,8 @@ class Attendances:
             case events.StreamClosed():
                 attendance.asks_no_more(event.stream)
                 attendance.closed(event.stream)
+            case events.PeersTried():
+                attendance.tried(event.stream, event.number, [each.replica_id for each in event.unreached])
             case events.DeathReported():
                 attendance.death_reported(event.stream)
             case events.LeaveReceived():
@@ -620,6 +636,8 @@ class Attendances:
             case effects.CloseStream():
                 newer, older = self._hellos[self._said_hello_last], self._hellos[order.stream]
                 self.of(older.job).takes_place(newer, older)
+            case effects.TryPeers():
+                self.of(self.job_of(order.stream)).tries(order.stream, order.number)
             case effects.AskForQuorum():
                 self._asked[self.job_of(order.stream)] = order.stream, order.key
             case effects.Welcome():

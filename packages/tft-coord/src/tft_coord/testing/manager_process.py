@@ -27,10 +27,11 @@ from tft_coord.core.session import (
 )
 from tft_coord.core.session import SessionEffect as _SessionEffect
 from tft_coord.core.stops import LOOK_EVERY_MS
-from tft_coord.core.types import NewcomerAsks, Refusal
+from tft_coord.core.types import NewcomerAsks, Refusal, Unreached, Via
 from tft_coord.testing.clock import Timer
 from tft_coord.testing.foreign_process import Unimplemented
 from tft_coord.testing.lighthouse_process import LighthouseProcess
+from tft_coord.testing.links import FAILS_AFTER_MS
 from tft_coord.testing.network import Stream
 from tft_coord.testing.process import Process, State
 from tft_coord.testing.trainer import Refused
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from tft_coord.testing.cluster import Cluster, Replica
     from tft_coord.testing.hang_truth import Told
 
+TRIED_AFTER_MS = 5  # all peers answer
 FATAL = frozenset(
     {
         "group_lost",
@@ -77,6 +79,7 @@ class ManagerProcess(Process):
             replaces=replica.replaces,
             num_addresses=2 if cluster.config.standby else 1,
             answers_probes=cluster.config.probes,
+            tries_peers=cluster.config.trials,
         )
         self._looks: Timer | None = None
         self.foreign = ForeignCore(
@@ -366,6 +369,23 @@ class ManagerProcess(Process):
             self._cluster.marks.hit("a replica followed to a newer lighthouse")
         self._perform_session(orders)
 
+    def _try_peers(self, order: effects.TryPeers) -> None:
+        """Dial these members; who has a bad link to one of them finds out after a while."""
+        links, marks = self._cluster.links, self._cluster.marks
+        unreached = tuple(
+            Unreached(peer.replica_id, Via.GROUP, "no answer")
+            for peer in order.peers
+            if links.is_bad(self.replica.replica_id, peer.replica_id, Via.GROUP)
+        )
+        marks.hit("a newcomer failed its trial" if unreached else "a newcomer passed its trial")
+        stream = self._stream
+
+        def over() -> None:
+            if stream is self._stream:
+                self._send(lambda number: events.PeersTried(number, order.number, unreached))
+
+        self.after(FAILS_AFTER_MS if unreached else TRIED_AFTER_MS, over)
+
     def _dial(self, address: int) -> None:
         lighthouse = self._cluster.lighthouse_at(address)
         self._cluster.network.dial(
@@ -423,6 +443,8 @@ class ManagerProcess(Process):
                 self.handle(events.SessionLost(order.session, order.message))
             case effects.NotifyLoss():
                 self.handle(events.LossNoticed(order.notice))
+            case effects.TryPeers():
+                self._try_peers(order)
             case effects.AnnounceNewcomer():
                 self.handle(events.NewcomerAnnounced(order.replica_id))
             case effects.AskToLeave():

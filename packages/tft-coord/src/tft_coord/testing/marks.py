@@ -141,6 +141,8 @@ SCENARIO_MARKS: Mapping[int, tuple[str, ...]] = {
         "new id: can't be reached",
         "waited: the report of",
         "waited: that reach one another",
+        "a newcomer passed its trial",
+        "a newcomer failed its trial",
     ),
 }
 

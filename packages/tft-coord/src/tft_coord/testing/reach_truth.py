@@ -24,6 +24,8 @@ class ReachTruth:
 
     def __init__(self) -> None:
         self._said: dict[frozenset[str], tuple[int, QuorumKey | None]] = {}  # when last, and of which quorum
+        self._trials: dict[str, int] = {}  # of newcomers: the number of one that has not been answered
+        self._failed: dict[str, set[str]] = {}  # whom a newcomer did not reach in its last trial
 
     def asked(self, member: Member, held: QuorumKey | None, newest: Quorum | None, now_ms: int) -> None:
         """A request came in."""
@@ -35,6 +37,26 @@ class ReachTruth:
             ids = set(newest.replica_ids)
             self._said = {pair: said for pair, said in self._said.items() if said[1] == held or not pair <= ids}
 
+    def tries(self, replica_id: str, number: int) -> None:
+        """A newcomer is asked to try its peers."""
+        self._trials[replica_id] = number
+
+    def tried(self, replica_id: str, number: int, unreached: Collection[str]) -> None:
+        """It has."""
+        if self._trials.get(replica_id) == number:
+            del self._trials[replica_id]
+            self._failed[replica_id] = set(unreached)
+
+    def formed(self, ids: Collection[str]) -> None:
+        """Who is in a quorum is no newcomer any more."""
+        for name in ids:
+            self._trials.pop(name, None)
+            self._failed.pop(name, None)
+
+    def in_trial(self) -> set[str]:
+        """Who is asked to try its peers, and has not answered."""
+        return set(self._trials)
+
     def waits_for_both_ends(self, now_ms: int, tick_ms: int) -> bool:
         """Whether a bad link was named just now."""
         return any(now_ms - at_ms <= BOTH_ENDS_MS + tick_ms for at_ms, _ in self._said.values())
@@ -44,8 +66,10 @@ class ReachTruth:
         return any(pair <= set(ids) for pair in self._said)
 
     def excused(self, ids: Collection[str], now_ms: int) -> set[str]:
-        """Who need not be in a quorum of these, nor be waited for: it has a bad link to one of them."""
-        return {
+        """Who need not be in a quorum of these, nor be waited for: it has a bad link to one of them, or has not shown
+        that it has none."""
+        tried = {name for name, unreached in self._failed.items() if unreached.intersection(ids)} | self.in_trial()
+        return tried.difference(ids) | {
             name
             for pair, (at_ms, _) in self._said.items()
             if now_ms - at_ms <= COUNTS_MS and (len(pair) == 1 or pair & set(ids))
@@ -69,14 +93,22 @@ class ReachTruth:
         holders = {name for name, each in waiting.items() if not each.torn and each.step == newest}
         if holders and not holders.intersection(ids):
             return f"{sorted(ids)} go on without any of {sorted(holders)}, which hold step {newest}"
-        if not left_out or len(waiting) > ALL_SETS_MOST:
-            return None
         needed = [each for each in (holders, set(before).intersection(waiting)) if each]
         pairs = [pair for pair in self._said if pair <= set(waiting)]
+        newcomers = {name for name in set(ids).difference(before) if self._failed.get(name, set()).intersection(ids)}
+        rest = set(ids) - newcomers
+        if newcomers and not pairs and len(rest) >= min_replicas and all(each & rest for each in needed):
+            return f"{sorted(newcomers)} did not reach all of {sorted(rest)}, and could have been left out"
+        # Who has not passed its trial is left out before any other one is.
+        free = {name for name in left_out if name in self._trials or self._failed.get(name)}
+        left_out -= free
+        if not left_out or len(waiting) > ALL_SETS_MOST:
+            return None
         for number in range(len(left_out)):
-            for chosen in map(set, combinations(sorted(waiting), number)):
-                covers = all(pair & chosen for pair in pairs)
-                fits = len(waiting) - number >= min_replicas and not any(each <= chosen for each in needed)
+            for chosen in map(set, combinations(sorted(waiting.keys() - free), number)):
+                gone = chosen | free
+                covers = all(pair & gone for pair in pairs)
+                fits = len(waiting) - len(gone) >= min_replicas and not any(each <= gone for each in needed)
                 if covers and fits:
                     return f"{sorted(left_out)} are left out, where {sorted(chosen)} would do"
         return None

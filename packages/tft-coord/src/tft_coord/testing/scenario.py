@@ -180,6 +180,11 @@ class Scenario:
                     self._tell(self.cluster.decides, f"refuses: {order.message}")
             case effects.NotifyLoss() if order.notice.reason.startswith((STUCK, LEFT_OUT)):
                 self._tell(self.cluster.decides, str(order.notice).replace(str(order.notice.key), self._name(order)))
+            case effects.TryPeers():
+                who = self.cluster.replica_of_stream(order.stream)
+                name = who.replica_id if who is not None else "somebody"
+                peers = " ".join(peer.replica_id for peer in order.peers)
+                self._tell(self.cluster.decides, f"asks {name} to try {peers}")
             case effects.AskForQuorum():
                 who = self.cluster.replica_of_stream(order.stream)
                 name = who.replica_id if who is not None else "somebody"
@@ -257,18 +262,19 @@ class Scenario:
     # --- commands ---------------------------------------------------------------------------------------------------
 
     def _do_cluster(self, words: list[str]) -> Iterable[str]:
-        """cluster [world_size=1] [min_replicas=1] [step=0] [synchronous] [foreign] [standby] [strangers]: an empty
-        cluster with a lighthouse: torchft's (`foreign`), or a second one besides, `lighthouse2`, of the same cluster
-        (`standby`) or of another (`strangers`). With `fragments=4 in_flight=2` trainers synchronize now and then.
-        With `stragglers=leave-out` (or `warn`, `shrink`) the lighthouse looks at their paces. With `quiet` nothing is
-        told of steps that go well. Manager servers of before the probes are `without-probes`; `together`: all ranks of
-        a group run on its manager server's host."""
+        """cluster [world_size=1] [min_replicas=1] [step=0] [synchronous] [trials] [foreign] [standby] [strangers]: an
+        empty cluster with a lighthouse: torchft's (`foreign`), or a second one besides, `lighthouse2`, of the same
+        cluster (`standby`) or of another (`strangers`). With `fragments=4 in_flight=2` trainers synchronize now and
+        then. With `stragglers=leave-out` (or `warn`, `shrink`) the lighthouse looks at their paces. With `quiet`
+        nothing is told of steps that go well. With `trials` newcomers try their peers first. Manager servers of before
+        the probes are `without-probes`; `together`: all ranks of a group run on its manager server's host."""
         numbers = dict(word.split("=", 1) for word in words if "=" in word)
         config = ClusterConfig(
             names=(),
             world_size=int(numbers.get("world_size", 1)),
             min_replicas=int(numbers.get("min_replicas", 1)),
             foreign="foreign" in words,
+            trials="trials" in words,
             cluster_id="ours" if "standby" in words or "strangers" in words else "",
             standby="ours" if "standby" in words else "theirs" if "strangers" in words else "",
             delay_ms=(1, 1),

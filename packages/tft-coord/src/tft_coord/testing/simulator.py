@@ -90,6 +90,7 @@ FOREIGN_SHARE = 0.1  # of the jobs run on torchft's lighthouse
 STANDBY_SHARE = 0.1  # have two lighthouses
 LINKS_SHARE = 0.125  # have bad links
 WITHOUT_PROBES_SHARE = 0.1  # have manager servers that answer no probes
+TRIALS_SHARE = 0.5  # of those with bad links, have managers that try their peers
 LOAD_ERRORS = 0.1  # of the loads on a rank of a group of several
 SYNCS_SHARE = 0.2  # synchronize now and then
 TWIN = "twin"  # whoever was started a second time under one replica id
@@ -211,6 +212,10 @@ class Simulation:
         silence = self._rng("silence")
         has_probes = silence.random() > WITHOUT_PROBES_SHARE if config.probes is None else config.probes
         cluster_config = replace(cluster_config, probes=has_probes, ranks_together=silence.random() < 0.5)
+        links = self._rng("links")
+        has_links = links.random() < LINKS_SHARE if config.links is None else config.links
+        # In half of those with bad links newcomers are tried first.
+        cluster_config = replace(cluster_config, trials=has_links and self._rng("trials").random() < TRIALS_SHARE)
         self._raising = False
         self._paces = self._rng("paces")
         self._slower_ms: dict[str, int] = {}  # a replica's own part of a step, for a while
@@ -239,8 +244,6 @@ class Simulation:
         )
         self._calm = False
         self._num_faults = 0
-        links = self._rng("links")
-        has_links = links.random() < LINKS_SHARE if config.links is None else config.links
         # torchft's lighthouse knows no reports.
         self._links = LinkFaults(self.cluster, links, lambda: self._calm) if has_links and not foreign else None
 

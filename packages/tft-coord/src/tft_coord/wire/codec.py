@@ -28,6 +28,7 @@ from tft_coord.core.effects import (
     TellLost,
     TellStraggler,
     TellWait,
+    TryPeers,
     Welcome,
 )
 from tft_coord.core.events import (
@@ -37,6 +38,7 @@ from tft_coord.core.events import (
     HelloReceived,
     LeaveReceived,
     LighthouseEvent,
+    PeersTried,
     ProbeAnswered,
     QuorumReported,
     QuorumRequested,
@@ -104,11 +106,15 @@ def encode_to_lighthouse(event: LighthouseEvent, said: Member | None = None) -> 
                 num_answers=hello.num_answers,
                 pid=hello.pid,
                 answers_probes=hello.answers_probes,
+                tries_peers=hello.tries_peers,
             )
             return pb.ToLighthouse(hello=greeting).SerializeToString()
         case QuorumReported():
             report = pb.QuorumReport(quorum=None if event.quorum is None else _quorum_to_wire(event.quorum))
             return pb.ToLighthouse(quorum_report=report).SerializeToString()
+        case PeersTried():
+            tried = pb.PeersTried(number=event.number, unreached=fields.unreached_to_wire(event.unreached))
+            return pb.ToLighthouse(peers_tried=tried).SerializeToString()
         case DeathReported():
             return pb.ToLighthouse(death=pb.Death(reason=fields.clip(event.reason))).SerializeToString()
         case ProbeAnswered():
@@ -154,6 +160,9 @@ def decode_to_lighthouse(
                 raise ProtocolError("a quorum is reported that was not asked for")
             report = message.quorum_report
             return QuorumReported(stream, _quorum_from_wire(report.quorum) if report.HasField("quorum") else None)
+        case "peers_tried":
+            tried = message.peers_tried
+            return PeersTried(stream, tried.number, fields.unreached_from_wire(tried.unreached))
         case "death":
             return DeathReported(stream, fields.checked_sentence("reason", message.death.reason))
         case "probed":
@@ -184,6 +193,7 @@ ToldEffect = (
     | AskToLeave
     | TellWait
     | TellStraggler
+    | TryPeers
     | Release
     | Probe
 )
@@ -237,6 +247,8 @@ def encode_from_lighthouse(effect: ToldEffect) -> bytes:
             return pb.FromLighthouse(straggler=fields.straggler_to_wire(effect.news)).SerializeToString()
         case Probe():
             return pb.FromLighthouse(probe=pb.Probe(number=effect.number)).SerializeToString()
+        case TryPeers():
+            return pb.FromLighthouse(try_peers=fields.trial_to_wire(effect.number, effect.peers)).SerializeToString()
         case Release():
             return pb.FromLighthouse(released=pb.Released()).SerializeToString()
 
@@ -292,6 +304,8 @@ def decode_from_lighthouse(data: bytes) -> ToldEffect:
             return TellStraggler(0, fields.straggler_from_wire(message.straggler))
         case "probe":
             return Probe(0, message.probe.number)
+        case "try_peers":
+            return TryPeers(0, message.try_peers.number, fields.peers_from_wire(message.try_peers))
         case "released":
             return Release(0)
         case _:
@@ -521,6 +535,7 @@ def _hello_from_wire(message: pb.Hello) -> Hello:
         num_answers=fields.checked_count("num_answers", message.num_answers, MAX_INT64),
         pid=message.pid,
         answers_probes=message.answers_probes,
+        tries_peers=message.tries_peers,
     )
 
 

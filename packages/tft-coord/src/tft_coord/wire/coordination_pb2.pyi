@@ -355,7 +355,7 @@ class Source(_message.Message):
     def __init__(self, replica_rank: _Optional[int] = ..., replica_id: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("job", "replica_id", "session", "address", "replaces", "ready", "held", "lighthouse_started_ms", "cluster_id", "left", "num_answers", "pid", "answers_probes")
+    __slots__ = ("job", "replica_id", "session", "address", "replaces", "ready", "held", "lighthouse_started_ms", "cluster_id", "left", "num_answers", "pid", "tries_peers", "answers_probes")
     JOB_FIELD_NUMBER: _ClassVar[int]
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -368,6 +368,7 @@ class Hello(_message.Message):
     LEFT_FIELD_NUMBER: _ClassVar[int]
     NUM_ANSWERS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    TRIES_PEERS_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_PROBES_FIELD_NUMBER: _ClassVar[int]
     job: str
     replica_id: str
@@ -381,8 +382,9 @@ class Hello(_message.Message):
     left: bool
     num_answers: int
     pid: int
+    tries_peers: bool
     answers_probes: bool
-    def __init__(self, job: _Optional[str] = ..., replica_id: _Optional[str] = ..., session: _Optional[int] = ..., address: _Optional[str] = ..., replaces: _Optional[str] = ..., ready: bool = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., lighthouse_started_ms: _Optional[int] = ..., cluster_id: _Optional[str] = ..., left: bool = ..., num_answers: _Optional[int] = ..., pid: _Optional[int] = ..., answers_probes: bool = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., replica_id: _Optional[str] = ..., session: _Optional[int] = ..., address: _Optional[str] = ..., replaces: _Optional[str] = ..., ready: bool = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., lighthouse_started_ms: _Optional[int] = ..., cluster_id: _Optional[str] = ..., left: bool = ..., num_answers: _Optional[int] = ..., pid: _Optional[int] = ..., tries_peers: bool = ..., answers_probes: bool = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("step", "phase", "since_ms", "excused", "slowest_step_ms")
@@ -446,6 +448,30 @@ class QuorumReport(_message.Message):
     quorum: Quorum
     def __init__(self, quorum: _Optional[_Union[Quorum, _Mapping]] = ...) -> None: ...
 
+class PeerAddresses(_message.Message):
+    __slots__ = ("replica_id", "addresses")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, replica_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class TryPeers(_message.Message):
+    __slots__ = ("number", "peers")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    peers: _containers.RepeatedCompositeFieldContainer[PeerAddresses]
+    def __init__(self, number: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[PeerAddresses, _Mapping]]] = ...) -> None: ...
+
+class PeersTried(_message.Message):
+    __slots__ = ("number", "unreached")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    UNREACHED_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    unreached: _containers.RepeatedCompositeFieldContainer[Unreached]
+    def __init__(self, number: _Optional[int] = ..., unreached: _Optional[_Iterable[_Union[Unreached, _Mapping]]] = ...) -> None: ...
+
 class Death(_message.Message):
     __slots__ = ("reason",)
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -461,7 +487,7 @@ class Probed(_message.Message):
     def __init__(self, number: _Optional[int] = ..., stopped: _Optional[str] = ...) -> None: ...
 
 class ToLighthouse(_message.Message):
-    __slots__ = ("hello", "beat", "quorum_request", "withdraw", "quorum_report", "death", "leave", "probed")
+    __slots__ = ("hello", "beat", "quorum_request", "withdraw", "quorum_report", "death", "leave", "peers_tried", "probed")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     QUORUM_REQUEST_FIELD_NUMBER: _ClassVar[int]
@@ -469,6 +495,7 @@ class ToLighthouse(_message.Message):
     QUORUM_REPORT_FIELD_NUMBER: _ClassVar[int]
     DEATH_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
+    PEERS_TRIED_FIELD_NUMBER: _ClassVar[int]
     PROBED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     beat: Beat
@@ -477,8 +504,9 @@ class ToLighthouse(_message.Message):
     quorum_report: QuorumReport
     death: Death
     leave: Leave
+    peers_tried: PeersTried
     probed: Probed
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., quorum_request: _Optional[_Union[QuorumRequest, _Mapping]] = ..., withdraw: _Optional[_Union[Withdraw, _Mapping]] = ..., quorum_report: _Optional[_Union[QuorumReport, _Mapping]] = ..., death: _Optional[_Union[Death, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., probed: _Optional[_Union[Probed, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., quorum_request: _Optional[_Union[QuorumRequest, _Mapping]] = ..., withdraw: _Optional[_Union[Withdraw, _Mapping]] = ..., quorum_report: _Optional[_Union[QuorumReport, _Mapping]] = ..., death: _Optional[_Union[Death, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., peers_tried: _Optional[_Union[PeersTried, _Mapping]] = ..., probed: _Optional[_Union[Probed, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("session", "lighthouse_started_ms", "cluster_id", "heartbeat_timeout_ms", "join_timeout_ms")
@@ -589,7 +617,7 @@ class QuorumAnswer(_message.Message):
     def __init__(self, request: _Optional[int] = ..., quorum: _Optional[_Union[Quorum, _Mapping]] = ..., unchanged: _Optional[_Union[QuorumKey, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
 
 class FromLighthouse(_message.Message):
-    __slots__ = ("welcome", "refused", "lost", "ask_for_quorum", "answer", "loss_notice", "ask_to_leave", "newcomer_asks", "released", "waits", "probe", "straggler")
+    __slots__ = ("welcome", "refused", "lost", "ask_for_quorum", "answer", "loss_notice", "ask_to_leave", "newcomer_asks", "released", "waits", "try_peers", "probe", "straggler")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
@@ -600,6 +628,7 @@ class FromLighthouse(_message.Message):
     NEWCOMER_ASKS_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
+    TRY_PEERS_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
     STRAGGLER_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
@@ -612,9 +641,10 @@ class FromLighthouse(_message.Message):
     newcomer_asks: NewcomerAsks
     released: Released
     waits: Waits
+    try_peers: TryPeers
     probe: Probe
     straggler: Straggler
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., ask_for_quorum: _Optional[_Union[QuorumKey, _Mapping]] = ..., answer: _Optional[_Union[QuorumAnswer, _Mapping]] = ..., loss_notice: _Optional[_Union[LossNotice, _Mapping]] = ..., ask_to_leave: _Optional[_Union[AskToLeave, _Mapping]] = ..., newcomer_asks: _Optional[_Union[NewcomerAsks, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., straggler: _Optional[_Union[Straggler, _Mapping]] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., ask_for_quorum: _Optional[_Union[QuorumKey, _Mapping]] = ..., answer: _Optional[_Union[QuorumAnswer, _Mapping]] = ..., loss_notice: _Optional[_Union[LossNotice, _Mapping]] = ..., ask_to_leave: _Optional[_Union[AskToLeave, _Mapping]] = ..., newcomer_asks: _Optional[_Union[NewcomerAsks, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ..., try_peers: _Optional[_Union[TryPeers, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., straggler: _Optional[_Union[Straggler, _Mapping]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("job", "replica_id", "reason", "serve_ms")

@@ -17,8 +17,10 @@ from tft_coord.core.stragglers import PaceKind, StragglerNews
 from tft_coord.core.types import (
     MAX_INT64,
     POOR_SOURCES_MOST,
+    TRIED_MOST,
     UNREACHED_MOST,
     LossNotice,
+    PeerAddresses,
     QuorumKey,
     Refusal,
     Unreached,
@@ -27,6 +29,7 @@ from tft_coord.core.types import (
 from tft_coord.errors import ProtocolError
 from tft_coord.wire import coordination_pb2 as pb
 from tft_coord.wire.limits import (
+    ADDRESSES_MOST,
     MAX_ADDRESS_BYTES,
     MAX_COUNT,
     MAX_HANDLES_BYTES,
@@ -90,6 +93,27 @@ def unreached_from_wire(parts: Collection[pb.Unreached]) -> tuple[Unreached, ...
     return tuple(
         Unreached(checked_name("replica_id", part.replica_id), _via(part.via), checked_sentence("why", part.why))
         for part in parts
+    )
+
+
+def trial_to_wire(number: int, peers: Collection[PeerAddresses]) -> pb.TryPeers:
+    return pb.TryPeers(
+        number=number,
+        peers=[pb.PeerAddresses(replica_id=each.replica_id, addresses=each.addresses) for each in peers],
+    )
+
+
+def peers_from_wire(message: pb.TryPeers) -> tuple[PeerAddresses, ...]:
+    if len(message.peers) > TRIED_MOST:
+        raise ProtocolError(f"{len(message.peers)} peers are to be tried; {TRIED_MOST} at most are")
+    if any(len(peer.addresses) > ADDRESSES_MOST for peer in message.peers):
+        raise ProtocolError(f"a peer to be tried has more than {ADDRESSES_MOST} addresses")
+    return tuple(
+        PeerAddresses(
+            checked_name("replica_id", peer.replica_id),
+            tuple(checked_address("address", address) for address in peer.addresses),
+        )
+        for peer in message.peers
     )
 
 

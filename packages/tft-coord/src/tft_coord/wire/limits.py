@@ -9,6 +9,7 @@ from tft_coord.core.types import MAX_INT64
 
 MAX_NAME_BYTES = 256  # replica ids and jobs
 MAX_ADDRESS_BYTES = 512
+ADDRESSES_MOST = 4  # of one peer that is to be tried
 MAX_DATA_BYTES = 64 * 1024
 MAX_METADATA_BYTES = 4096  # checkpoint metadata, and reconfigure handles
 MAX_HANDLES_BYTES = 256 * 1024  # of one member, together

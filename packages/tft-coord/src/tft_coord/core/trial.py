@@ -1,0 +1,133 @@
+"""Trials: a newcomer shows that it reaches its peers before it is let in.
+
+A newcomer that can't reach the members of the newest quorum would cost them a round. So the lighthouse asks its manager
+server to dial them first. A newcomer whose trial is not over is not in the next quorum, and nobody waits for it. One
+that has failed tries again, more and more seldom.
+
+Law of this file: the trials of one job; who is left out because of them is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, final
+
+from tft_coord.core import effects
+from tft_coord.core.liveness import Replica
+from tft_coord.core.types import TRIED_MOST, Member, PeerAddresses, Unreached
+
+ANSWERED_WITHIN_MS: Final = 3_000  # all dials take 2 s at most
+AGAIN_AFTER_MS: Final = (1_000, 2_000, 4_000, 5_000)
+
+
+@dataclass(slots=True)
+class _Trial:
+    number: int
+    stream: int
+    peers: tuple[str, ...]
+    since_ms: int
+    is_over: bool = False
+    num_failed: int = 0  # trials in a row
+    again_ms: int = 0
+    unreached: dict[str, str] = field(default_factory=dict)  # by replica id: why
+
+    @property
+    def is_first(self) -> bool:
+        """Whether nothing is known of this newcomer yet."""
+        return not self.is_over and not self.unreached
+
+
+@final
+class Trials:
+    """The trials of one job's newcomers."""
+
+    def __init__(self) -> None:
+        self._trials: dict[str, _Trial] = {}
+        self._last = 0
+
+    def look(
+        self, waiting: Iterable[Replica], members: Mapping[str, Member], living: Mapping[str, Replica], now_ms: int
+    ) -> list[effects.TryPeers]:
+        """Begin the trials that are due.
+
+        Args:
+            waiting: who waits for the next quorum.
+            members: of the newest quorum; empty: there is none, and nobody needs a trial.
+            living: all replicas that are known.
+            now_ms: the time.
+        Returns: whom to ask for a trial.
+        """
+        newcomers = {each.replica_id: each for each in waiting if each.tries_peers and each.replica_id not in members}
+        if self._trials:
+            self._trials = {name: trial for name, trial in self._trials.items() if name in newcomers}
+        if not newcomers or not members:
+            return []
+        out: list[effects.TryPeers] = []
+        for name, replica in newcomers.items():
+            assert replica.stream is not None  # who waits has a stream
+            trial = self._trials.get(name)
+            if trial is not None and not trial.is_over and now_ms - trial.since_ms >= ANSWERED_WITHIN_MS:
+                self._end(trial, dict.fromkeys(trial.peers, "its manager server has not answered"), now_ms)
+            is_new = trial is None or trial.stream != replica.stream
+            is_due = trial is not None and trial.is_over and trial.unreached and now_ms >= trial.again_ms
+            if not is_new and not is_due:
+                continue
+            peers = self._peers(members, living)
+            if not peers:
+                self._trials.pop(name, None)
+                continue
+            self._last += 1
+            failed, before = (trial.num_failed, trial.unreached) if trial is not None else (0, {})
+            ids = tuple(peer.replica_id for peer in peers)
+            self._trials[name] = _Trial(self._last, replica.stream, ids, now_ms, num_failed=failed, unreached=before)
+            out.append(effects.TryPeers(replica.stream, self._last, peers))
+        return out
+
+    def answered(self, replica_id: str, number: int, unreached: Iterable[Unreached], now_ms: int) -> bool:
+        """A newcomer has tried its peers. Returns: whether that was asked of it."""
+        trial = self._trials.get(replica_id)
+        if trial is None or trial.number != number or trial.is_over:
+            return False
+        self._end(trial, {each.replica_id: each.why for each in unreached if each.replica_id in trial.peers}, now_ms)
+        return True
+
+    def running(self) -> Collection[str]:
+        """List those of which nothing is known yet, because their first trial is not over."""
+        return [name for name, trial in self._trials.items() if trial.is_first]
+
+    def failed(self) -> dict[str, dict[str, str]]:
+        """Give for each newcomer that has failed its last trial whom it did not reach, and why."""
+        return {name: trial.unreached for name, trial in self._trials.items() if trial.unreached}
+
+    @property
+    def keep_out(self) -> bool:
+        """Whether a newcomer has failed its trial, or is in its first one."""
+        return any(trial.unreached or trial.is_first for trial in self._trials.values())
+
+    def again_in_ms(self, replica_id: str, now_ms: int) -> int:
+        """Give the time until the next trial of one that has failed; 0: it runs."""
+        trial = self._trials.get(replica_id)
+        return max(0, trial.again_ms - now_ms) if trial is not None and trial.is_over else 0
+
+    def overrule(self) -> None:
+        """No quorum fits without those that have failed: they are let in this time."""
+        for trial in self._trials.values():
+            trial.is_over = True
+            trial.unreached = {}
+
+    def _end(self, trial: _Trial, unreached: dict[str, str], now_ms: int) -> None:
+        trial.is_over, trial.unreached = True, unreached
+        if unreached:
+            trial.again_ms = now_ms + AGAIN_AFTER_MS[min(trial.num_failed, len(AGAIN_AFTER_MS) - 1)]
+            trial.num_failed += 1
+
+    def _peers(self, members: Mapping[str, Member], living: Mapping[str, Replica]) -> tuple[PeerAddresses, ...]:
+        """Some of the members that live; of many, others for each newcomer."""
+        there = [name for name in members if (known := living.get(name)) is not None and known.healthy]
+        if len(there) > TRIED_MOST:
+            first = self._last % len(there)
+            there = (there[first:] + there[:first])[:TRIED_MOST]
+        addresses = ((members[name].address, members[name].store_address) for name in there)
+        found = (tuple(address for address in each if address) for each in addresses)
+        return tuple(PeerAddresses(name, each) for name, each in zip(there, found, strict=True) if each)
