@@ -922,7 +922,7 @@ right_reach_heard = Reach.heard
 MUTANTS = [
     # Section 2, links: who is left out, for how long, and whose store is used.
     Mutant(Reach, "_cover", leaves_out_both_ends, "R2 I2", 0, WITH_LINKS),
-    Mutant(Reach, "_cover", leaves_nobody_out, "R1 I6", 0, WITH_LINKS),
+    Mutant(Reach, "_cover", leaves_nobody_out, "R1 R2 I6", 0, WITH_LINKS),
     Mutant(Limits, "allow", leaves_out_whoever_is_cheapest, "R2 I2 I3", 0, WITH_LINKS),
     Mutant(Limits, "allow", goes_on_with_too_few, "I6", PARTIAL),
     Mutant(Reach, "_cover", counts_the_waiting_alone, "R2", 165, WITH_LINKS),

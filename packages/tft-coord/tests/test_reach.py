@@ -508,6 +508,8 @@ def test_one_that_does_not_reach_them_is_kept_out_and_told_why() -> None:
     assert job.members == "ab"
     job.wait(100)
     assert job.waits == "n can't reach b (no answer; it tries again in 1 s)"
+    sentence = job.core.wait_sentence("job", job.now_ms)
+    assert sentence == f"left out: {job.waits}; the others go on; ends when it is reached, or reaches them"
     told = [chr(order.stream) for order in job.said if isinstance(order, effects.TellWait)]
     assert sorted(told) == ["b", "n"]
     job.wait(1_000)

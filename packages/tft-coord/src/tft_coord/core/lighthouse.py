@@ -33,7 +33,7 @@ from tft_coord.core.suspicion import (
     most_wait,
 )
 from tft_coord.core.types import MAX_INT64, Hello, LossNotice, Member, Quorum, QuorumKey, Refusal
-from tft_coord.core.waits import JobWait, NameWatch, WaitBoard, quorum_wait, step_wait, waits_since
+from tft_coord.core.waits import JobWait, NameWatch, WaitBoard, left_out_wait, quorum_wait, step_wait, waits_since
 from tft_coord.errors import ProtocolError, SettingError
 from tft_coord.timeouts import Timeouts
 
@@ -582,6 +582,12 @@ class Job:
                 if replica.replica_id not in self._kept.out
                 if (replica.healthy and replica.ready) or replica.replica_id in self._members
             ]
+            if asked <= self._kept.out and self.waiting_for != NOBODY_ASKS:
+                return JobWait(
+                    min(request.asked_ms for _, request in waiting),
+                    left_out_wait(self.waiting_for),
+                    tuple(replica.stream for replica, _ in waiting if replica.stream is not None),
+                )
             below_least = len(waiting) < self._config.min_replicas
             reason = self.waiting_for
             if reason == NOBODY_ASKS:  # who waits has asked since the rule was applied last

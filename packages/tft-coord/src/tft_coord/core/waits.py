@@ -117,6 +117,11 @@ def quorum_wait(reason: str, missing: Collection[Replica], *, below_least: bool,
     return f"{shorten(reason)}{who}; ends when {ends}"
 
 
+def left_out_wait(reason: str) -> str:
+    """The sentence of those that are left out of the quorum in which the others train."""
+    return f"left out: {shorten(reason)}; the others go on; ends when it is reached, or reaches them"
+
+
 def step_wait(step: int, missing: Collection[Replica], now_ms: int) -> str:
     """The sentence of those that wait for one another inside a step."""
     if not missing:

@@ -144,6 +144,7 @@ class LighthouseLink:
         self._job = job
         self._looking: set[asyncio.Task[None]] = set()
         self._trial: asyncio.Task[None] | None = None  # of the peers, the last that was asked for
+        self._missed: frozenset[str] = frozenset()  # whom that trial did not reach
         self._loop = asyncio.get_running_loop()
         self._outbox: Outbox | None = None
         self._said: Member | None = None  # in the last request on this stream
@@ -584,7 +585,8 @@ class LighthouseLink:
 
     async def _try_peers(self, number: int, peers: Sequence[PeerAddresses], outbox: Outbox | None) -> None:
         unreached = await try_peers(peers)
-        for each in unreached:
+        before, self._missed = self._missed, frozenset(each.replica_id for each in unreached)
+        for each in [each for each in unreached if each.replica_id not in before]:
             logger.warning(
                 "replica %s can't reach replica %s (%s), and can't join its quorum; look at the addresses and the "
                 "firewalls of both hosts; it tries again",

@@ -1,7 +1,8 @@
 """A newcomer's trial: whether this host reaches the ports that its peers have published.
 
 A port that refuses a connection answers, so its host is reached: the server behind it may be down, which is not the
-newcomer's trouble. A port that does not answer, or a name that is unknown, is not reached.
+newcomer's trouble. A port that does not answer, or a name that is unknown, is not reached. What is no `host:port` can't
+be tried, and says nothing.
 
 Law of this file: connecting, nothing said; every wait has a deadline.
 """
@@ -50,13 +51,16 @@ async def _why_unreached(address: str) -> str:
     """Say why nothing answers at an address; "" where something does."""
     try:
         bare = target(address)
-        port = int(bare.rpartition(":")[2])
+    except SettingError:
+        return ""
+    port = int(bare.rpartition(":")[2])
+    try:
         _, writer = await asyncio.wait_for(asyncio.open_connection(host_of(bare), port), DIAL_WITHIN_S)
     except ConnectionRefusedError:
         return ""
     except asyncio.TimeoutError:
         return f"no answer within {DIAL_WITHIN_S:.0f} s"
-    except (OSError, SettingError) as error:
+    except OSError as error:
         return str(error).replace("\n", " ")[:200]
     writer.close()
     with suppress(OSError):
