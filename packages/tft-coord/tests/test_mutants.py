@@ -487,7 +487,7 @@ def takes_time_for_a_proof_of_life(
 
 
 def takes_every_loss_for_a_death(
-    self: Liveness, replica: Replica, reason: str, now_ms: int, *, dead: bool = False
+    self: Liveness, replica: Replica, reason: str, now_ms: int, *, dead: bool = False, fell_silent: bool = False
 ) -> Any:
     return right_lose(self, replica, reason, now_ms, dead=True)
 
@@ -737,6 +737,14 @@ def takes_silence_for_a_bad_link(self: Liveness, replica_id: str, reason: str, n
     return lost
 
 
+def waits_no_longer_for_the_paused(self: Job, replica: Replica) -> int:
+    return self._timeouts.heartbeat_timeout_ms
+
+
+def takes_a_stop_for_a_death(self: Liveness, replica: Replica, reason: str, now_ms: int, **known: bool) -> Any:
+    return right_lose(self, replica, reason, now_ms, **(known | {"fell_silent": False}))
+
+
 right_sighting = Job._sighting
 right_looked_at = GroupCore._looked_at
 right_silence = Liveness.silence
@@ -983,7 +991,7 @@ MUTANTS = [
     Mutant(GroupCore, "is_hung", comes_back_while_it_is_stopped, "transcript", SILENCE),
     Mutant(GroupCore, "_looked_at", takes_a_stopped_rank_for_dead, "transcript", SILENCE),
     Mutant(GroupProgress, "waits_since_ms", believes_that_waits_run_on, "transcript", SILENCE),
-    Mutant(Liveness, "silence", takes_silence_for_a_bad_link, "P1", 0),
+    Mutant(Liveness, "silence", takes_silence_for_a_bad_link, "P5", SILENCE),
     # Who has to end, and who is refused: nobody by a lighthouse that fails, nor a sound one.
     Mutant(Liveness, "_reject", takes_a_redial_for_another, "I9", 0),
     Mutant(Liveness, "_reject", takes_whoever_is_known_for_another, "I9", 0),
@@ -1021,6 +1029,8 @@ MUTANTS = [
     Mutant(Job, "_formed", knows_its_own_ids_only, "I1", 23, WITHOUT_PROBES),
     Mutant(Job, "_refuse_the_ahead", lets_the_ahead_in, "I3", "scenario_12_foreign_states"),
     Mutant(quorum, "_lost_state", waits_for_no_state, "I3", 0),
+    Mutant(Job, "_patience_ms", waits_no_longer_for_the_paused, "I3", "lost_state"),
+    Mutant(Liveness, "_lose", takes_a_stop_for_a_death, "I3", "lost_state"),
     # Section 4, the plan.
     Mutant(Trainer, "_offer_early", offers_what_it_took_in_vain, "I3", 70),
     Mutant(assignment, "_holders", starts_from_any_state, "I3", 0),

@@ -104,6 +104,25 @@ def test_a_straggler_is_named_where_it_is_gone() -> None:
     assert reason == "b is left out as a straggler, c has left"
 
 
+def test_the_sentence_says_for_how_long_a_state_is_waited_for() -> None:
+    waits = Situation(
+        waiting={"b": Member("b")},
+        healthy={"b"},
+        previous=quorum_of("a", "b"),
+        min_replicas=1,
+        join_timeout_ms=JOIN_MS,
+        asked_ms={"b": 0},
+        now_ms=5_000,
+        reference_step=7,
+        lost_sources={"a": 1_000},
+        lost_state_ms=30_000,
+    )
+    assert decide(waits) == Wait(
+        "the state of step 7, which a held; it was lost 4000 ms ago and may come back, and the others go on from "
+        "before it in 26000 ms"
+    )
+
+
 def test_every_case_of_three_replicas() -> None:
     formed = waited = 0
     for situation in every_case(("a", "b", "c")):

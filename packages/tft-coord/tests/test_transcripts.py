@@ -25,6 +25,7 @@ NEEDED = {
     "commit_failure",
     "last_holder",
     "last_holder_without_memory",
+    "lost_state",
     "nobody_names_the_quorum",
     "job_end",
     "many_deaths",

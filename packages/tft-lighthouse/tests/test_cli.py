@@ -63,6 +63,8 @@ def test_help_shows_every_flag_and_its_default() -> None:
         "--heartbeat_timeout_ms": "5000",
         "--stragglers": "warn",
         "--straggler_ratio": "2.0",
+        "--on_lost_state": "wait",
+        "--lost_state_timeout_ms": "30000",
     }.items():
         assert re.search(rf"{flag}\b.*?\(default: {default}\)", shown), flag
 
@@ -156,6 +158,8 @@ def test_it_may_open_as_many_files_as_it_is_allowed_and_says_when_these_are_few(
         (["--min_replicas", "many"], "invalid int value: 'many'"),
         (["--min-replicas", "0"], "min_replicas is 0; give at least 1"),
         (["--quorum_tick_ms", "6000"], "quorum_tick_ms (6000 ms) exceeds heartbeat_timeout_ms (5000 ms)"),
+        (["--on-lost-state", "die"], "invalid choice: 'die'"),
+        (["--lost-state-timeout-ms", "-1"], "lost_state_timeout_ms is -1; give 0 to 604800000 milliseconds (a week)"),
         (["--bind", "here"], "bind is 'here'; give host:port"),
         (["--min_replica", "1"], "unrecognized arguments: --min_replica"),
         (["--insecure", "--bind", "192.0.2.1:1"], "can't listen at 192.0.2.1:1"),

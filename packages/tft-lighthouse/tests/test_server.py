@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import psutil
@@ -735,6 +735,8 @@ def test_a_port_that_is_taken_is_said_in_one_sentence(lighthouse: LighthouseServ
         ({"min_replicas": 0}, "min_replicas is 0; give at least 1"),
         ({"quorum_tick_ms": 6000}, r"quorum_tick_ms \(6000 ms\) exceeds heartbeat_timeout_ms \(5000 ms\)"),
         ({"join_timeout_ms": -1}, "join_timeout_ms is -1"),
+        ({"on_lost_state": "die"}, "on_lost_state is 'die'; give wait or restart"),
+        ({"lost_state_timeout_ms": -1}, "lost_state_timeout_ms is -1"),
         ({"token": ""}, "shared secret"),
     ],
 )
@@ -742,6 +744,20 @@ def test_a_setting_that_cannot_be_is_refused_by_name(settings: dict[str, object]
     with pytest.raises(SettingError, match=says):
         LighthouseServer(**{"bind": "127.0.0.1:0", **settings})  # type: ignore[arg-type]
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("tft-")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected_ms"),
+    [
+        ({}, 30_000),
+        ({"lost_state_timeout_ms": 90_000}, 90_000),
+        ({"lost_state_timeout_ms": 10}, 5_000),
+        ({"on_lost_state": "restart"}, 5_000),
+    ],
+)
+def test_it_says_how_long_it_waits_for_a_lost_state(settings: dict[str, Any], expected_ms: int) -> None:
+    with LighthouseServer("127.0.0.1:0", **settings) as server, LighthouseClient(server.address, LATE) as client:
+        assert client.describe().lost_state_timeout_ms == expected_ms
 
 
 def test_time_outs_that_do_not_go_together_are_said_once(caplog: pytest.LogCaptureFixture) -> None:

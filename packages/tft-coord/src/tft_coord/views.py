@@ -66,6 +66,7 @@ class LighthouseDescription:
         join_timeout_ms, heartbeat_timeout_ms, quorum_tick_ms: its time-outs.
         jobs: those it has heard of.
         torchft: of torchft's members, while one of them lives.
+        lost_state_timeout_ms: how long a job waits for a state whose holders fell silent; 0: an older one, not said.
     """
 
     version: str
@@ -78,6 +79,7 @@ class LighthouseDescription:
     quorum_tick_ms: int
     jobs: tuple[DescribedJob, ...]
     torchft: DescribedJob | None = None
+    lost_state_timeout_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)

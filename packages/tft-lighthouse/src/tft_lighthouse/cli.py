@@ -62,6 +62,8 @@ def _serve(settings: argparse.Namespace) -> int:
             join_timeout_ms=settings.join_timeout_ms,
             quorum_tick_ms=settings.quorum_tick_ms,
             heartbeat_timeout_ms=settings.heartbeat_timeout_ms,
+            on_lost_state=settings.on_lost_state,
+            lost_state_timeout_ms=settings.lost_state_timeout_ms,
             cluster_id=settings.cluster_id,
             stragglers=StragglerPolicy(action=StragglerAction(settings.stragglers), ratio=settings.straggler_ratio),
             token=read_token(os.environ),
@@ -106,11 +108,22 @@ def _parser() -> argparse.ArgumentParser:
             "how long a quorum waits for healthy replicas that have not asked",
         ),
         "heartbeat_timeout_ms": (defaults.HEARTBEAT_TIMEOUT_MS, "silence after which a replica is lost"),
+        "lost_state_timeout_ms": (
+            defaults.LOST_STATE_TIMEOUT_MS,
+            "with --on-lost-state wait, how long the holders of the newest state are waited for that fell silent",
+        ),
     }
     parser.add_argument("--bind", default=defaults.BIND, metavar="HOST:PORT", help="where to listen")
     for name, (default, help_text) in numbers.items():
         spellings = (f"--{name}", f"--{name.replace('_', '-')}")
         parser.add_argument(*spellings, dest=name, type=int, default=default, metavar="N", help=help_text)
+    parser.add_argument(
+        "--on_lost_state",
+        "--on-lost-state",
+        choices=defaults.LOST_STATE_CHOICES,
+        default=defaults.ON_LOST_STATE,
+        help="where all holders of the newest state fell silent and may live: wait for them, or restart from before it",
+    )
     parser.add_argument(
         "--cluster_id",
         "--cluster-id",

@@ -12,3 +12,6 @@ JOIN_TIMEOUT_MS: Final = 60_000
 HEARTBEAT_TIMEOUT_MS: Final = 5_000
 STRAGGLERS: Final = ("warn", "leave-out", "shrink", "off")  # the first is the default
 STRAGGLER_RATIO: Final = 2.0
+ON_LOST_STATE: Final = "wait"
+LOST_STATE_CHOICES: Final = ("wait", "restart")
+LOST_STATE_TIMEOUT_MS: Final = 30_000

@@ -46,6 +46,9 @@ class LighthouseServer:
         join_timeout_ms: how long a quorum waits for healthy replicas that have not asked.
         quorum_tick_ms: how often the lighthouse looks at the clock.
         heartbeat_timeout_ms: silence after which a replica is lost.
+        on_lost_state: "wait": where all holders of the newest state fell silent, and are not known to be dead, the job
+            waits for them before it goes on from before that state. "restart": it waits for heartbeat_timeout_ms only.
+        lost_state_timeout_ms: how long it waits; the longer of this and heartbeat_timeout_ms counts.
         hostname: under which others reach this machine; None takes the host of `bind`, or this machine's name when
             that is all interfaces.
         cluster_id: one name for all lighthouses whose addresses a job is given, 1 to 256 bytes; None takes a random
@@ -65,6 +68,8 @@ class LighthouseServer:
         quorum_tick_ms: int = defaults.QUORUM_TICK_MS,
         heartbeat_timeout_ms: int = defaults.HEARTBEAT_TIMEOUT_MS,
         *,
+        on_lost_state: str = defaults.ON_LOST_STATE,
+        lost_state_timeout_ms: int = defaults.LOST_STATE_TIMEOUT_MS,
         hostname: str | None = None,
         cluster_id: str | None = None,
         token: str | None = None,
@@ -83,8 +88,15 @@ class LighthouseServer:
         )
         if cluster_id is not None and not (cluster_id.isprintable() and 0 < len(cluster_id.encode()) <= MAX_NAME_BYTES):
             raise SettingError(f"cluster_id is {cluster_id[:64]!r}; give 1 to {MAX_NAME_BYTES} bytes, printable")
+        if on_lost_state not in defaults.LOST_STATE_CHOICES:
+            choices = " or ".join(defaults.LOST_STATE_CHOICES)
+            raise SettingError(f"on_lost_state is {on_lost_state!r}; give {choices}")
+        waits_ms = lost_state_timeout_ms if on_lost_state == "wait" else 0
         config = LighthouseConfig(
-            min_replicas=min_replicas, timeouts=timeouts, stragglers=stragglers or StragglerPolicy()
+            min_replicas=min_replicas,
+            timeouts=timeouts,
+            stragglers=stragglers or StragglerPolicy(),
+            lost_state_timeout_ms=waits_ms,
         )
         is_for_this_machine = token is None and not insecure
         if token is not None:

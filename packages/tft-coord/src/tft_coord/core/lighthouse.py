@@ -35,7 +35,7 @@ from tft_coord.core.suspicion import (
 from tft_coord.core.types import MAX_INT64, Hello, LossNotice, Member, Quorum, QuorumKey, Refusal
 from tft_coord.core.waits import JobWait, NameWatch, WaitBoard, left_out_wait, quorum_wait, step_wait, waits_since
 from tft_coord.errors import ProtocolError, SettingError
-from tft_coord.timeouts import Timeouts
+from tft_coord.timeouts import LONGEST_MS, Timeouts
 
 INELIGIBLE_FIRST_MS = 1_000
 INELIGIBLE_MOST_MS = 60_000
@@ -59,16 +59,28 @@ class LighthouseConfig:
         min_replicas: smallest quorum, at least 1.
         timeouts: join, heartbeat, grace and heal time-outs.
         stragglers: what is done about a replica that holds the others at its pace.
-    Raises: SettingError: min_replicas is below 1.
+        lost_state_timeout_ms: how long a job waits before it goes on from before a state whose holders fell silent;
+            heartbeat_timeout where that is longer, and for holders that were lost in another way.
+    Raises: SettingError: min_replicas is below 1, or the time-out is negative or longer than a week.
     """
 
     min_replicas: int = 1
     timeouts: Timeouts = Timeouts()  # noqa: RUF009  # frozen
     stragglers: StragglerPolicy = StragglerPolicy()  # noqa: RUF009  # frozen
+    lost_state_timeout_ms: int = 0
 
     def __post_init__(self) -> None:
         if self.min_replicas < 1:
             raise SettingError(f"min_replicas is {self.min_replicas}; give at least 1")
+        if not 0 <= self.lost_state_timeout_ms <= LONGEST_MS:
+            raise SettingError(
+                f"lost_state_timeout_ms is {self.lost_state_timeout_ms}; give 0 to {LONGEST_MS} milliseconds (a week)"
+            )
+
+    @property
+    def lost_state_ms(self) -> int:
+        """How long a state is waited for whose holders fell silent."""
+        return max(self.timeouts.heartbeat_timeout_ms, self.lost_state_timeout_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,7 +410,7 @@ class Job:
         last_id: int,
     ) -> None:
         self.name = name
-        self.liveness = Liveness(config.timeouts)
+        self.liveness = Liveness(config.timeouts, remember_ms=config.lost_state_ms)
         self.hangs = HangWatch(config.timeouts)
         self.stragglers = StragglerWatch(config.stragglers)
         self.suspicion = Suspicion(config.timeouts)
@@ -1153,7 +1165,7 @@ class Job:
         replica = self.liveness.replicas.get(replica_id)
         if replica is None or replica.dead or (replica.left is not None and not replica.serves):
             return Standing.GONE
-        if not replica.healthy and self._now_ms - replica.lost_ms >= self._timeouts.heartbeat_timeout_ms:
+        if not replica.healthy and self._now_ms - replica.lost_ms >= self._patience_ms(replica):
             return Standing.GONE
         if replica_id in self._members:
             return Standing.MEMBER
@@ -1341,6 +1353,7 @@ class Job:
             fast_only=now_ms - self._birth.now_ms < self._timeouts.reconnect_grace_ms,
             reference_step=reference_step,
             lost_sources=lost_sources,
+            lost_state_ms=max((self._patience_ms(self.liveness.replicas[name]) for name in lost_sources), default=0),
             left={replica.replica_id for replica in replicas if replica.left is not None},
             kept_out=self._kept.out,
             now_ms=now_ms,
@@ -1353,19 +1366,43 @@ class Job:
             replica.replica_id: replica.lost_ms
             for replica in (self.liveness.replicas.get(replica_id) for replica_id in self._members)
             if replica is not None and replica.lost is not None and replica.left is None and not replica.dead
-            if now_ms - replica.lost_ms < self._timeouts.heartbeat_timeout_ms
+            if now_ms - replica.lost_ms < self._patience_ms(replica)
         }
-        if self.previous is None or not lost_ms:
-            return 0, {}
-        try:
-            common = assign(self.previous)
-        except ProtocolError:
-            return 0, {}  # every member was torn: there is no state to wait for
-        if common.step == 0:
+        step = self._reference_step() if lost_ms else 0
+        if self.previous is None or step == 0:
             return 0, {}
         # Who was to heal because its state might be another one has that state still; it is better than none.
-        held = [member.replica_id for member in self.previous.members if member.step == common.step and not member.torn]
-        return common.step, {replica_id: lost_ms[replica_id] for replica_id in held if replica_id in lost_ms}
+        held = [member.replica_id for member in self.previous.members if member.step == step and not member.torn]
+        return step, {replica_id: lost_ms[replica_id] for replica_id in held if replica_id in lost_ms}
+
+    def _patience_ms(self, replica: Replica) -> int:
+        """For how long one that is lost may come back with its state. One that fell silent may only be paused."""
+        return self._config.lost_state_ms if replica.fell_silent else self._timeouts.heartbeat_timeout_ms
+
+    def _reference_step(self) -> int:
+        """The step that the newest quorum started from; 0: there is no state that is worth waiting for."""
+        try:
+            return assign(self.previous).step if self.previous is not None else 0
+        except ProtocolError:
+            return 0  # every member was torn
+
+    def _note_lost_state(self, members: Collection[Member], now_ms: int) -> list[effects.Warned]:
+        """The job goes on from before the newest quorum's state: say so, and who held it."""
+        step = self._reference_step()
+        if self.previous is None or any(member.step >= step and not member.torn for member in members):
+            return []
+        held = [member.replica_id for member in self.previous.members if member.step == step and not member.torn]
+        known = [(name, self.liveness.replicas.get(name)) for name in held]
+        silent = [name for name, each in known if each is not None and each.lost and each.fell_silent and not each.dead]
+        if not silent:
+            return []
+        newest = max(member.step for member in members)
+        patience = f"after {self._config.lost_state_ms} ms of waiting (--lost-state-timeout-ms)"
+        sentence = (
+            f"the job goes on from step {newest}, {patience}: step {step} was held by {_listed(silent)}, which fell "
+            "silent; if it comes back, the state with more steps counts and the others recover from it"
+        )
+        return [effects.Warned(self.name, sentence)]
 
     def _heals(self, replica: Replica, first_asked_ms: int, now_ms: int) -> bool:
         since = replica.healing_since_ms
@@ -1454,7 +1491,7 @@ class Job:
         failed = self._reach.stores_failed(now_ms)
         if failed:
             members = tuple(replace(each, store_failed=each.replica_id in failed) for each in members)
-        out: list[effects.LighthouseEffect] = []
+        out: list[effects.LighthouseEffect] = [*self._note_lost_state(members, now_ms)] if reason is not None else []
         standing = previous.key if previous is not None and reason is None else None
         key = standing or QuorumKey(self.last_id + 1, self._nonces())
         if reason is not None:

@@ -65,6 +65,7 @@ class Replica:
     lost: str | None = None
     lost_ms: int = 0
     dead: bool = False
+    fell_silent: bool = False  # it was lost by silence, a stop or a hang, and may go on with its state
     stream_losses_ms: list[int] = field(default_factory=list)
     request: OpenRequest | None = None
     withdrawn: tuple[int, int] | None = None
@@ -143,10 +144,12 @@ class Liveness:
 
     Args:
         timeouts: heartbeat_timeout_ms, reconnect_grace_ms and what follows from them.
+        remember_ms: who is lost is remembered for so long at least.
     """
 
-    def __init__(self, timeouts: Timeouts) -> None:
+    def __init__(self, timeouts: Timeouts, remember_ms: int = 0) -> None:
         self._timeouts = timeouts
+        self._forget_after_ms = max(timeouts.forget_after_ms, remember_ms)
         self.replicas: dict[str, Replica] = {}
         self._by_stream: dict[int, Replica] = {}
         # Whose stream broke without a word, in that order; those of more than a grace ago are dropped.
@@ -288,7 +291,7 @@ class Liveness:
         replica = self.replicas.get(replica_id)
         if replica is None or not replica.healthy:
             return None
-        return self._lose(replica, reason, now_ms)
+        return self._lose(replica, reason, now_ms, fell_silent=True)
 
     def silence(self, replica_id: str, reason: str, now_ms: int) -> Lost | None:
         """It is silent or stopped while others wait for it: lost until it opens a newer session. That its link is bad
@@ -296,7 +299,7 @@ class Liveness:
         replica = self.replicas.get(replica_id)
         if replica is None or not replica.healthy:
             return None
-        return self._lose(replica, reason, now_ms)
+        return self._lose(replica, reason, now_ms, fell_silent=True)
 
     def flaps(self, replica: Replica, now_ms: int) -> bool:
         """Whether its link was bad lately, so that its silence alone judges it, with the whole time-out."""
@@ -317,14 +320,12 @@ class Liveness:
                 losses.append(self._lose(replica, reason, now_ms))
             elif now_ms - replica.last_sign_ms >= self._timeouts.heartbeat_timeout_ms:
                 reason = f"silent for {self._timeouts.heartbeat_timeout_ms} ms"
-                losses.append(self._lose(replica, reason, now_ms))
+                losses.append(self._lose(replica, reason, now_ms, fell_silent=True))
         # Whose stream is open is not forgotten: when it wakes up, it must hear that it was lost.
         forgotten = [
             replica
             for replica in self.replicas.values()
-            if replica.stream is None
-            and not replica.watched
-            and now_ms - replica.lost_ms >= self._timeouts.forget_after_ms
+            if replica.stream is None and not replica.watched and now_ms - replica.lost_ms >= self._forget_after_ms
         ]
         for replica in forgotten:
             del self.replicas[replica.replica_id]
@@ -378,13 +379,16 @@ class Liveness:
             )
         return None
 
-    def _lose(self, replica: Replica, reason: str, now_ms: int, *, dead: bool = False) -> Lost:
+    def _lose(
+        self, replica: Replica, reason: str, now_ms: int, *, dead: bool = False, fell_silent: bool = False
+    ) -> Lost:
         request, replica.request = replica.request, None
         replica.withdrawn = None
         self._note_unfinished(replica)
         replica.lost = reason
         replica.lost_ms = now_ms
         replica.dead = dead
+        replica.fell_silent = fell_silent
         self._breaks_no_more(replica)
         replica.healing_since_ms = None
         return Lost(replica, reason, replica.stream, request)

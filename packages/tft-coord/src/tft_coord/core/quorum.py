@@ -35,6 +35,7 @@ class Situation:
         fast_only: the lighthouse has just started and does not know yet who trains.
         reference_step: of the state that the previous quorum started from; 0: none that is worth waiting for.
         lost_sources: replica id -> since when it is lost, for each that held that state and may come back with it.
+        lost_state_ms: how long they are waited for at most, for the sentence.
         left: ids that have left the job: nobody waits for them.
         kept_out: ids that some others can't reach: nobody waits for them.
         now_ms: the time.
@@ -53,6 +54,7 @@ class Situation:
     fast_only: bool = False
     reference_step: int = 0
     lost_sources: Mapping[str, int] = field(default_factory=dict)
+    lost_state_ms: int = 0
     left: Collection[str] = ()
     left_out: Collection[str] = ()
     kept_out: Collection[str] = ()
@@ -157,7 +159,11 @@ def _lost_state(situation: Situation, members: Collection[Member]) -> Wait | Non
         return None
     newest = max(sorted(situation.lost_sources), key=lambda replica_id: situation.lost_sources[replica_id])
     ago_ms = situation.now_ms - situation.lost_sources[newest]
-    return Wait(f"the state of step {step}, which {newest} held; it was lost {ago_ms} ms ago and may come back")
+    left_ms = max(0, situation.lost_state_ms - ago_ms)
+    return Wait(
+        f"the state of step {step}, which {newest} held; it was lost {ago_ms} ms ago and may come back, and the others "
+        f"go on from before it in {left_ms} ms"
+    )
 
 
 def reason_for_new_id(

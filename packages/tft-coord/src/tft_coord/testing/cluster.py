@@ -84,6 +84,7 @@ class ClusterConfig:
         trainers: settings of the job.
         wall_start_ms: wall clock at the start of virtual time.
         delay_ms: bounds of a message's delay.
+        lost_state_ms: of the lighthouse, `lost_state_timeout_ms`.
         probes: manager servers answer probes and say long waits; False: they are older ones, which do not.
         ranks_together: all ranks of a group run on its manager server's host; False: rank 0 alone does.
         budget_events: after so many events the run fails as a livelock.
@@ -102,6 +103,7 @@ class ClusterConfig:
     trainers: TrainerSettings = TrainerSettings()  # noqa: RUF009  # frozen
     wall_start_ms: int = 1_000_000
     delay_ms: tuple[int, int] = (1, 5)
+    lost_state_ms: int = 0
     probes: bool = True
     ranks_together: bool = False
     budget_events: int = 400_000

@@ -86,6 +86,7 @@ class Attendance:
             sure, because it says that it can't go on in it. (Who has not got it may be given it again.)
         timeouts: for so long those who live are waited for, and those who heal, and a state that nobody holds but one
             that is lost and may live.
+        lost_state_ms: for so long a state is waited for whose holders fell silent.
     """
 
     def __init__(
@@ -94,7 +95,10 @@ class Attendance:
         on_broken: Callable[[QuorumKey, str], None] = lambda _key, _who: None,
         on_left: Callable[[QuorumKey, str, bool], None] = lambda _key, _who, _surely: None,
         timeouts: Timeouts = Timeouts(),  # noqa: B008  # frozen
+        lost_state_ms: int = 0,
     ) -> None:
+        self._lost_state_ms = max(lost_state_ms, timeouts.heartbeat_timeout_ms)
+        self._broke: set[str] = set()  # who was lost by its stream
         self._min_replicas = min_replicas
         self._timeouts = timeouts
         self._on_broken = on_broken
@@ -357,6 +361,7 @@ class Attendance:
         self._heals_ms.pop(replica_id, None)
         self._lost[replica_id] = session
         self._lost_ms[replica_id] = now_ms
+        self._broke = (self._broke | {replica_id}) if broke else (self._broke - {replica_id})
         if dead:
             self._dead.add(replica_id)
         self._look_at(replica_id)
@@ -463,7 +468,9 @@ class Attendance:
         """Whether it is lost, nobody has reported its death, and it has not been away for long."""
         if replica_id not in self._lost or self.is_dead(replica_id) or replica_id in self._gone:
             return False
-        return now_ms - self._lost_ms[replica_id] < self._timeouts.heartbeat_timeout_ms
+        broke = replica_id in self._broke
+        patience_ms = self._timeouts.heartbeat_timeout_ms if broke else self._lost_state_ms
+        return now_ms - self._lost_ms[replica_id] < patience_ms
 
     def _look_who_starts_over(self, quorum: Quorum, previous: Quorum, now_ms: int) -> None:
         """Nobody goes on from an older state while one that held the last quorum's may come back."""

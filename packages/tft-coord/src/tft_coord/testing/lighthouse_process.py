@@ -51,7 +51,10 @@ class LighthouseProcess(Process):
     def __init__(self, cluster: Cluster, number: int, name: str = "lighthouse") -> None:
         super().__init__(name, cluster.clock)
         config = LighthouseConfig(
-            min_replicas=cluster.config.min_replicas, timeouts=cluster.timeouts, stragglers=cluster.config.stragglers
+            min_replicas=cluster.config.min_replicas,
+            timeouts=cluster.timeouts,
+            stragglers=cluster.config.stragglers,
+            lost_state_timeout_ms=cluster.config.lost_state_ms,
         )
         # No two start in one millisecond.
         self._started_ms = cluster.wall_ms + number - 1
@@ -107,7 +110,8 @@ class LighthouseProcess(Process):
         )
 
     def _new_attendance(self) -> Attendance:
-        return Attendance(self._cluster.config.min_replicas, self._broken, self._left, self._cluster.timeouts)
+        config = self._cluster.config
+        return Attendance(config.min_replicas, self._broken, self._left, config.timeouts, config.lost_state_ms)
 
     def _story_of(self, job: str) -> LighthouseStory:
         if job not in self._stories:

@@ -267,7 +267,8 @@ class Scenario:
         cluster (`standby`) or of another (`strangers`). With `fragments=4 in_flight=2` trainers synchronize now and
         then. With `stragglers=leave-out` (or `warn`, `shrink`) the lighthouse looks at their paces. With `quiet`
         nothing is told of steps that go well. With `trials` newcomers try their peers first. Manager servers of before
-        the probes are `without-probes`; `together`: all ranks of a group run on its manager server's host."""
+        the probes are `without-probes`; `together`: all ranks of a group run on its manager server's host.
+        With `lost_state_ms=8000` the lighthouse waits so long for a state whose holders fell silent."""
         numbers = dict(word.split("=", 1) for word in words if "=" in word)
         config = ClusterConfig(
             names=(),
@@ -281,6 +282,7 @@ class Scenario:
             stragglers=replace(PATIENT, action=StragglerAction(numbers.get("stragglers", "off"))),
             probes="without-probes" not in words,
             ranks_together="together" in words,
+            lost_state_ms=int(numbers.get("lost_state_ms", 0)),
             trainers=TrainerSettings(
                 step=int(numbers.get("step", 0)),
                 use_async_quorum="synchronous" not in words,

@@ -42,6 +42,8 @@ class SimulationConfig:
         standby: whether there is a second lighthouse of the same cluster; None: in one job of ten.
         stragglers: replicas become slow for a while, and the lighthouse does something about it.
         links: whether links between members fail; None: in one job of eight.
+        lost_state_ms: how long the lighthouse waits for a state whose holders fell silent; None: in one job of four
+            longer than heartbeat_timeout.
         probes: whether manager servers answer probes; None: all but in one job of ten, where they are older ones.
         verbose_lines: lines of the trace that a failure shows.
     """
@@ -54,6 +56,7 @@ class SimulationConfig:
     stragglers: bool = False
     links: bool | None = None
     probes: bool | None = None
+    lost_state_ms: int | None = None
     verbose_lines: int = 60
 
 
@@ -89,6 +92,7 @@ class Report:
 FOREIGN_SHARE = 0.1  # of the jobs run on torchft's lighthouse
 STANDBY_SHARE = 0.1  # have two lighthouses
 LINKS_SHARE = 0.125  # have bad links
+LONG_WAIT_SHARE = 0.25  # wait long for a state whose holders fell silent
 WITHOUT_PROBES_SHARE = 0.1  # have manager servers that answer no probes
 TRIALS_SHARE = 0.5  # of those with bad links, have managers that try their peers
 LOAD_ERRORS = 0.1  # of the loads on a rank of a group of several
@@ -216,6 +220,9 @@ class Simulation:
         has_links = links.random() < LINKS_SHARE if config.links is None else config.links
         # In half of those with bad links newcomers are tried first.
         cluster_config = replace(cluster_config, trials=has_links and self._rng("trials").random() < TRIALS_SHARE)
+        waits_ms = silence.randint(3_000, 9_000) if silence.random() < LONG_WAIT_SHARE else 0
+        lost_state_ms = waits_ms if config.lost_state_ms is None else config.lost_state_ms
+        cluster_config = replace(cluster_config, lost_state_ms=lost_state_ms)
         self._raising = False
         self._paces = self._rng("paces")
         self._slower_ms: dict[str, int] = {}  # a replica's own part of a step, for a while
@@ -314,7 +321,7 @@ class Simulation:
             self._demand_progress_of_the_connected()
         cluster.links.mend()
         calm_ms = clock.now_ms
-        bound_ms = commit_bound_ms(cluster.timeouts)
+        bound_ms = commit_bound_ms(cluster.timeouts) + cluster.config.lost_state_ms
         # R3: who could not be reached is tried again after a pause, which is as long as it was away at most.
         pause_ms = self._links.lasted_ms() + PAUSE_FIRST_MS if self._links is not None else 0
         watched = [cluster.invariants_of(job) for job in cluster.jobs]

@@ -374,6 +374,7 @@ def encode_description(description: LighthouseDescription) -> bytes:
         quorum_tick_ms=description.quorum_tick_ms,
         jobs=jobs,
         torchft=_job_to_wire(description.torchft) if description.torchft is not None else None,
+        lost_state_timeout_ms=description.lost_state_timeout_ms,
     ).SerializeToString()
 
 
@@ -401,6 +402,7 @@ def decode_description(data: bytes) -> LighthouseDescription:
         quorum_tick_ms=message.quorum_tick_ms,
         jobs=tuple(_job_from_wire(job) for job in message.jobs[:MAX_JOBS_DESCRIBED]),
         torchft=_job_from_wire(message.torchft) if message.HasField("torchft") else None,
+        lost_state_timeout_ms=message.lost_state_timeout_ms,
     )
 
 
