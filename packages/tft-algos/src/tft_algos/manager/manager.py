@@ -103,6 +103,7 @@ LAST_WORDS_S = 1.0
 # In its first step, and in the one in which it catches up, all wait for a replica that is new or has healed: it has
 # better to do then than to get ready to send what it has just received.
 PREPARED_AFTER_ATTEMPTS = 4
+LOOK_EVERY_BEATS = 0.9  # the next beat may come a little early
 
 
 @final
@@ -263,7 +264,8 @@ class Manager:
             left_out=lambda: self._straggling.left_out if self._core.is_left_out else "",
         )
         self._coordinator.listen(self._told)
-        self._coordinator.follow(self._look)
+        self._next_look_s = 0.0
+        self._coordinator.follow(self._look_often)
         at_exit.shut_down_at_exit(self)
 
     # --- the user's state ----------------------------------------------------------------------------------------
@@ -1136,6 +1138,14 @@ class Manager:
         if self._leaving.left:
             self._reports.log(logging.INFO, "the training loop ends here, because this replica has left the job")
             raise LeftJob(f"replica {self.replica_id} has left the job ({self._leaving.reason})")
+
+    def _look_often(self) -> Progress:
+        """Several times a beat, on a thread of the coordinator's: where this rank is. Once a beat also all the rest."""
+        now_s = self._clock.monotonic()
+        if now_s < self._next_look_s:
+            return self._where.look()
+        self._next_look_s = now_s + LOOK_EVERY_BEATS * self._config.timeouts.beat_interval_ms / 1_000
+        return self._look()
 
     def _look(self) -> Progress:
         """Once a beat, on a thread of the coordinator's: where this rank is, and whether it waits in vain."""

@@ -2,7 +2,7 @@
 
 The training thread tells nothing. Where it is follows from what the Manager knows anyhow: whether a step is open, its
 plan is here, a reduction is under way, it waits in the vote or for state, or the optimizer steps. So this costs the
-step nothing, and a thread that looks once a beat sees all of it.
+step nothing, and a thread that looks ten times a second sees all of it that lasts.
 
 Of a reduction that is under way nobody can tell whether the training thread waits for it; it is taken to. A strategy
 whose trainer goes on meanwhile says so, once an inner step. It is then busy until it waits for the end of its step.
@@ -83,7 +83,7 @@ class Whereabouts:
             self.own_time.forget()
 
     def look(self) -> Progress:
-        """For the next beat. Since when it is so is known from the first look that found it so."""
+        """For the next beat, or to find a long wait. Since when it is so is known from the first look that found it so."""
         core, now_s = self._core, self._monotonic()
         phase = self.phase()
         plan = core.plan

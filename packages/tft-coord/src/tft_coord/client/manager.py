@@ -50,8 +50,8 @@ class ManagerClient:
         listener: told on the session of losses, of a member of a quorum or of this group, of newcomers that
             ask, and of what somebody wants of this rank: to leave, or to end. It is called by a thread of this client's
             and must return at once.
-        progress: asked once a beat, by a thread of this client's, where in its step this rank is; None: it is not said,
-            and this rank never hangs.
+        progress: asked ten times a second, by a thread of this client's, where in its step this rank is; None: it is
+            not said, and this rank never hangs.
         is_alive: asked several times a second while the session opens; False ends that, because the manager server has
             ended.
         connect_now: see whether it answers. False: the first call connects, and tells what there is to tell.
