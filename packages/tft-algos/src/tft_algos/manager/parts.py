@@ -109,7 +109,7 @@ class Coordinator(Protocol):
         ...
 
     def follow(self, progress: Callable[[], Progress]) -> None:
-        """Have `progress` asked several times a beat where in its step this rank is, by a thread of the coordinator's."""
+        """Have `progress` asked several times a beat where in its step this rank is, on a thread of its own."""
         ...
 
     def gather(self, name: str, value: str, timeout: timedelta) -> tuple[str, ...]:

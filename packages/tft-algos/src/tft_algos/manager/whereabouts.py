@@ -83,7 +83,7 @@ class Whereabouts:
             self.own_time.forget()
 
     def look(self) -> Progress:
-        """For the next beat, or to find a long wait. Since when it is so is known from the first look that found it so."""
+        """For the next beat, or to find a long wait. Since when it is so, the first look that found it so tells."""
         core, now_s = self._core, self._monotonic()
         phase = self.phase()
         plan = core.plan
