@@ -1,8 +1,8 @@
 """A member that some others can't reach costs the job two rounds, and is back soon after they reach it again.
 
-Four replicas, each on a host of its own. The lighthouse reaches all of them all the time. What one replica sends to one,
-two or three others is lost, or what they send to it; no connection ends by that. So nobody is lost by silence, and only
-the members themselves can say what is wrong.
+Four replicas, each on a host of its own. The lighthouse reaches all of them all the time. What one replica sends to
+one, two or three others is lost, or what they send to it; no connection ends by that. So nobody is lost by silence, and
+only the members themselves can say what is wrong.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 from tft_algos.manager.unreached import UnreachedPeers
 from tft_algos.testing import ManualClock, plan_of
 from tft_coord.core.types import Unreached, Via
-from tft_pg.errors import Aborted, ConfigureFailed, StoreUnreachable
+from tft_pg.errors import Aborted, ConfigureFailed, PeerFailed, StoreUnreachable
 
 REFUSED = ConfigureFailed("no group", unreached={2: "10.0.0.3 port 4321: connection refused"})
 LATE = ConfigureFailed("no group", missing_ranks=(1,))
@@ -170,3 +170,16 @@ def test_the_step_fails_by_an_error_that_names_the_replica(rigs: Any) -> None:
     assert not rig.manager.should_commit()
     assert rig.step()
     assert rig.coordinator.requests[1].unreached == ()
+
+
+def test_a_peer_that_falls_silent_in_a_reduction_is_said_with_the_next_request(
+    rigs: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = rigs(plan_of(7, size=3), plan_of(8, size=3), plan_of(9, size=3, step=1))
+    rig.group.failing_wait = PeerFailed("allreduce failed", unreached={2: "10.0.0.3: nothing is acknowledged"})
+    assert not rig.step()
+    assert rig.step()
+    assert rig.step()
+    said = [request.unreached for request in rig.coordinator.requests]
+    assert said == [(), (Unreached("replica_2", Via.GROUP, "10.0.0.3: nothing is acknowledged"),), ()]
+    assert "replica replica_2 is not reached any more at 10.0.0.3: nothing is acknowledged" in warnings(caplog)[-1]

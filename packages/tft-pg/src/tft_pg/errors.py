@@ -150,7 +150,15 @@ class StoreUnreachable(ConfigureFailed):
 
 
 class PeerFailed(ProcessGroupError):
-    """A connection to another rank ended during an operation (its cause is attached). Next: configure without it."""
+    """A connection to another rank ended during an operation (its cause is attached). Next: configure without it.
+
+    Args:
+        unreached: the ranks that acknowledged nothing any more, and why, in a few words, where that has ended it.
+    """
+
+    def __init__(self, message: str, *, where: Where | None = None, unreached: Mapping[int, str] | None = None) -> None:
+        super().__init__(message, where=where)
+        self.unreached: Mapping[int, str] = dict(unreached or {})
 
 
 class DeadlinePassed(ProcessGroupError, TimeoutError):

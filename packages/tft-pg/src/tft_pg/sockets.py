@@ -286,6 +286,10 @@ class Held(NamedTuple):
         """What has passed over it so far."""
         return Traffic(*_TCP_COUNTERS.unpack_from(self._information()))
 
+    def remote_end(self) -> Endpoint | None:
+        """Whose it is at the other end; None if it is connected no more."""
+        return _end(self.duplicate, remote=True)
+
     def retransmits(self) -> int:
         """How often in a row the kernel has sent the same again because the other end's did not acknowledge it.
 

@@ -413,6 +413,10 @@ class Manager:
         with self._own_time:
             self._settle()
         self._audit.step_begins()
+        if self._core.error is not None:
+            silent = self._unreached.step_failed(self._core.plan, self._core.errors)
+            if silent:
+                self._reports.log(logging.WARNING, "%s", silent)
         # The lighthouse hears at once of who can't be reached: the next quorum may do without.
         pause_ms = 0 if self._unreached.has_unsaid else self._core.pause_ms
         if pause_ms:

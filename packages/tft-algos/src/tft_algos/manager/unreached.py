@@ -17,7 +17,7 @@ from typing import Final, final
 
 from tft_coord.core.names import shorten
 from tft_coord.core.types import UNREACHED_MOST, Plan, Unreached, Via
-from tft_pg.errors import ConfigureFailed, StoreUnreachable
+from tft_pg.errors import ConfigureFailed, PeerFailed, StoreUnreachable
 
 _NAMES_MOST: Final = 8  # in one sentence
 _WHY_MOST: Final = 300  # characters
@@ -106,6 +106,21 @@ class UnreachedPeers:
         is_due = bool(reports) and repeats & (repeats - 1) == 0  # the 1st, 2nd, 4th ... time in a row
         times = f" ({repeats} times in a row)" if repeats > 1 else ""
         return Diagnosis(named, f"{sentence}{times}" if is_due else "")
+
+    def step_failed(self, plan: Plan | None, errors: Iterable[Exception]) -> str:
+        """A step has failed in a process group that was built. Returns: for the log; "" if nobody is to blame."""
+        found: dict[str, str] = {}
+        for error in errors:
+            if plan is not None and isinstance(error, PeerFailed):
+                found |= {
+                    plan.replica_ids[rank]: why for rank, why in error.unreached.items() if rank < len(plan.replica_ids)
+                }
+        if not found:
+            return ""
+        with self._lock:
+            self._keep(Unreached(name, Via.GROUP, _plain(why)) for name, why in found.items())
+        said = "; ".join(f"replica {name} is not reached any more at {why}" for name, why in sorted(found.items()))
+        return f"{said}; {_CHECK}"
 
     def sources_failed(self, found: Mapping[str, str]) -> None:
         """Sources of live state did not answer. `found`: why, in a few words, by replica id."""

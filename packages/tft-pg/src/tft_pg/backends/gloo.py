@@ -181,6 +181,7 @@ class ProcessGroupGloo(NativeProcessGroup):
             classify=_classify,
             where=where,
             start=partial(_start, where, transfers),
+            blame=mesh.silent_ranks,
         )
         keep_at_exit(live)
         fail_forgotten = weakref.WeakMethod(live.give_up)  # a group that nobody holds any more has no thread that does
@@ -405,6 +406,25 @@ class _Mesh:
             # A group that nobody shut down leaves no thread either. Not at the end of the process: there an end of the
             # connections would wake waits that must not come back from C++ any more.
             weakref.finalize(self, self._watch.end).atexit = False
+
+    def silent_ranks(self) -> dict[int, str]:
+        """Who has ended the built group because it acknowledges nothing any more, and why, in a few words.
+
+        Of a connection that the other side has made only its host is known; it names a rank that is alone there.
+        """
+        found: dict[int, str] = {}
+        for end in () if self._watch is None else self._watch.silent:
+            ranks = [rank for rank, peers in self._met.items() if any(peer.endpoint == end for peer in peers)]
+            if not ranks:
+                at = [
+                    rank
+                    for rank, peers in self._met.items()
+                    if any(peer.endpoint.address == end.address for peer in peers)
+                ]
+                ranks = at if len(at) == 1 else []
+            for rank in ranks:
+                found[rank] = f"{end.address}: nothing that is sent there is acknowledged"
+        return found
 
     def end(self) -> None:
         """End every operation of the built group, here and at the peers."""

@@ -106,6 +106,7 @@ class LiveGroup:
         classify: which fault an error of its operations is.
         where: its place, for messages.
         start: starts a collective of the torch group.
+        blame: which ranks have ended the group by their silence, and why.
         guard: makes the Work that the caller gets, of the backend's; by default one whose future is settled by the
             host.
     """
@@ -122,6 +123,7 @@ class LiveGroup:
         classify: Callable[[Exception], _Fault],
         where: Where,
         start: _Start = forward,
+        blame: Callable[[], Mapping[int, str]] = dict,
         guard: Callable[[dist.Work, LiveGroup, str], dist.Work] | None = None,
     ) -> None:
         self.where = where
@@ -130,6 +132,7 @@ class LiveGroup:
         self._sever = sever
         self._settle = settle
         self._start = start
+        self._blame = blame
         self._guard = guard
         self._tells_its_end = tells_its_end
         self._is_over = is_over
@@ -176,12 +179,17 @@ class LiveGroup:
             return self._because_ended(operation)
         fault = self._classify(error)
         reason = (str(error).splitlines() or [""])[0]
-        converted = fault(f"{operation} failed ({self.where}): {_SENTENCES[fault]} ({reason})", where=self.where)
+        converted = self._error_of(fault, f"{operation} failed ({self.where}): {_SENTENCES[fault]} ({reason})")
         if fault is not OperationRefused:
             with self._lock:
                 if self._failed is None:
-                    self._failed = fault(str(converted), where=self.where)
+                    self._failed = copy.copy(converted)
         return converted
+
+    def _error_of(self, fault: _Fault, message: str) -> ProcessGroupError:
+        if issubclass(fault, PeerFailed):
+            return fault(message, where=self.where, unreached=self._blame())
+        return fault(message, where=self.where)
 
     def forgotten(self, operation: str) -> ProcessGroupError | None:
         """The error of an operation that the backend has forgotten when its connections ended; None if it may end."""
@@ -191,9 +199,9 @@ class LiveGroup:
             return self._because_ended(operation)
         with self._lock:
             if self._failed is None:
-                self._failed = PeerFailed(
+                self._failed = self._error_of(
+                    PeerFailed,
                     f"{operation} failed ({self.where}): {_SENTENCES[PeerFailed]} (in the middle of a message)",
-                    where=self.where,
                 )
             return copy.copy(self._failed)
 

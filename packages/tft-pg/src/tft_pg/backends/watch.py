@@ -24,6 +24,7 @@ from typing import final
 
 from tft_pg import sockets
 from tft_pg.forks import Inheritance, let_go_in_child
+from tft_pg.sockets import Endpoint
 from tft_pg.threads import join_within
 
 __all__ = ["Watch"]
@@ -59,6 +60,7 @@ class Watch:
         self._lock = threading.Lock()
         self._on_severed = on_severed
         self._severed_s: float | None = None
+        self._silent: tuple[Endpoint, ...] = ()
         self._stopped = False
         self._closed = False
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -70,6 +72,11 @@ class Watch:
     def severed_s(self) -> float | None:
         """When the connections had been shut down and their owner had closed them, on the monotonic clock; or None."""
         return self._severed_s
+
+    @property
+    def silent(self) -> tuple[Endpoint, ...]:
+        """Who acknowledges nothing any more, at the other ends, where that has ended the group."""
+        return self._silent
 
     def end(self) -> None:
         """End every connection, here and at the peers, and the watch; returns at once. Any thread."""
@@ -99,7 +106,11 @@ class Watch:
         wake = select.poll()
         wake.register(self._wake_read, select.POLLIN)
         while self._all_there and all(held.is_owned() for held in self._held):
-            if poll.poll(_LOOK_S * 1000) or any(held.retransmits() >= _RETRANSMITS_MOST for held in self._held):
+            if poll.poll(_LOOK_S * 1000):
+                break
+            silent = [held for held in self._held if held.retransmits() >= _RETRANSMITS_MOST]
+            if silent:
+                self._silent = tuple(end for end in (held.remote_end() for held in silent) if end is not None)
                 break
         wake.poll(_GRACE_S * 1000)
         self._let_messages_pass()
