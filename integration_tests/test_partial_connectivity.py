@@ -7,6 +7,7 @@ only the members themselves can say what is wrong.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -50,7 +51,7 @@ def cluster() -> Iterator[Hosts]:
 
 @pytest.fixture
 def job(cluster: Hosts, spawn: Spawn, forkserver: ForkServerContext) -> Iterator[Job]:
-    """Four replicas that train together."""
+    """Of replicas on hosts of their own, none of which has started."""
     ours, theirs = forkserver.Pipe()
     bind = f"{cluster.address('lighthouse')}:0"
     serving = spawn(on_host, cluster.namespace("lighthouse"), serve_lighthouse, bind, theirs)
@@ -62,7 +63,15 @@ def job(cluster: Hosts, spawn: Spawn, forkserver: ForkServerContext) -> Iterator
         return spawn(on_host, cluster.namespace(spec.name), target, spec, connection)
 
     job = Job(spawn_on_host, cast(LighthouseServer, lighthouse))
-    for name in GROUPS:
+    yield job
+    ours.send("end")
+    serving.join(20)
+    ours.close()
+
+
+def start(job: Job, cluster: Hosts, *names: str) -> None:
+    """Start these replicas."""
+    for name in names:
         job.start(
             name,
             batch_s=0.02,
@@ -70,11 +79,11 @@ def job(cluster: Hosts, spawn: Spawn, forkserver: ForkServerContext) -> Iterator
             hostname=cluster.address(name),
             timeout=timedelta(hours=1),  # nothing here ends by it
         )
-    job.until(lambda: all(trainer.committed_with(4) for trainer in job.trainers), "all four commit together")
-    yield job
-    ours.send("end")
-    serving.join(20)
-    ours.close()
+
+
+def all_commit(job: Job) -> None:
+    number = len(job.trainers)
+    job.until(lambda: all(each.committed_with(number) for each in job.trainers), f"all {number} commit together")
 
 
 def first_commit_s(trainer: Trainer, since_s: float, wanted: Callable[[Event], bool]) -> float | None:
@@ -112,6 +121,8 @@ CASES: Final[Sequence[tuple[str, tuple[str, ...]]]] = (
 def test_who_can_not_be_reached_is_left_out_and_comes_back(
     cluster: Hosts, job: Job, sends: bool, record_property: Record
 ) -> None:
+    start(job, cluster, *GROUPS)
+    all_commit(job)
     for victim, others in CASES:
         ways = [(victim, other) if sends else (other, victim) for other in others]
         for left in reversed(range(TRIES)):
@@ -130,4 +141,33 @@ def test_who_can_not_be_reached_is_left_out_and_comes_back(
                 break
         assert without_s <= WITHOUT_S, (victim, others)
         assert back_s <= BACK_S, (victim, others)
+    job.finish()
+
+
+@pytest.mark.parametrize("other", ["a", "b"])  # a has the store
+def test_a_newcomer_that_can_not_be_reached_stops_nobody_for_long(
+    cluster: Hosts, job: Job, other: str, record_property: Record
+) -> None:
+    start(job, cluster, "a", "b", "c")
+    all_commit(job)
+    trainers = list(job.trainers)
+    cluster.lose(other, "d")
+    begun_s = time.time()
+    start(job, cluster, "d")
+    newcomer = job.trainers[-1]
+    job.until(lambda: bool(newcomer.of_kind("failed")), "the newcomer is in a quorum, in vain")
+    go_on(job, time.time(), 3, range(3, 4))
+    pauses_s = []
+    for trainer in trainers:
+        moments_s = [event.at_s for event in trainer.events if event.kind == "commit" and event.at_s > begun_s]
+        pauses_s.append(max(after - before for before, after in itertools.pairwise(moments_s)))
+    record_property("pauses_s", pauses_s)
+    print(f"newcomer without {other}: pauses {pauses_s}", flush=True)
+    mended_s = time.time()
+    cluster.find(other, "d")
+    back_s = go_on(job, mended_s, 4, range(4, 5))
+    record_property("back_s", back_s)
+    print(f"back {back_s:.1f} s", flush=True)
+    assert max(pauses_s) <= 2 * WITHOUT_S, pauses_s
+    assert back_s <= 2 * BACK_S
     job.finish()
