@@ -100,7 +100,7 @@ def test_where_a_member_is_gone_the_survivors_are_not_blamed() -> None:
 
 def test_a_straggler_is_named_where_it_is_gone() -> None:
     previous = Quorum(QuorumKey(1, 1), (Member("a"), Member("b"), Member("c")), 0)
-    reason = reason_for_new_id(previous, (Member("a"),), None, ["c"], ["b"])
+    reason = reason_for_new_id(previous, (Member("a"),), None, ["c"], left_out=["b"])
     assert reason == "b is left out as a straggler, c has left"
 
 

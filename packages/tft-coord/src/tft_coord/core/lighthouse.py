@@ -1487,7 +1487,8 @@ class Job:
     def _formed(self, members: tuple[Member, ...], now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
         previous = self.previous
         left = [replica.replica_id for replica in self.liveness.replicas.values() if replica.left is not None]
-        reason = reason_for_new_id(previous, members, self._broken, left, self._kept.out, self.stragglers.left_out)
+        slow = self.stragglers.left_out
+        reason = reason_for_new_id(previous, members, self._broken, left, kept_out=self._kept.out, left_out=slow)
         failed = self._reach.stores_failed(now_ms)
         if failed:
             members = tuple(replace(each, store_failed=each.replica_id in failed) for each in members)

@@ -171,6 +171,7 @@ def reason_for_new_id(
     members: tuple[Member, ...],
     broken: str | None,
     left: Collection[str] = (),
+    *,
     kept_out: Collection[str] = (),
     left_out: Collection[str] = (),
 ) -> str | None:

@@ -450,7 +450,8 @@ class Attendance:
         """R2: nobody is left out by a bad link whose removal isn't needed, and never all that hold the newest state."""
         ids, before = set(quorum.replica_ids), previous.members if previous is not None else ()
         living = {each for each in self._sessions if each in self._ready}
-        waiting = {each: self._said[each][0] for each in self._asking if each in living}
+        slow = self._out_of(previous)  # who is left out as a straggler is so for another reason
+        waiting = {each: self._said[each][0] for each in self._asking if each in living and each not in slow}
         if self._special & living:
             return
         names = [each.replica_id for each in before]
