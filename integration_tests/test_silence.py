@@ -90,7 +90,8 @@ def test_whoever_is_stopped_is_lost_soon_and_comes_back(
 
 @pytest.mark.timeout(120)
 def test_a_stopped_rank_of_a_larger_group_comes_back(job: Job) -> None:
-    first, second = (Launcher(job, name).start(timeout=MINUTE) for name in ("a", "b"))
+    launchers = [Launcher(job, name) for name in ("a", "b")]  # each keeps its group's store
+    first, second = (launcher.start(timeout=MINUTE) for launcher in launchers)
     everybody = [*first, *second]
     job.until(lambda: all(each.committed_with(2) for each in everybody), "both groups commit together")
     with stopped(of_trainer(second[1])) as since_s:

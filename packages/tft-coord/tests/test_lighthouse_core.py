@@ -694,8 +694,8 @@ class TestLostState:
     def test_one_that_may_come_back_with_it_is_waited_for(self) -> None:
         table = self.healing()
         assert formed(table.pass_ms(500, "c")) == []
-        waits = "the state of step 35, which a held; it was lost 200 ms ago and may come back"
-        assert table.core.waiting_for("job") == waits
+        waits = "the state of step 35, which a held; it was lost 200 ms ago and may come back, and the others"
+        assert table.core.waiting_for("job") == f"{waits} go on from before it in 1800 ms"
         table.sessions["a"] = 2  # another manager server, of the same trainer
         assert formed(table.hello("a")) == []
         ((ids, _),) = formed(table.ask("a", 35, live=True))
@@ -742,8 +742,8 @@ class TestLostState:
         table.close("b")
         assert formed(table.pass_ms(400, "a")) == []
         assert formed(table.ask("a", 101, live=True, torn=True)) == []
-        waits = "the state of step 100, which b held; it was lost 100 ms ago and may come back"
-        assert table.core.waiting_for("job") == waits
+        waits = "the state of step 100, which b held; it was lost 100 ms ago and may come back, and the others"
+        assert table.core.waiting_for("job") == f"{waits} go on from before it in 1900 ms"
         assert [ids for ids, _ in formed(table.pass_ms(2_000, "a"))] == [("a",)]
 
     def test_at_step_0_there_is_nothing_to_wait_for(self) -> None:

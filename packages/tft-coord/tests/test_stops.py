@@ -75,21 +75,26 @@ def test_each_stop_is_reported_once_and_every_probe_hears_of_it() -> None:
     assert core.handle(events.ProbeCame(), 0) == []
     assert core.looks(0)
     reason = "rank 0 is stopped (SIGSTOP or a debugger); continue it with SIGCONT, or end it"
-    assert look(core, True, 0, 1_000) == [effects.ReportStop(reason)]
-    assert core.stopped(1_000) == reason
+    assert look(core, True, 0, 1_000) == [effects.ReportStop(reason, 400)]
+    assert core.stopped(1_000) == (reason, 1_000)
     assert core.is_hung(1_000)
     assert look(core, False, 1_000, 1_100) == []
-    assert core.stopped(1_100) == ""
+    assert core.stopped(1_100) == ("", 0)
     assert not core.is_hung(1_100)
-    assert look(core, True, 2_000, 3_000) == [effects.ReportStop(reason)]
+    assert look(core, True, 2_000, 3_000) == [effects.ReportStop(reason, 400)]
 
 
 def test_a_stopped_rank_whose_stream_breaks_is_not_dead() -> None:
     core = group()
+    core.handle(events.ProbeCame(), 0)
     core.handle(events.RankDisconnected(0, 1), 1_000)
     assert core.looks(1_000)
-    (report,) = look(core, True, 1_000, 60_000)
-    assert isinstance(report, effects.ReportStop)
+    first, *again = look(core, True, 1_000, 60_000)
+    assert isinstance(first, effects.ReportStop)
+    assert first.is_news
+    assert first.stopped_ms >= TIMEOUTS.heartbeat_timeout_ms
+    assert len(again) > 50, "it is said again, for where few wait nobody has it probed"
+    assert not any(isinstance(each, effects.ReportStop) and each.is_news for each in again)
     assert core.lost is None
     assert look(core, False, 60_000, 62_000) == []
     core.handle(events.RankConnected(0, stream=5, session=1), 62_000)
@@ -97,8 +102,16 @@ def test_a_stopped_rank_whose_stream_breaks_is_not_dead() -> None:
     assert core.lost is None
 
 
+def test_on_a_lighthouse_that_does_not_probe_it_is_dead_as_before() -> None:
+    """Nobody there would go by a stop."""
+    core = group()
+    core.handle(events.RankDisconnected(0, 1), 1_000)
+    assert effects.ReportDeath("rank 0's stream broke and was not back within 300 ms") in look(core, True, 1_000, 1_400)
+
+
 def test_one_that_goes_on_and_does_not_come_back_is_lost() -> None:
     core = group()
+    core.handle(events.ProbeCame(), 0)
     core.handle(events.RankDisconnected(0, 1), 1_000)
     look(core, True, 1_000, 4_000)
     assert effects.ReportDeath("rank 0's stream broke and was not back within 300 ms") in look(

@@ -37,15 +37,19 @@ class Three:
         self.core = Suspicion(timeouts)
         self.signs = {"a": 0, "b": 0, "c": 0}
         self.waits = {"a": False, "b": True, "c": True}
-        self.stopped = ""
+        self.stopped, self.stopped_long = "", False
         for name in self.signs:
-            number = self.core.met(name, 0)
-            if number is not None:
-                self.core.answered(name, number, 10)
+            self.core.answered(name, self.core.met(name, 0), 10)
 
     def look(self, now_ms: int, spared: Collection[str] = ()) -> Findings:
         members = [
-            Sighting(name, sign_ms, self.waits[name], stopped=self.stopped if name == "a" else "")
+            Sighting(
+                name,
+                sign_ms,
+                self.waits[name],
+                stopped=self.stopped if name == "a" else "",
+                stopped_long=self.stopped_long and name == "a",
+            )
             for name, sign_ms in self.signs.items()
         ]
         return self.core.look(members, now_ms, lambda _: spared)
@@ -164,10 +168,22 @@ def test_who_is_stopped_is_lost_at_once() -> None:
     assert three.look(500, spared=["a"]).lost == ()
 
 
-def test_with_a_short_heartbeat_timeout_there_is_nothing_to_do() -> None:
+def test_with_a_short_heartbeat_timeout_silence_is_judged_by_that_alone() -> None:
     three = Three(Timeouts(heartbeat_timeout_ms=1_000))
-    assert three.core.met("a", 0) is None
-    assert three.look(5_000) == Findings()
+    three.look(500)
+    three.hear_the_waiting(5_000)
+    assert three.look(5_000).lost == ()
+    three.stopped = "rank 0 is stopped"
+    assert [name for name, _ in three.look(5_100).lost] == ["a"]
+
+
+def test_who_is_stopped_for_long_is_lost_though_few_wait_and_though_it_is_the_last() -> None:
+    three = Three()
+    three.waits["b"] = False
+    three.stopped, three.stopped_long = "rank 0 is stopped", True
+    assert [name for name, _ in three.look(5_000, spared=["a"]).lost] == ["a"]
+    three.waits["c"] = False
+    assert three.look(5_100) == Findings()
 
 
 def test_a_member_that_never_answers_is_asked_no_more() -> None:

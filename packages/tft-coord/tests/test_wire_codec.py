@@ -197,7 +197,7 @@ def plans(draw: st.DrawFn) -> Plan:
 told_to_lighthouse = st.one_of(
     st.builds(HelloReceived, st.just(7), hellos),
     st.builds(BeatReceived, st.just(7), st.integers(0, MAX_INT64), st.none() | progresses, st.booleans()),
-    st.builds(ProbeAnswered, st.just(7), numbers, lines),
+    st.builds(ProbeAnswered, st.just(7), numbers, lines, steps),
     st.builds(QuorumRequested, st.just(7), numbers, members, st.none() | keys),
     st.builds(RequestWithdrawn, st.just(7), numbers),
     st.builds(QuorumReported, st.just(7), st.none() | quorums),

@@ -364,9 +364,12 @@ class SayWaits:
 
 @dataclass(frozen=True, slots=True)
 class ReportStop:
-    """Tell the lighthouse that ranks of this group are stopped."""
+    """Tell the lighthouse that ranks of this group are stopped, and for how long at least. Again where `is_news` is
+    false."""
 
     reason: str
+    stopped_ms: int = 0
+    is_news: bool = True
 
 
 @dataclass(frozen=True, slots=True)

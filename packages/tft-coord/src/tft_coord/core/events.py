@@ -89,12 +89,13 @@ class DeathReported:
 class ProbeAnswered:
     """The manager server of that stream answers a probe; `number` 0: it says unasked that its group is stopped.
 
-    `stopped` names the stopped ranks, one phrase; "": none is known to be.
+    `stopped` names the stopped ranks, one phrase; "": none is known to be. `stopped_ms`: for how long, at least.
     """
 
     stream: int
     number: int
     stopped: str = ""
+    stopped_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from tft_coord.core.assignment import assign, plan_for
 from tft_coord.core.commit import MAX_ROUNDS, RoundName, Votes
 from tft_coord.core.fingerprint import Fingerprint, differences_of_ranks, merged, said
 from tft_coord.core.progress import GroupProgress, Phase, Progress
-from tft_coord.core.stops import StopWatch, stop_reason
+from tft_coord.core.stops import SAY_AGAIN_MS, StopWatch, stop_reason
 from tft_coord.core.stragglers import StragglerNews
 from tft_coord.core.types import (
     POOR_SOURCES_MOST,
@@ -122,6 +122,8 @@ class GroupCore:
         self._progress = GroupProgress(world_size, timeouts)
         self._stops = StopWatch()
         self._reported_stop: tuple[int, ...] = ()  # the ranks of it, while it lasts
+        self._reported_ms = 0
+        self._is_probed = False  # by a lighthouse that goes by what it is told of stops; an older one does not
         self._said_wait_ms = -SAME_WAIT_MS  # since when the wait lasts that the lighthouse was told of out of turn
         self._followed: QuorumKey | None = None  # of the newest plan that the ranks were given
         self._waits = ""  # whom this group's open request waits for, as the lighthouse said last
@@ -162,10 +164,15 @@ class GroupCore:
         """Whether all ranks wait for others, and have said so."""
         return self._lost is None and self._progress.waits_since_ms(now_ms) is not None
 
-    def stopped(self, now_ms: int) -> str:
-        """Return which ranks are stopped, one phrase, as a probe is answered; "": none is known to be."""
+    def stopped(self, now_ms: int) -> tuple[str, int]:
+        """Return which ranks are stopped, one phrase, and for how long, as a probe is answered; "": none is known."""
         ranks = self._stops.stopped(now_ms)
-        return stop_reason(ranks) if ranks else ""
+        if not ranks:
+            return "", 0
+        stopped_ms = self._stops.stopped_ms(now_ms)
+        if any(rank in self._broken_ms for rank in ranks):
+            stopped_ms += self._timeouts.heartbeat_timeout_ms  # for so long it had said nothing when its stream ended
+        return stop_reason(ranks), stopped_ms
 
     def looks(self, now_ms: int) -> bool:
         """Whether the processes of the ranks on this host are to be looked at, every LOOK_EVERY_MS."""
@@ -206,6 +213,7 @@ class GroupCore:
             case events.RankProgressed():
                 return [*self._tell_wait(event, now_ms), *self._say_wait(now_ms)]
             case events.ProbeCame():
+                self._is_probed = True
                 self._stops.asked(now_ms)
                 return []
             case events.RanksLookedAt():
@@ -283,14 +291,21 @@ class GroupCore:
         """Ranks on this host were found stopped, or running. The lighthouse is told once of each stop."""
         self._stops.seen(event.stopped, now_ms)
         for rank in self._broken_ms:
-            if self._stops.is_held(rank):
+            if self._is_probed and self._stops.is_held(rank):
                 # It can't dial again before it goes on, and a machine that was held up takes a while for it then.
                 # Nobody waits for it meanwhile: the others have gone on, or there are none.
                 patience_ms = self._timeouts.heartbeat_timeout_ms - self._timeouts.reconnect_grace_ms
                 self._broken_ms[rank] = now_ms + patience_ms
         ranks, before = self._stops.stopped(now_ms), self._reported_stop
         self._reported_stop = ranks
-        return [effects.ReportStop(stop_reason(ranks))] if ranks and ranks != before and self._lost is None else []
+        if not ranks or self._lost is not None:
+            return []
+        # Where its stream has ended it is stopped for long, and may be lost though few wait, who have nobody probed.
+        again = any(rank in self._broken_ms for rank in ranks) and now_ms - self._reported_ms >= SAY_AGAIN_MS
+        if ranks == before and not again:
+            return []
+        self._reported_ms = now_ms
+        return [effects.ReportStop(*self.stopped(now_ms), is_news=ranks != before)]
 
     def tick(self, now_ms: int) -> list[effects.GroupEffect]:
         """Judge graces and deadlines that have passed."""

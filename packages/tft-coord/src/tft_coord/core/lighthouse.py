@@ -544,7 +544,7 @@ class Job:
                     out += self._look_for_silence(now_ms, wall_ms)
             case events.ProbeAnswered():
                 self.suspicion.answered(replica.replica_id, event.number, now_ms)
-                replica.stopped = (event.stopped, now_ms) if event.stopped else None
+                replica.stopped = (event.stopped, event.stopped_ms, now_ms) if event.stopped else None
                 if event.stopped:
                     out += self._look_for_silence(now_ms, wall_ms)
             case events.QuorumReported():
@@ -723,9 +723,8 @@ class Job:
             )
         )
         self._say_wait.discard(hello.replica_id)
-        probe = self.suspicion.met(hello.replica_id, now_ms) if hello.answers_probes else None
-        if probe is not None:
-            out.append(effects.Probe(stream, probe))
+        if hello.answers_probes:
+            out.append(effects.Probe(stream, self.suspicion.met(hello.replica_id, now_ms)))
         if result.lost is not None:
             out += self._told_lost(result.lost)
         share = self.stragglers.share_of(hello.replica_id)
@@ -771,7 +770,8 @@ class Job:
             return []
         known = (self.liveness.replicas.get(name) for name in self._members)
         members = [each for each in known if each is not None and each.healthy]
-        if not most_wait(sum(1 for each in members if self._waits_long(each, now_ms)), len(members)):
+        num_waiting = sum(1 for each in members if self._waits_long(each, now_ms))
+        if not most_wait(num_waiting, len(members)) and not any(each.stopped for each in members):
             return []
         sightings = [self._sighting(each, now_ms) for each in members]
         found = self.suspicion.look(sightings, now_ms, self._last_holder)
@@ -787,14 +787,16 @@ class Job:
 
     def _sighting(self, replica: Replica, now_ms: int) -> Sighting:
         reached = replica.stream is not None and replica.answers_probes
-        stopped, said_ms = replica.stopped or ("", 0)
+        stopped, stopped_ms, said_ms = replica.stopped or ("", 0, 0)
+        is_stopped = stopped != "" and now_ms - said_ms < STOP_IS_SAID_FOR_MS
         return Sighting(
             replica.replica_id,
             replica.last_sign_ms,
             self._waits_long(replica, now_ms),
             may_be_probed=reached,
             may_be_lost=reached and not self.liveness.flaps(replica, now_ms),
-            stopped=stopped if now_ms - said_ms < STOP_IS_SAID_FOR_MS else "",
+            stopped=stopped if is_stopped else "",
+            stopped_long=is_stopped and stopped_ms >= self._timeouts.heartbeat_timeout_ms,
         )
 
     def _last_holder(self, without: Collection[str] = ()) -> list[str]:

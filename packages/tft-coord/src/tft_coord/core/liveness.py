@@ -83,7 +83,7 @@ class Replica:
     tries_peers: bool = False  # it dials its peers when it is asked to
     where: tuple[Progress, int] | None = None  # in its step, by its newest beat, and when that was heard
     said_wait_ms: int | None = None  # when its newest beat was heard, if that says that it waits
-    stopped: tuple[str, int] | None = None  # which of its ranks are, and when it said so
+    stopped: tuple[str, int, int] | None = None  # which of its ranks are, for how long by now, and when it said so
     answers_probes: bool = False
     asked_to_leave: tuple[str, int] | None = None  # (reason, serve_ms), by whom it is drained
 

@@ -17,6 +17,7 @@ from typing import Final, final
 LOOK_EVERY_MS: Final = 100
 LOOKS_LEAST: Final = 4
 STOPPED_MS: Final = 400  # found stopped by every look of so long
+SAY_AGAIN_MS: Final = 500  # of a rank that has been stopped for so long that its stream has ended
 LOOKS_FOR_MS: Final = 1_500  # after somebody has asked: three times as long as the pace of probes
 
 
@@ -80,6 +81,10 @@ class StopWatch:
     def is_held(self, rank: int | None = None) -> bool:
         """Return whether the last look has found that rank, or any, stopped."""
         return rank in self._found if rank is not None else bool(self._found)
+
+    def stopped_ms(self, now_ms: int) -> int:
+        """Return for how long the rank has been found stopped that is longest; 0: none is."""
+        return max((now_ms - found.since_ms for found in self._found.values()), default=0)
 
     def stopped(self, now_ms: int) -> tuple[int, ...]:
         """Return the ranks that have been stopped for long enough to say so."""

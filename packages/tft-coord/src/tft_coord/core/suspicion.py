@@ -69,6 +69,7 @@ class Sighting:
         may_be_probed: its stream stands, and it answers probes.
         may_be_lost: silence of a second may be judged: it does not flap, say.
         stopped: why it is known to be stopped, one phrase, or "".
+        stopped_long: it has been for heartbeat_timeout: nothing spares it any more, where anybody waits.
     """
 
     replica_id: str
@@ -77,6 +78,7 @@ class Sighting:
     may_be_probed: bool = True
     may_be_lost: bool = True
     stopped: str = ""
+    stopped_long: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +113,12 @@ class Suspicion:
     """The probes of one job.
 
     Args:
-        timeouts: of the lighthouse. Where `heartbeat_timeout_ms` is no longer than a second, nothing is left to do.
+        timeouts: of the lighthouse. Where `heartbeat_timeout_ms` is no longer than a second, silence is
+            judged by that alone.
     """
 
     def __init__(self, timeouts: Timeouts) -> None:
-        self._is_of_use = timeouts.heartbeat_timeout_ms > SILENT_MS
+        self._judges_silence = timeouts.heartbeat_timeout_ms > SILENT_MS
         self._of: dict[str, _Probed] = {}
         self._last_number = 0
 
@@ -125,11 +128,11 @@ class Suspicion:
         for probed in self._of.values():
             probed.sent_ms.clear()
 
-    def met(self, replica_id: str, now_ms: int) -> int | None:
+    def met(self, replica_id: str, now_ms: int) -> int:
         """A member's stream stands, and it answers probes. Returns: the number of its first probe, which tells how far
         away it is before that matters."""
         self.forget(replica_id)
-        return self._send(replica_id, now_ms) if self._is_of_use else None
+        return self._send(replica_id, now_ms)
 
     def forget(self, replica_id: str) -> None:
         """Its stream is gone, or another session has begun."""
@@ -155,14 +158,17 @@ class Suspicion:
             spared: gives those of these without whom nobody could go on; asked when somebody would be lost.
         """
         waiting = [each for each in members if each.waits]
-        if not self._is_of_use or not most_wait(len(waiting), len(members)):
+        if not waiting:
             return Findings()
+        most = most_wait(len(waiting), len(members))
         suspects = [each for each in members if not each.waits]
         lost: list[tuple[str, str]] = []
         for each in suspects:
-            reason = self._why_lost(each, waiting, len(members), now_ms)
-            if reason and each.replica_id not in spared([name for name, _ in lost]):
+            reason = self._why_lost(each, waiting, len(members), now_ms) if most or each.stopped_long else ""
+            if reason and (each.stopped_long or each.replica_id not in spared([name for name, _ in lost])):
                 lost.append((each.replica_id, reason))
+        if not most:
+            return Findings(lost=tuple(lost))
         gone = {name for name, _ in lost}
         asked = [each for each in suspects if each.replica_id not in gone]
         asked += self._witnesses_to_ask(asked, waiting, now_ms)
@@ -174,10 +180,10 @@ class Suspicion:
         return Findings(tuple(probes), tuple(lost))
 
     def _why_lost(self, suspect: Sighting, waiting: Iterable[Sighting], num_members: int, now_ms: int) -> str:
-        if not suspect.may_be_lost:
-            return ""
         if suspect.stopped:
             return f"{LOST_STOPPED}: {suspect.stopped}"
+        if not suspect.may_be_lost or not self._judges_silence:
+            return ""
         probed = self._of.get(suspect.replica_id)
         sent_ms, bound_ms = (probed.oldest_ms, probed.bound_ms(now_ms)) if probed is not None else (None, None)
         silent_ms = now_ms - suspect.last_sign_ms

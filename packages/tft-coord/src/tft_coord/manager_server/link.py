@@ -91,7 +91,7 @@ class LighthouseLink:
         quorum: gives the newest quorum that the group holds.
         progress: gives, for a time of the loop's clock in milliseconds, where in its step the group is.
         waits: the same, whether all its ranks wait.
-        stopped: the same, which of them are stopped, one phrase.
+        stopped: the same, which of them are stopped, one phrase, and for how long.
         is_hung: whether a rank hangs or is stopped just now; while one does, a session that was lost stays so.
     """
 
@@ -109,7 +109,7 @@ class LighthouseLink:
         quorum: Callable[[], Quorum | None],
         progress: Callable[[int], Progress | None] = lambda _: None,
         waits: Callable[[int], bool] = lambda _: False,
-        stopped: Callable[[int], str] = lambda _: "",
+        stopped: Callable[[int], tuple[str, int]] = lambda _: ("", 0),
         is_hung: Callable[[], bool] = lambda: False,
         pid: int = 0,
     ) -> None:
@@ -214,10 +214,11 @@ class LighthouseLink:
         """Say now that the group waits for others."""
         self._perform(self._core.say_waits(self._progress(self._now_ms())))
 
-    def report_stop(self, reason: str) -> None:
+    def report_stop(self, reason: str, stopped_ms: int, *, is_news: bool) -> None:
         """Say that ranks of this group are stopped; a lighthouse that asks after it is told again."""
-        logger.warning("replica %s: %s", self._replica_id, reason)
-        self._say(events.ProbeAnswered(0, 0, reason))
+        if is_news:
+            logger.warning("replica %s: %s", self._replica_id, reason)
+        self._say(events.ProbeAnswered(0, 0, reason, stopped_ms))
 
     def report_death(self, reason: str) -> None:
         """Say that a trainer of this group ended."""
@@ -566,7 +567,7 @@ class LighthouseLink:
             case Release():
                 self._arrived(events.NobodyHeals())
             case Probe(_, number):
-                self._say(events.ProbeAnswered(0, number, self._stopped(now_ms)))
+                self._say(events.ProbeAnswered(0, number, *self._stopped(now_ms)))
                 self._arrived(events.ProbeCame())
             case RefuseSession(_, refusal, sentence, silent_ms):
                 self._refusal = f"refuses this replica: {sentence}"

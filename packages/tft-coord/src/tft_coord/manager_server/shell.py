@@ -177,8 +177,8 @@ class ManagerServerShell:
                     self._answer(call, rank_codec.Failure(code, message + why))
                 case effects.SayWaits():
                     self._link.say_waits()
-                case effects.ReportStop(reason):
-                    self._link.report_stop(reason)
+                case effects.ReportStop(reason, stopped_ms, is_news):
+                    self._link.report_stop(reason, stopped_ms, is_news=is_news)
                 case effects.NotifyRank(rank, notice):
                     self._tell(rank, notice)
                 case effects.TellNewcomer(rank, replica_id):

@@ -492,13 +492,13 @@ class Cluster:
         """Whether a rank runs on its manager server's host."""
         return trainer.rank == 0 or self.config.ranks_together
 
-    def was_stopped(self, replica_id: str) -> bool:
-        """Whether a rank of it that can be looked at is stopped, or was a moment ago, for as long as that counts."""
+    def was_stopped(self, replica_id: str, for_ms: int = STOPPED_MS) -> bool:
+        """Whether a rank of it that can be looked at is stopped, or was a moment ago, for as long as that."""
         ranks = [each for life in self.lives if life.replica_id == replica_id for each in life.trainers]
         for each in ranks:
             until_ms = self.clock.now_ms if each.state is State.STOPPED else each.running_since_ms
             recent = self.clock.now_ms - until_ms < STOP_KNOWN_MS
-            lasted = until_ms - each.stopped_since_ms >= STOPPED_MS
+            lasted = until_ms - each.stopped_since_ms >= for_ms
             if self.is_local(each) and not each.is_seen_running and recent and lasted:
                 return True
         return False

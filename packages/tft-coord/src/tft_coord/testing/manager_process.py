@@ -228,9 +228,10 @@ class ManagerProcess(Process):
                     progress = self.group.progress(now_ms)
                     if self._cluster.config.probes and not self._on_foreign:
                         self._perform_session(self.session.say_waits(progress), extra=True)
-                case effects.ReportStop(reason):
+                case effects.ReportStop(reason, stopped_ms):
                     self._cluster.marks.hit("a manager server reported a stop")
-                    self._send(partial(events.ProbeAnswered, number=0, stopped=reason), extra=True)
+                    said = partial(events.ProbeAnswered, number=0, stopped=reason, stopped_ms=stopped_ms)
+                    self._send(said, extra=True)
                 case effects.AnswerPlan():
                     self._cluster.invariants_of(self.replica.job).planned_from(order.plan, order.quorum)
                     self._answer(order.call, order.plan)
@@ -454,8 +455,9 @@ class ManagerProcess(Process):
             case effects.Release():
                 self.handle(events.NobodyHeals())
             case effects.Probe(_, number):
-                stopped = self.group.stopped(now_ms)
-                self._send(partial(events.ProbeAnswered, number=number, stopped=stopped), extra=True)
+                stopped, stopped_ms = self.group.stopped(now_ms)
+                answer = partial(events.ProbeAnswered, number=number, stopped=stopped, stopped_ms=stopped_ms)
+                self._send(answer, extra=True)
                 self.handle(events.ProbeCame())
             case effects.RefuseSession():
                 hung = self._is_hung()

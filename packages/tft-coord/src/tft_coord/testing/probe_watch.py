@@ -21,6 +21,7 @@ SILENT_MS = 1_000
 UNANSWERED_MS = 500
 PROBE_EVERY_MS = 500
 SAID_FOR_MS = 2_500
+STOPPED_MS = 400
 BOUND_MS = 1_300  # of silence while most others wait: a second, a wait that is said late, two ticks
 CALM_MS = 250  # answers that take no longer show a way on which nothing is late
 HEARD_MS = 300  # ago at most: a witness
@@ -50,7 +51,7 @@ class ProbeWatch:
         timeouts: of the lighthouse.
         now_ms: when it starts.
         lives: whether a session of a replica of that job stands.
-        is_stopped: whether a replica of that id was stopped just now, by what its processes do.
+        is_stopped: whether a replica of that id was stopped just now, and for so long, by what its processes do.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class ProbeWatch:
         timeouts: Timeouts,
         now_ms: int,
         lives: Callable[[str, str], bool],
-        is_stopped: Callable[[str], bool],
+        is_stopped: Callable[[str, int], bool],
     ) -> None:
         self._timeouts = timeouts
         self._lives = lives
@@ -123,11 +124,9 @@ class ProbeWatch:
                     self._broke_ms.setdefault(order.replica_id, []).append(now_ms)
                 if order.reason.startswith(LOST_SILENT):
                     self._lost(order.replica_id, now_ms)
-                if order.reason.startswith(LOST_STOPPED) and not self._is_stopped(order.replica_id):
+                if order.reason.startswith(LOST_STOPPED) and not self._is_stopped(order.replica_id, STOPPED_MS):
                     raise InvariantBroken("P5", f"{order.replica_id} is lost by a stop, and runs")
-                if order.reason.startswith((LOST_SILENT, LOST_STOPPED)) and self._is_spared(
-                    order.job, order.replica_id
-                ):
+                if order.reason.startswith(LOST_SILENT) and self._is_spared(order.job, order.replica_id):
                     raise InvariantBroken(
                         "P5", f"{order.replica_id} is lost by silence, and is the last with its state"
                     )

@@ -118,7 +118,7 @@ def encode_to_lighthouse(event: LighthouseEvent, said: Member | None = None) -> 
         case DeathReported():
             return pb.ToLighthouse(death=pb.Death(reason=fields.clip(event.reason))).SerializeToString()
         case ProbeAnswered():
-            probed = pb.Probed(number=event.number, stopped=fields.clip(event.stopped))
+            probed = pb.Probed(number=event.number, stopped=fields.clip(event.stopped), stopped_ms=event.stopped_ms)
             return pb.ToLighthouse(probed=probed).SerializeToString()
         case LeaveReceived():
             leave = pb.Leave(
@@ -167,7 +167,10 @@ def decode_to_lighthouse(
             return DeathReported(stream, fields.checked_sentence("reason", message.death.reason))
         case "probed":
             probed = message.probed
-            return ProbeAnswered(stream, probed.number, fields.checked_sentence("stopped", probed.stopped))
+            stopped = fields.checked_sentence("stopped", probed.stopped)
+            return ProbeAnswered(
+                stream, probed.number, stopped, fields.checked_count("stopped_ms", probed.stopped_ms, MAX_INT64)
+            )
         case "leave":
             leave = message.leave
             return LeaveReceived(
