@@ -134,6 +134,34 @@ def program(body: str) -> list[str]:
     return [sys.executable, "-c", f"import sys\n{body}\nsys.stdin.read()\n"]
 
 
+def lighthouse_program(secret: str) -> list[str]:
+    """A command that is a lighthouse of one replica at least."""
+    return program(
+        "from tft_lighthouse import LighthouseServer\n"
+        f"server = LighthouseServer('127.0.0.1:0', token={secret!r})\n"
+        "print('listening at', server.address, file=sys.stderr, flush=True)"
+    )
+
+
+def manager_server_program(secret: str) -> list[str]:
+    """A command whose child is a manager server without a lighthouse."""
+    return program(
+        "from tft_coord import ManagerServer\n"
+        f"server = ManagerServer('a:1', '127.0.0.1:9', '127.0.0.1', '127.0.0.1:0', 's:1', 1, token={secret!r})\n"
+        "print('listening at', server.address(), file=sys.stderr, flush=True)"
+    )
+
+
+def state_server_program(secret: str, before: str = "") -> list[str]:
+    """A command that serves the state of step 1, `{"a": torch.ones(9)}`, after some lines of code."""
+    return program(
+        f"import torch\nfrom datetime import timedelta\nfrom tft_ckpt import HTTPTransport\n{before}\n"
+        f"server = HTTPTransport(timedelta(seconds=60), bind='127.0.0.1', token={secret!r})\n"
+        "server.send_checkpoint([1], 1, {'a': torch.ones(9)}, timedelta(seconds=20))\n"
+        "print('listening at', server.metadata(), file=sys.stderr, flush=True)"
+    )
+
+
 # --- bytes on a socket -----------------------------------------------------------------------------------------------
 
 

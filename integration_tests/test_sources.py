@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import logging.handlers
-import queue
 import socket
 import time
 from collections.abc import Iterator
@@ -18,7 +16,7 @@ import pytest
 import torch
 
 from integration_tests.conftest import Spawn
-from integration_tests.training import Event, Job, Trainer
+from integration_tests.training import Event, Job, Trainer, heard_of_the_manager, steps_until_told
 from tft_algos import DistributedDataParallel, Manager, Optimizer
 from tft_algos.testing import digest
 from tft_ckpt import HTTPTransport
@@ -66,10 +64,7 @@ def hurt(transport: HTTPTransport[Any], fault: str) -> None:
 def train(spec: Spec, connection: Connection) -> None:
     """Train until told to stop; tell each commit and each healing, and log lines that speak of healing."""
     torch.set_num_threads(1)
-    told: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
-    log = logging.getLogger("tft_algos.manager")
-    log.addHandler(logging.handlers.QueueHandler(told))
-    log.setLevel(logging.INFO)
+    told = heard_of_the_manager(logging.INFO)
     torch.manual_seed(sum(spec.name.encode()))
     model = torch.nn.Linear(64, 64)
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -101,13 +96,7 @@ def train(spec: Spec, connection: Connection) -> None:
     ):
         ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, adam)
         connection.send(Event("ready"))
-        last = None
-        while last is None or manager.current_step() < last:
-            if connection.poll():
-                last = connection.recv()
-                continue
-            time.sleep(0.01)
-            before = manager.current_step()
+        for before in steps_until_told(connection, manager, pause_s=0.01):
             optimizer.zero_grad()
             ddp(torch.randn(4, 64)).square().mean().backward()
             if optimizer.step():

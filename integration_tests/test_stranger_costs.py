@@ -14,7 +14,14 @@ import grpc
 import pytest
 import torch
 
-from integration_tests.hostile import Watched, crowd, program, serving
+from integration_tests.hostile import (
+    Watched,
+    crowd,
+    lighthouse_program,
+    manager_server_program,
+    serving,
+    state_server_program,
+)
 from tft_ckpt import HTTPTransport, StateKey
 from tft_ckpt.http.routes import manifest_path
 from tft_coord import LighthouseClient, ManagerClient
@@ -31,13 +38,8 @@ Port: TypeAlias = Callable[[Path], AbstractContextManager[tuple[Watched, Callabl
 
 @contextmanager
 def a_lighthouse(folder: Path) -> Iterator[tuple[Watched, Callable[[], object]]]:
-    command = program(
-        "from tft_lighthouse import LighthouseServer\n"
-        f"server = LighthouseServer('127.0.0.1:0', token={SECRET!r})\n"
-        "print('listening at', server.address, file=sys.stderr, flush=True)"
-    )
     with (
-        serving(command, folder / "log") as server,
+        serving(lighthouse_program(SECRET), folder / "log") as server,
         LighthouseClient(f"127.0.0.1:{server.port}", LATE, token=SECRET) as client,
     ):
         yield server, client.describe
@@ -45,12 +47,7 @@ def a_lighthouse(folder: Path) -> Iterator[tuple[Watched, Callable[[], object]]]
 
 @contextmanager
 def a_manager_server(folder: Path) -> Iterator[tuple[Watched, Callable[[], object]]]:
-    command = program(
-        "from tft_coord import ManagerServer\n"
-        f"server = ManagerServer('a:1', '127.0.0.1:9', '127.0.0.1', '127.0.0.1:0', 's:1', 1, token={SECRET!r})\n"
-        "print('listening at', server.address(), file=sys.stderr, flush=True)"
-    )
-    with serving(command, folder / "log", in_child=True) as server:
+    with serving(manager_server_program(SECRET), folder / "log", in_child=True) as server:
 
         def honest() -> None:
             ManagerClient(f"127.0.0.1:{server.port}", LATE, token=SECRET).close()
@@ -89,13 +86,7 @@ def test_a_flood_of_refused_calls_takes_little_of_a_core(port: Port, tmp_path: P
 
 def test_crowds_at_a_state_port_keep_nobody_out(tmp_path: Path) -> None:
     """Under a limit of 512 open files, as it once stood still."""
-    command = program(
-        "import resource, torch\nfrom datetime import timedelta\nfrom tft_ckpt import HTTPTransport\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))\n"
-        f"server = HTTPTransport(timedelta(seconds=60), bind='127.0.0.1', token={SECRET!r})\n"
-        "server.send_checkpoint([1], 1, {'a': torch.ones(9)}, timedelta(seconds=20))\n"
-        "print('listening at', server.metadata(), file=sys.stderr, flush=True)"
-    )
+    command = state_server_program(SECRET, "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))")
     key = StateKey(quorum_id=0, nonce=0, step=1, lineage=0)
     wrong = f"GET {manifest_path(key)} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer wrong\r\n\r\n".encode()
     with serving(command, tmp_path / "log") as server, HTTPTransport[Any](bind="127.0.0.1", token=SECRET) as member:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import logging.handlers
-import queue
 import re
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +15,7 @@ import pytest
 import torch
 
 from integration_tests.conftest import Spawn
-from integration_tests.training import Event, Job, Trainer
+from integration_tests.training import Event, Job, Trainer, heard_of_the_manager, steps_until_told
 from tft_algos import DistributedDataParallel, Manager, Optimizer
 from tft_algos.testing import digest
 from tft_lighthouse import LighthouseServer
@@ -63,14 +60,13 @@ class LowMoments(torch.optim.AdamW):
 def train(spec: Spec, connection: Connection) -> None:
     """Train until told to stop; tell each commit and each quorum, and at the end what the Manager has warned of."""
     torch.set_num_threads(1)
-    told: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
-    logging.getLogger("tft_algos.manager").addHandler(logging.handlers.QueueHandler(told))
+    told = heard_of_the_manager()
     try:
         _train(spec, connection)
     except Exception as error:
         while not told.empty():
             record = told.get()
-            connection.send(Event("log", text=record.getMessage()))  # a QueueHandler puts the traceback behind it
+            connection.send(Event("log", text=record.getMessage()))
         connection.send(Event("end", text=f"{type(error).__name__}: {error}"))
         raise SystemExit(1) from None
     while not told.empty():
@@ -111,13 +107,7 @@ def _train(spec: Spec, connection: Connection) -> None:
     ) as manager:
         ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, adam)
         quorums: list[Any] = []
-        last = None
-        while last is None or manager.current_step() < last:
-            if connection.poll():
-                last = connection.recv()
-                continue
-            time.sleep(0.005)
-            before = manager.current_step()
+        for before in steps_until_told(connection, manager, pause_s=0.005):
             optimizer.zero_grad()
             ddp(torch.randn(4, 8)).square().mean().backward()
             stepped = optimizer.step()

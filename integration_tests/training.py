@@ -11,11 +11,13 @@ from __future__ import annotations
 import ctypes
 import itertools
 import logging
+import logging.handlers
 import multiprocessing.connection
 import os
+import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -58,6 +60,26 @@ class Event:
     participants: int = 0
     text: str = ""
     at_s: float = field(default_factory=time.time, compare=False)
+
+
+def steps_until_told(connection: Connection, manager: Manager, pause_s: float) -> Iterator[int]:
+    """Give the number of committed steps before each step, until one is reached that came over the connection."""
+    last: int | None = None
+    while last is None or manager.current_step() < last:
+        if connection.poll():
+            last = connection.recv()
+            continue
+        time.sleep(pause_s)
+        yield manager.current_step()
+
+
+def heard_of_the_manager(level: int = logging.NOTSET) -> queue.SimpleQueue[logging.LogRecord]:
+    """Collect what this process's Manager logs from now on, with tracebacks in the messages."""
+    heard: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+    log = logging.getLogger("tft_algos.manager")
+    log.addHandler(logging.handlers.QueueHandler(heard))
+    log.setLevel(level)
+    return heard
 
 
 @dataclass(frozen=True)
