@@ -479,12 +479,14 @@ class Death(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Probed(_message.Message):
-    __slots__ = ("number", "stopped")
+    __slots__ = ("number", "stopped", "stopped_ms")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     STOPPED_FIELD_NUMBER: _ClassVar[int]
+    STOPPED_MS_FIELD_NUMBER: _ClassVar[int]
     number: int
     stopped: str
-    def __init__(self, number: _Optional[int] = ..., stopped: _Optional[str] = ...) -> None: ...
+    stopped_ms: int
+    def __init__(self, number: _Optional[int] = ..., stopped: _Optional[str] = ..., stopped_ms: _Optional[int] = ...) -> None: ...
 
 class ToLighthouse(_message.Message):
     __slots__ = ("hello", "beat", "quorum_request", "withdraw", "quorum_report", "death", "leave", "peers_tried", "probed")
