@@ -129,7 +129,7 @@ class Group:
         clock, invariants: of the simulation.
         spread_ms: gives the time after which a member learns that a reduction is complete.
         is_cut: whether nothing comes through between two of the members.
-        links: between the members.
+        links: between the members; all work unless given.
         store: of the member whose rendezvous store is used.
     """
 
@@ -142,8 +142,8 @@ class Group:
         invariants: Invariants,
         spread_ms: Callable[[], int],
         is_cut: Callable[[str, str], bool],
-        links: Links,
-        store: str,
+        links: Links | None = None,
+        store: str = "",
     ) -> None:
         self.key = key
         self._group_rank = group_rank
@@ -152,7 +152,7 @@ class Group:
         self._invariants = invariants
         self._spread_ms = spread_ms
         self._is_cut = is_cut
-        self._links = links
+        self._links = links or Links()
         self._store = store
         self._unreached: dict[str, list[Unreached]] = {}
         self._is_timed = False  # a bad link is about to be found out
