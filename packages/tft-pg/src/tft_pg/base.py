@@ -102,9 +102,11 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_Abstract):
             group_rank: rank inside the replica group, for messages.
             group_world_size: ranks in the replica group, for messages.
             global_ranks: the rank of each member in the whole job, for messages and records.
-            timeout: how long building may take; None: the group's own time-out.
+            timeout: how long building may take; None: the group's own time-out, and with a quorum_id at first only
+                seconds for each of the store, the other ranks and the connections to them.
         Raises:
-            ConfigureFailed: it was not built in time, or can't be; nothing is left of it.
+            ConfigureFailed: it was not built in time, or can't be; nothing is left of it. It names the ranks that did
+                not come, and those that can't be reached; StoreUnreachable names the store.
             Aborted: `abort` was called meanwhile.
             Closed: the group was shut down.
             InvalidSetting: an argument can't work (StoreAddressError for the address).

@@ -18,6 +18,8 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
+from tft_pg.forks import Inheritance, let_go_in_child
+
 __all__ = ["AGAIN_AFTER_S", "Place", "call_all"]
 
 AGAIN_AFTER_S: Final = 0.3
@@ -68,6 +70,17 @@ class _Call:
             self.connection = None
 
 
+@dataclass(eq=False)
+class _Open:
+    """The calls under way, for a child that is forked meanwhile."""
+
+    calls: list[_Call]
+
+    def forked(self) -> Inheritance:
+        connections = [call.connection for call in self.calls]
+        return Inheritance(connection.fileno() for connection in connections if connection is not None)
+
+
 def call_all(places: Mapping[_Key, Place], *, until_s: float, goes_on: Callable[[], bool]) -> dict[_Key, str]:
     """Call each address.
 
@@ -80,6 +93,8 @@ def call_all(places: Mapping[_Key, Place], *, until_s: float, goes_on: Callable[
     now_s = time.monotonic()
     calls = {key: _Call(place, now_s) for key, place in places.items()}
     found: dict[_Key, str] = {}
+    kept = _Open(list(calls.values()))
+    let_go_in_child(kept)
     try:
         while calls and goes_on() and now_s < until_s:
             _begin_due(calls, found, now_s)
