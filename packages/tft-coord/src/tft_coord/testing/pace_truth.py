@@ -27,22 +27,22 @@ class OwnTime:
     """How long a trainer's own part of its steps takes, without its waits for others."""
 
     def __init__(self) -> None:
-        self._running_ms = 0
+        self.running_ms = 0  # of the step that runs, up to the last change of phase
         self._last: deque[int] = deque(maxlen=STEPS_KEPT)
         self.all_ms: deque[int] = deque(maxlen=STEPS_LOOKED_AT)  # also of steps that do not count
         self.counted_ms: deque[int] = deque(maxlen=STEPS_LOOKED_AT)
 
     def passed(self, own_ms: int) -> None:
         """It was busy with its own part for so long."""
-        self._running_ms += own_ms
+        self.running_ms += own_ms
 
     def step_ended(self, *, counts: bool) -> None:
         """The step that ran is over; an excused or a failed one does not count."""
         if counts:
-            self._last.append(self._running_ms)
-            self.counted_ms.append(self._running_ms)
-        self.all_ms.append(self._running_ms)
-        self._running_ms = 0
+            self._last.append(self.running_ms)
+            self.counted_ms.append(self.running_ms)
+        self.all_ms.append(self.running_ms)
+        self.running_ms = 0
 
     def forget(self) -> None:
         """What was measured before a reconfiguration does not count any more."""
@@ -103,7 +103,7 @@ class PaceTruth:
     def _slowest_ms(self, replica_id: str) -> int:
         now_ms = self._cluster.clock.now_ms
         trainers = [each for life in self._cluster.lives if life.replica_id == replica_id for each in life.trainers]
-        running = [now_ms - each.phase_since_ms for each in trainers]
+        running = [max(now_ms - each.phase_since_ms, each.own_time.running_ms) for each in trainers]
         return max([*running, *(ms for each in trainers for ms in each.own_time.all_ms)], default=0)
 
     def _fastest_ms(self, replica_id: str) -> int:
