@@ -26,6 +26,7 @@ SOON_S: Final = 3.5
 MINUTE: Final = timedelta(minutes=1)
 GOAL_S: Final = 1.5
 TIMES: Final = 20
+CALM_BETWEEN_S: Final = 2.5  # nobody is probed and no process looked at any more, as in a job at peace
 CALM_S: Final = 60.0
 
 
@@ -150,7 +151,7 @@ def test_survivors_commit_again_within_a_second_and_a_half(
     woken_s = 0.0
 
     def all_train() -> bool:
-        return all(each.committed_with(3, since_s=woken_s) for each in everybody)
+        return all(each.committed_with(3, since_s=woken_s + CALM_BETWEEN_S) for each in everybody)
 
     for _ in range(TIMES):
         job.until(all_train, "all three commit together")
