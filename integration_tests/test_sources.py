@@ -20,6 +20,9 @@ from integration_tests.training import Event, Job, Trainer, heard_of_the_manager
 from tft_algos import DistributedDataParallel, Manager, Optimizer
 from tft_algos.testing import digest
 from tft_ckpt import HTTPTransport
+from tft_ckpt.buffers import BufferPool
+from tft_ckpt.http import server
+from tft_ckpt.memory import FreeMemory
 from tft_lighthouse import LighthouseServer
 from tft_pg import ProcessGroupGloo
 
@@ -34,7 +37,7 @@ class Spec:
         lighthouse: address.
         name: of the replica group; seeds the weights.
         fault: of its transport. "raises": the first state can't be offered. "mute": none can, and it tells nobody.
-            "hole": its state server accepts whoever comes, and sends nothing.
+            "hole": its state server accepts whoever comes, and sends nothing. "poor": a second copy does not fit.
     """
 
     lighthouse: str
@@ -54,6 +57,11 @@ def hurt(transport: HTTPTransport[Any], fault: str) -> None:
             raise OSError(errno.EMFILE, "Too many open files")
         send(*args, **named)
 
+    if fault == "poor":
+        server.free_memory = lambda: FreeMemory(1 << 20, "a test")
+        BufferPool.take = fail  # type: ignore[method-assign, assignment]
+        faults_left = 1_000_000
+        return
     if fault in ("raises", "mute"):
         transport.stages = False  # type: ignore[misc]  # no state is offered in another way
     transport.send_checkpoint = fail  # type: ignore[method-assign]
@@ -129,6 +137,18 @@ def test_a_source_that_can_not_offer_its_state_says_so_and_the_next_quorum_heals
     job.until(lambda: newcomer.committed_with(2), "the newcomer has healed")
     refused = [event.text for event in newcomer.of_kind("failed") if "Too many open files" in event.text]
     assert refused, job.story()
+    job.finish()
+
+
+def test_a_source_without_memory_for_a_second_copy_heals_a_newcomer(spawn: Spawn, lighthouse: LighthouseServer) -> None:
+    """It waits for the newcomer in its step, before it writes to its state."""
+    job = Job(spawn, lighthouse)
+    source = start(job, lighthouse, "source", "poor")
+    job.until(lambda: source.committed_with(1), "the source trains alone")
+    newcomer = start(job, lighthouse, "newcomer")
+    job.until(lambda: newcomer.committed_with(2), "the newcomer has healed")
+    (healed,) = newcomer.of_kind("healed")
+    assert healed.digest in {event.digest for event in source.of_kind("commit")}
     job.finish()
 
 
