@@ -58,7 +58,7 @@ def hurt(transport: HTTPTransport[Any], fault: str) -> None:
         send(*args, **named)
 
     if fault == "poor":
-        server.free_memory = lambda: FreeMemory(1 << 20, "a test")
+        server.free_memory = lambda proc=None: FreeMemory(1 << 20, "a test")  # type: ignore[attr-defined]
         BufferPool.take = fail  # type: ignore[method-assign, assignment]
         faults_left = 1_000_000
         return
