@@ -150,7 +150,7 @@ def test_the_others_train_on_at_their_own_pace_and_it_is_back_when_it_keeps_up(s
     began_s = time.time()
     job.until(lambda: len(together(a, 2)) > 2 * STEPS_LOOKED_AT, "the two others go on without it")
     slow = together(a, 3, since_s=began_s)
-    assert len(slow) <= 12, "a few slow steps are enough to know a straggler"
+    assert len(slow) <= 20, "a few slow steps are enough to know a straggler, also on a busy machine"
     assert pace_s(together(a, 2)) < SLOW_S / 2, job.story()
     assert paces(c)[0] == "LEFT_OUT"
     assert paces(a) == paces(b) == []

@@ -280,9 +280,9 @@ def keeps_one_job(self: LighthouseCore, event: events.HelloReceived, now_ms: int
 
 
 def reuses_what_failed(
-    previous: Quorum | None, members: tuple[Member, ...], broken: str | None, *gone: Collection[str]
+    previous: Quorum | None, members: tuple[Member, ...], broken: str | None, *gone: Collection[str], **out: Any
 ) -> str | None:
-    reason = right_reason(previous, members, broken, *gone)
+    reason = right_reason(previous, members, broken, *gone, **out)
     before = [member.identity for member in previous.members] if previous is not None else []
     return None if before == [member.identity for member in members] else reason
 
@@ -929,7 +929,7 @@ right_reach_heard = Reach.heard
 
 MUTANTS = [
     # Section 2, links: who is left out, for how long, and whose store is used.
-    Mutant(Reach, "_cover", leaves_out_both_ends, "R2 I2", 0, WITH_LINKS),
+    Mutant(Reach, "_cover", leaves_out_both_ends, "R2 I2 I6", 0, WITH_LINKS),
     Mutant(Reach, "_cover", leaves_nobody_out, "R1 R2 I6", 0, WITH_LINKS),
     Mutant(Limits, "allow", leaves_out_whoever_is_cheapest, "R2 I2 I3", 0, WITH_LINKS),
     Mutant(Limits, "allow", goes_on_with_too_few, "I6", PARTIAL),
