@@ -884,9 +884,9 @@ def tries_one_store_after_another(self: Reach, one: str, report: Unreached, key:
     right_store_missed(self, one, report, key, now_ms)
 
 
-def leaves_out_by_state_servers(self: Reach, replica: Replica, member: Member, *rest: Any) -> Member:
+def leaves_out_by_state_servers(self: Reach, replica: Replica, member: Member, *rest: Any, **more: Any) -> Member:
     said = tuple(replace(each, via=Via.GROUP) if each.via is Via.STATE else each for each in member.unreached)
-    return right_reach_heard(self, replica, replace(member, unreached=said), *rest)
+    return right_reach_heard(self, replica, replace(member, unreached=said), *rest, **more)
 
 
 def fits_nobody_in(self: Job, form: quorum.Form, now_ms: int) -> quorum.Form:

@@ -405,6 +405,17 @@ def test_state_servers_leave_nobody_out() -> None:
         assert job.members == "abc"
 
 
+def test_what_survivors_of_a_loss_say_of_one_another_leaves_nobody_out() -> None:
+    job = a_job("abc")
+    job._do(events.DeathReported(ord("c"), "killed"))
+    job.ask("a", group("b"), group("c"), step=3)
+    job.ask("b", group("a"), step=3)
+    assert job.members == "ab"
+    job.ask("a", group("b"), step=3)  # in the next quorum nobody was lost
+    job.ask("b", group("a"), step=3)
+    assert job.members == "a"
+
+
 def test_who_is_away_puts_nobody_out_of_a_quorum_that_trains() -> None:
     job = a_job("abc")
     job.ask("b", group("c"), step=3)

@@ -1065,10 +1065,12 @@ class Job:
         self._hear_of_wait(replica, False, now_ms)
         replica.stopped = None
         out += self._hear_of_sources(member)
+        after_loss = False
         if member.unreached:
             self._more = 0
+            after_loss = any(not notice.lives for notice in self._losses_in(event.held))
         known = self.liveness.replicas
-        member = self._reach.heard(replica, member, event.held, self.previous, known, now_ms)
+        member = self._reach.heard(replica, member, event.held, self.previous, known, now_ms, after_loss=after_loss)
         self.hangs.heard(replica.replica_id, None, now_ms)  # whoever asks has moved
         self.stragglers.heard(replica.replica_id, None)
         if event.held is not None:

@@ -290,6 +290,8 @@ class Reach:
         previous: Quorum | None,
         known: Collection[str],
         now_ms: int,
+        *,
+        after_loss: bool = False,
     ) -> Member:
         """Take what a request says.
 
@@ -300,6 +302,8 @@ class Reach:
             previous: the newest quorum.
             known: of whom the lighthouse has heard.
             now_ms: the time.
+            after_loss: a member of that quorum was lost. When its end tears the process group, the survivors may see
+                one another's connections end, so what they say of one another's ports in it counts for nothing.
         Returns: the member as it may stand in a quorum, without its reports.
         """
         works = held is not None and not member.needs_configure
@@ -316,7 +320,7 @@ class Reach:
                 continue
             if report.via is Via.STORE:
                 self._store_missed(name, report, held, now_ms)
-            elif report.via is Via.GROUP and report.replica_id != name:
+            elif report.via is Via.GROUP and report.replica_id != name and not after_loss:
                 self._say(name, report.replica_id, _why(report), held, now_ms)
         return replace(member, unreached=(), store_failed=False)
 
