@@ -317,6 +317,28 @@ def test_those_that_say_that_they_wait_have_the_other_probed_at_once() -> None:
     assert probe.stream == 3
 
 
+def test_a_thousand_that_say_so_together_do_not_cost_a_million_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = LighthouseCore(
+        LighthouseConfig(), started_ms=1_000_000, cluster_id="c", nonces=iter(range(1, 100)).__next__, now_ms=0
+    )
+    names = [f"r{number:04}" for number in range(1_000)]
+    for stream, name in enumerate(names):
+        core.handle(events.HelloReceived(stream, Hello("job", name, 1, "h:1", ready=True)), 1_000, 0)
+    for stream, name in enumerate(names):
+        core.handle(events.QuorumRequested(stream, 1, Member(name), None), 1_000, 0)
+    looked: list[int] = []
+
+    def look(_: Suspicion, members: Collection[Sighting], now_ms: int, spared: object) -> Findings:
+        looked.append(now_ms)
+        return Findings()
+
+    monkeypatch.setattr(Suspicion, "look", look)
+    for stream in range(999):
+        core.handle(events.BeatReceived(stream, 0, waits(300), waits=True), 1_500 + stream // 100, 0)
+    core.tick(1_600, 0)
+    assert looked == [1_600]
+
+
 def test_an_older_manager_server_is_sent_no_probe() -> None:
     quorum = Quorum(answers_probes=False)
     quorum.pass_ms(400)

@@ -47,6 +47,7 @@ CLOCKS_DIFFER_MOST_MS = 365 * 24 * 3_600_000
 # Quorums whose losses are remembered after the next has formed.
 BROKEN_QUORUMS_KEPT = 16
 NAMES_SHOWN_MOST = 20
+MEMBERS_IN_A_MS = 10  # whom a look at each beat that says a wait may cost; of more members fewer beats cause one
 NOBODY_ASKS = "nobody has asked"
 ALL_TRAIN = "no replica; the job trains"  # as `wait_sentence` says it of a quorum that stands
 
@@ -414,6 +415,7 @@ class Job:
         self.hangs = HangWatch(config.timeouts)
         self.stragglers = StragglerWatch(config.stragglers)
         self.suspicion = Suspicion(config.timeouts)
+        self._looked_ms = now_ms  # for silence
         self._say_wait: set[str] = set()  # members whose newest beat says that they wait
         self.previous: Quorum | None = None
         self.waiting_for = NOBODY_ASKS
@@ -540,7 +542,8 @@ class Job:
                 self.hangs.heard(replica.replica_id, progress, now_ms)
                 self.stragglers.heard(replica.replica_id, progress)
                 self._hear_of_wait(replica, event.waits, now_ms)
-                if event.waits:
+                # Thousands say so together, and a look is at all of them: the next is for the tick.
+                if event.waits and now_ms - self._looked_ms >= len(self._members) // MEMBERS_IN_A_MS:
                     out += self._look_for_silence(now_ms, wall_ms)
             case events.ProbeAnswered():
                 self.suspicion.answered(replica.replica_id, event.number, now_ms)
@@ -768,6 +771,7 @@ class Job:
         nobody waits. With `wall_ms` the next quorum is looked at as well, where somebody is lost."""
         if now_ms - self._formed_ms < WAITS_MS or not (self._say_wait or self._askers):
             return []
+        self._looked_ms = now_ms
         known = (self.liveness.replicas.get(name) for name in self._members)
         members = [each for each in known if each is not None and each.healthy]
         num_waiting = sum(1 for each in members if self._waits_long(each, now_ms))
