@@ -13,7 +13,7 @@ import torch
 from tft_algos import QuorumBroken, UsageError
 from tft_algos.manager.attempt import MAX_ERRORS_KEPT
 from tft_algos.manager.healing import state_key
-from tft_algos.testing import MemoryTransport, plan_of
+from tft_algos.testing import ManualClock, MemoryTransport, plan_of
 from tft_coord.core.types import LossNotice, Purpose, QuorumKey
 from tft_coord.errors import GroupLost, Refused
 from tft_pg.errors import Aborted, ConfigureFailed, PeerFailed
@@ -100,6 +100,25 @@ def test_a_failure_and_the_loss_behind_it_are_one_line(
     rig.manager.shutdown()
     says = "step 0 will not commit, and what runs in it is ended"
     assert caplog.messages == [LOST + (says if first == "the failure" else "what runs in it is ended")]
+
+
+def test_a_failure_that_a_loss_may_explain_is_held_for_beats_however_often_it_is_looked_at(
+    rigs: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = ManualClock()
+    rig = rigs(plan_of(7, size=2), verdicts=[False], clock=clock)
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    rig.manager.report_error(PeerFailed(RESET))
+    assert not rig.manager.should_commit()
+    for _ in range(10):
+        clock.pass_s(0.1)
+        rig.coordinator.progress()
+    assert RESET not in caplog.text
+    for _ in range(20):
+        clock.pass_s(0.1)
+        rig.coordinator.progress()
+    assert RESET in caplog.text
 
 
 @pytest.mark.parametrize("end", ["two beats", "shutdown", "another failure"])
