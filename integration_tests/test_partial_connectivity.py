@@ -114,6 +114,7 @@ CASES: Final[Sequence[tuple[str, tuple[str, ...]]]] = (
     ("b", ("c", "d")),
     ("c", ("a", "b", "d")),
     ("a", ("b", "c", "d")),
+    ("a", ("b", "c", "d")),  # whom it blames first is chance
 )
 
 

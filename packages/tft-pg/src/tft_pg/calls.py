@@ -20,9 +20,10 @@ from typing import Any, Final, TypeVar
 
 from tft_pg.forks import Inheritance, let_go_in_child
 
-__all__ = ["AGAIN_AFTER_S", "Place", "call_all"]
+__all__ = ["AGAIN_AFTER_S", "NO_ANSWER", "Place", "call_all"]
 
 AGAIN_AFTER_S: Final = 0.3
+NO_ANSWER: Final = "no answer to a connection"
 _STEP_S: Final = 0.05
 _AT_ONCE: Final = 256  # descriptors
 
@@ -103,7 +104,7 @@ def call_all(places: Mapping[_Key, Place], *, until_s: float, goes_on: Callable[
         if goes_on():
             for key, call in calls.items():
                 if call.refused or call.connection is not None:
-                    found[key] = call.refused or f"no answer to a connection within {now_s - call.began_s:.1f} s"
+                    found[key] = call.refused or f"{NO_ANSWER} within {now_s - call.began_s:.1f} s"
     finally:
         for call in calls.values():
             call.end()

@@ -45,7 +45,7 @@ from tft_pg.backends.patience import Phase
 from tft_pg.backends.reduce_scatter import start_reduce_scatter
 from tft_pg.backends.transfers import Transfers, check_supported
 from tft_pg.backends.watch import Watch
-from tft_pg.calls import Place
+from tft_pg.calls import NO_ANSWER, Place, call_all
 from tft_pg.checks import fault_of, is_plain
 from tft_pg.errors import (
     ConfigureFailed,
@@ -71,6 +71,7 @@ _NEVER_FIRST = timedelta(minutes=10)
 _POKE_S = 0.2
 # With so many bytes, the number of a connection, each caller begins.
 _NUMBER_BYTES = 8
+_DOUBT_S = 0.5
 # This long after Gloo has closed the connections an operation has failed, if it has not forgotten it.
 _STRAGGLE_S = 0.05
 _POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
@@ -337,6 +338,7 @@ class _Mesh:
         self._own: dict[str, _Published] = {}
         self._peers: set[Endpoint] = set()
         self._met: dict[int, list[_Published]] = {}  # of the peers, by rank
+        self._unanswered: dict[int, str] = {}  # of the built group: who answers no call
         self._poked: set[str] = set()
         self._inodes: frozenset[int] = frozenset()
         self._threads: frozenset[str] = frozenset()
@@ -402,7 +404,8 @@ class _Mesh:
     def watch(self, on_severed: Callable[[], None]) -> None:
         """From now on the end of one connection is the end of all."""
         if self._inodes:
-            self._watch = Watch(self._inodes, on_severed)
+            call_peers = weakref.WeakMethod(self._call_peers)
+            self._watch = Watch(self._inodes, on_severed, lambda: (call_peers() or _nothing)())
             # A group that nobody shut down leaves no thread either. Not at the end of the process: there an end of the
             # connections would wake waits that must not come back from C++ any more.
             weakref.finalize(self, self._watch.end).atexit = False
@@ -424,7 +427,22 @@ class _Mesh:
                 ranks = at if len(at) == 1 else []
             for rank in ranks:
                 found[rank] = f"{end.address}: nothing that is sent there is acknowledged"
-        return found
+        return {**self._unanswered, **found} if found else {}
+
+    def _call_peers(self) -> None:
+        """Find out who else is silent. In a ring, data is sent to the neighbours alone, and who has lost all is blamed
+        by one or two."""
+        places = {(rank, at): peer.place for rank, peers in self._met.items() for at, peer in enumerate(peers)}
+        watch = self._watch
+        answers = call_all(
+            places,
+            until_s=time.monotonic() + _DOUBT_S,
+            goes_on=lambda: watch is None or watch.severed_s is None,
+        )
+        # Who refuses has only ended its group, and listens elsewhere by now.
+        self._unanswered = {
+            rank: f"{places[rank, at]}: {why}" for (rank, at), why in answers.items() if NO_ANSWER in why
+        }
 
     def end(self) -> None:
         """End every operation of the built group, here and at the peers."""

@@ -41,6 +41,7 @@ _MOMENT_S = 0.001
 _QUIET_LOOKS = 3
 # The kernel waits twice as long each time, and 0.2 s and a round trip first: so many in a row are 1.4 s in vain.
 _RETRANSMITS_MOST = 3
+_RETRANSMITS_DOUBTED = 2  # 0.8 s before
 
 
 @final
@@ -50,9 +51,13 @@ class Watch:
     Args:
         inodes: the connections.
         on_severed: called once, in the watch's thread, when they have been shut down; may take its time.
+        on_doubt: called once, in a thread of its own, when the other end of one may be gone; what it finds out within
+            half a second is known when that is sure.
     """
 
-    def __init__(self, inodes: Collection[int], on_severed: Callable[[], None]) -> None:
+    def __init__(
+        self, inodes: Collection[int], on_severed: Callable[[], None], on_doubt: Callable[[], None] | None = None
+    ) -> None:
         self._held = sockets.hold(inodes)
         for held in self._held:
             held.hide_from_programs()
@@ -60,6 +65,7 @@ class Watch:
         self._lock = threading.Lock()
         self._on_severed = on_severed
         self._severed_s: float | None = None
+        self._on_doubt = on_doubt
         self._silent: tuple[Endpoint, ...] = ()
         self._stopped = False
         self._closed = False
@@ -108,7 +114,11 @@ class Watch:
         while self._all_there and all(held.is_owned() for held in self._held):
             if poll.poll(_LOOK_S * 1000):
                 break
-            silent = [held for held in self._held if held.retransmits() >= _RETRANSMITS_MOST]
+            retransmits = {held: held.retransmits() for held in self._held}
+            if self._on_doubt is not None and max(retransmits.values(), default=0) >= _RETRANSMITS_DOUBTED:
+                threading.Thread(target=self._on_doubt, name="tft-pg-doubt", daemon=True).start()
+                self._on_doubt = None
+            silent = [held for held, times in retransmits.items() if times >= _RETRANSMITS_MOST]
             if silent:
                 self._silent = tuple(end for end in (held.remote_end() for held in silent) if end is not None)
                 break
