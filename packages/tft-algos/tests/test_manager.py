@@ -570,7 +570,7 @@ def test_a_state_that_can_not_travel_costs_the_source_nothing(rigs: Any, caplog:
 
     rig.transport.send_checkpoint = refuse
     assert rig.step()
-    assert "can't serve step 0: user['f'] is a function" in caplog.text
+    assert "can't serve step 0 to ['replica_1']: user['f'] is a function" in caplog.text
 
 
 def test_a_state_dict_that_raises_costs_the_source_nothing_and_the_healer_is_told_why(
