@@ -933,7 +933,7 @@ MUTANTS = [
     Mutant(Reach, "_cover", leaves_nobody_out, "R1 R2 I6", 0, WITH_LINKS),
     Mutant(Limits, "allow", leaves_out_whoever_is_cheapest, "R2 I2 I3", 0, WITH_LINKS),
     Mutant(Limits, "allow", goes_on_with_too_few, "I6", PARTIAL),
-    Mutant(Reach, "_cover", counts_the_waiting_alone, "R2", 165, WITH_LINKS),
+    Mutant(Reach, "_cover", counts_the_waiting_alone, "R2", 590, WITH_LINKS),
     Mutant(_Pause, "lasts", never_tries_again, "R3 R2 R1", 0, WITH_LINKS),
     Mutant(_Pause, "again", waits_as_long_each_time, "transcript", PARTIAL),
     Mutant(Reach, "_late_ends", waits_for_no_other_end, "transcript", PARTIAL),
