@@ -64,7 +64,7 @@ def test_one_that_failed_tries_again_after_1_2_4_and_5_s() -> None:
     assert trials.failed() == {}
 
 
-def test_an_answer_that_is_late_or_for_another_trial_counts_for_nothing() -> None:
+def test_an_answer_to_another_trial_counts_for_nothing() -> None:
     trials = Trials()
     trials.look([replica("n")], MEMBERS, LIVING, 0)
     assert not trials.answered("n", 7, [], 100)
@@ -79,6 +79,14 @@ def test_no_answer_is_a_failure() -> None:
     trials.look([replica("n")], MEMBERS, LIVING, 0)
     trials.look([replica("n")], MEMBERS, LIVING, ANSWERED_WITHIN_MS)
     assert set(trials.failed()["n"]) == {"a", "b"}
+
+
+def test_an_answer_that_comes_after_all_counts() -> None:
+    trials = Trials()
+    trials.look([replica("n")], MEMBERS, LIVING, 0)
+    trials.look([replica("n")], MEMBERS, LIVING, ANSWERED_WITHIN_MS)
+    assert trials.answered("n", 1, [], ANSWERED_WITHIN_MS + 100)
+    assert not trials.keep_out
 
 
 def test_who_needs_none() -> None:

@@ -28,6 +28,7 @@ class _Trial:
     peers: tuple[str, ...]
     since_ms: int
     is_over: bool = False
+    is_answered: bool = False
     num_failed: int = 0  # trials in a row
     again_ms: int = 0
     unreached: dict[str, str] = field(default_factory=dict)  # by replica id: why
@@ -85,10 +86,11 @@ class Trials:
         return out
 
     def answered(self, replica_id: str, number: int, unreached: Iterable[Unreached], now_ms: int) -> bool:
-        """A newcomer has tried its peers. Returns: whether that was asked of it."""
+        """A newcomer has tried its peers; late is better than never. Returns: whether that was asked of it."""
         trial = self._trials.get(replica_id)
-        if trial is None or trial.number != number or trial.is_over:
+        if trial is None or trial.number != number or trial.is_answered:
             return False
+        trial.is_answered = True
         self._end(trial, {each.replica_id: each.why for each in unreached if each.replica_id in trial.peers}, now_ms)
         return True
 
