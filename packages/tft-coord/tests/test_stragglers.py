@@ -262,6 +262,20 @@ def test_a_replica_that_is_lost_while_it_is_left_out_is_not_kept_in_mind() -> No
     assert model.watch.left_out == frozenset()
 
 
+def test_one_that_is_forgotten_is_not_left_out_either() -> None:
+    model = Model({"a": 400, "b": 400, "c": 2_000}, StragglerAction.LEAVE_OUT).run(10_000)
+    assert model.watch.left_out == {"c"}
+    model.watch.gone("c")
+    for number in range(20):  # other starts of the replicas, which have died since
+        model.watch.heard(f"old:{number}", Progress(0, Phase.OUTSIDE, 0))
+    company = Company(["a", "b", "c"], ["a", "b"], [], ["a", "b"], 1)
+    answers = iter([company])  # it dies within this look
+    dead = Company(["a", "b"], ["a", "b"], [], ["a", "b"], 1)
+    for now_ms in range(10_000, 20_000, BEAT_MS):
+        model.watch.look("ab", now_ms, lambda: next(answers, dead))
+        assert model.watch.left_out == frozenset(), "it is let back, or forgotten"
+
+
 def test_a_share_follows_the_pace_down_and_up() -> None:
     model = Model({"a": 400, "b": 400, "c": 1_600}, StragglerAction.SHRINK).run(60_000)
     assert [(kind, news.share) for (_, kind), (_, news) in zip(model.kinds, model.news, strict=True)] == [

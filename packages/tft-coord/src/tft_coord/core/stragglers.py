@@ -272,10 +272,10 @@ class StragglerWatch:
                 changes += self._too_slow(replica_id, pace, median_ms, over, now_ms, company)
             else:
                 changes += self._not_too_slow(replica_id, pace, median_ms, now_ms)
-        self.left_out = self._now_left_out()
         if len(self._paces) > 2 * len(members) + 16:
             known = {*company().healthy, *members}
             self._paces = {name: pace for name, pace in self._paces.items() if name in known}
+        self.left_out = self._now_left_out()  # one that is forgotten is not left out either
         return changes
 
     def _now_left_out(self) -> frozenset[str]:
