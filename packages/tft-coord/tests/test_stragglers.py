@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tft_coord.core.effects import (
+    JobFailed,
     LighthouseEffect,
     NotifyLoss,
     PaceChanged,
@@ -449,6 +450,26 @@ def test_all_are_told_when_a_step_is_not_waited_for() -> None:
         "others is 0.40 s"
     )
     assert not [order for order in orders if isinstance(order, ReplicaLost)]
+
+
+def test_a_job_that_raises_costs_no_other_job_its_effects() -> None:
+    table = Table()
+    table.give(HelloReceived(9, Hello("other", "x", 1, "x:1", ready=True)))
+
+    def raises(*_: object) -> list[LighthouseEffect]:
+        raise KeyError("gone")
+
+    table.core._jobs["job"].stragglers.look = raises  # type: ignore[method-assign, assignment]
+    table.now_ms += 60_000
+    table.core.tick(table.now_ms, 1_000_000 + table.now_ms)  # it was away; nobody is lost by that
+    orders: list[LighthouseEffect] = []
+    for _ in range(100):
+        table.now_ms += 100
+        orders += table.core.tick(table.now_ms, 1_000_000 + table.now_ms)
+    assert {order.job for order in orders if isinstance(order, ReplicaLost)} == {"other"}
+    failed = [order for order in orders if isinstance(order, JobFailed)]
+    assert len(failed) == 100
+    assert (failed[0].job, repr(failed[0].error)) == ("job", "KeyError('gone')")
 
 
 def test_as_many_stay_as_a_commit_needs() -> None:

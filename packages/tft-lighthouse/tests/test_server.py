@@ -285,6 +285,30 @@ def test_the_same_refusal_is_one_line_a_minute(caplog: pytest.LogCaptureFixture)
     assert caplog.messages[-1] == caplog.messages[2]  # what is kept is bounded
 
 
+def test_an_error_in_one_job_is_one_traceback_and_costs_the_other_nothing(
+    lighthouse: LighthouseServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = Trainer("broken1", lighthouse.address, job="broken")
+    groups = [Trainer(name, lighthouse.address, job="whole") for name in ("1", "2")]
+    try:
+        shell = lighthouse._shell
+
+        def raises(*_: object) -> list[effects.LighthouseEffect]:
+            raise KeyError("gone")
+
+        shell._core._jobs["broken"].tick = raises  # type: ignore[method-assign]
+        plans = together(*(group.ask for group in groups))
+        assert [plan.replica_ids for plan in plans if isinstance(plan, Plan)] == [("1", "2")] * 2
+        time.sleep(0.1)  # some ticks
+    finally:
+        for group in (broken, *groups):
+            group.close()
+    said = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert [record.getMessage()[:50] for record in said] == ["job broken: a look at it raised KeyError('gone'), "[:50]]
+    assert said[0].exc_info is not None
+    assert "in raises" in caplog.text
+
+
 def test_two_jobs_on_one_lighthouse_never_meet(lighthouse: LighthouseServer) -> None:
     groups = [Trainer(f"{job}{name}", lighthouse.address, job=job) for job in ("x", "y") for name in ("1", "2")]
     try:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Final, final
 
-from tft_coord.core.effects import JobEnded, PaceChanged, QuorumFormed, ReplicaLeft, ReplicaLost, WaitNoticed
+from tft_coord.core.effects import JobEnded, JobFailed, PaceChanged, QuorumFormed, ReplicaLeft, ReplicaLost, WaitNoticed
 from tft_coord.core.stragglers import PaceKind
 from tft_coord.core.types import Member, Quorum, Refusal
 from tft_coord.logs import logger_for_people
@@ -48,6 +48,31 @@ class Refusals:
         if len(self._said_s) > REFUSALS_KEPT:
             del self._said_s[next(iter(self._said_s))]
         logger.warning("%s", line)
+
+
+@final
+class Failures:
+    """One traceback for each error of a look at a job: the next tick raises the same one."""
+
+    def __init__(self) -> None:
+        self._said: dict[tuple[str, str], None] = {}  # the oldest first
+
+    def say(self, failed: JobFailed) -> None:
+        """Log it, if it is another one than before."""
+        which = (failed.job, repr(failed.error))
+        if which in self._said:
+            return
+        self._said[which] = None
+        if len(self._said) > REFUSALS_KEPT:
+            del self._said[next(iter(self._said))]
+        logger.error(
+            "job %s: a look at it raised %s, which is an error of the lighthouse; the other jobs go on; restart the "
+            "lighthouse (the replicas wait for it) and report this traceback",
+            failed.job,
+            which[1],
+            exc_info=failed.error,
+            extra={"job": failed.job},
+        )
 
 
 def stands_in() -> None:

@@ -87,6 +87,7 @@ class LighthouseShell:
         )
         self._encode_response = _Last(codec.encode_lighthouse_response)
         self._refusals = log.Refusals(self._loop.time)
+        self._failures = log.Failures()
         self._timer: asyncio.TimerHandle | None = None
         self._graces: set[asyncio.TimerHandle] = set()
         self._last_look_s = 0.0
@@ -213,6 +214,8 @@ class LighthouseShell:
                     log.wait(decision)
                 case effects.JobEnded():
                     log.job_ended(decision)
+                case effects.JobFailed():
+                    self._failures.say(decision)
                 case effects.AnswerUnaryQuorum(call, quorum):
                     self._answer(call, quorum)
                 case effects.RefuseUnary(call, refusal, message):

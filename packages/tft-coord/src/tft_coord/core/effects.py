@@ -189,6 +189,15 @@ class Warned:
 
 
 @dataclass(frozen=True, slots=True)
+class JobFailed:
+    """For the log: a look at that job raised, which is an error of this program. Nothing was decided for it; the other
+    jobs go on."""
+
+    job: str
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
 class WaitNoticed:
     """For the log: members of a job wait, for so many seconds by now, or did until now."""
 
@@ -269,6 +278,7 @@ LighthouseEffect = (
     | ReplicaLost
     | ReplicaLeft
     | JobEnded
+    | JobFailed
     | Warned
 )
 

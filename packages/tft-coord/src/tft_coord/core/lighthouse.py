@@ -252,7 +252,10 @@ class LighthouseCore:
         self._note_the_time(now_ms)
         out: list[effects.LighthouseEffect] = []
         for job in self._jobs.values():
-            out += job.tick(now_ms, wall_ms)
+            try:
+                out += job.tick(now_ms, wall_ms)
+            except Exception as error:  # what is wrong with one job must not cost the others their answers
+                out.append(effects.JobFailed(job.name, error))
         for name in [name for name, job in self._jobs.items() if job.forgotten]:
             self._forget(self._jobs.pop(name))
         return out

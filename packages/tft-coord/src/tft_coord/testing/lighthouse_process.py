@@ -207,6 +207,8 @@ class LighthouseProcess(Process):
                 case effects.RefuseUnary():
                     self._answer(order.call, order)
                     continue
+                case effects.JobFailed():
+                    raise order.error
                 case effects.QuorumFormed() if not order.job:
                     continue  # of torchft's members; ours have a job
             self._cluster.decides = self.name

@@ -349,6 +349,8 @@ class LighthouseWorld:
                     self._lost(order)
                 case effects.ReplicaLeft() | effects.JobEnded() | effects.Warned() | effects.TellWait():
                     pass
+                case effects.JobFailed():
+                    raise order.error
                 case _:
                     self._hear(order)
 
