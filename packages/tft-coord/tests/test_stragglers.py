@@ -29,7 +29,7 @@ from tft_coord.core.stragglers import (
     StragglerPolicy,
     StragglerWatch,
 )
-from tft_coord.core.types import Hello, Member
+from tft_coord.core.types import Hello, Member, Unreached, Via
 from tft_coord.errors import SettingError
 from tft_coord.timeouts import Timeouts
 
@@ -373,10 +373,16 @@ def _own(group: GroupProgress, now_ms: int) -> int:
 class Table:
     """A lighthouse that leaves stragglers out, and replicas a, b and c that train together on streams 1, 2 and 3."""
 
-    def __init__(self, *, min_replica_size: int = 1, action: StragglerAction = StragglerAction.LEAVE_OUT) -> None:
+    def __init__(
+        self,
+        *,
+        min_replicas: int = 1,
+        min_replica_size: int = 1,
+        action: StragglerAction = StragglerAction.LEAVE_OUT,
+    ) -> None:
         policy = StragglerPolicy(action=action)
         self.core = LighthouseCore(
-            LighthouseConfig(stragglers=policy),
+            LighthouseConfig(min_replicas=min_replicas, stragglers=policy),
             started_ms=1_000_000,
             cluster_id="cluster",
             nonces=lambda: 7,
@@ -393,7 +399,8 @@ class Table:
     def give(self, event: LighthouseEvent) -> list[LighthouseEffect]:
         return self.core.handle(event, self.now_ms, 1_000_000 + self.now_ms)
 
-    def all_ask(self, names: str, step: int) -> list[LighthouseEffect]:
+    def all_ask(self, names: str, step: int, *, bad: str = "") -> list[LighthouseEffect]:
+        """`bad`: two that did not reach each other."""
         out: list[LighthouseEffect] = []
         quorum = self.core.quorum("job")
         held = quorum.key if quorum is not None else None
@@ -402,6 +409,9 @@ class Table:
             member = Member(
                 name, address=f"{name}:1", step=step, lineage=step, live=True, min_replica_size=self.min_replica_size
             )
+            if name in bad:
+                unreached = (Unreached(bad.replace(name, ""), Via.GROUP, "no answer"),)
+                member = replace(member, unreached=unreached, needs_configure=True)
             out += self.give(QuorumRequested("abc".index(name) + 1, self.requests[name], member, held))
         return out
 
@@ -424,14 +434,18 @@ def kinds(orders: list[LighthouseEffect]) -> list[str]:
     return [order.news.kind.name for order in orders if isinstance(order, PaceChanged)]
 
 
+def formed(orders: list[LighthouseEffect]) -> list[tuple[str, ...]]:
+    return [order.quorum.replica_ids for order in orders if isinstance(order, QuorumFormed)]
+
+
 def test_the_next_quorum_is_formed_without_the_straggler_and_does_not_wait_for_it() -> None:
     table = Table()
     orders = table.beat(8, {"c": 4_000})
     assert kinds(orders) == ["LEFT_OUT"]
     assert [order.stream for order in orders if isinstance(order, TellStraggler)] == [3]
     assert not [order for order in orders if isinstance(order, NotifyLoss)], "the running step is waited for"
-    formed = [order for order in table.all_ask("ab", 14) if isinstance(order, QuorumFormed)]
-    assert [(order.quorum.replica_ids, order.reason) for order in formed] == [
+    orders = table.all_ask("ab", 14)
+    assert [(order.quorum.replica_ids, order.reason) for order in orders if isinstance(order, QuorumFormed)] == [
         (("a", "b"), "c is left out as a straggler")
     ]
     assert table.core.warnings("job")[0].startswith("replica c is left out of the next quorums for 5.00 s")
@@ -477,6 +491,30 @@ def test_as_many_stay_as_a_commit_needs() -> None:
     assert kinds(orders) == ["SLOW"]
     (news,) = [order.news for order in orders if isinstance(order, PaceChanged)]
     assert news.sentence.endswith("it is not left out, because 2 replicas would stay, and at least 3 are needed")
+
+
+def test_who_can_not_be_reached_does_not_stay_in_a_straggler_s_place() -> None:
+    table = Table(min_replicas=2)
+    assert formed(table.all_ask("abc", 5, bad="bc")) == [("a", "b")]
+    orders = table.beat(4, {"b": 4_000})  # it needs 5 s more than the pause of the link
+    table.all_ask("abc", 9, bad="bc")
+    orders += table.beat(4, {"b": 4_000})
+    assert kinds(orders) == ["SLOW"]
+    (news,) = [order.news for order in orders if isinstance(order, PaceChanged)]
+    assert news.sentence.endswith("it is not left out, because 1 replicas would stay, and at least 2 are needed")
+
+
+def test_a_straggler_is_let_back_when_a_link_between_the_others_fails() -> None:
+    table = Table(min_replicas=2)
+    assert kinds(table.beat(8, {"b": 4_000})) == ["LEFT_OUT"]
+    assert formed(table.all_ask("bac", 14)) == [("a", "c")]
+    assert formed(table.all_ask("ac", 15, bad="ac")) == []
+    orders: list[LighthouseEffect] = []
+    for _ in range(10):
+        table.now_ms += 100
+        orders += table.core.tick(table.now_ms, 1_000_000 + table.now_ms)
+    assert kinds(orders) == ["LET_BACK"]
+    assert formed(orders) == [("a", "b")]
 
 
 def test_a_replica_that_says_hello_is_told_its_share() -> None:

@@ -939,7 +939,12 @@ class Job:
     def _company(self) -> Company:
         replicas = self.liveness.replicas
         return Company(
-            healthy=[replica.replica_id for replica in replicas.values() if replica.healthy and replica.ready],
+            # Who can't be reached stands in for nobody.
+            healthy=[
+                replica.replica_id
+                for replica in replicas.values()
+                if replica.healthy and replica.ready and replica.replica_id not in self._kept.out
+            ],
             members=[name for name in self._members if (known := replicas.get(name)) is not None and known.healthy],
             waiting=[replica.replica_id for replica, _ in self._waiting()],
             holders=[self.previous.replica_ids[rank] for rank in self._up_to_date()] if self.previous else [],
@@ -1300,7 +1305,15 @@ class Job:
         """Who is kept out of the next quorum, because others can't reach it. Costs nothing while no link is bad."""
         if not self._reach.counts(now_ms):
             return Kept()
-        return self._reach.look(peers_of(self.liveness.replicas.values(), self._members, now_ms), now_ms)
+        peers = peers_of(self.liveness.replicas.values(), self._members, now_ms)
+        slow = self._left_out()
+        if slow:
+            others = {name: peer for name, peer in peers.items() if name not in slow}
+            # A straggler that is left out stands in for nobody. Where the others are too few without it, it counts:
+            # who can't be reached is kept out then, and the straggler is let back in its place.
+            if self._reach.fit(others, now_ms) is not None:
+                peers = others
+        return self._reach.look(peers, now_ms)
 
     def _fit(self, form: Form, now_ms: int) -> Form | Wait:
         """Of those that wait the fewest are left out. Who has not asked yet is not in this quorum: a bad link to it
