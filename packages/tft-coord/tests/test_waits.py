@@ -11,6 +11,7 @@ from tft_coord.core.group import GroupCore
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.names import base_name, shorten
 from tft_coord.core.progress import Phase, Progress
+from tft_coord.core.stragglers import PaceKind, StragglerNews
 from tft_coord.core.types import Hello, Member, Purpose, QuorumKey, RankRequest, WaitsFor
 from tft_coord.core.waits import Notice, WaitNotice
 from tft_coord.timeouts import Timeouts
@@ -256,6 +257,27 @@ def test_the_error_at_the_deadline_says_what_the_lighthouse_has_said() -> None:
     asked(core, 0, 61_000)  # what was said of the last wait says nothing of this one
     (failed_again,) = [order for order in core.tick(130_000) if isinstance(order, effects.FailRank)]
     assert "tft doctor" in failed_again.message
+
+
+def test_the_error_at_the_deadline_of_a_straggler_says_until_when_it_is_left_out() -> None:
+    core = group(1)
+    news = StragglerNews("r", PaceKind.LEFT_OUT, 4_000, 400, pause_ms=80_000, sentence="it is left out")
+    core.handle(events.PaceTold(news), 10_000)
+    asked(core, 0, 11_000)
+    (failed,) = [order for order in core.tick(70_000) if isinstance(order, effects.FailRank)]
+    assert failed.message == (
+        "got no quorum in time; replica r is left out as a straggler: its own part of a step takes 4.00 s, and the "
+        "median of the others is 0.40 s; it is left out for 20 s more, and may join again for a trial after that; go "
+        "on asking, for its steps without a quorum are no failures meanwhile; look at its host for a slow or shared "
+        "device, data loading, or thermal throttling"
+    )
+    asked(core, 0, 71_000)
+    (failed,) = [order for order in core.tick(140_000) if isinstance(order, effects.FailRank)]
+    assert "its pause is over, and it joins for a trial when the others ask for the next quorum" in failed.message
+    core.handle(events.PaceTold(StragglerNews("r", PaceKind.LET_BACK)), 141_000)
+    asked(core, 0, 142_000)
+    (failed,) = [order for order in core.tick(210_000) if isinstance(order, effects.FailRank)]
+    assert "straggler" not in failed.message
 
 
 def test_a_rank_that_waits_for_others_of_its_group_is_told_for_which() -> None:

@@ -18,7 +18,7 @@ from tft_coord.core.commit import MAX_ROUNDS, RoundName, Votes
 from tft_coord.core.fingerprint import Fingerprint, differences_of_ranks, merged, said
 from tft_coord.core.progress import GroupProgress, Phase, Progress
 from tft_coord.core.stops import SAY_AGAIN_MS, StopWatch, stop_reason
-from tft_coord.core.stragglers import StragglerNews
+from tft_coord.core.stragglers import PaceKind, StragglerNews, left_out_wait
 from tft_coord.core.types import (
     POOR_SOURCES_MOST,
     UNREACHED_MOST,
@@ -127,6 +127,7 @@ class GroupCore:
         self._said_wait_ms = -SAME_WAIT_MS  # since when the wait lasts that the lighthouse was told of out of turn
         self._followed: QuorumKey | None = None  # of the newest plan that the ranks were given
         self._waits = ""  # whom this group's open request waits for, as the lighthouse said last
+        self._left_out: tuple[StragglerNews, int] | None = None  # as a straggler, and until when
         self._told_wait_ms: dict[int, int] = {}  # when each rank was told for which others it waits
         self._lost: str | None = None
         self._left = False  # it was lost by a goodbye
@@ -260,6 +261,10 @@ class GroupCore:
                 self._waits = self._waits if warns else sentence
                 return [effects.TellRank(rank, WaitsFor(sentence, warns)) for rank in sorted(self._streams)]
             case events.PaceTold(news):
+                if news.kind is not PaceKind.LEFT_OUT:
+                    self._left_out = None
+                elif self._left_out is None or self._left_out[0] != news:  # told again, it lasts no longer
+                    self._left_out = (news, now_ms + news.pause_ms)
                 return self._tell_all(news)
             case events.KillAsked(message):
                 return self._tell_all(KillOrder(message))
@@ -318,7 +323,7 @@ class GroupCore:
                 )
         for rank, asked in list(self._asked.items()):
             if now_ms >= asked.deadline_ms:
-                message = f"got no quorum in time; {self._missing()}"
+                message = f"got no quorum in time; {self._missing(now_ms)}"
                 out += self._withdrew(rank, asked.call)
                 out.append(effects.FailRank(asked.call, rank, "deadline", message))
         out += [effects.AnswerVote(call, rank, verdict) for call, rank, verdict in self._votes.tick(now_ms)]
@@ -572,6 +577,7 @@ class GroupCore:
         except ProtocolError as error:
             return self._fail_all("malformed", str(error))
         self.quorum = quorum
+        self._left_out = None  # the lighthouse that has left it out may be another one
         self._stands_at = None
         self._planned_step = common.step
         self._steady = len(common.up_to_date) == len(quorum.members)
@@ -614,10 +620,13 @@ class GroupCore:
         self._asked.clear()
         return out
 
-    def _missing(self) -> str:
+    def _missing(self, now_ms: int) -> str:
         absent = [str(rank) for rank in range(self._world_size) if rank not in self._asked]
         if absent:
             return f"rank {', '.join(absent)} of the group has not asked; look whether it hangs"
+        if self._left_out is not None:
+            news, until_ms = self._left_out
+            return left_out_wait(news, until_ms - now_ms)
         if self._waits:
             return f"the lighthouse says: {self._waits}"
         return "the lighthouse has not answered; `tft doctor` shows what it waits for"

@@ -25,8 +25,10 @@ from tft_coord.errors import SettingError
 LOOK_EVERY_MS = 500
 LEAST_SHARE = 0.0625  # of a batch
 RAISES_LEAST = 1.25  # a share is raised by this factor at least, or to the whole
+LEFT_OUT_REASON = "is left out as a straggler"  # so the reason begins for which its quorum is ended
 FORGIVEN_AFTER_PAUSES = 10  # a replica that has kept up for so many of its last pauses is a new case
 LONGEST_MS = 7 * 24 * 3_600_000
+_LOOK = "look at its host for a slow or shared device, data loading, or thermal throttling"
 
 
 class StragglerAction(enum.Enum):
@@ -457,17 +459,16 @@ def sentence_of(
 ) -> str:
     """Return a change in words: what, by which numbers, and what to do."""
     numbers = _numbers(own_ms, median_ms)
-    look = "look at its host for a slow or shared device, data loading, or thermal throttling"
     match kind:
         case PaceKind.SLOW:
             end = f"; {why}" if why else ""
-            return f"replica {replica_id} is a straggler: {numbers}; every step takes as long; {look}{end}"
+            return f"replica {replica_id} is a straggler: {numbers}; every step takes as long; {_LOOK}{end}"
         case PaceKind.KEEPS_UP:
             return f"replica {replica_id} keeps up again: {numbers}"
         case PaceKind.LEFT_OUT:
             return (
                 f"replica {replica_id} is left out of the next quorums for {_seconds(pause_ms)} s as a straggler: "
-                f"{numbers}; the others train on, and it is tried again after that; {look}"
+                f"{numbers}; the others train on, and it is tried again after that; {_LOOK}"
             )
         case PaceKind.LET_BACK:
             end = f", because {why}" if why else ""
@@ -477,13 +478,26 @@ def sentence_of(
         case PaceKind.SHARE:
             return (
                 f"replica {replica_id} is a straggler and is to take {share:g} of its batch: {numbers}; "
-                f"multiply the batch size by Manager.share; {look}"
+                f"multiply the batch size by Manager.share; {_LOOK}"
             )
 
 
 def left_out_reason(news: StragglerNews) -> str:
     """Return why a quorum is ended for a straggler, one phrase about it."""
-    return f"is left out as a straggler: {_numbers(news.own_ms, news.median_ms)}"
+    return f"{LEFT_OUT_REASON}: {_numbers(news.own_ms, news.median_ms)}"
+
+
+def left_out_wait(news: StragglerNews, remaining_ms: int) -> str:
+    """Return why a replica that is left out got no quorum in time, and what to do."""
+    when = (
+        f"it is left out for {_seconds(remaining_ms)} s more, and may join again for a trial after that"
+        if remaining_ms > 0
+        else "its pause is over, and it joins for a trial when the others ask for the next quorum"
+    )
+    return (
+        f"replica {news.replica_id} {left_out_reason(news)}; {when}; go on asking, for its steps without a quorum are "
+        f"no failures meanwhile; {_LOOK}"
+    )
 
 
 def _numbers(own_ms: int, median_ms: int) -> str:
