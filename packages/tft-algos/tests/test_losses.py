@@ -243,6 +243,29 @@ def test_a_member_that_asks_for_another_group_explains_what_that_aborts(
     assert told(caplog) == []
 
 
+@pytest.mark.parametrize("comes", ["before the failure", "after it"])
+def test_a_straggler_that_is_left_out_in_a_step_is_one_line(
+    rigs: Any, caplog: pytest.LogCaptureFixture, comes: str
+) -> None:
+    """The failed step was explained a second time, by a replica that was lost or had left."""
+    rig = rigs(plan_of(7, size=2), plan_of(8, size=1), verdicts=[False])
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    notice = replace(loss(7), reason="is left out as a straggler: it takes 9 s", lives=True)
+    if comes == "before the failure":
+        rig.coordinator.listener(notice)
+    rig.manager.report_error(PeerFailed(RESET))
+    if comes == "after it":
+        rig.coordinator.listener(notice)
+    assert not rig.manager.should_commit()
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    rig.manager.shutdown()
+    (line,) = told(caplog)
+    assert "replica replica_1 is left out as a straggler: it takes 9 s; " in line
+    assert line.endswith("what runs in it is ended")
+
+
 @pytest.mark.parametrize("news", ["before the failure", "before the vote", "never"])
 def test_a_lost_rank_is_one_line_and_raised_with_its_name(
     rigs: Any, caplog: pytest.LogCaptureFixture, news: str

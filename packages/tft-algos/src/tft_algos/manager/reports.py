@@ -15,6 +15,7 @@ from tft_algos.manager.attempt import FATAL, MAX_ERRORS_KEPT, Attempt, StepName
 from tft_algos.manager.core import StepCore
 from tft_algos.manager.records import Records
 from tft_coord.core.names import shorten
+from tft_coord.core.stragglers import LEFT_OUT_REASON
 from tft_coord.core.types import LossNotice, Plan, QuorumKey
 from tft_coord.errors import GroupLost, Refused
 from tft_pg.errors import Aborted, ConfigureFailed, DeadlinePassed, PeerFailed
@@ -28,6 +29,12 @@ _STEPS_KEPT: Final = 16  # of what was logged
 _QUORUMS_KEPT: Final = 16  # that a loss has broken
 
 logger = logging.getLogger("tft_algos.manager")
+
+
+def _explains(notice: LossNotice) -> bool:
+    """Whether it says why the reductions of its quorum fail, whatever they fail with: a member is lost, or goes away as
+    a straggler. Another one that lives may itself have failed by that."""
+    return not notice.lives or notice.reason.startswith(LEFT_OUT_REASON)
 
 
 def raise_told(error: Exception) -> NoReturn:
@@ -54,7 +61,9 @@ class Reports:
         self.records = Records(job_id=job_id, replica_id=replica_id, rank=rank)
         self._core = core
         self._loss = ""  # the last one that was logged
-        self._broken: dict[QuorumKey, bool] = {}  # the last quorums that a notice has broken; True: a member was lost
+        self._broken: dict[
+            QuorumKey, bool
+        ] = {}  # the last quorums that a notice has broken; True: a member was lost, or left out
         self._group_is_lost = False
         self._plan: Plan | None = None  # the newest
         self._gone: tuple[QuorumKey, tuple[str, ...]] | None = None  # who of the plan before is not in the newest
@@ -93,7 +102,7 @@ class Reports:
         self._loss = shorten(str(notice))
         held = self._explained_by(notice)
         failed = f"step {held.step} will not commit, and " if held is not None else ""
-        level = logging.INFO if notice.lives else logging.WARNING
+        level = logging.WARNING if _explains(notice) else logging.INFO
         self.log(logging.DEBUG if is_closing else level, "%s; %swhat runs in it is ended", notice, failed)
 
     def loss_came_late(self, notice: LossNotice) -> None:
@@ -108,10 +117,10 @@ class Reports:
     def _explained_by(self, notice: LossNotice) -> StepName | None:
         """Keep what a notice says of its quorum. Returns: the step whose failure was held back for it, if one was."""
         with self._holding:
-            self._broken[notice.key] = self._broken.get(notice.key, False) or not notice.lives
+            self._broken[notice.key] = self._broken.get(notice.key, False) or _explains(notice)
             while len(self._broken) > _QUORUMS_KEPT:
                 del self._broken[min(self._broken)]
-            if notice.lives or self._held is None or self._held[0].key != notice.key:
+            if not _explains(notice) or self._held is None or self._held[0].key != notice.key:
                 return None
             (name, _), self._held = self._held, None
             return name
