@@ -179,7 +179,7 @@ SLOW = StragglerNews("r", PaceKind.SLOW, 900, 200, sentence="replica r is a stra
 OUT = StragglerNews("r", PaceKind.LEFT_OUT, 900, 200, pause_ms=5_000, sentence="replica r is left out")
 BACK = StragglerNews("r", PaceKind.LET_BACK, sentence="replica r may join again")
 QUARTER = StragglerNews("r", PaceKind.SHARE, 900, 200, 0.25, sentence="replica r is to take 0.25 of its batch")
-WHOLE = StragglerNews("r", PaceKind.SHARE, 50, 200, 1.0, sentence="replica r is to take its whole batch")
+WHOLE = StragglerNews("r", PaceKind.KEEPS_UP, 50, 200, 1.0, sentence="replica r is to take its whole batch")
 
 
 def test_each_change_is_logged_and_told_once(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -207,6 +207,23 @@ def test_the_share_is_what_was_told_last(rigs: Any) -> None:
     assert rig.manager.share == 0.25, "it is still to take a quarter"
     rig.coordinator.listener(WHOLE)
     assert rig.manager.share == 1.0
+
+
+def test_a_lighthouse_that_knows_of_no_straggler_ends_the_smaller_share(
+    rigs: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = rigs(plan_of(size=2))
+    told: list[StragglerNews] = []
+    rig.manager.on_straggler(told.append)
+    with caplog.at_level(logging.INFO):
+        rig.coordinator.listener(QUARTER)
+        rig.coordinator.listener(StragglerNews("r", PaceKind.SHARE))
+        rig.coordinator.listener(StragglerNews("r", PaceKind.SHARE))
+    assert rig.manager.share == 1.0
+    assert [news.kind for news in told] == [PaceKind.SHARE, PaceKind.KEEPS_UP]
+    assert caplog.records[-1].message.endswith(
+        "replica r is to take its whole batch: this lighthouse asks for no smaller share"
+    )
 
 
 def test_a_lighthouse_that_says_the_same_share_says_nothing_new(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -78,7 +78,7 @@ class Model:
                     self._steps_to = self.now_ms  # the next quorum begins with a step of its own
                     (self.members.discard if news.kind is PaceKind.LEFT_OUT else self.members.add)(news.replica_id)
                     self._trial_step[news.replica_id] = self.step + 1
-                if news.kind is PaceKind.SHARE:
+                if news.kind in (PaceKind.SHARE, PaceKind.KEEPS_UP):
                     self.shares[news.replica_id] = news.share
             self.now_ms += BEAT_MS
         return self
@@ -285,8 +285,24 @@ def test_a_share_follows_the_pace_down_and_up() -> None:
     model.own_ms["c"] = 400
     model.run(200_000)
     assert model.shares["c"] == 1.0
-    assert model.kinds == [("c", "SHARE"), ("c", "SHARE")]
+    assert model.kinds == [("c", "SHARE"), ("c", "KEEPS_UP")]
+    assert model.news[1][1].sentence == (
+        "replica c keeps up again and is to take its whole batch: its own part of a step takes 0.10 s, and the median "
+        "of the others is 0.40 s"
+    )
     assert model.watch.warnings == ()
+
+
+def test_a_share_that_rises_is_no_complaint() -> None:
+    model = Model({"a": 400, "b": 400, "c": 4_000}, StragglerAction.SHRINK).run(30_000)
+    model.own_ms["c"] = 800
+    model.run(200_000)
+    assert model.kinds == [("c", "SHARE"), ("c", "SHARE")]
+    assert model.shares["c"] == 0.5
+    assert model.news[1][1].sentence == (
+        "replica c may take more of its batch again, 0.5: with the smaller part its own part of a step takes 0.08 s, "
+        "and the median of the others is 0.40 s"
+    )
 
 
 def test_who_does_not_take_its_share_is_warned_of_at_the_least_share() -> None:

@@ -155,7 +155,7 @@ def wait(noticed: WaitNoticed) -> None:
 def pace_changed(changed: PaceChanged) -> None:
     """One line: who holds the others at its pace, or does so no more."""
     news = changed.news
-    is_well = news.kind in (PaceKind.KEEPS_UP, PaceKind.LET_BACK) or (news.kind is PaceKind.SHARE and news.share == 1.0)
+    is_well = news.kind in (PaceKind.KEEPS_UP, PaceKind.LET_BACK)
     logger.log(
         logging.INFO if is_well else logging.WARNING,
         "job %s: %s",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeAlias, final
 
 from tft_algos.manager.reports import Reports
@@ -15,6 +16,7 @@ from tft_coord.core.stragglers import PaceKind, StragglerNews
 OnStraggler: TypeAlias = Callable[[StragglerNews], object]
 
 _WELL = (PaceKind.KEEPS_UP, PaceKind.LET_BACK)
+_OF_SHARES = (PaceKind.SHARE, PaceKind.KEEPS_UP)  # who keeps up takes its whole batch
 
 
 @final
@@ -46,11 +48,17 @@ class Straggling:
         says_nothing = news.kind is PaceKind.SHARE and news.share == self.share
         is_new = news != self._newest and not says_nothing
         self._newest = news
-        if news.kind is PaceKind.SHARE:
+        if is_new and news.kind is PaceKind.SHARE and news.share == 1.0:
+            # Another lighthouse, which knows of no straggler.
+            sentence = (
+                f"replica {news.replica_id} is to take its whole batch: this lighthouse asks for no smaller share"
+            )
+            news = replace(news, kind=PaceKind.KEEPS_UP, sentence=news.sentence or sentence)
+        if news.kind in _OF_SHARES:
             self.share = news.share
         if not is_new:
             return
-        is_well = news.kind in _WELL or (news.kind is PaceKind.SHARE and news.share == 1.0)
+        is_well = news.kind in _WELL
         self._reports.log(logging.INFO if is_well else logging.WARNING, "%s", news.sentence or f"{news.kind.name}")
         for listener in tuple(self._listeners):
             try:

@@ -430,10 +430,11 @@ class StragglerWatch:
         return [self._share_changed(replica_id, pace, median_ms, share)]
 
     def _share_changed(self, replica_id: str, pace: _Pace, median_ms: int, share: float) -> PaceChange:
-        pace.share = share
+        rises, pace.share = share > pace.share, share
         # The number in the beats is a median of the last few steps.
         pace.settles_at = pace.step + 2 * self._policy.steps
-        return self._changed(replica_id, pace, PaceKind.SHARE, median_ms)
+        kind = PaceKind.KEEPS_UP if share == 1.0 else PaceKind.SHARE
+        return self._changed(replica_id, pace, kind, median_ms, rises=rises)
 
     def _changed(
         self,
@@ -445,12 +446,15 @@ class StragglerWatch:
         pause_ms: int = 0,
         why: str = "",
         ends_quorum: bool = False,
+        rises: bool = False,
     ) -> PaceChange:
         own_ms = pace.latest_ms
-        sentence = sentence_of(replica_id, kind, own_ms, median_ms, share=pace.share, pause_ms=pause_ms, why=why)
+        if rises:
+            sentence = rising_share(replica_id, own_ms, median_ms, pace.share)
+        else:
+            sentence = sentence_of(replica_id, kind, own_ms, median_ms, share=pace.share, pause_ms=pause_ms, why=why)
         news = StragglerNews(replica_id, kind, own_ms, median_ms, pace.share, pause_ms, sentence)
-        is_well = kind is PaceKind.KEEPS_UP or (kind is PaceKind.SHARE and pace.share == 1.0)
-        pace.newest = None if is_well else news
+        pace.newest = None if kind is PaceKind.KEEPS_UP else news
         return PaceChange(news, ends_quorum)
 
 
@@ -473,13 +477,19 @@ def sentence_of(
         case PaceKind.LET_BACK:
             end = f", because {why}" if why else ""
             return f"replica {replica_id} was left out as a straggler and may join again for a trial{end}"
-        case PaceKind.SHARE if share == 1.0:
-            return f"replica {replica_id} keeps up again and is to take its whole batch: {numbers}"
         case PaceKind.SHARE:
             return (
                 f"replica {replica_id} is a straggler and is to take {share:g} of its batch: {numbers}; "
                 f"multiply the batch size by Manager.share; {_LOOK}"
             )
+
+
+def rising_share(replica_id: str, own_ms: int, median_ms: int, share: float) -> str:
+    """Return in words that a straggler has become faster, and may take more of its batch again."""
+    numbers = _numbers(own_ms, median_ms)
+    if share == 1.0:
+        return f"replica {replica_id} keeps up again and is to take its whole batch: {numbers}"
+    return f"replica {replica_id} may take more of its batch again, {share:g}: with the smaller part {numbers}"
 
 
 def left_out_reason(news: StragglerNews) -> str:
