@@ -555,7 +555,10 @@ def test_a_look_at_thousands_costs_little_while_all_keep_up() -> None:
     ("change", "message"),
     [
         ({"action": "warn"}, "action is 'warn'; give a StragglerAction"),
-        ({"ratio": 1.0}, "the straggler ratio is 1.0; give 1.1 to 1000"),
+        ({"ratio": 1.0}, "the straggler ratio is 1.0; give a number, 1.1 to 1000"),
+        ({"ratio": "x"}, "the straggler ratio is 'x'; give a number, 1.1 to 1000"),
+        ({"steps": "3"}, "steps is '3'; give a whole number"),
+        ({"patience_ms": 0.5}, "patience_ms is 0.5; give a whole number"),
         ({"steps": 0}, "steps is 0; give at least 1"),
         ({"patience_ms": -1}, "patience_ms is -1"),
         ({"first_pause_ms": 400_000}, "first_pause_ms .400000. exceeds longest_pause_ms .300000."),

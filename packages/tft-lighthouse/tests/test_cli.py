@@ -158,6 +158,7 @@ def test_it_may_open_as_many_files_as_it_is_allowed_and_says_when_these_are_few(
         (["--min_replicas", "many"], "invalid int value: 'many'"),
         (["--min-replicas", "0"], "min_replicas is 0; give at least 1"),
         (["--quorum_tick_ms", "6000"], "quorum_tick_ms (6000 ms) exceeds heartbeat_timeout_ms (5000 ms)"),
+        (["--stragglers", "off", "--straggler_ratio", "3"], "--straggler_ratio 3 says who is a straggler, and "),
         (["--on-lost-state", "die"], "invalid choice: 'die'"),
         (["--lost-state-timeout-ms", "-1"], "lost_state_timeout_ms is -1; give 0 to 604800000 milliseconds (a week)"),
         (["--bind", "here"], "bind is 'here'; give host:port"),

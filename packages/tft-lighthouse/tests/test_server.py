@@ -760,6 +760,7 @@ def test_a_port_that_is_taken_is_said_in_one_sentence(lighthouse: LighthouseServ
         ({"quorum_tick_ms": 6000}, r"quorum_tick_ms \(6000 ms\) exceeds heartbeat_timeout_ms \(5000 ms\)"),
         ({"join_timeout_ms": -1}, "join_timeout_ms is -1"),
         ({"on_lost_state": "die"}, "on_lost_state is 'die'; give wait or restart"),
+        ({"stragglers": "leave-out"}, "stragglers is 'leave-out'; give a StragglerPolicy"),
         ({"lost_state_timeout_ms": -1}, "lost_state_timeout_ms is -1"),
         ({"token": ""}, "shared secret"),
     ],

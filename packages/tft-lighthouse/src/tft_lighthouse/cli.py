@@ -56,6 +56,11 @@ def _serve(settings: argparse.Namespace) -> int:
     configure_process(logging.INFO)
     descriptors = raise_limit()
     try:
+        if settings.stragglers == "off" and settings.straggler_ratio != defaults.STRAGGLER_RATIO:
+            raise SettingError(
+                f"--straggler_ratio {settings.straggler_ratio:g} says who is a straggler, and --stragglers off judges "
+                "nobody; leave one of the two out"
+            )
         server = LighthouseServer(
             bind=settings.bind,
             min_replicas=settings.min_replicas,

@@ -91,6 +91,11 @@ class LighthouseServer:
         if on_lost_state not in defaults.LOST_STATE_CHOICES:
             choices = " or ".join(defaults.LOST_STATE_CHOICES)
             raise SettingError(f"on_lost_state is {on_lost_state!r}; give {choices}")
+        if stragglers is not None and not isinstance(stragglers, StragglerPolicy):
+            raise SettingError(
+                f"stragglers is {stragglers!r}; give a StragglerPolicy, such as "
+                "StragglerPolicy(action=StragglerAction.LEAVE_OUT)"
+            )
         waits_ms = lost_state_timeout_ms if on_lost_state == "wait" else 0
         config = LighthouseConfig(
             min_replicas=min_replicas,

@@ -30,7 +30,16 @@ if TYPE_CHECKING:
         reduce_across,
     )
     from tft_ckpt import TLS, CheckpointTransport, HTTPTransport, PGTransport
-    from tft_coord import LighthouseClient, ManagerClient, ManagerServer, Timeouts
+    from tft_coord import (
+        LighthouseClient,
+        ManagerClient,
+        ManagerServer,
+        PaceKind,
+        StragglerAction,
+        StragglerNews,
+        StragglerPolicy,
+        Timeouts,
+    )
     from tft_lighthouse import LighthouseServer
     from tft_pg import (
         ErrorSwallowingProcessGroupWrapper,
@@ -67,6 +76,7 @@ __all__ = [
     "ManagerServer",
     "Optimizer",
     "PGTransport",
+    "PaceKind",
     "ProcessGroup",
     "ProcessGroupDummy",
     "ProcessGroupGloo",
@@ -74,6 +84,9 @@ __all__ = [
     "ProcessGroupWrapper",
     "ProcessGroupXCCL",
     "PureDistributedDataParallel",
+    "StragglerAction",
+    "StragglerNews",
+    "StragglerPolicy",
     "Timeouts",
     "WorldSizeMode",
     "extend_device_mesh",
@@ -101,7 +114,16 @@ _HOMES = {
         "reduce_across",
     ),
     "tft_ckpt": ("TLS", "CheckpointTransport", "HTTPTransport", "PGTransport"),
-    "tft_coord": ("LighthouseClient", "ManagerClient", "ManagerServer", "Timeouts"),
+    "tft_coord": (
+        "LighthouseClient",
+        "ManagerClient",
+        "ManagerServer",
+        "PaceKind",
+        "StragglerAction",
+        "StragglerNews",
+        "StragglerPolicy",
+        "Timeouts",
+    ),
     "tft_lighthouse": ("LighthouseServer",),
     "tft_pg": (
         "ErrorSwallowingProcessGroupWrapper",

@@ -50,10 +50,8 @@ class Straggling:
         self._newest = news
         if is_new and news.kind is PaceKind.SHARE and news.share == 1.0:
             # Another lighthouse, which knows of no straggler.
-            sentence = (
-                f"replica {news.replica_id} is to take its whole batch: this lighthouse asks for no smaller share"
-            )
-            news = replace(news, kind=PaceKind.KEEPS_UP, sentence=news.sentence or sentence)
+            said = f"replica {news.replica_id} is to take its whole batch: this lighthouse asks for no smaller share"
+            news = replace(news, kind=PaceKind.KEEPS_UP, sentence=news.sentence or said)
         if news.kind in _OF_SHARES:
             self.share = news.share
         if not is_new:

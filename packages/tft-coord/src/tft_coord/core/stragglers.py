@@ -66,8 +66,11 @@ class StragglerPolicy:
     def __post_init__(self) -> None:
         if not isinstance(self.action, StragglerAction):
             raise SettingError(f"action is {self.action!r}; give a StragglerAction, such as StragglerAction.LEAVE_OUT")
-        if not 1.1 <= self.ratio <= 1_000:
-            raise SettingError(f"the straggler ratio is {self.ratio}; give 1.1 to 1000")
+        if not isinstance(self.ratio, int | float) or not 1.1 <= self.ratio <= 1_000:
+            raise SettingError(f"the straggler ratio is {self.ratio!r}; give a number, 1.1 to 1000")
+        for name in ("steps", "patience_ms", "least_ms", "first_pause_ms", "longest_pause_ms"):
+            if not isinstance(getattr(self, name), int):
+                raise SettingError(f"{name} is {getattr(self, name)!r}; give a whole number")
         if self.steps < 1:
             raise SettingError(f"steps is {self.steps}; give at least 1")
         for name in ("patience_ms", "least_ms", "first_pause_ms", "longest_pause_ms"):
