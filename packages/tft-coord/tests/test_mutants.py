@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tft_coord.core import assignment, effects, events, foreign, lighthouse, quorum, reach, suspicion
+from tft_coord.core.bad_links import Pause
 from tft_coord.core.commit import RoundName, Votes
 from tft_coord.core.fingerprint import Fingerprint
 from tft_coord.core.foreign_data import Aside
@@ -26,7 +27,7 @@ from tft_coord.core.lineage import fold_lineage
 from tft_coord.core.liveness import Accepted, Liveness, OpenRequest, Rejected, Replica
 from tft_coord.core.progress import GroupProgress, HangWatch, Phase, Progress
 from tft_coord.core.quorum import Situation
-from tft_coord.core.reach import Kept, Limits, Pair, Peer, Reach, _Pause
+from tft_coord.core.reach import Kept, Limits, Peer, Reach
 from tft_coord.core.session import SessionCore
 from tft_coord.core.stops import StopWatch
 from tft_coord.core.stragglers import StragglerPolicy, StragglerWatch
@@ -830,8 +831,8 @@ right_situation = Job._situation
 right_was_there = GroupProgress._was_there
 
 
-def leaves_out_both_ends(self: Reach, pairs: Collection[Pair], peers: Any) -> frozenset[str]:
-    return frozenset(name for pair in pairs for name in pair)
+def leaves_out_both_ends(self: Reach, around: Collection[str], peers: Any) -> frozenset[str]:
+    return frozenset(around)
 
 
 def leaves_nobody_out(self: Reach, pairs: Any, peers: Any) -> frozenset[str]:
@@ -851,11 +852,11 @@ def counts_the_waiting_alone(self: Reach, pairs: Any, peers: dict[str, Peer]) ->
     return right_cover(self, pairs, asked)
 
 
-def never_tries_again(self: _Pause, now_ms: int) -> bool:
+def never_tries_again(self: Pause, now_ms: int) -> bool:
     return True
 
 
-def waits_as_long_each_time(self: _Pause, key: QuorumKey | None, now_ms: int) -> bool:
+def waits_as_long_each_time(self: Pause, key: QuorumKey | None, now_ms: int) -> bool:
     is_new = right_again(self, key, now_ms)
     self.length_ms = 5_000
     return is_new
@@ -921,7 +922,7 @@ def puts_members_out_for_newcomers(pairs: Any, order: Any, limits: Limits, free:
 right_end_trial = Trials._end
 right_smallest_cover = reach.smallest_cover
 right_cover = Reach._cover
-right_again = _Pause.again
+right_again = Pause.again
 right_look = Reach.look
 right_store_missed = Reach._store_missed
 right_reach_heard = Reach.heard
@@ -934,8 +935,8 @@ MUTANTS = [
     Mutant(Limits, "allow", leaves_out_whoever_is_cheapest, "R2 I2 I3", 0, WITH_LINKS),
     Mutant(Limits, "allow", goes_on_with_too_few, "I6", PARTIAL),
     Mutant(Reach, "_cover", counts_the_waiting_alone, "R2", 590, WITH_LINKS),
-    Mutant(_Pause, "lasts", never_tries_again, "R3 R2 R1", 0, WITH_LINKS),
-    Mutant(_Pause, "again", waits_as_long_each_time, "transcript", PARTIAL),
+    Mutant(Pause, "lasts", never_tries_again, "R3 R2 R1", 0, WITH_LINKS),
+    Mutant(Pause, "again", waits_as_long_each_time, "transcript", PARTIAL),
     Mutant(Reach, "_late_ends", waits_for_no_other_end, "transcript", PARTIAL),
     Mutant(Reach, "look", holds_for_ever, "transcript", PARTIAL),
     Mutant(Reach, "stores_failed", avoids_no_store, "transcript", PARTIAL),

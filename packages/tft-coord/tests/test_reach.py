@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from tft_coord.core import effects, events
+from tft_coord.core import effects, events, reach
+from tft_coord.core.bad_links import Pair, around_of
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.progress import Phase, Progress
-from tft_coord.core.reach import EXACT_MOST, Limits, Pair, smallest_cover
+from tft_coord.core.reach import EXACT_MOST, Limits
 from tft_coord.core.types import Hello, Member, Quorum, QuorumKey, Unreached, Via
 from tft_coord.timeouts import Timeouts
 
@@ -21,6 +22,10 @@ FREE = Limits(100)
 
 def same(pairs: list[Pair]) -> dict[str, tuple[int, ...]]:
     return {name: (0, 0) for pair in pairs for name in pair}
+
+
+def smallest_cover(pairs: list[Pair], order: dict[str, tuple[int, ...]], limits: Limits) -> set[str] | None:
+    return reach.smallest_cover(around_of(pairs), order, limits)
 
 
 # --- the cover --------------------------------------------------------------------------------------------------------

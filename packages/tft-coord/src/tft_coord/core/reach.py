@@ -11,30 +11,24 @@ Law of this file: the reports of one job, and functions of them. The caller says
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Final, TypeAlias, final
+from dataclasses import dataclass, replace
+from typing import Final, final
 
+from tft_coord.core.bad_links import Around, BadLink, BadLinks, Pair, Pause
 from tft_coord.core.liveness import Replica
 from tft_coord.core.names import shorten
 from tft_coord.core.trial import Trials
 from tft_coord.core.types import Member, Quorum, QuorumKey, Unreached, Via
 
-PAUSE_FIRST_MS: Final = 5_000
-PAUSE_MOST_MS: Final = 300_000
 BOTH_ENDS_MS: Final = 1_000
 HOLD_FIRST_MS: Final = 1_000
 HOLD_MOST_MS: Final = 5_000
 EXACT_MOST: Final = 20  # members with bad links, up to which the smallest cover is found for sure
 NAMED_MOST: Final = 5
-
-Pair: TypeAlias = tuple[str, str]  # sorted
-
-
-def pair_of(one: str, other: str) -> Pair:
-    """Return the two in order."""
-    return (one, other) if one < other else (other, one)
-
+WHY_MOST: Final = 300  # characters of a reason
+FORGET_EVERY_MS: Final = 1_000
 
 # --- the smallest cover ---------------------------------------------------------------------------------------------
 
@@ -57,22 +51,18 @@ class Limits:
 
 
 def smallest_cover(
-    pairs: Collection[Pair], order: Mapping[str, tuple[int, ...]], limits: Limits, free: Collection[str] = ()
+    around: Mapping[str, set[str]], order: Mapping[str, tuple[int, ...]], limits: Limits, free: Collection[str] = ()
 ) -> set[str] | None:
     """Find the fewest members of which each pair has one.
 
     Args:
-        pairs: of members that can't reach each other.
+        around: by each member that has a bad link, whom it can't reach.
         order: of two members the one with the lower value is chosen first, where both would do; of two equal ones that
             with the higher replica id.
         limits: what must stay.
         free: members that may be left out before any other one is.
     Returns: the members, or None where no cover fits the limits.
     """
-    around: dict[str, set[str]] = {}
-    for one, other in pairs:
-        around.setdefault(one, set()).add(other)
-        around.setdefault(other, set()).add(one)
     if len(around) > EXACT_MOST:
         return _greedy(around, order, limits, free)
     by_name = sorted(around, reverse=True)
@@ -143,31 +133,43 @@ def _greedy(
     around: Mapping[str, set[str]], order: Mapping[str, tuple[int, ...]], limits: Limits, free: Collection[str]
 ) -> set[str] | None:
     """Choose who has the most bad links left, again and again; then take back who was not needed."""
-    chosen = [name for name in around if name in free]
-    chosen = chosen if limits.allow(chosen) else []
-    left = _without(around, chosen)
+    chosen = {name for name in around if name in free}
+    chosen = chosen if limits.allow(chosen) else set()
+    spare = [len(each.difference(chosen)) - 1 for each in limits.needed]
+    needed_in: dict[str, list[int]] = {}
+    for place, each in enumerate(limits.needed):
+        for name in each.intersection(around):
+            needed_in.setdefault(name, []).append(place)
+    num_left = {name: len(others - chosen) for name, others in around.items() if name not in chosen}
+    # One whose number has fallen since it was put in is put in again when its turn comes.
+    heap = [(-number, order[name], name) for name, number in num_left.items() if number]
+    heapq.heapify(heap)
     stays: set[str] = set()
-    while True:
-        left = {name: others for name, others in left.items() if others}
-        if not left:
-            break
-        free = [name for name in left if name not in stays]
-        if not free:
+    while heap:
+        number, rank, name = heapq.heappop(heap)
+        if num_left[name] != -number:
+            if num_left[name]:
+                heapq.heappush(heap, (-num_left[name], rank, name))
+            continue
+        if len(chosen) >= limits.most:
             return None
-        busiest = min(free, key=lambda name: (-len(left[name]), order[name], name))
-        if not limits.allow([*chosen, busiest]):
-            if len(chosen) >= limits.most:
-                return None
-            stays.add(busiest)  # and all at the other ends of its links go, where they may
-            if left[busiest] & stays:
+        if not all(spare[place] for place in needed_in.get(name, ())):
+            stays.add(name)  # and all at the other ends of its links go, where they may
+            if around[name] & stays:
                 return None
             continue
-        chosen.append(busiest)
-        left = _without(left, {busiest})
-    for name in list(chosen):
-        if not around[name].intersection(set(around) - set(chosen)):
+        chosen.add(name)
+        for place in needed_in.get(name, ()):
+            spare[place] -= 1
+        for other in around[name]:
+            if other not in chosen:
+                num_left[other] -= 1
+    if any(number for name, number in num_left.items() if name not in chosen):
+        return None
+    for name in sorted(chosen):
+        if around[name] <= chosen:
             chosen.remove(name)
-    return set(chosen)
+    return chosen
 
 
 # --- what is known ----------------------------------------------------------------------------------------------------
@@ -216,38 +218,6 @@ def peers_of(replicas: Iterable[Replica], members: Mapping[str, Member], now_ms:
     return found
 
 
-@dataclass(slots=True)
-class _Pause:
-    """For how long a report counts. The next one after that counts for twice as long."""
-
-    key: QuorumKey | None  # of the quorum that it was about
-    since_ms: int
-    length_ms: int = PAUSE_FIRST_MS
-    is_over: bool = False
-
-    def again(self, key: QuorumKey | None, now_ms: int) -> bool:
-        """Hear the same of another quorum. Returns: whether it was another."""
-        if key == self.key:
-            return False
-        if now_ms - self.since_ms >= self.length_ms:
-            self.length_ms = min(2 * self.length_ms, PAUSE_MOST_MS)
-        self.key, self.since_ms, self.is_over = key, now_ms, False
-        return True
-
-    def lasts(self, now_ms: int) -> bool:
-        return not self.is_over and now_ms - self.since_ms < self.length_ms
-
-    def remaining_ms(self, now_ms: int) -> int:
-        return max(0, self.since_ms + self.length_ms - now_ms) if not self.is_over else 0
-
-
-@dataclass(slots=True)
-class _BadLink:
-    pause: _Pause
-    said: dict[str, str] = field(default_factory=dict)  # by which end, and how it put it
-    fresh_ms: int | None = None  # since when both ends are waited for
-
-
 @dataclass(frozen=True, slots=True)
 class Kept:
     """What the reports mean for the next quorum.
@@ -264,6 +234,29 @@ class Kept:
 NOBODY: Final = Kept()
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Who may be in a quorum, and what that means: the same until one of the first three changes.
+
+    Args:
+        peers: who may be in it.
+        version: of the bad links.
+        failed: the trials that have failed.
+        every: the bad links between them, by each end.
+        there: who trains or has asked.
+        around: the bad links between those.
+        out: who is to be left out; None: no cover fits.
+    """
+
+    peers: Mapping[str, Peer]
+    version: int
+    failed: Mapping[str, Mapping[str, str]]
+    every: Around
+    there: frozenset[str]
+    around: Mapping[str, set[str]]
+    out: frozenset[str] | None
+
+
 @final
 class Reach:
     """What the members of one job have said of whom they can't reach.
@@ -274,12 +267,15 @@ class Reach:
 
     def __init__(self, min_replicas: int) -> None:
         self._min_replicas = min_replicas
-        self._links: dict[Pair, _BadLink] = {}
-        self._stores: dict[str, _Pause] = {}  # that were not reached
+        self._links = BadLinks()
+        self._stores: dict[str, Pause] = {}  # that were not reached
         self._missed: dict[str, dict[str, QuorumKey | None]] = {}  # who missed whose stores, in which quorums
         self._out: frozenset[str] = frozenset()  # of the newest quorum
         self._hold_ms = HOLD_FIRST_MS
         self._hold_until_ms: int | None = None
+        self._forgot_ms: int | None = None
+        self._built: tuple[QuorumKey, set[str]] | None = None  # who has said so of the newest quorum's group
+        self._plans: list[_Plan] = []  # the last two
         self.trials = Trials()
 
     def heard(
@@ -309,9 +305,9 @@ class Reach:
         works = held is not None and not member.needs_configure
         replica.built = replica.built or works or member.live
         if not member.unreached:
-            knows = self._links or self._stores or self._missed
+            knows = len(self._links) or self._stores or self._missed
             if knows and works and previous is not None and held == previous.key and member.commit_failures == 0:
-                self._met(previous)
+                self._met(replica.replica_id, previous)
             return replace(member, store_failed=False) if member.store_failed else member
         self._forget_the_gone(known, now_ms)
         name = member.replica_id
@@ -326,14 +322,11 @@ class Reach:
 
     def counts(self, now_ms: int) -> bool:
         """Whether anything that was said, or tried, keeps somebody out now."""
-        if self.trials.keep_out:
-            return True
-        return bool(self._links) and any(self._counts(pair, link, now_ms) for pair, link in self._links.items())
+        return self.trials.keep_out or bool(self._counted(now_ms))
 
     def may_try(self, waiting: Iterable[Replica], now_ms: int) -> list[Replica]:
         """List those that no report keeps out now: they may show whether they reach their peers."""
-        pairs = [pair for pair, link in self._links.items() if self._counts(pair, link, now_ms)]
-        named = {name for pair in pairs for name in pair}
+        named = self._counted(now_ms)
         return [replica for replica in waiting if replica.replica_id not in named]
 
     def look(self, peers: Mapping[str, Peer], now_ms: int) -> Kept:
@@ -348,31 +341,30 @@ class Reach:
         if holders and holders <= tried:
             return Kept(waits=f"the trial of {_names(holders)}, which alone has the newest state")
         peers = {name: peer for name, peer in peers.items() if name not in tried}
-        every = self._pairs(peers, now_ms)
-        there = self._there(peers)
-        pairs = [pair for pair in every if there.issuperset(pair)]
-        late = self._late_ends(pairs, peers, now_ms)
+        plan = self._plan(peers, now_ms)
+        late = self._late_ends(plan.around, peers, now_ms)
         if late:
             return Kept(waits=f"the report of {_names(late)}, {BOTH_ENDS_MS} ms at most: {self.said(late, now_ms)}")
-        out = self._cover(pairs, peers)
-        if out is not None:
+        if plan.out is not None:
             self._hold_until_ms = None
-            stay = there - out
-            return Kept(out.union(tried, *(set(pair) - there for pair in every if stay.intersection(pair))))
+            stay = plan.there - plan.out
+            away = (name for name in plan.every if name not in plan.there)
+            return Kept(plan.out.union(tried, (name for name in away if not stay.isdisjoint(plan.every[name]))))
         if self._hold_until_ms is None:
             self._hold_until_ms = now_ms + self._hold_ms
             self._hold_ms = min(2 * self._hold_ms, HOLD_MOST_MS)
         if now_ms < self._hold_until_ms:
-            ends = {name for pair in pairs for name in pair}
+            said = self.said(plan.around, now_ms, when=False)
             reason = (
                 f"a set of at least {self._min_replicas} replicas that reach one another and hold the newest state: "
-                f"{self.said(ends, now_ms, when=False)}; all are tried again in {self._hold_until_ms - now_ms} ms"
+                f"{said}; all are tried again in {self._hold_until_ms - now_ms} ms"
             )
             return Kept(waits=reason)
         self._hold_until_ms = None
-        for pair in pairs:
-            if pair in self._links:
-                self._links[pair].pause.is_over = True
+        for name, others in plan.around.items():
+            for other in others:
+                if name < other:
+                    self._links.end_pause(name, other)
         self.trials.overrule()
         return NOBODY
 
@@ -384,13 +376,12 @@ class Reach:
         if holders and holders <= tried:
             return None
         peers = {name: peer for name, peer in peers.items() if name not in tried}
-        out = self._cover(self._pairs(peers, now_ms), peers)
+        out = self._plan(peers, now_ms).out
         return None if out is None else out | tried
 
     def formed(self, out: frozenset[str]) -> frozenset[str]:
         """A quorum is formed without these, though they wait. Returns: who of them was not left out of the last."""
-        for link in self._links.values():
-            link.fresh_ms = None
+        self._links.next_round()
         self._hold_until_ms = None
         out = out.difference(self.trials.running())
         new, self._out = out - self._out, out
@@ -404,14 +395,13 @@ class Reach:
         """Say of each of these who can't reach it, why, and when it is tried again."""
         parts = []
         for name in sorted(names)[:NAMED_MOST]:
-            links = [(pair, link) for pair, link in self._links.items() if name in pair]
-            links = [(pair, link) for pair, link in links if self._counts(pair, link, now_ms)]
-            if not links:
+            others = sorted(self._counted(now_ms).get(name, ()))
+            if not others:
                 parts += self._said_of_trial(name, now_ms)
                 continue
-            others = sorted(pair[0] if pair[1] == name else pair[1] for pair, _ in links)
-            whys = sorted({why for _, link in links for why in link.said.values()})
-            seconds = max(link.pause.remaining_ms(now_ms) for _, link in links) // 1_000
+            links = [link for other in others if (link := self._links.link(name, other)) is not None]
+            whys = sorted({why for link in links for why in link.said.values()})
+            seconds = max(link.pause.remaining_ms(now_ms) for link in links) // 1_000
             again = f"; tried again in {seconds} s" if when else ""
             parts.append(f"{name} can't be reached by {_names(others)} ({whys[0]}{again})")
         more = len(names) - NAMED_MOST
@@ -428,23 +418,14 @@ class Reach:
     def ends_of(self, name: str) -> list[str]:
         """List those that have no link to it."""
         tried = self.trials.failed().get(name, {})
-        return [*tried, *self._reported_ends(name)]
-
-    def _reported_ends(self, name: str) -> list[str]:
-        return [pair[0] if pair[1] == name else pair[1] for pair in self._links if name in pair]
+        return [*tried, *sorted(self._links.ends_of(name))]
 
     # --- reports ------------------------------------------------------------------------------------------------------
 
     def _say(self, one: str, other: str, why: str, key: QuorumKey | None, now_ms: int) -> None:
-        pair = pair_of(one, other)
-        link = self._links.get(pair)
-        if link is None:
-            self._links[pair] = _BadLink(_Pause(key, now_ms), {one: why}, now_ms)
-            return
-        if link.pause.again(key, now_ms):
-            link.said.clear()
-            link.fresh_ms = now_ms
-        link.said[one] = why
+        self._links.say(one, other, why, key, now_ms)
+        if self._missed:
+            self._links.changed()  # whether the pair is explained may be another matter now
 
     def _store_missed(self, one: str, report: Unreached, key: QuorumKey | None, now_ms: int) -> None:
         """A store that was missed is avoided. Who misses another one as well, or that one again, can't be helped by
@@ -452,48 +433,53 @@ class Reach:
         owner = report.replica_id
         pause = self._stores.get(owner)
         if pause is None:
-            self._stores[owner] = _Pause(key, now_ms)
+            self._stores[owner] = Pause(key, now_ms)
         else:
             pause.again(key, now_ms)
         missed = self._missed.setdefault(one, {})
         before = set(missed.values()) - {key}
         missed[owner] = key
+        self._links.changed()
         if before:
             for each in missed:
                 self._say(one, each, _why(report), key, now_ms)
 
-    def _met(self, quorum: Quorum) -> None:
-        """The members of a quorum have built its process group. So the links between them work, unless one of them has
-        failed in that very group since, and each of them has reached a store."""
-        ids, key = set(quorum.replica_ids), quorum.key
-        self._links = {
-            pair: link for pair, link in self._links.items() if link.pause.key == key or not ids.issuperset(pair)
-        }
-        self._missed = {
-            name: missed for name, missed in self._missed.items() if key in missed.values() or name not in ids
-        }
+    def _met(self, name: str, quorum: Quorum) -> None:
+        """A member of a quorum has built its process group, and has reached a store. The links between two that both
+        have work, unless one of them has failed in that very group since."""
+        key = quorum.key
+        if self._built is None or self._built[0] != key:
+            self._built = (key, set())
+        built = self._built[1]
+        if name in built:
+            return
+        if name in self._missed and key not in self._missed[name].values():
+            del self._missed[name]
+            self._links.changed()
+        self._links.works(name, built, key)
+        built.add(name)
         self._hold_ms = HOLD_FIRST_MS
 
     def _forget_the_gone(self, known: Collection[str], now_ms: int) -> None:
-        """Forget what is about those that are gone, and what was not said again for long after its pause."""
-
-        def is_old(pause: _Pause) -> bool:
-            return now_ms - pause.since_ms > 2 * pause.length_ms + PAUSE_MOST_MS
-
-        self._links = {
-            pair: link
-            for pair, link in self._links.items()
-            if pair[0] in known and pair[1] in known and not is_old(link.pause)
+        """Forget what is about those that are gone, and what was not said again for long after its pause. Thousands
+        report together, and a look is at all links: it is seldom."""
+        if self._forgot_ms is not None and now_ms - self._forgot_ms < FORGET_EVERY_MS:
+            return
+        self._forgot_ms = now_ms
+        self._links.forget_the_gone(known, now_ms)
+        self._stores = {
+            name: pause for name, pause in self._stores.items() if name in known and not pause.is_old(now_ms)
         }
-        self._stores = {name: pause for name, pause in self._stores.items() if name in known and not is_old(pause)}
-        self._missed = {name: missed for name, missed in self._missed.items() if name in known}
+        if any(name not in known for name in self._missed):
+            self._missed = {name: missed for name, missed in self._missed.items() if name in known}
+            self._links.changed()
 
     # --- what counts --------------------------------------------------------------------------------------------------
 
-    def _counts(self, pair: Pair, link: _BadLink, now_ms: int) -> bool:
-        return link.pause.lasts(now_ms) and not self._is_explained(pair, link)
+    def _counted(self, now_ms: int) -> Mapping[str, set[str]]:
+        return self._links.counted(now_ms, self._is_explained if self._missed else None)
 
-    def _is_explained(self, pair: Pair, link: _BadLink) -> bool:
+    def _is_explained(self, pair: Pair, link: BadLink) -> bool:
         """Whether one end could not come, because it did not reach the store: another store is tried first."""
         for said_by, end in (pair, pair[::-1]):
             missed = set(self._missed.get(end, {}).values())
@@ -501,31 +487,55 @@ class Reach:
                 return True
         return False
 
-    def _pairs(self, peers: Mapping[str, Peer], now_ms: int) -> list[Pair]:
-        found = [pair for pair, link in self._links.items() if self._counts(pair, link, now_ms)]
-        found += [pair_of(name, other) for name, unreached in self.trials.failed().items() for other in unreached]
-        return [pair for pair in dict.fromkeys(found) if pair[0] in peers and pair[1] in peers]
+    def _around(self, peers: Mapping[str, Peer], now_ms: int) -> dict[str, set[str]]:
+        """Give the bad links between these, those that trials have found included."""
+        names = peers.keys()
+        counted = self._counted(now_ms).items()
+        found = {name: there for name, others in counted if name in names and (there := others & names)}
+        for name, unreached in self.trials.failed().items():
+            for other in unreached:
+                if name in names and other in names:
+                    found.setdefault(name, set()).add(other)
+                    found.setdefault(other, set()).add(name)
+        return found
 
-    def _there(self, peers: Mapping[str, Peer]) -> set[str]:
+    def _plan(self, peers: Mapping[str, Peer], now_ms: int) -> _Plan:
+        """Decide who of these is left out, or take it from before where nothing has changed since."""
+        self._counted(now_ms)
+        failed = self.trials.failed()
+        for plan in self._plans:
+            if plan.version == self._links.version and plan.failed == failed and plan.peers == peers:
+                return plan
+        every = self._around(peers, now_ms)
+        there = self._there(peers)
+        around = every
+        if not every.keys() <= there:
+            within = {name: others & there for name, others in every.items() if name in there}
+            around = {name: others for name, others in within.items() if others}
+        plan = _Plan(peers, self._links.version, failed, every, there, around, self._cover(around, peers))
+        self._plans = [plan, *self._plans[:1]]
+        return plan
+
+    def _there(self, peers: Mapping[str, Peer]) -> frozenset[str]:
         """Who neither trains nor has asked puts nobody out: it may be away for long."""
-        return {name for name, peer in peers.items() if peer.asked or peer.before}
+        return frozenset(name for name, peer in peers.items() if peer.asked or peer.before)
 
-    def _late_ends(self, pairs: Collection[Pair], peers: Mapping[str, Peer], now_ms: int) -> set[str]:
-        late: set[str] = set()
-        for pair in pairs:
-            fresh_ms = self._links[pair].fresh_ms if pair in self._links else None
-            if fresh_ms is not None and now_ms - fresh_ms < BOTH_ENDS_MS:
-                late |= {name for name in pair if not peers[name].asked}
-        return late
+    def _late_ends(self, around: Around, peers: Mapping[str, Peer], now_ms: int) -> set[str]:
+        return {
+            name
+            for name, others in around.items()
+            if not peers[name].asked
+            and any(self._links.is_fresh(name, other, now_ms, BOTH_ENDS_MS) for other in others)
+        }
 
-    def _cover(self, pairs: Collection[Pair], peers: Mapping[str, Peer]) -> frozenset[str] | None:
-        if not pairs:
+    def _cover(self, around: Mapping[str, set[str]], peers: Mapping[str, Peer]) -> frozenset[str] | None:
+        if not around:
             return frozenset()
         holders = _holders(peers)
         before = frozenset(peer.replica_id for peer in peers.values() if peer.before)
         limits = Limits(len(peers) - self._min_replicas, tuple(each for each in (holders, before) if each))
-        order = {name: self._order(peers[name]) for pair in pairs for name in pair}
-        cover = smallest_cover(pairs, order, limits, self.trials.failed())
+        order = {name: self._order(peers[name]) for name in around}
+        cover = smallest_cover(around, order, limits, self.trials.failed())
         return None if cover is None else frozenset(cover)
 
     def _order(self, peer: Peer) -> tuple[int, ...]:
@@ -541,7 +551,7 @@ def _holders(peers: Mapping[str, Peer]) -> frozenset[str]:
 
 
 def _why(report: Unreached) -> str:
-    return f"{report.via.value}: {report.why}" if report.why else report.via.value
+    return f"{report.via.value}: {report.why[:WHY_MOST]}" if report.why else report.via.value
 
 
 def _names(names: Collection[str]) -> str:
