@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Mapping
 from itertools import combinations
 from typing import Any
 
 import pytest
 
 from tft_coord.core import effects, events, reach
-from tft_coord.core.bad_links import Pair, around_of
+from tft_coord.core.bad_links import BadLinks, Pair, around_of
+from tft_coord.core.lighthouse import Job as Job_
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.progress import Phase, Progress
-from tft_coord.core.reach import EXACT_MOST, Limits
+from tft_coord.core.reach import EXACT_MOST, Limits, Reach
 from tft_coord.core.types import Hello, Member, Quorum, QuorumKey, Unreached, Via
 from tft_coord.timeouts import Timeouts
 
@@ -24,7 +26,7 @@ def same(pairs: list[Pair]) -> dict[str, tuple[int, ...]]:
     return {name: (0, 0) for pair in pairs for name in pair}
 
 
-def smallest_cover(pairs: list[Pair], order: dict[str, tuple[int, ...]], limits: Limits) -> set[str] | None:
+def smallest_cover(pairs: list[Pair], order: Mapping[str, tuple[int, ...]], limits: Limits) -> set[str] | None:
     return reach.smallest_cover(around_of(pairs), order, limits)
 
 
@@ -207,7 +209,7 @@ def test_one_end_of_a_bad_pair_is_left_out_and_both_sides_are_told() -> None:
     job.ask("b", group("a"), step=3)
     assert job.members == "ac"
     (warned,) = [order.sentence for order in job.said if isinstance(order, effects.Warned)]
-    assert "left out of the next quorum: b can't be reached by a (group: timed out; tried again in 5 s)" in warned
+    assert "b is left out of the next quorum: it can't be reached by a (group: timed out; tried again in 5 s)" in warned
     told = [chr(order.stream) for order in job.said if isinstance(order, effects.TellWait)]
     assert sorted(told) == ["a", "b"]
     job.wait(200)
@@ -493,6 +495,143 @@ def test_who_is_kept_out_is_missing_nowhere() -> None:
     assert "c at c:1" not in sentence
 
 
+def counts(right: Callable[..., Any], calls: list[int]) -> Callable[..., Any]:
+    def counted(*rest: Any) -> Any:
+        calls.append(1)
+        return right(*rest)
+
+    return counted
+
+
+def reach_of(job: Job) -> Reach:
+    return job.core._jobs["job"]._reach
+
+
+def test_the_word_of_one_member_proves_no_link_of_another() -> None:
+    job = a_job("abc")
+    job.ask("a", group("b"), step=3)
+    job.ask("b", group("a"), step=3)
+    job.ask("c", step=3, works=False)
+    job.wait(5_000)
+    for name in "ac":
+        job.ask(name, step=4)
+    assert job.members == "abc"
+    for name in "ca":
+        job.ask(name, step=5)
+    assert len(reach_of(job)._links) == 1
+    job.ask("b", step=5)
+    assert len(reach_of(job)._links) == 0
+
+
+def test_a_reason_is_kept_short() -> None:
+    job = a_job("ab")
+    job.ask("a", Unreached("b", Via.GROUP, "x" * 4_000), step=3)
+    link = reach_of(job)._links.link("a", "b")
+    assert link is not None
+    assert len(link.said["a"]) < 320
+
+
+def test_a_member_that_lost_its_answer_is_given_it_again_while_a_store_is_avoided() -> None:
+    job = a_job("abc")
+    for name in "bc":
+        job.ask(name, store("a"), step=3)
+    held = job.keys["a"]
+    job.ask("a", step=3, works=False)
+    key = job.quorum.key
+    assert job.quorum.members[0].store_failed
+    job._do(events.StreamClosed(ord("a")))
+    job.come("a")
+    job.keys["a"] = held
+    job.ask("a", step=3, works=False)
+    assert job.quorum.key == key
+    assert job.keys["a"] == key
+    assert not [order for order in job.said if isinstance(order, effects.NotifyLoss) and order.notice.key == key]
+
+
+def test_the_cover_is_found_once_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = a_job("abcd", min_replicas=3)
+    found: list[int] = []
+    right = reach.smallest_cover
+    monkeypatch.setattr(reach, "smallest_cover", counts(right, found))
+    for name in "ab":
+        job.ask(name, group("c"), group("d"), step=3)
+    for name in "cd":
+        job.ask(name, group("a"), group("b"), step=3)
+    before = len(found)
+    for _ in range(8):
+        job.wait(100)
+    assert job.waits.startswith("a set of at least 3 replicas")
+    assert len(found) == before
+    job.wait(1_000)
+    assert job.members == "abcd"  # all are tried again
+
+
+def test_what_is_gone_is_looked_for_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    right = BadLinks.forget_the_gone
+    monkeypatch.setattr(BadLinks, "forget_the_gone", counts(right, looks))
+    job = a_job("abcd")
+    for name in "abc":
+        job.ask(name, group("d"), step=3)
+    assert len(looks) == 1
+
+
+def test_of_many_that_are_left_out_all_are_named_and_nobody_is_told_of_each() -> None:
+    names = [chr(number) for number in range(ord("A"), ord("A") + 60)]
+    job = a_job("".join(names))
+    for name in names[30:]:
+        job.ask(name, *(group(other) for other in names[:30]), step=3)
+    for name in names[:30]:
+        job.ask(name, *(group(other) for other in names[30:]), step=3)
+    assert len(job.quorum.members) == 30
+    warned = [order.sentence for order in job.said if isinstance(order, effects.Warned)]
+    assert len(warned) == 21
+    out = set(names) - set(job.quorum.replica_ids)
+    assert all(any(name in each.partition(" left out of")[0] for each in warned) for name in out)
+    told = [order.stream for order in job.said if isinstance(order, effects.TellWait)]
+    assert all(told.count(ord(name)) <= 3 for name in job.quorum.replica_ids)
+
+
+def test_a_name_that_starts_again_goes_on_with_its_pause() -> None:
+    lives = [f"n:{number:08}-1111-4222-8333-444444444444" for number in range(3)]
+    links = BadLinks()
+    for number, (name, length_ms) in enumerate(zip(lives, (5_000, 10_000, 20_000), strict=True)):
+        now_ms = number * 60_000
+        links.say("a", name, "no answer", QuorumKey(number, 1), now_ms)
+        link = links.link("a", name)
+        assert link is not None
+        assert link.pause.length_ms == length_ms
+        assert links.counted(now_ms, None) == {"a": {name}, name: {"a"}}
+        links.forget_the_gone({"a"}, now_ms + 1_000)
+        assert links.counted(now_ms + 1_000, None) == {}
+    links.works("a", {lives[2]}, QuorumKey(9, 1))  # it was in a group that was built
+    links.say("a", lives[2], "no answer", QuorumKey(10, 1), 200_000)
+    link = links.link("a", lives[2])
+    assert link is not None
+    assert link.pause.length_ms == 5_000
+
+
+def test_what_counts_is_the_same_when_it_is_found_anew() -> None:
+    rng = random.Random(3)
+    links = BadLinks()
+    now_ms = 0
+    for number in range(400):
+        now_ms += rng.randrange(200)
+        one, other = rng.sample("abcdefgh", 2)
+        key = QuorumKey(number // 20, 1)
+        match rng.randrange(4):
+            case 0:
+                links.works(one, set(rng.sample("abcdefgh", 3)) - {one}, key)
+            case 1:
+                links.forget_the_gone("abcdefgh".replace(one, ""), now_ms)
+            case _:
+                links.say(one, other, "no answer", key, now_ms)
+        kept = links.counted(now_ms, None)
+        kept = {name: set(others) for name, others in kept.items()}
+        links.changed()
+        assert links.counted(now_ms, None) == kept
+
+
 # --- trials -----------------------------------------------------------------------------------------------------------
 
 
@@ -617,3 +756,22 @@ def test_a_newcomer_in_its_trial_is_no_majority() -> None:
         a_newcomer(job, name)
     job.ask("a", step=3)
     assert job.members == "a"
+
+
+def test_the_rule_is_applied_once_for_all_newcomers_whose_trials_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = a_job("ab")
+    for name in "lmn":
+        job.come(name, tries_peers=True)
+        job.ask(name, step=0, works=False)
+    job.wait(100)
+    asked = {order.stream: order.number for order in job.said if isinstance(order, effects.TryPeers)}
+    looks: list[int] = []
+    right = Job_._form
+    monkeypatch.setattr(Job_, "_form", counts(right, looks))
+    for name in "lmn":
+        assert not looks
+        job._do(events.PeersTried(ord(name), asked[ord(name)], ()))
+    assert len(looks) == 1
+    for name in "ab":
+        job.ask(name, step=3)
+    assert job.members == "ablmn"

@@ -25,6 +25,7 @@ _CHECK: Final = (
     "look whether a firewall stands between, and whether each replica listens on an interface and advertises a host "
     "name by which the others reach it (GLOO_SOCKET_IFNAME, hostname=)"
 )
+_CHECK_STORE: Final = f"look whether the torchrun agent that hosts that store, or what else hosts it, has ended; {_CHECK}"
 _CHECK_OWN: Final = "look whether torchrun's agent, or what else hosts it, still runs, and restart this replica group"
 
 
@@ -98,7 +99,7 @@ class UnreachedPeers:
         of_own = any(each.replica_id == plan.replica_id for each in reports)
         sentence = (
             f"could not build the process group of quorum {plan.key}: {'; '.join(clauses)}; "
-            f"{_CHECK_OWN if of_own else _CHECK}"
+            f"{_CHECK_OWN if of_own else _CHECK_STORE if isinstance(error, StoreUnreachable) else _CHECK}"
         )
         named = copy.copy(error)
         named.args = (sentence,)

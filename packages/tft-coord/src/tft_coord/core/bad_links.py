@@ -100,6 +100,7 @@ class BadLinks:
         self._counted: dict[str, set[str]] | None = {}
         self._counted_until_ms = NEVER_MS
         self._round = 0
+        self._newest: dict[str, int] = {}  # of this round, by each end: when a report was fresh last
         self.version = 0  # another one: what counts has changed
 
     def __len__(self) -> int:
@@ -113,6 +114,7 @@ class BadLinks:
     def next_round(self) -> None:
         """No end is waited for any more because of what was said so far."""
         self._round += 1
+        self._newest.clear()
 
     def say(self, one: str, other: str, why: str, key: QuorumKey | None, now_ms: int) -> None:
         """One says that it can't reach the other."""
@@ -125,6 +127,8 @@ class BadLinks:
         elif link.pause.again(key, now_ms):
             link.said.clear()
             link.fresh = (now_ms, self._round)
+        if link.fresh == (now_ms, self._round):
+            self._newest[one] = self._newest[other] = now_ms
         link.said[one] = why
         self._remember(one, other, link.pause)
         self.version += 1
@@ -152,10 +156,13 @@ class BadLinks:
         """List those that have a bad link to it, whether it counts or not."""
         return self._ends.get(name, ())
 
-    def is_fresh(self, one: str, other: str, now_ms: int, for_ms: int) -> bool:
-        """Whether it was said in this round, so lately."""
-        link = self.link(one, other)
-        return link is not None and link.fresh[1] == self._round and now_ms - link.fresh[0] < for_ms
+    def is_fresh(self, one: str, others: Collection[str], now_ms: int, for_ms: int) -> bool:
+        """Whether a bad link to one of these others was said in this round, so lately."""
+        newest_ms = self._newest.get(one)
+        if newest_ms is None or now_ms - newest_ms >= for_ms:
+            return False
+        links = (self.link(one, other) for other in others)
+        return any(each.fresh[1] == self._round and now_ms - each.fresh[0] < for_ms for each in links if each)
 
     def end_pause(self, one: str, other: str) -> None:
         """The two are tried again at once."""

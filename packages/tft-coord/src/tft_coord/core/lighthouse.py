@@ -10,6 +10,7 @@ since 1970, for ids and logs) and random nonces, and performs the effects in ord
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -48,6 +49,8 @@ CLOCKS_DIFFER_MOST_MS = 365 * 24 * 3_600_000
 BROKEN_QUORUMS_KEPT = 16
 NAMES_SHOWN_MOST = 20
 MEMBERS_IN_A_MS = 10  # whom a look at each beat that says a wait may cost; of more members fewer beats cause one
+TOLD_OF_LINKS_MOST = 3  # warnings of others that one replica is given at once
+LOOK_AT_LINKS = "Look at the addresses, the interfaces and the firewalls of both sides"
 NOBODY_ASKS = "nobody has asked"
 ALL_TRAIN = "no replica; the job trains"  # as `wait_sentence` says it of a quorum that stands
 
@@ -559,7 +562,9 @@ class Job:
             case events.PeersTried():
                 if self._reach.trials.answered(replica.replica_id, event.number, event.unreached, now_ms):
                     self._more = 0
-                    out += self._form(now_ms, wall_ms)
+                    # Thousands answer together, and each may be needed: the rule is applied once, or at the next tick.
+                    if not self._reach.trials.is_any_open:
+                        out += self._form(now_ms, wall_ms)
             case events.LeaveReceived():
                 told = replica.left is not None
                 self.liveness.leave(replica, event.reason, now_ms, finished=event.finished_step is not None)
@@ -1217,7 +1222,8 @@ class Job:
         """Whether the newest quorum can still run with a member that has not got it; if not, it is broken for all."""
         if self._holds_newer(replica, request):
             return False
-        before, member = self._members[replica.replica_id], request.member
+        # Whether its store is avoided is the lighthouse's word, and stands in no request.
+        before, member = replace(self._members[replica.replica_id], store_failed=False), request.member
         if request.held != self._previous_key:
             # It may say that its group can't be used: it was never configured. Anything else is news to the others.
             member = replace(member, needs_configure=before.needs_configure)
@@ -1336,17 +1342,26 @@ class Job:
 
     def _tell_of_the_kept_out(self, kept_out: tuple[str, ...], now_ms: int) -> list[effects.LighthouseEffect]:
         """Warn once of each replica that is left out, in the log, there, and where it was not reached."""
+        new = sorted(self._reach.formed(frozenset(kept_out)))
         out: list[effects.LighthouseEffect] = []
-        for name in sorted(self._reach.formed(frozenset(kept_out))):
-            warning = (
-                f"left out of the next quorum: {self._reach.said([name], now_ms)}. Look at the addresses, the "
-                "interfaces and the firewalls of both sides"
-            )
+        told: Counter[str] = Counter()
+        for name in new[:NAMES_SHOWN_MOST]:
+            warning = f"{self._reach.left_out(name, now_ms)}. {LOOK_AT_LINKS}"
             out.append(effects.Warned(self.name, warning))
-            both = (self.liveness.replicas.get(each) for each in (name, *self._reach.ends_of(name)))
-            streams = [each.stream for each in both if each is not None and each.stream is not None]
-            out += [effects.TellWait(stream, warning, True) for stream in streams]
+            ends = [name, *(each for each in self._reach.ends_of(name) if told[each] < TOLD_OF_LINKS_MOST)]
+            told.update(ends)
+            out += self._tell(ends, warning)
+        more = new[NAMES_SHOWN_MOST:]  # of half a thousand each need not be named to each other one
+        if more:
+            are = "is" if len(more) == 1 else "are"
+            why = "links between them and others are bad"
+            warning = f"{_listed(more)} {are} left out of the next quorum as well: {why}. {LOOK_AT_LINKS}"
+            out += [effects.Warned(self.name, warning), *self._tell(more, warning)]
         return out
+
+    def _tell(self, names: Iterable[str], warning: str) -> list[effects.TellWait]:
+        known = (self.liveness.replicas.get(name) for name in names)
+        return [effects.TellWait(each.stream, warning, True) for each in known if each and each.stream is not None]
 
     def _starts_over(self, members: tuple[Member, ...], now_ms: int) -> bool:
         """Who was in the quorum that somebody held before this lighthouse started has a heartbeat_timeout to come, also

@@ -395,25 +395,34 @@ class Reach:
         """Say of each of these who can't reach it, why, and when it is tried again."""
         parts = []
         for name in sorted(names)[:NAMED_MOST]:
-            others = sorted(self._counted(now_ms).get(name, ()))
-            if not others:
-                parts += self._said_of_trial(name, now_ms)
-                continue
-            links = [link for other in others if (link := self._links.link(name, other)) is not None]
-            whys = sorted({why for link in links for why in link.said.values()})
-            seconds = max(link.pause.remaining_ms(now_ms) for link in links) // 1_000
-            again = f"; tried again in {seconds} s" if when else ""
-            parts.append(f"{name} can't be reached by {_names(others)} ({whys[0]}{again})")
+            clause = self._said_of(name, now_ms, when=when)
+            if clause:
+                parts.append(f"{name} {clause}")
         more = len(names) - NAMED_MOST
         return shorten("; ".join(parts)) + (f" and {more} more" if more > 0 else "")
 
-    def _said_of_trial(self, name: str, now_ms: int) -> list[str]:
+    def left_out(self, name: str, now_ms: int) -> str:
+        """Say that this one is left out, and why."""
+        clause = self._said_of(name, now_ms) or "can't be reached by others"
+        return shorten(f"{name} is left out of the next quorum: it {clause}")
+
+    def _said_of(self, name: str, now_ms: int, *, when: bool = True) -> str:
+        others = sorted(self._counted(now_ms).get(name, ()))
+        if not others:
+            return self._said_of_trial(name, now_ms)
+        links = [link for other in others if (link := self._links.link(name, other)) is not None]
+        why = min(why for link in links for why in link.said.values())
+        seconds = max(link.pause.remaining_ms(now_ms) for link in links) // 1_000
+        again = f"; tried again in {seconds} s" if when else ""
+        return f"can't be reached by {_names(others)} ({why}{again})"
+
+    def _said_of_trial(self, name: str, now_ms: int) -> str:
         unreached = self.trials.failed().get(name)
         if unreached is None:
-            return [f"{name} tries to reach its peers"] if name in self.trials.running() else []
+            return "tries to reach its peers" if name in self.trials.running() else ""
         seconds = -(-self.trials.again_in_ms(name, now_ms) // 1_000)
         why = next(iter(sorted(unreached.values())), "")
-        return [f"{name} can't reach {_names(unreached)} ({why}; it tries again in {seconds} s)"]
+        return f"can't reach {_names(unreached)} ({why}; it tries again in {seconds} s)"
 
     def ends_of(self, name: str) -> list[str]:
         """List those that have no link to it."""
@@ -524,8 +533,7 @@ class Reach:
         return {
             name
             for name, others in around.items()
-            if not peers[name].asked
-            and any(self._links.is_fresh(name, other, now_ms, BOTH_ENDS_MS) for other in others)
+            if not peers[name].asked and self._links.is_fresh(name, others, now_ms, BOTH_ENDS_MS)
         }
 
     def _cover(self, around: Mapping[str, set[str]], peers: Mapping[str, Peer]) -> frozenset[str] | None:

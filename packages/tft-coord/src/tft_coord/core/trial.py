@@ -103,6 +103,11 @@ class Trials:
         return {name: trial.unreached for name, trial in self._trials.items() if trial.unreached}
 
     @property
+    def is_any_open(self) -> bool:
+        """Whether a trial is not over."""
+        return any(not trial.is_over for trial in self._trials.values())
+
+    @property
     def keep_out(self) -> bool:
         """Whether a newcomer has failed its trial, or is in its first one."""
         return any(trial.unreached or trial.is_first for trial in self._trials.values())
