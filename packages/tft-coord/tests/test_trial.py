@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from typing import Any
 
 import pytest
 
@@ -152,7 +153,7 @@ def test_who_listens_or_refuses_is_reached_and_who_is_unknown_is_not() -> None:
     assert found[0].why.startswith("no-such-host.invalid:1: ")
 
 
-def test_who_does_not_answer_is_given_up_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "DIAL_WITHIN_S", 0.2)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         address = full.getsockname()
@@ -169,6 +170,43 @@ def test_who_does_not_answer_is_given_up_after_a_second(monkeypatch: pytest.Monk
     assert [(each.replica_id, each.via) for each in found] == [("a", Via.GROUP)]
     assert "no answer" in found[0].why
     assert time.monotonic() - since < 10
+
+
+def slow_names(monkeypatch: pytest.MonkeyPatch, delay_s: float) -> list[str]:
+    """Names are looked up so slowly. Returns: which."""
+    right = socket.getaddrinfo
+    asked: list[str] = []
+
+    def slow(host: str, *rest: Any, **more: Any) -> Any:
+        asked.append(host)
+        time.sleep(delay_s)
+        return right("127.0.0.1", *rest, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    return asked
+
+
+def test_each_name_is_looked_up_once_and_its_time_is_not_the_dials(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = slow_names(monkeypatch, 0.3)
+    monkeypatch.setattr(trial, "DIAL_WITHIN_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listens:
+        port = listens.getsockname()[1]
+        peers = [PeerAddresses(f"r{number}", (f"node-1:{port}", f"node-1:{port}")) for number in range(16)]
+        assert asyncio.run(try_peers(peers)) == ()
+    assert asked == ["node-1"]
+
+
+def test_a_name_that_takes_long_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_names(monkeypatch, 0.5)
+    monkeypatch.setattr(trial, "LOOK_UP_WITHIN_S", 0.1)
+    assert asyncio.run(try_peers([PeerAddresses("a", ("node-1:1",))])) == ()
+
+
+def test_of_several_places_of_a_name_one_that_listens_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (place, 0)) for place in ("127.0.0.2", "127.0.0.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: places)
+    with socket.create_server(("127.0.0.1", 0)) as listens:
+        assert asyncio.run(try_peers([PeerAddresses("a", (f"node-1:{listens.getsockname()[1]}",))])) == ()
 
 
 def test_nobody_to_try_takes_no_time() -> None:

@@ -25,7 +25,9 @@ _CHECK: Final = (
     "look whether a firewall stands between, and whether each replica listens on an interface and advertises a host "
     "name by which the others reach it (GLOO_SOCKET_IFNAME, hostname=)"
 )
-_CHECK_STORE: Final = f"look whether the torchrun agent that hosts that store, or what else hosts it, has ended; {_CHECK}"
+_CHECK_STORE: Final = (
+    f"look whether the torchrun agent that hosts that store, or what else hosts it, has ended; else {_CHECK}"
+)
 _CHECK_OWN: Final = "look whether torchrun's agent, or what else hosts it, still runs, and restart this replica group"
 
 

@@ -17,7 +17,7 @@ from tft_coord.core import effects
 from tft_coord.core.liveness import Replica
 from tft_coord.core.types import TRIED_MOST, Member, PeerAddresses, Unreached
 
-ANSWERED_WITHIN_MS: Final = 3_000  # all dials take 2 s at most
+ANSWERED_WITHIN_MS: Final = 5_000  # look-ups and dials take 4 s at most
 AGAIN_AFTER_MS: Final = (1_000, 2_000, 4_000, 5_000)
 
 

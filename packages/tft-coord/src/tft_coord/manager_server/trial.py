@@ -1,8 +1,8 @@
 """A newcomer's trial: whether this host reaches the ports that its peers have published.
 
 A port that refuses a connection answers, so its host is reached: the server behind it may be down, which is not the
-newcomer's trouble. A port that does not answer, or a name that is unknown, is not reached. What is no `host:port` can't
-be tried, and says nothing.
+newcomer's trouble. A port that does not answer, or a name that is unknown, is not reached. What is no `host:port`, or a
+name whose look-up takes too long, can't be tried, and says nothing.
 
 Law of this file: connecting, nothing said; every wait has a deadline.
 """
@@ -10,16 +10,19 @@ Law of this file: connecting, nothing said; every wait has a deadline.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Sequence
-from contextlib import suppress
-from typing import Final
+from typing import Any, Final, TypeAlias
 
 from tft_coord.core.types import PeerAddresses, Unreached, Via
 from tft_coord.errors import SettingError
 from tft_coord.transport.address import host_of, target
 
-DIAL_WITHIN_S: Final = 1.0
-ALL_WITHIN_S: Final = 2.0
+LOOK_UP_WITHIN_S: Final = 1.4
+DIAL_WITHIN_S: Final = 2.5  # of which a packet that was lost takes a second: it is sent again after that
+ALL_WITHIN_S: Final = 4.0
+
+_Place: TypeAlias = tuple[socket.AddressFamily, tuple[Any, ...]]
 
 
 async def try_peers(peers: Sequence[PeerAddresses]) -> tuple[Unreached, ...]:
@@ -27,13 +30,16 @@ async def try_peers(peers: Sequence[PeerAddresses]) -> tuple[Unreached, ...]:
 
     Returns: the members of which an address did not answer, with the reason; after ALL_WITHIN_S at most.
     """
-    dials = {
-        asyncio.create_task(_why_unreached(address)): (peer.replica_id, address)
-        for peer in peers
-        for address in peer.addresses
-    }
-    if not dials:
+    parted = [(peer.replica_id, address, _parted(address)) for peer in peers for address in peer.addresses]
+    known = [(replica_id, address, *parts) for replica_id, address, parts in parted if parts is not None]
+    if not known:
         return ()
+    # Each name once: a resolver has few threads, and the members of one host have one name.
+    look_ups = {host: asyncio.create_task(_look_up(host)) for host in {host for _, _, host, _ in known}}
+    dials = {
+        asyncio.create_task(_why_unreached(look_ups[host], port)): (replica_id, address)
+        for replica_id, address, host, port in known
+    }
     try:
         await asyncio.wait(dials, timeout=ALL_WITHIN_S)
         found: dict[str, Unreached] = {}
@@ -43,26 +49,64 @@ async def try_peers(peers: Sequence[PeerAddresses]) -> tuple[Unreached, ...]:
                 found.setdefault(replica_id, Unreached(replica_id, Via.GROUP, f"{address}: {why}"))
         return tuple(found.values())
     finally:
-        for dial in dials:
-            dial.cancel()
+        for task in (*dials, *look_ups.values()):
+            task.cancel()
 
 
-async def _why_unreached(address: str) -> str:
-    """Say why nothing answers at an address; "" where something does."""
+def _parted(address: str) -> tuple[str, int] | None:
     try:
         bare = target(address)
     except SettingError:
-        return ""
-    port = int(bare.rpartition(":")[2])
+        return None
+    return host_of(bare), int(bare.rpartition(":")[2])
+
+
+async def _look_up(host: str) -> list[_Place] | str:
+    """Give where a name leads, or why it leads nowhere; nothing where that takes too long."""
     try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(host_of(bare), port), DIAL_WITHIN_S)
+        found = await asyncio.wait_for(
+            asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM), LOOK_UP_WITHIN_S
+        )
+    except asyncio.TimeoutError:
+        return []
+    except (OSError, UnicodeError) as error:
+        return _plain(error)
+    return list(dict.fromkeys((family, place) for family, _, _, _, place in found))
+
+
+async def _why_unreached(look_up: asyncio.Task[list[_Place] | str], port: int) -> str:
+    """Say why nothing answers at a port; "" where something does, or where that can't be tried."""
+    found = await look_up
+    if isinstance(found, str):
+        return found
+    calls = [asyncio.create_task(_dial(family, (place[0], port, *place[2:]))) for family, place in found]
+    try:
+        left: set[asyncio.Task[str | None]] = set(calls)
+        while left:
+            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+            if any(call.result() is None for call in done):
+                return ""
+        # Refused at one of several addresses and silent at another: the server is at the silent one.
+        return next((why for call in calls if (why := call.result())), "")
+    finally:
+        for call in calls:
+            call.cancel()
+
+
+async def _dial(family: socket.AddressFamily, place: tuple[Any, ...]) -> str | None:
+    """Say why nothing answers at one place; "" where it refuses, None where it listens."""
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as caller:
+            caller.setblocking(False)
+            await asyncio.wait_for(asyncio.get_running_loop().sock_connect(caller, place), DIAL_WITHIN_S)
     except ConnectionRefusedError:
         return ""
     except asyncio.TimeoutError:
-        return f"no answer within {DIAL_WITHIN_S:.0f} s"
+        return f"no answer within {DIAL_WITHIN_S:g} s"
     except OSError as error:
-        return str(error).replace("\n", " ")[:200]
-    writer.close()
-    with suppress(OSError):
-        await writer.wait_closed()
-    return ""
+        return _plain(error)
+    return None
+
+
+def _plain(error: Exception) -> str:
+    return (str(error) or type(error).__name__).replace("\n", " ")[:200]
