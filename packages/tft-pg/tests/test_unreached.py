@@ -24,6 +24,7 @@ import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from tft_pg import ConfigureFailed, ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL, StoreUnreachable
+from tft_pg.backends.attempt import EXAMINED_AFTER_S
 from tft_pg.backends.examination import give_up
 from tft_pg.backends.gloo import _Published
 from tft_pg.backends.patience import SHORTEST_S, Patience, Phase
@@ -150,10 +151,39 @@ def test_a_late_rank_learns_that_the_others_gave_up(bench: Bench) -> None:
     store_addr = bench.fresh_address()
     with pytest.raises(ConfigureFailed, match="rank 1 did not come"):
         groups[0].configure(store_addr, 0, 2, timeout=timedelta(seconds=0.2))
-    gc.collect()  # an error that somebody keeps, keeps the listener that it was raised behind
     with pytest.raises(ConfigureFailed, match="rank 0 gave up") as late:
         groups[1].configure(store_addr, 1, 2, quorum_id=7)
     assert late.value.unreached == {}
+
+
+def test_an_error_that_somebody_keeps_keeps_no_listener(bench: Bench) -> None:
+    group = bench.make()
+    store_addr = bench.fresh_address()
+    gc.disable()
+    try:
+        with pytest.raises(ConfigureFailed, match="rank 1 did not come") as kept:
+            group.configure(store_addr, 0, 2, timeout=timedelta(seconds=0.2))
+        place = gloo_record(under(store_addr))
+        refuses = call_all({0: place}, until_s=time.monotonic() + 5.0, goes_on=lambda: True)
+        assert refuses == {0: "connection refused"}
+        assert kept.value.missing_ranks == (1,)
+    finally:
+        gc.enable()
+
+
+def test_a_late_success_is_none_when_a_peer_gave_up(bench: Bench) -> None:
+    """Its listener may have taken the connection a moment before it let go of it."""
+    groups = [bench.make(), bench.make()]
+    store_addr = bench.fresh_address()
+    first = bench.start(lambda: groups[0].configure(store_addr, 0, 2, quorum_id=7))
+    store = under(store_addr)
+    gloo_record(store)
+    give_up(store, 1)
+    threading.Event().wait(2 * EXAMINED_AFTER_S)
+    groups[1].configure(store_addr, 1, 2, quorum_id=7)
+    error = first().error
+    assert isinstance(error, ConfigureFailed)
+    assert "rank 1 gave up" in str(error)
 
 
 def test_a_call_that_says_nothing_does_not_end_the_group(bench: Bench) -> None:

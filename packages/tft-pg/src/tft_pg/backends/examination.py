@@ -34,12 +34,14 @@ def give_up(store: Store, rank: int | None) -> None:
     """Write down that this rank builds no group under this prefix any more. A store that is gone is told nothing."""
     with contextlib.suppress(RuntimeError):
         store.set(f"{_GAVE_UP}/{rank}", "1")
+        store.set(_GAVE_UP, "1")  # one question tells that nobody has
 
 
 def who_gave_up(store: Store, ranks: Collection[int]) -> frozenset[int]:
     """Those of these ranks that have written that down; none where the store is gone."""
     with contextlib.suppress(RuntimeError):
-        return frozenset(rank for rank in ranks if store.check([f"{_GAVE_UP}/{rank}"]))
+        if store.check([_GAVE_UP]):
+            return frozenset(rank for rank in ranks if store.check([f"{_GAVE_UP}/{rank}"]))
     return frozenset()
 
 
@@ -92,6 +94,22 @@ class Examination:
         if self._attempt.goes_on:  # else the store may have been severed
             give_up(self._store, self._attempt.where.rank)
         return found or error
+
+    def check_nobody_gave_up(self) -> None:
+        """Ask the store once, after the builder has succeeded late.
+
+        Raises: ConfigureFailed: a peer gave up, so that the group would have no member there.
+        """
+        where = self._attempt.where
+        gone = who_gave_up(self._store, set(range(where.world_size or 1)) - {where.rank})
+        self._attempt.check()
+        if gone:
+            give_up(self._store, where.rank)
+            raise ConfigureFailed(
+                f"no group was built ({where}): {names(gone)} gave up; ask for a new quorum and configure under its "
+                "prefix",
+                where=where,
+            )
 
     def _reason(self) -> ConfigureFailed | None:
         """Call the peers that are not connected, once. Returns: the error that names whom to blame, or None."""

@@ -36,7 +36,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tft_pg import sockets
 from tft_pg.backends.addresses import address_towards, loopback_of, own_name_is_loopback
-from tft_pg.backends.attempt import Attempt
+from tft_pg.backends.attempt import EXAMINED_AFTER_S, Attempt
 from tft_pg.backends.examination import Examination, give_up, names
 from tft_pg.backends.gloo_table import lacks
 from tft_pg.backends.live import LiveGroup, keep_at_exit
@@ -147,9 +147,11 @@ class ProcessGroupGloo(NativeProcessGroup):
                 examination=examination,
             )
             before = _threads()
+            began_s = time.monotonic()
             try:
                 backend = _Gloo(witness, where.rank, where.world_size, options)
             except Exception as error:
+                options._devices = []  # or the error's frames would keep the listeners, which late ranks then find
                 # An exception of the store in between passes through C++ and loses its type on the way.
                 raise witness.error or examination.after(error) from None
         try:
@@ -158,7 +160,11 @@ class ProcessGroupGloo(NativeProcessGroup):
             if self._listeners != mesh.own():
                 self._listeners = mesh.own()
                 sockets.hide_from_programs(self._listeners)
+            if time.monotonic() - began_s > EXAMINED_AFTER_S:
+                # A listener takes connections for a moment longer than its rank waits for them.
+                examination.check_nobody_gave_up()
         except Exception:
+            options._devices = []
             del backend  # or the error would keep it, and its threads
             raise
         backend.set_timeout(timeout)
