@@ -135,12 +135,12 @@ class Attempt:
         with self._changed:
             phase, self._phase = self._phase, None
             if self._patience is not None and phase is not None and time.monotonic() >= self._deadline_s:
-                self._patience.passed(phase, self.timeout.total_seconds())
+                self._patience.passed(phase, self.timeout.total_seconds(), self.where.world_size or 1)
 
     def _leave_phase(self, now_s: float) -> None:
         phase, self._phase = self._phase, None
         if self._patience is not None and phase is not None:
-            self._patience.succeeded(phase, now_s - self._phase_began_s)
+            self._patience.succeeded(phase, now_s - self._phase_began_s, self.where.world_size or 1)
 
     def stop(self, error: ProcessGroupError) -> None:
         """Make the builder come out with this error; returns at once; the first error counts."""
