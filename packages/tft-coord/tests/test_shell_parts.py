@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 import tft_coord
-from tft_coord.core.effects import RefuseSession, Welcome
+from tft_coord.core.effects import RefuseSession, TellLost, Welcome
 from tft_coord.core.types import Refusal
 from tft_coord.errors import Closed, CoordinationError, SettingError, Unreachable
 from tft_coord.manager_server.link import LighthouseLink
@@ -315,6 +315,27 @@ def test_what_is_wrong_with_a_stranger_is_said_for_as_long_as_it_is_dialed() -> 
         await link.close()
 
     asyncio.run(scenario())
+
+
+def test_a_stop_is_said_once_and_that_it_is_over_too(caplog: pytest.LogCaptureFixture) -> None:
+    """While its trainer is stopped, a lost session hears of its loss with each report of the stop."""
+    caplog.set_level("INFO")
+
+    async def scenario() -> None:
+        link = link_to("127.0.0.1:9")
+        link._is_hung = lambda: True
+        link._core.stream_opened(0)
+        lost = codec.encode_from_lighthouse(TellLost(0, link._core.session, "replica a was lost: it is stopped"))
+        for _ in range(3):
+            link._received(lost)
+        link.went_on()
+        await link.close()
+
+    asyncio.run(scenario())
+    assert [record.getMessage() for record in caplog.records] == [
+        "replica a: replica a was lost: it is stopped",
+        "replica a goes on, and joins again with a newer session",
+    ]
 
 
 def test_every_public_name_is_there() -> None:

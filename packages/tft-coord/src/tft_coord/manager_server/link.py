@@ -162,6 +162,7 @@ class LighthouseLink:
         self._reported_death = False
         self._away_since_ms: int | None = None
         self._said_away = False
+        self._said_lost: int | None = None  # the session of which it was said last that it was lost
         self._told_away_ms: int | None = None
         self._compared = False
         self._refusal = ""  # what the lighthouse of this conversation has said against us, or is found to be
@@ -203,6 +204,7 @@ class LighthouseLink:
 
     def went_on(self) -> None:
         """The trainer that was hung goes on."""
+        logger.info("replica %s goes on, and joins again with a newer session", self._replica_id)
         self._perform(self._core.went_on(self._now_ms()))
 
     def leave(self, reason: str, serve_ms: int, finished_step: int | None) -> None:
@@ -547,7 +549,9 @@ class LighthouseLink:
                 self._perform(orders)
                 self._beat()
             case TellLost(_, session, sentence):
-                logger.warning("replica %s: %s", self._replica_id, sentence)
+                if session != self._said_lost:  # while a trainer is stopped, each report of it is answered so
+                    self._said_lost = session
+                    logger.warning("replica %s: %s", self._replica_id, sentence)
                 self._perform(self._core.told_lost(session, now_ms, hung=self._is_hung()))
                 self._arrived(events.SessionLost(session, sentence))
             case NotifyLoss(_, notice):
