@@ -14,7 +14,9 @@ import pytest
 from tft_algos import Closed, SettingError, UsageError
 from tft_algos.errors import LeftJob
 from tft_algos.testing import ManualClock, plan_of
-from tft_coord.core.types import KillOrder, LeaveRequest, Plan, QuorumKey, RankRequest, Released, Verdict
+from tft_coord.core.stragglers import PaceKind, StragglerNews
+from tft_coord.core.types import KillOrder, LeaveRequest, Plan, QuorumKey, RankRequest, Released, Verdict, WaitsFor
+from tft_coord.core.waits import left_out_wait
 from tft_coord.errors import DeadlinePassed, Refused
 
 TWO = {"rank": 0, "world_size": 2, "store_addr": "nowhere"}
@@ -337,6 +339,38 @@ def test_who_wants_to_leave_waits_for_no_quorum_beyond_its_deadline(rigs: Any, m
     rig.coordinator.progress()  # a beat
     assert not any(thread.name == "tft-leave" for thread in threading.enumerate())
     clock.pass_s(30)
+    rig.coordinator.progress()
+    assert not rig.manager.should_commit()
+    assert rig.manager.left
+
+
+@pytest.mark.parametrize("is_straggler", [False, True])
+def test_who_is_left_out_and_is_asked_to_leave_does_not_wait_for_a_quorum(
+    rigs: Any, monkeypatch: pytest.MonkeyPatch, is_straggler: bool
+) -> None:
+    clock = ManualClock()
+    rig = rigs(clock=clock)
+    asked, told = threading.Event(), threading.Event()
+
+    def quorum(_request: RankRequest, _timeout: timedelta) -> Plan:
+        asked.set()
+        assert told.wait(20)
+        raise Refused("replica_0 has left the job", code="left")
+
+    monkeypatch.setattr(rig.coordinator, "quorum", quorum)
+    monkeypatch.setattr(rig.coordinator, "leave", lambda *_, **__: told.set())
+    rig.manager.start_quorum()
+    assert asked.wait(20)
+    rig.coordinator.listener(LeaveRequest("drained", 0))
+    rig.coordinator.listener(WaitsFor("b is waited for; ends when it asks or is lost"))
+    clock.pass_s(2)
+    rig.coordinator.progress()  # a beat
+    assert not any(thread.name == "tft-leave" for thread in threading.enumerate())
+    if is_straggler:
+        rig.coordinator.listener(StragglerNews("replica_0", PaceKind.LEFT_OUT, sentence="left out as a straggler"))
+    else:
+        rig.coordinator.listener(WaitsFor(left_out_wait("b can't reach it")))
+    clock.pass_s(2)
     rig.coordinator.progress()
     assert not rig.manager.should_commit()
     assert rig.manager.left

@@ -1153,12 +1153,14 @@ class Manager:
 
     def _look(self) -> Progress:
         """Once a beat, on a thread of the coordinator's: where this rank is, and whether it waits in vain."""
-        overdue = self._where.quorum_pends and self._leaving.is_overdue(self._clock.monotonic())
-        if overdue and self._giver_up is None and not self._closing.is_set():
-            self._giver_up = threading.Thread(target=self._tell_that_it_leaves, name="tft-leave", daemon=True)
-            self._giver_up.start()  # the manager server refuses the question that waits, and the step ends without one
         if not self._closing.is_set():
             self._waits.look(self._reducer.num_started)
+        now_s, leaving = self._clock.monotonic(), self._leaving
+        # Who is left out has no step that others run with it, and they hold the state.
+        vain = leaving.is_overdue(now_s) or (leaving.wished and leaving.wishes(now_s) and self._waits.is_left_out)
+        if vain and self._where.quorum_pends and self._giver_up is None and not self._closing.is_set():
+            self._giver_up = threading.Thread(target=self._tell_that_it_leaves, name="tft-leave", daemon=True)
+            self._giver_up.start()  # the manager server refuses the question that waits, and the step ends without one
         self._reports.look()
         return self._where.look()
 

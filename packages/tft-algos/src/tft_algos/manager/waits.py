@@ -20,13 +20,14 @@ from tft_algos.manager.reports import Reports
 from tft_algos.manager.whereabouts import Whereabouts
 from tft_coord.core.names import shorten
 from tft_coord.core.progress import Phase
-from tft_coord.core.waits import NAMES_MOST, WaitNotice
+from tft_coord.core.waits import LEFT_OUT, NAMES_MOST, WaitNotice
 
 QUORUM: Final = "a quorum"
 GROUP: Final = "the process group of the new quorum"
 REDUCTION: Final = "a reduction"
 STATE: Final = "live state"
 VOTE: Final = "the vote of its group"
+LEFT_OUT_FOR_S: Final = 5.0  # so long the lighthouse's word counts; it comes once a second, or another one between
 
 
 @final
@@ -68,12 +69,22 @@ class WaitWatch:
         self._failed_before = 0  # when the wait for a quorum began
         self._has_failed = False  # the last wait for a quorum did not end by one
         self._told = ("", 0.0)
+        self._told_left_out_s: float | None = None
         self._left_out = left_out
         self.quorum_limit: timedelta = config.quorum_timeout  # of the quorum that was asked for last
 
     def told(self, sentence: str) -> None:
         """The lighthouse or the manager server says for whom this rank waits."""
         self._told = (sentence, self._monotonic())
+        if sentence.startswith(LEFT_OUT):
+            self._told_left_out_s = self._told[1]
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether the last look saw a wait for a quorum in which the others train without this replica."""
+        told_s = self._told_left_out_s
+        heard = told_s is not None and self._since_s <= told_s and self._monotonic() - told_s < LEFT_OUT_FOR_S
+        return self._kind == QUORUM and (heard or bool(self._left_out()))
 
     def look(self, reductions: int) -> None:
         """Write the line that is due, if one is. `reductions`: how many this Manager has started so far."""

@@ -25,6 +25,7 @@ TELL_EVERY_MS: Final = 1_000  # as often as a beat, so that "for 12 s" is true w
 BOTH_LIVE_MS: Final = 3_000
 SAME_WITHIN_MS: Final = 1_500
 NAMES_MOST: Final = 5
+LEFT_OUT: Final = "left out: "  # how the sentence of those begins that wait in vain while others train
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ def quorum_wait(reason: str, missing: Collection[Replica], *, below_least: bool,
 
 def left_out_wait(reason: str) -> str:
     """The sentence of those that are left out of the quorum in which the others train."""
-    return f"left out: {shorten(reason)}; the others go on; ends when it is reached, or reaches them"
+    return f"{LEFT_OUT}{shorten(reason)}; the others go on; ends when it is reached, or reaches them"
 
 
 def step_wait(step: int, missing: Collection[Replica], now_ms: int) -> str:
