@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from tft_algos.manager.coordinator import GroupCoordinator
 from tft_algos.manager.group_store import GroupStore, is_loopback, join_address, open_group_store
 from tft_algos.manager.parts import ServerRestarted
 from tft_algos.testing import plan_of
+from tft_coord.core import waits
 from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.types import LeaveRequest, NewcomerAsks, Purpose, QuorumKey, RankRequest, Verdict
 from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, GroupLost, SettingError, Unreachable
@@ -174,6 +176,38 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 TWO = {"world_size": 2, "store_addr": "store", "store_port": 1}
+
+
+def test_a_host_name_that_is_unknown_is_said_at_once_and_in_each_line_of_the_wait(
+    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def look_up(host: str, *_: Any, **__: Any) -> Any:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    connects, may_connect = threading.Event(), threading.Event()
+
+    class Waits(Client):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            connects.set()
+            assert may_connect.wait(10)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(tft_coord, "ManagerClient", Waits)
+    monkeypatch.setattr(waits, "FIRST_MS", 20)
+    Server.starts.clear()
+    try:
+        coordinator = make(hostname="nosuchhost", token="secret")
+        Server.starts.set()
+        assert connects.wait(10)
+        with pytest.raises(DeadlinePassed, match=r"within 1\.2 s; the name nosuchhost is unknown on this host"):
+            coordinator._client_in_use(timedelta(milliseconds=1200))
+    finally:
+        may_connect.set()
+    said = [record.getMessage() for record in caplog.records]
+    name = "the name nosuchhost is unknown on this host (Name or service not known), and others are told to reach"
+    assert name in said[0]
+    assert f"the manager server has not started for 1 s: {name}" in said[1]
 
 
 def test_a_second_one_of_a_replica_in_a_process_is_refused_before_anything_is_waited_for(make: Any) -> None:

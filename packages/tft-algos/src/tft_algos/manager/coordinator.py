@@ -12,6 +12,7 @@ import enum
 import itertools
 import logging
 import os
+import socket
 import threading
 import time
 import uuid
@@ -80,6 +81,7 @@ class GroupCoordinator:
         self._lock = threading.Condition()  # notified when the client has changed, or none can be had
         self._stage = _Stage.STARTING
         self._no_start: Exception | None = None
+        self._own_name = ""  # what is wrong with the name of this host, which the connection to the server needs too
         self._closing = threading.Event()
         self._has_answered = threading.Event()  # all ranks have taken their places, of which rank 0 has told them
         self._listener: Callable[[News], None] | None = None
@@ -213,9 +215,10 @@ class GroupCoordinator:
         with self._lock:  # taken while a new server starts: then it is waited for
             within_s = timeout.total_seconds()
             if not self._wait_for_start(give_up_at):
+                next_step = self._own_name or "look whether the machine is out of memory or of processor time"
                 raise DeadlinePassed(
-                    f"the manager server of replica {self.replica_id} has not started within {within_s:g} s; look "
-                    "whether the machine is out of memory or of processor time"
+                    f"the manager server of replica {self.replica_id} has not started within {within_s:g} s; "
+                    f"{next_step}"
                 )
             client = self._client
         if client is None:
@@ -236,11 +239,12 @@ class GroupCoordinator:
             if line is not None:
                 logger.log(
                     logging.INFO if line.is_over else logging.WARNING,
-                    "[%s/%d] the manager server %s %d s",
+                    "[%s/%d] the manager server %s %d s%s",
                     shorten(self.replica_id),
                     self._config.rank,
                     "started after" if line.is_over and ready else "has not started for",
                     line.seconds,
+                    f": {self._own_name}" if self._own_name and not ready else "",
                 )
             if ends:
                 return ready
@@ -352,6 +356,9 @@ class GroupCoordinator:
             if self._closing.is_set():
                 raise self._gone()
             self._stage = _Stage.CONNECTING
+        self._own_name = unknown_name(self._config.hostname)
+        if self._own_name:  # not an error yet: a name service may hear of a host after its processes have started
+            logger.warning("[%s/0] %s", self.replica_id, self._own_name)
         client = self._new_client(address)
         self._address = address  # told to the other ranks from now on
         return client
@@ -438,6 +445,19 @@ class GroupCoordinator:
             progress=lambda: self._progress(),
             is_alive=server.alive if server is not None else lambda: True,
         )
+
+
+def unknown_name(hostname: str) -> str:
+    """What is wrong with the name under which others are to reach this host, and what to do; "" if it is known here."""
+    try:
+        socket.getaddrinfo(hostname.strip("[]"), None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        return (
+            f"the name {hostname} is unknown on this host ({why}), and others are told to reach this replica by it; "
+            "set hostname= to a name or address of this host that all replicas know"
+        )
+    return ""
 
 
 # Those of this process that are not closed, by replica and rank; a forked child's begin anew, by its own pid.
