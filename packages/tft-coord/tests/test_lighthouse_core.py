@@ -694,8 +694,15 @@ class TestLostState:
     def test_one_that_may_come_back_with_it_is_waited_for(self) -> None:
         table = self.healing()
         assert formed(table.pass_ms(500, "c")) == []
-        waits = "the state of step 35, which a held; it was lost 200 ms ago and may come back, and the others"
-        assert table.core.waiting_for("job") == f"{waits} go on from before it in 1800 ms"
+        waits = "the state of step 35, which a held until it was lost 0 s ago; continue or restart that replica, or the"
+        assert table.core.waiting_for("job") == f"{waits} others go on from before it in 2 s"
+        assert table.core.wait_sentence("job", table.now_ms).count("or the others go on") == 1
+        assert "ends when" not in table.core.wait_sentence("job", table.now_ms)
+        table.core.look_at_waits(table.now_ms)
+        assert table.core.warnings("job") == (
+            f"the job stands still and waits for {waits} others go on from before it in 2 s. With --on-lost-state "
+            "restart the lighthouse waits for heartbeat_timeout alone",
+        )
         table.sessions["a"] = 2  # another manager server, of the same trainer
         assert formed(table.hello("a")) == []
         ((ids, _),) = formed(table.ask("a", 35, live=True))
@@ -742,8 +749,10 @@ class TestLostState:
         table.close("b")
         assert formed(table.pass_ms(400, "a")) == []
         assert formed(table.ask("a", 101, live=True, torn=True)) == []
-        waits = "the state of step 100, which b held; it was lost 100 ms ago and may come back, and the others"
-        assert table.core.waiting_for("job") == f"{waits} go on from before it in 1900 ms"
+        waits = (
+            "the state of step 100, which b held until it was lost 0 s ago; continue or restart that replica, or the"
+        )
+        assert table.core.waiting_for("job") == f"{waits} others go on from before it in 2 s"
         assert [ids for ids, _ in formed(table.pass_ms(2_000, "a"))] == [("a",)]
 
     def test_at_step_0_there_is_nothing_to_wait_for(self) -> None:

@@ -118,8 +118,8 @@ def test_the_sentence_says_for_how_long_a_state_is_waited_for() -> None:
         lost_state_ms=30_000,
     )
     assert decide(waits) == Wait(
-        "the state of step 7, which a held; it was lost 4000 ms ago and may come back, and the others go on from "
-        "before it in 26000 ms"
+        "the state of step 7, which a held until it was lost 4 s ago; continue or restart that replica, or the others "
+        "go on from before it in 26 s"
     )
 
 

@@ -33,6 +33,7 @@ from tft_coord.core.suspicion import (
     Suspicion,
     most_wait,
 )
+from tft_coord.core.troubles import Troubles
 from tft_coord.core.types import MAX_INT64, Hello, LossNotice, Member, Quorum, QuorumKey, Refusal
 from tft_coord.core.waits import JobWait, NameWatch, WaitBoard, left_out_wait, quorum_wait, step_wait, waits_since
 from tft_coord.errors import ProtocolError, SettingError
@@ -207,9 +208,10 @@ class LighthouseCore:
         return ALL_TRAIN if waiting_for == NOBODY_ASKS and self._jobs[job].trains else waiting_for
 
     def warnings(self, job: str) -> tuple[str, ...]:
-        """What is wrong with the job now, one sentence each: two living replicas of one name, a straggler."""
+        """What is wrong with the job now, one sentence each: two living replicas of one name, a straggler, who is lost
+        or left out."""
         known = self._jobs.get(job)
-        return known.names.warnings + known.stragglers.warnings if known is not None else ()
+        return known.names.warnings + known.stragglers.warnings + known.troubles.warnings if known is not None else ()
 
     def look_at_waits(self, now_ms: int) -> list[effects.TellWait | effects.WaitNoticed | effects.Warned]:
         """Who is to be told now whom it waits for, and what is to be logged of it. Call it once a second."""
@@ -220,6 +222,7 @@ class LighthouseCore:
                 out += [effects.TellWait(stream, told.sentence) for stream in told.streams]
             if notice is not None:
                 out.append(effects.WaitNoticed(job.name, notice.seconds, notice.is_over, sentence))
+            job.look_at_troubles(now_ms)
             for warning in job.names.look(job.liveness.replicas.values(), now_ms):
                 out.append(effects.Warned(job.name, warning))
                 # All of the job: what two of one name train harms the others as well.
@@ -425,7 +428,7 @@ class Job:
         self._say_wait: set[str] = set()  # members whose newest beat says that they wait
         self.previous: Quorum | None = None
         self.waiting_for = NOBODY_ASKS
-        self.board, self.names = WaitBoard(), NameWatch()
+        self.board, self.names, self.troubles = WaitBoard(), NameWatch(), Troubles(config.timeouts.heartbeat_timeout_ms)
         self._config = config
         self._timeouts = config.timeouts
         self._birth = birth
@@ -629,6 +632,19 @@ class Job:
         missing = [replica for replica in members if waits[replica.replica_id] is None and replica.left is None]
         streams = [each.stream for each in members if waits[each.replica_id] is not None and each.stream is not None]
         return JobWait(min(begun), step_wait(self._newest_step, missing, now_ms), tuple(streams))
+
+    def look_at_troubles(self, now_ms: int) -> None:
+        """Find what is wrong now, for whoever asks later."""
+        replicas, out = self.liveness.replicas, self._kept.out
+        out = frozenset(name for name in out if name in replicas and replicas[name].healthy) if out else out
+        self.troubles.look(
+            replicas.values(),
+            self._members,
+            self.waiting_for,
+            out,
+            lambda name: self._reach.said([name], now_ms),
+            now_ms,
+        )
 
     # --- leaving ------------------------------------------------------------------------------------------------
 

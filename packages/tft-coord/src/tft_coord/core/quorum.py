@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from tft_coord.core.types import Member, Quorum
+from tft_coord.core.waits import LOST_STATE
 
 REASONS_SAID = 50  # of a quorum of thousands
 
@@ -161,8 +162,8 @@ def _lost_state(situation: Situation, members: Collection[Member]) -> Wait | Non
     ago_ms = situation.now_ms - situation.lost_sources[newest]
     left_ms = max(0, situation.lost_state_ms - ago_ms)
     return Wait(
-        f"the state of step {step}, which {newest} held; it was lost {ago_ms} ms ago and may come back, and the others "
-        f"go on from before it in {left_ms} ms"
+        f"{LOST_STATE}{step}, which {newest} held until it was lost {ago_ms // 1_000} s ago; continue or restart that "
+        f"replica, or the others go on from before it in {-(-left_ms // 1_000)} s"
     )
 
 

@@ -25,6 +25,7 @@ TELL_EVERY_MS: Final = 1_000  # as often as a beat, so that "for 12 s" is true w
 BOTH_LIVE_MS: Final = 3_000
 SAME_WITHIN_MS: Final = 1_500
 NAMES_MOST: Final = 5
+LOST_STATE: Final = "the state of step "  # how what is waited for begins, where its holders are lost
 LEFT_OUT: Final = "left out: "  # how the sentence of those begins that wait in vain while others train
 
 
@@ -114,6 +115,8 @@ def quorum_wait(reason: str, missing: Collection[Replica], *, below_least: bool,
         now_ms: the time.
     """
     who = f"; not asked: {_listed(missing, now_ms)}" if missing else "; no other replica is known"
+    if reason.startswith(LOST_STATE):
+        return f"{shorten(reason)}{who}"  # it says itself what ends it
     ends = "another replica asks, or --min-replicas is lowered" if below_least else "it asks or is lost"
     return f"{shorten(reason)}{who}; ends when {ends}"
 

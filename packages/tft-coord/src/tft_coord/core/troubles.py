@@ -1,0 +1,100 @@
+"""What is wrong with a job just now, in words with a remedy: the warnings that `tft doctor` shows.
+
+A job may train well without a member that is stopped, and nobody may wait for a holder that fell silent: no wait tells
+of these. Whoever looks after the job wants to hear of them all the same.
+
+Law of this file: sentences only; nothing is decided by them. The caller looks about once a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Final, final
+
+from tft_coord.core.liveness import Replica
+from tft_coord.core.names import base_name, shorten
+from tft_coord.core.waits import LOST_STATE
+
+LOST_IS_SAID_FOR_MS: Final = 60_000  # of one that is in the newest quorum no more
+SILENT_LEAST_MS: Final = 5_000
+OUT_LEAST_MS: Final = 2_000
+OUT_AGAIN_MS: Final = 30_000  # a trial that has failed does not begin the time anew
+NAMED_MOST: Final = 8
+
+
+@final
+class Troubles:
+    """The troubles of one job.
+
+    Args:
+        heartbeat_timeout_ms: of the lighthouse.
+    """
+
+    def __init__(self, heartbeat_timeout_ms: int) -> None:
+        self._silent_ms = max(SILENT_LEAST_MS, heartbeat_timeout_ms // 2)
+        self._out: dict[str, tuple[int, int]] = {}  # who is kept out: since when, and when that was seen last
+        self.warnings: tuple[str, ...] = ()  # that were right at the last look
+
+    def look(
+        self,
+        replicas: Collection[Replica],
+        members: Collection[str],
+        waiting_for: str,
+        kept_out: Collection[str],
+        said_of: Callable[[str], str],
+        now_ms: int,
+    ) -> None:
+        """Look at the job.
+
+        Args:
+            replicas: that are known.
+            members: of the newest quorum.
+            waiting_for: what the next one waits for.
+            kept_out: who is kept out of it, because others can't reach it.
+            said_of: gives who can't reach one of these, and why.
+            now_ms: the time.
+        """
+        found: list[str] = []
+        if waiting_for.startswith(LOST_STATE):
+            found.append(
+                f"the job stands still and waits for {shorten(waiting_for)}. With --on-lost-state restart the "
+                "lighthouse waits for heartbeat_timeout alone"
+            )
+        living = {base_name(each.replica_id) or each.replica_id for each in replicas if each.healthy}
+        absent = (self._absence(each, members, living, now_ms) for each in replicas)
+        found += [sentence for sentence in absent if sentence][:NAMED_MOST]
+        if kept_out or self._out:
+            found += self._kept_out(kept_out, said_of, now_ms)
+        self.warnings = tuple(found)
+
+    def _absence(self, replica: Replica, members: Collection[str], living: Collection[str], now_ms: int) -> str:
+        """What is to be said of one that fell silent."""
+        if replica.left is not None or replica.dead or replica.presumed:
+            return ""
+        name = shorten(replica.replica_id)
+        remedy = "Continue it (SIGCONT) if it is stopped, look at its log and its network, or restart it"
+        if replica.lost is None:
+            silent_ms = now_ms - replica.heard_ms
+            if silent_ms < self._silent_ms or replica.replica_id not in members:
+                return ""
+            return f"member {name} has said nothing for {silent_ms // 1_000} s. {remedy}"
+        lost_ms = now_ms - replica.lost_ms
+        is_replaced = (base_name(replica.replica_id) or replica.replica_id) in living
+        is_old = lost_ms >= LOST_IS_SAID_FOR_MS and replica.replica_id not in members
+        if not replica.fell_silent or is_replaced or is_old:
+            return ""
+        return f"{name} was lost {lost_ms // 1_000} s ago ({replica.lost}) and has not come back. {remedy}"
+
+    def _kept_out(self, kept_out: Collection[str], said_of: Callable[[str], str], now_ms: int) -> list[str]:
+        self._out = {name: times for name, times in self._out.items() if now_ms - times[1] < OUT_AGAIN_MS}
+        found: list[str] = []
+        for name in sorted(kept_out):
+            since_ms = self._out.get(name, (now_ms, now_ms))[0]
+            self._out[name] = since_ms, now_ms
+            if now_ms - since_ms >= OUT_LEAST_MS and len(found) < NAMED_MOST:
+                why = said_of(name) or f"{shorten(name)} can't be reached"
+                found.append(
+                    f"left out of the quorum for {(now_ms - since_ms) // 1_000} s: {why}. Look at the names, the "
+                    "addresses, the interfaces and the firewalls of both sides"
+                )
+        return found
