@@ -367,6 +367,7 @@ def test_what_a_lighthouse_says_of_itself() -> None:
         quorum_tick_ms=100,
         jobs=jobs,
         lost_state_timeout_ms=30_000,
+        stragglers="warn (ratio 2)",
     )
     assert codec.decode_description(codec.encode_description(said)) == replace(said, jobs=jobs[:1_000])
     theirs = replace(said, jobs=(), torchft=DescribedJob("default", 7, 2, "nobody has asked", ("two replicas",)))

@@ -161,6 +161,10 @@ def test_it_may_open_as_many_files_as_it_is_allowed_and_says_when_these_are_few(
         (["--stragglers", "off", "--straggler_ratio", "3"], "--straggler_ratio 3 says who is a straggler, and "),
         (["--on-lost-state", "die"], "invalid choice: 'die'"),
         (["--lost-state-timeout-ms", "-1"], "lost_state_timeout_ms is -1; give 0 to 604800000 milliseconds (a week)"),
+        (
+            ["--on-lost-state", "restart", "--lost-state-timeout-ms", "100"],
+            "which belongs to 'wait': leave one of them",
+        ),
         (["--bind", "here"], "bind is 'here'; give host:port"),
         (["--min_replica", "1"], "unrecognized arguments: --min_replica"),
         (["--insecure", "--bind", "192.0.2.1:1"], "can't listen at 192.0.2.1:1"),

@@ -41,6 +41,7 @@ from tft_coord import (
 from tft_coord.core import effects, events, types
 from tft_coord.core.fingerprint import Fingerprint, FingerprintPart
 from tft_coord.core.lineage import fold_lineage, initial_lineage
+from tft_coord.core.stragglers import StragglerAction, StragglerPolicy
 from tft_coord.transport.address import interface_of
 from tft_coord.transport.loop import LoopShare
 from tft_coord.wire import codec, services
@@ -761,6 +762,10 @@ def test_a_port_that_is_taken_is_said_in_one_sentence(lighthouse: LighthouseServ
         ({"join_timeout_ms": -1}, "join_timeout_ms is -1"),
         ({"on_lost_state": "die"}, "on_lost_state is 'die'; give wait or restart"),
         ({"stragglers": "leave-out"}, "stragglers is 'leave-out'; give a StragglerPolicy"),
+        (
+            {"on_lost_state": "restart", "lost_state_timeout_ms": 100},
+            "on_lost_state is 'restart' and lost_state_timeout_ms is 100, which belongs to 'wait': leave one of",
+        ),
         ({"lost_state_timeout_ms": -1}, "lost_state_timeout_ms is -1"),
         ({"token": ""}, "shared secret"),
     ],
@@ -783,6 +788,18 @@ def test_a_setting_that_cannot_be_is_refused_by_name(settings: dict[str, object]
 def test_it_says_how_long_it_waits_for_a_lost_state(settings: dict[str, Any], expected_ms: int) -> None:
     with LighthouseServer("127.0.0.1:0", **settings) as server, LighthouseClient(server.address, LATE) as client:
         assert client.describe().lost_state_timeout_ms == expected_ms
+
+
+def test_its_first_line_and_its_description_say_its_policies(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    policy = StragglerPolicy(action=StragglerAction.LEAVE_OUT, ratio=1.5)
+    with (
+        LighthouseServer("127.0.0.1:0", stragglers=policy, on_lost_state="restart") as server,
+        LighthouseClient(server.address, LATE) as client,
+    ):
+        assert client.describe().stragglers == "leave-out (ratio 1.5)"
+    assert "min_replicas 1, stragglers leave-out (ratio 1.5), on_lost_state restart, for 5 s)" in caplog.text
+    assert StragglerPolicy(action=StragglerAction.OFF).said() == "off"
 
 
 def test_time_outs_that_do_not_go_together_are_said_once(caplog: pytest.LogCaptureFixture) -> None:

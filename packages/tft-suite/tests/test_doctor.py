@@ -37,6 +37,8 @@ DESCRIPTION = LighthouseDescription(
     heartbeat_timeout_ms=5_000,
     quorum_tick_ms=100,
     jobs=(DescribedJob("default", 7, 3, "nobody has asked"),),
+    lost_state_timeout_ms=30_000,
+    stragglers="warn (ratio 2)",
 )
 LIGHTHOUSE = LighthouseFacts(address="lh:1", description=DESCRIPTION, local_address="10.0.0.1")
 GOOD = Facts(
@@ -54,6 +56,7 @@ GOOD = Facts(
 def test_of_a_good_machine_nothing_is_said() -> None:
     assert findings(GOOD) == []
     text = report(GOOD, [])
+    assert "tick 100 ms, lost state 30000 ms, stragglers warn (ratio 2); job default: quorum 7 of 3" in text
     assert "problems: none" in text
     assert "job default: quorum 7 of 3, waits for: nobody has asked" in text
     assert "up 60 s" in text

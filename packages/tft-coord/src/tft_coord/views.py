@@ -67,6 +67,7 @@ class LighthouseDescription:
         jobs: those it has heard of.
         torchft: of torchft's members, while one of them lives.
         lost_state_timeout_ms: how long a job waits for a state whose holders fell silent; 0: an older one, not said.
+        stragglers: what it does about them, and when, one phrase; "": an older one, not said.
     """
 
     version: str
@@ -80,6 +81,7 @@ class LighthouseDescription:
     jobs: tuple[DescribedJob, ...]
     torchft: DescribedJob | None = None
     lost_state_timeout_ms: int = 0
+    stragglers: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,11 @@ class LighthouseServer:
                 f"stragglers is {stragglers!r}; give a StragglerPolicy, such as "
                 "StragglerPolicy(action=StragglerAction.LEAVE_OUT)"
             )
+        if on_lost_state != "wait" and lost_state_timeout_ms != defaults.LOST_STATE_TIMEOUT_MS:
+            raise SettingError(
+                f"on_lost_state is {on_lost_state!r} and lost_state_timeout_ms is {lost_state_timeout_ms}, which "
+                "belongs to 'wait': leave one of them out (a restart waits for heartbeat_timeout_ms)"
+            )
         waits_ms = lost_state_timeout_ms if on_lost_state == "wait" else 0
         config = LighthouseConfig(
             min_replicas=min_replicas,
@@ -118,7 +123,15 @@ class LighthouseServer:
             self._share.give_back()
             raise
         self._address = Address(f"http://{join_host_port(hostname or host or _this_machine(), port)}")
-        logger.info("listening at %s (bind %s, min_replicas %d)", self._address, bind, min_replicas)
+        logger.info(
+            "listening at %s (bind %s, min_replicas %d, stragglers %s, on_lost_state %s, for %g s)",
+            self._address,
+            bind,
+            min_replicas,
+            config.stragglers.said(),
+            on_lost_state,
+            config.lost_state_ms / 1_000,
+        )
         if is_for_this_machine:
             sentence = "no shared secret is set, so only this machine is served, at %s; %s"
             logger.warning(sentence, self._address, HOW_TO_SERVE_OTHERS)

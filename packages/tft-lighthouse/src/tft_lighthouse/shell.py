@@ -351,6 +351,7 @@ class LighthouseShell:
                 heartbeat_timeout_ms=timeouts.heartbeat_timeout_ms,
                 quorum_tick_ms=timeouts.quorum_tick_ms,
                 lost_state_timeout_ms=self._config.lost_state_ms,
+                stragglers=self._config.stragglers.said(),
                 jobs=jobs,
                 torchft=_described(TORCHFT_JOB, theirs.previous, theirs.waiting_for) if lives else None,
             )

@@ -82,6 +82,12 @@ class StragglerPolicy:
                 "lower the first or raise the second"
             )
 
+    def said(self) -> str:
+        """Return the policy as an operator set it, one phrase."""
+        return (
+            self.action.value if self.action is StragglerAction.OFF else f"{self.action.value} (ratio {self.ratio:g})"
+        )
+
     def limit_ms(self, median_ms: int) -> float:
         """Return the own time above which a member is too slow."""
         return max(self.ratio * median_ms, median_ms + self.least_ms)

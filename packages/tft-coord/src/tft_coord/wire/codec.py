@@ -378,6 +378,7 @@ def encode_description(description: LighthouseDescription) -> bytes:
         jobs=jobs,
         torchft=_job_to_wire(description.torchft) if description.torchft is not None else None,
         lost_state_timeout_ms=description.lost_state_timeout_ms,
+        stragglers=description.stragglers,
     ).SerializeToString()
 
 
@@ -406,6 +407,7 @@ def decode_description(data: bytes) -> LighthouseDescription:
         jobs=tuple(_job_from_wire(job) for job in message.jobs[:MAX_JOBS_DESCRIBED]),
         torchft=_job_from_wire(message.torchft) if message.HasField("torchft") else None,
         lost_state_timeout_ms=message.lost_state_timeout_ms,
+        stragglers=fields.checked_printable("stragglers", message.stragglers, MAX_NAME_BYTES),
     )
 
 

@@ -683,7 +683,7 @@ class DescribedJob(_message.Message):
     def __init__(self, name: _Optional[str] = ..., quorum_id: _Optional[int] = ..., num_members: _Optional[int] = ..., waiting_for: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("version", "started_ms", "now_ms", "cluster_id", "min_replicas", "join_timeout_ms", "heartbeat_timeout_ms", "quorum_tick_ms", "jobs", "torchft", "lost_state_timeout_ms")
+    __slots__ = ("version", "started_ms", "now_ms", "cluster_id", "min_replicas", "join_timeout_ms", "heartbeat_timeout_ms", "quorum_tick_ms", "jobs", "torchft", "lost_state_timeout_ms", "stragglers")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STARTED_MS_FIELD_NUMBER: _ClassVar[int]
     NOW_MS_FIELD_NUMBER: _ClassVar[int]
@@ -695,6 +695,7 @@ class DescribeResponse(_message.Message):
     JOBS_FIELD_NUMBER: _ClassVar[int]
     TORCHFT_FIELD_NUMBER: _ClassVar[int]
     LOST_STATE_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    STRAGGLERS_FIELD_NUMBER: _ClassVar[int]
     version: str
     started_ms: int
     now_ms: int
@@ -706,7 +707,8 @@ class DescribeResponse(_message.Message):
     jobs: _containers.RepeatedCompositeFieldContainer[DescribedJob]
     torchft: DescribedJob
     lost_state_timeout_ms: int
-    def __init__(self, version: _Optional[str] = ..., started_ms: _Optional[int] = ..., now_ms: _Optional[int] = ..., cluster_id: _Optional[str] = ..., min_replicas: _Optional[int] = ..., join_timeout_ms: _Optional[int] = ..., heartbeat_timeout_ms: _Optional[int] = ..., quorum_tick_ms: _Optional[int] = ..., jobs: _Optional[_Iterable[_Union[DescribedJob, _Mapping]]] = ..., torchft: _Optional[_Union[DescribedJob, _Mapping]] = ..., lost_state_timeout_ms: _Optional[int] = ...) -> None: ...
+    stragglers: str
+    def __init__(self, version: _Optional[str] = ..., started_ms: _Optional[int] = ..., now_ms: _Optional[int] = ..., cluster_id: _Optional[str] = ..., min_replicas: _Optional[int] = ..., join_timeout_ms: _Optional[int] = ..., heartbeat_timeout_ms: _Optional[int] = ..., quorum_tick_ms: _Optional[int] = ..., jobs: _Optional[_Iterable[_Union[DescribedJob, _Mapping]]] = ..., torchft: _Optional[_Union[DescribedJob, _Mapping]] = ..., lost_state_timeout_ms: _Optional[int] = ..., stragglers: _Optional[str] = ...) -> None: ...
 
 class RankHello(_message.Message):
     __slots__ = ("group_rank", "session")

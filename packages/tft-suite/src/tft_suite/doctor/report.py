@@ -66,7 +66,10 @@ def _described(lighthouse: LighthouseFacts) -> str:
     jobs = "; ".join(
         f"{name}: quorum {job.quorum_id} of {job.num_members}, waits for: {job.waiting_for}" for name, job in named
     )
+    policies = f", lost state {found.lost_state_timeout_ms} ms" if found.lost_state_timeout_ms else ""
+    policies += f", stragglers {found.stragglers}" if found.stragglers else ""
     return (
         f"tft-lighthouse {found.version}, up {up_s} s, min_replicas {found.min_replicas}, join {found.join_timeout_ms} "
-        f"ms, heartbeat {found.heartbeat_timeout_ms} ms, tick {found.quorum_tick_ms} ms; {jobs or 'no job yet'}"
+        f"ms, heartbeat {found.heartbeat_timeout_ms} ms, tick {found.quorum_tick_ms} ms{policies}; "
+        f"{jobs or 'no job yet'}"
     )
