@@ -19,12 +19,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from tft_pg import ConfigureFailed, PeerFailed, ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL, StoreUnreachable
+from tft_pg import (
+    ConfigureFailed,
+    PeerFailed,
+    ProcessGroup,
+    ProcessGroupGloo,
+    ProcessGroupNCCL,
+    StoreUnreachable,
+    sockets,
+)
 from tft_pg.backends.attempt import EXAMINED_AFTER_S
 from tft_pg.backends.examination import give_up
 from tft_pg.backends.gloo import _Published
@@ -43,6 +52,13 @@ for filler in fillers:
     filler.setblocking(False)
     filler.connect_ex(listener.getsockname())
 print(listener.getsockname()[1], flush=True)
+sys.stdin.read()
+"""
+_STRANGERS = """
+import socket, sys
+connections = [socket.create_connection(("127.0.0.1", int(port))) for port in sys.argv[1:]]
+for connection in connections:
+    connection.sendall(b"GET / HTTP/1.0\\r\\n\\r\\n")
 sys.stdin.read()
 """
 _STORE = """
@@ -203,8 +219,41 @@ def test_a_call_that_says_nothing_does_not_end_the_group(bench: Bench) -> None:
     assert [group.errored() for group in groups] == [None, None]
 
 
-def gloo_record(store: Store) -> Place:
-    return _Published.read(bytes(store.get("0/0"))).place
+@pytest.mark.parametrize("hangs_up", [True, False])
+def test_a_stranger_that_says_more_than_a_member_does_is_not_taken_for_one(bench: Bench, *, hangs_up: bool) -> None:
+    """One that sends so much while a group is being built looks as a member does, until it has ended."""
+    groups = [bench.make() for _ in range(3)]
+    store_addr = bench.fresh_address()
+    finish = [
+        bench.start(partial(groups[rank].configure, store_addr, rank, 3, timeout=GUARD, quorum_id=7)) for rank in (0, 1)
+    ]
+    store = under(store_addr)
+    places = [gloo_record(store, rank) for rank in (0, 1)]
+    ports = [str(place.sockaddr[1]) for place in places]
+    # In this process their own ends would be taken for connections between its groups.
+    with subprocess.Popen([sys.executable, "-c", _STRANGERS, *ports], stdin=subprocess.PIPE) as strangers:
+        for place in places:
+            local = {Endpoint.of(place.sockaddr)}
+            while not any(passed.received >= 18 for passed in sockets.traffic(sockets.connected(local=local)).values()):
+                threading.Event().wait(0.005)
+        groups[2].configure(store_addr, 2, 3, timeout=GUARD, quorum_id=7)
+        for each in finish:
+            each().get()
+        if hangs_up:
+            strangers.kill()
+            assert not threading.Event().wait(1.0)  # the watch looks every 0.25 s, and for as long at what has ended
+        bench.all(groups, lambda _, group: group.allreduce([torch.ones(3)]).wait())
+        assert [group.errored() for group in groups] == [None] * 3
+        works = [groups[rank].recv([torch.ones(3)], 1 - rank, 0) for rank in (0, 1)]
+        groups[2].abort()
+        for work in works:
+            with pytest.raises(PeerFailed):
+                work.wait()
+        strangers.kill()
+
+
+def gloo_record(store: Store, rank: int = 0) -> Place:
+    return _Published.read(bytes(store.get(f"0/{rank}"))).place
 
 
 def test_without_a_quorum_or_with_a_time_out_the_bounds_do_not_count(bench: Bench) -> None:

@@ -351,6 +351,7 @@ class _Mesh:
         self._called = threading.Event()
         self._poked: set[str] = set()
         self._inodes: frozenset[int] = frozenset()
+        self._needed = 0  # so many of these are peers'
         self._threads: frozenset[str] = frozenset()
         self._is_built = False
         self._watch: Watch | None = None
@@ -401,7 +402,7 @@ class _Mesh:
         self._threads = threads
         self._is_built = True
         self._inodes = self._connected()
-        expected = (world_size - 1) * num_devices
+        self._needed = expected = (world_size - 1) * num_devices
         if len(self._inodes) > expected:
             own = self.own()
             self._inodes -= sockets.connected(local=own) - _without_strangers(sockets.connected(local=own))
@@ -412,10 +413,15 @@ class _Mesh:
             )
 
     def watch(self, on_severed: Callable[[], None]) -> None:
-        """From now on the end of one connection is the end of all."""
+        """From now on the end of one peer's connection is the end of all."""
         if self._inodes:
             call_peers = weakref.WeakMethod(self._call_peers)
-            self._watch = Watch(self._inodes, on_severed, on_silent=lambda: (call_peers() or _nothing)())
+            self._watch = Watch(
+                self._inodes,
+                on_severed,
+                needed=self._needed,
+                on_silent=lambda: (call_peers() or _nothing)(),
+            )
             # A group that nobody shut down leaves no thread either. Not at the end of the process: there an end of the
             # connections would wake waits that must not come back from C++ any more.
             weakref.finalize(self, self._watch.end).atexit = False

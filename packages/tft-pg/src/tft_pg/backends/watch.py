@@ -50,15 +50,24 @@ class Watch:
     Args:
         inodes: the connections.
         on_severed: called once, in the watch's thread, when they have been shut down; may take its time.
+        needed: so many of them are the group's; by default all. The others are strangers', who have called the owner's
+            listener. Nothing tells which, but the end of one of those ends nothing.
         on_silent: called once, in a thread of its own, when the other end of one acknowledges nothing any more.
     """
 
     def __init__(
-        self, inodes: Collection[int], on_severed: Callable[[], None], on_silent: Callable[[], None] | None = None
+        self,
+        inodes: Collection[int],
+        on_severed: Callable[[], None],
+        *,
+        needed: int | None = None,
+        on_silent: Callable[[], None] | None = None,
     ) -> None:
         self._held = sockets.hold(inodes)
         for held in self._held:
             held.hide_from_programs()
+        self._needed = len(inodes) if needed is None else needed
+        self._strangers: frozenset[int] = frozenset()  # duplicates of those that have ended
         self._all_there = len(self._held) == len(inodes)
         self._lock = threading.Lock()
         self._on_severed = on_severed
@@ -115,8 +124,12 @@ class Watch:
         wake = select.poll()
         wake.register(self._wake_read, select.POLLIN)
         while self._all_there and all(held.is_owned() for held in self._held):
-            if poll.poll(_LOOK_S * 1000):
+            ended = frozenset(descriptor for descriptor, _ in poll.poll(_LOOK_S * 1000))
+            if ended and not self._are_strangers(ended):
                 break
+            for descriptor in ended:
+                poll.unregister(descriptor)
+            self._strangers |= ended
             silent = [held for held in self._held if held.retransmits() >= _RETRANSMITS_MOST]
             if silent:
                 self._silent = tuple(end for end in (held.remote_end() for held in silent) if end is not None)
@@ -135,6 +148,19 @@ class Watch:
             os.close(self._wake_read)
             os.close(self._wake_write)
 
+    def _are_strangers(self, ended: frozenset[int]) -> bool:
+        """Whether what has ended can do so without a loss: there is more than is needed, and the owner, who lets go of
+        a member that has ended and keeps a stranger, keeps it."""
+        if self._wake_read in ended or len(self._held) - len(self._strangers | ended) < self._needed:
+            return False
+        held = [each for each in self._held if each.duplicate in ended]
+        deadline_s = time.monotonic() + _LOOK_S
+        while time.monotonic() < deadline_s and not self._stopped:
+            if not all(each.is_owned() for each in held):
+                return False
+            time.sleep(_MOMENT_S)
+        return not self._stopped
+
     def _sever(self) -> None:
         """First no more is read, so that Gloo lets go by itself: it forgets who sends before it has read the end."""
         for held in self._held:
@@ -146,7 +172,8 @@ class Watch:
 
     def _wait_for_owner(self, limit_s: float) -> None:
         deadline_s = time.monotonic() + limit_s
-        while any(held.is_owned() for held in self._held) and time.monotonic() < deadline_s:
+        held = [each for each in self._held if each.duplicate not in self._strangers]
+        while any(each.is_owned() for each in held) and time.monotonic() < deadline_s:
             time.sleep(_MOMENT_S)
 
     def _let_messages_pass(self) -> None:
