@@ -160,6 +160,17 @@ class Table:
         return out
 
 
+def test_a_member_that_fell_silent_is_a_warning_though_nobody_asks() -> None:
+    table = Table()
+    table.run(2_000, (1, Phase.OUTSIDE, 0), (2, Phase.OUTSIDE, 0))
+    assert table.core.warnings("job") == ()
+    table.run(20_000, (1, Phase.OUTSIDE, 0))
+    (warning,) = table.core.warnings("job")
+    assert warning.startswith("member b has said nothing for 18 s. Continue it (SIGCONT) if it is stopped")
+    table.run(21_000, (1, Phase.OUTSIDE, 0), (2, Phase.OUTSIDE, 0))
+    assert table.core.warnings("job") == ()
+
+
 def test_with_two_replicas_the_missing_one_is_named_with_its_place_and_address() -> None:
     table = Table()
     key = table.core.quorum("job")

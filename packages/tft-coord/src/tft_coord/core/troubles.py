@@ -15,7 +15,7 @@ from tft_coord.core.liveness import Replica
 from tft_coord.core.names import base_name, shorten
 from tft_coord.core.waits import LOST_STATE
 
-LOST_IS_SAID_FOR_MS: Final = 60_000  # of one that is in the newest quorum no more
+LOST_IS_SAID_FOR_MS: Final = 60_000  # of one that has no stream and is in no quorum
 SILENT_LEAST_MS: Final = 5_000
 OUT_LEAST_MS: Final = 2_000
 OUT_AGAIN_MS: Final = 30_000  # a trial that has failed does not begin the time anew
@@ -80,7 +80,9 @@ class Troubles:
             return f"member {name} has said nothing for {silent_ms // 1_000} s. {remedy}"
         lost_ms = now_ms - replica.lost_ms
         is_replaced = (base_name(replica.replica_id) or replica.replica_id) in living
-        is_old = lost_ms >= LOST_IS_SAID_FOR_MS and replica.replica_id not in members
+        # While its manager server has a stream, a stopped trainer is still there, and can be continued.
+        is_gone = replica.stream is None and replica.replica_id not in members
+        is_old = is_gone and lost_ms >= LOST_IS_SAID_FOR_MS
         if not replica.fell_silent or is_replaced or is_old:
             return ""
         return f"{name} was lost {lost_ms // 1_000} s ago ({replica.lost}) and has not come back. {remedy}"
