@@ -592,6 +592,21 @@ def test_of_many_that_are_left_out_all_are_named_and_nobody_is_told_of_each() ->
     assert all(told.count(ord(name)) <= 3 for name in job.quorum.replica_ids)
 
 
+def test_the_own_word_of_one_that_missed_its_own_store_proves_it() -> None:
+    links = BadLinks()
+    links.say("b", "b", "store: refused", QuorumKey(1, 1), 0)
+    links.works("a", {"a"}, QuorumKey(2, 1))
+    assert links.counted(100, None) == {"b": {"b"}}
+    links.works("b", {"a", "b"}, QuorumKey(2, 1))
+    assert links.counted(100, None) == {}
+    assert len(links) == 0
+
+
+def test_of_many_one_that_misses_its_own_store_is_left_out_too() -> None:
+    pairs = [(f"r{number:03}", "r999") for number in range(40)] + [("r005", "r005")]
+    assert smallest_cover(pairs, same(pairs), FREE) == {"r999", "r005"}
+
+
 def test_a_name_that_starts_again_goes_on_with_its_pause() -> None:
     lives = [f"n:{number:08}-1111-4222-8333-444444444444" for number in range(3)]
     links = BadLinks()

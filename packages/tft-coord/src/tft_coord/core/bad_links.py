@@ -172,7 +172,7 @@ class BadLinks:
             self.changed()
 
     def works(self, one: str, others: Collection[str], key: QuorumKey) -> None:
-        """This one and these others have built the group of a quorum; what was said about that very one stays."""
+        """This one and these others, itself among them, have built the group of a quorum; what was said about that very one stays."""
         for other in self._ends.get(one, set()).intersection(others):
             if self._links[pair_of(one, other)].pause.key != key:
                 self._forget(pair_of(one, other))
@@ -214,7 +214,7 @@ class BadLinks:
 
     def _forget(self, pair: Pair) -> None:
         del self._links[pair]
-        for this, that in (pair, pair[::-1]):
+        for this, that in dict.fromkeys((pair, pair[::-1])):  # a replica that misses its own store is both ends
             self._ends[this].discard(that)
             if not self._ends[this]:
                 del self._ends[this]

@@ -167,7 +167,7 @@ def _greedy(
     if any(number for name, number in num_left.items() if name not in chosen):
         return None
     for name in sorted(chosen):
-        if around[name] <= chosen:
+        if name not in around[name] and around[name] <= chosen:
             chosen.remove(name)
     return chosen
 
@@ -465,8 +465,8 @@ class Reach:
         if name in self._missed and key not in self._missed[name].values():
             del self._missed[name]
             self._links.changed()
-        self._links.works(name, built, key)
         built.add(name)
+        self._links.works(name, built, key)
         self._hold_ms = HOLD_FIRST_MS
 
     def _forget_the_gone(self, known: Collection[str], now_ms: int) -> None:

@@ -24,6 +24,7 @@ class ReachTruth:
 
     def __init__(self) -> None:
         self._said: dict[frozenset[str], tuple[int, QuorumKey | None]] = {}  # when last, and of which quorum
+        self._built: tuple[QuorumKey | None, set[str]] = (None, set())  # whose members have said so
         self._trials: dict[str, int] = {}  # of newcomers: the number of one that has not been answered
         self._failed: dict[str, set[str]] = {}  # whom a newcomer did not reach in its last trial
 
@@ -34,8 +35,11 @@ class ReachTruth:
                 self._said[frozenset((member.replica_id, report.replica_id))] = now_ms, held
         works = not member.needs_configure and member.commit_failures == 0 and not member.unreached
         if self._said and newest is not None and held == newest.key and works:
-            ids = set(newest.replica_ids)
-            self._said = {pair: said for pair, said in self._said.items() if said[1] == held or not pair <= ids}
+            if self._built[0] != held:
+                self._built = held, set()
+            built = self._built[1]
+            built.add(member.replica_id)
+            self._said = {pair: said for pair, said in self._said.items() if said[1] == held or not pair <= built}
 
     def tries(self, replica_id: str, number: int) -> None:
         """A newcomer is asked to try its peers."""
