@@ -919,6 +919,13 @@ def puts_members_out_for_newcomers(pairs: Any, order: Any, limits: Limits, free:
     return right_smallest_cover(pairs, order, limits)
 
 
+def goes_by_an_old_plan(self: Reach, peers: dict[str, Peer], now_ms: int) -> Any:
+    if self._plans and self._plans[0].peers.keys() == peers.keys():
+        return self._plans[0]
+    return right_plan(self, peers, now_ms)
+
+
+right_plan = Reach._plan
 right_end_trial = Trials._end
 right_smallest_cover = reach.smallest_cover
 right_cover = Reach._cover
@@ -934,6 +941,7 @@ MUTANTS = [
     Mutant(Reach, "_cover", leaves_nobody_out, "R1 R2 I6", 0, WITH_LINKS),
     Mutant(Limits, "allow", leaves_out_whoever_is_cheapest, "R2 I2 I3", 0, WITH_LINKS),
     Mutant(Limits, "allow", goes_on_with_too_few, "I6", PARTIAL),
+    Mutant(Reach, "_plan", goes_by_an_old_plan, "R2 I2", 108, WITH_LINKS),
     Mutant(Reach, "_cover", counts_the_waiting_alone, "R2", 590, WITH_LINKS),
     Mutant(Pause, "lasts", never_tries_again, "R3 R2 R1", 0, WITH_LINKS),
     Mutant(Pause, "again", waits_as_long_each_time, "transcript", PARTIAL),

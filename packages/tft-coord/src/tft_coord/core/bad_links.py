@@ -172,7 +172,7 @@ class BadLinks:
             self.changed()
 
     def works(self, one: str, others: Collection[str], key: QuorumKey) -> None:
-        """This one and these others, itself among them, have built the group of a quorum; what was said about that very one stays."""
+        """This one and these, itself among them, have built the group of a quorum. What was said about that stays."""
         for other in self._ends.get(one, set()).intersection(others):
             if self._links[pair_of(one, other)].pause.key != key:
                 self._forget(pair_of(one, other))
