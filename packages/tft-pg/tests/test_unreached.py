@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -34,11 +34,13 @@ from tft_pg import (
     StoreUnreachable,
     sockets,
 )
-from tft_pg.backends.attempt import EXAMINED_AFTER_S
+from tft_pg.backends import examination
+from tft_pg.backends.attempt import EXAMINED_AFTER_S, Attempt
 from tft_pg.backends.examination import give_up
 from tft_pg.backends.gloo import _Published
 from tft_pg.backends.patience import SHORTEST_S, Patience, Phase
 from tft_pg.calls import Place, call_all
+from tft_pg.errors import Where
 from tft_pg.sockets import Endpoint, Held
 from tft_pg.store import parse_store_addr
 from tft_pg.testing import Bench, FakeAccelerator
@@ -77,8 +79,10 @@ def serving(program: str) -> Iterator[tuple[int, int]]:
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        yield int(process.stdout.readline()), process.pid
-        process.kill()
+        try:
+            yield int(process.stdout.readline()), process.pid
+        finally:
+            process.kill()
 
 
 @pytest.fixture
@@ -198,8 +202,9 @@ def test_a_late_success_is_none_when_a_peer_gave_up(bench: Bench) -> None:
     gloo_record(store)
     give_up(store, 1)
     threading.Event().wait(2 * EXAMINED_AFTER_S)
-    groups[1].configure(store_addr, 1, 2, quorum_id=7)
+    second = bench.start(lambda: groups[1].configure(store_addr, 1, 2, quorum_id=7))
     error = first().error
+    second()  # where that took long too, it has found that the first gave up
     assert isinstance(error, ConfigureFailed)
     assert "rank 1 gave up" in str(error)
 
@@ -352,6 +357,50 @@ def test_a_resolver_that_does_not_answer_costs_seconds(bench: Bench, monkeypatch
         assert "was not resolved in time" in store_error(bench.make(), "store.invalid:1234/a").why
     finally:
         over.set()
+
+
+def test_a_stopped_store_holds_no_attempt_up_by_the_question_of_its_examiner() -> None:
+    severed, harmed = threading.Event(), threading.Event()
+    asked = threading.Event()
+    examiners: list[threading.Thread] = []
+
+    def ask() -> None:
+        examiners.append(threading.current_thread())
+        asked.set()
+        severed.wait(GUARD.total_seconds())
+
+    with Attempt(Where(0, 2), GUARD, Patience()) as attempt:
+        attempt.break_with(severed.set, severs_store=True)
+        attempt.break_with(harmed.set)
+        attempt.enter(Phase.CONNECTIONS, examine=ask)
+        assert asked.wait(GUARD.total_seconds())
+        began_s = time.monotonic()
+    assert time.monotonic() - began_s < 5.0
+    assert severed.is_set()
+    assert not examiners[0].is_alive()
+    assert not harmed.is_set()  # what was built stays
+
+
+def test_a_store_that_stops_while_a_late_group_asks_it_costs_seconds(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(_STORE) as (port, pid):
+        groups = [bench.make(), bench.make()]
+        first = bench.start(lambda: groups[0].configure(f"127.0.0.1:{port}/a", 0, 2, quorum_id=7))
+        gloo_record(under(f"127.0.0.1:{port}/a"))
+        look = examination.who_gave_up
+
+        def stop_and_look(store: Store, ranks: Collection[int]) -> frozenset[int]:
+            os.kill(pid, signal.SIGSTOP)
+            return look(store, ranks)
+
+        monkeypatch.setattr(examination, "who_gave_up", stop_and_look)
+        threading.Event().wait(2 * EXAMINED_AFTER_S)
+        second = bench.start(lambda: groups[1].configure(f"127.0.0.1:{port}/a", 1, 2, quorum_id=7))
+        error = first().error
+        second()  # where that took long too, it has asked as well
+        assert isinstance(error, StoreUnreachable)
+        assert "look whether its process is stopped" in error.why
 
 
 # --- devices -------------------------------------------------------------------------------------------------------

@@ -26,6 +26,9 @@ __all__ = ["EXAMINED_AFTER_S", "Attempt"]
 # Builders that can tell who is missing do so at the deadline itself; the guard is for those that can't.
 _GRACE_S = 0.5
 _SWEEP_S = 0.005
+# An answer that the examiner has asked the store for takes less, unless the store is stopped.
+_ANSWER_S = 0.5
+_SEVERED_WITHIN_S = 5.0
 # A group whose ranks are all there is built within milliseconds. What takes longer is looked into.
 EXAMINED_AFTER_S = 0.3
 # Where the ordinary time-out is the only bound, it is looked into so long before that.
@@ -55,6 +58,7 @@ class Attempt:
         self._examine: Callable[[], None] | None = None
         self._changed = threading.Condition()
         self._breakers: list[Callable[[], None]] = []
+        self._severs: list[Callable[[], None]] = []  # those that break a question to the store
         self._wakes_s = 0.0  # when the guard looks again by itself; 0: it is awake
         self._finished = False
         self._stopped_by: ProcessGroupError | None = None
@@ -73,10 +77,21 @@ class Attempt:
             self._changed.notify_all()
         join_within(self._thread)
         if self._examiner is not None:
-            join_within(self._examiner)
+            self._end_examiner(self._examiner)
         # What these hold holds the attempt: a group's last traces would be left to the garbage collector.
         self._late, self._examine = None, None
         self._breakers.clear()
+        self._severs.clear()
+
+    def _end_examiner(self, examiner: threading.Thread) -> None:
+        """Wait for it. A question to a stopped store is broken, whose connection is of no use to the next attempt."""
+        examiner.join(_ANSWER_S)
+        give_up_s = time.monotonic() + _SEVERED_WITHIN_S
+        while self._severs and examiner.is_alive() and time.monotonic() < give_up_s:
+            for sever in self._severs:
+                sever()
+            examiner.join(_SWEEP_S)
+        join_within(examiner, 0.0 if self._severs else _SEVERED_WITHIN_S)
 
     @property
     def is_bounded(self) -> bool:
@@ -149,13 +164,18 @@ class Attempt:
                 self._stopped_by = error
             self._changed.notify_all()
 
-    def break_with(self, breaker: Callable[[], None]) -> None:
+    def break_with(self, breaker: Callable[[], None], *, severs_store: bool = False) -> None:
         """Name a way to end what the builder waits on next; must be harmless when it waits on nothing.
 
+        Args:
+            breaker: ends it.
+            severs_store: it ends a question to the store. The examiner may wait for one when the builder is done.
         Raises: the error of `stop`, if that has come already.
         """
         with self._changed:
             self._breakers.append(breaker)
+            if severs_store:
+                self._severs.append(breaker)
         self.check()
 
     def check(self) -> None:

@@ -21,6 +21,7 @@ from typing import Final, final
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tft_pg.backends.attempt import Attempt
+from tft_pg.backends.patience import Phase
 from tft_pg.calls import Place, call_all
 from tft_pg.errors import ConfigureFailed
 
@@ -95,11 +96,14 @@ class Examination:
             give_up(self._store, self._attempt.where.rank)
         return found or error
 
-    def check_nobody_gave_up(self) -> None:
+    def check_nobody_gave_up(self, silent: Callable[[], ConfigureFailed]) -> None:
         """Ask the store once, after the builder has succeeded late.
 
+        Args:
+            silent: makes the error where the store does not answer any more.
         Raises: ConfigureFailed: a peer gave up, so that the group would have no member there.
         """
+        self._attempt.enter(Phase.STORE, late=silent)
         where = self._attempt.where
         gone = who_gave_up(self._store, set(range(where.world_size or 1)) - {where.rank})
         self._attempt.check()

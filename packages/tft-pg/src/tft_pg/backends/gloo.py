@@ -165,7 +165,7 @@ class ProcessGroupGloo(NativeProcessGroup):
                 sockets.hide_from_programs(self._listeners)
             if time.monotonic() - began_s > EXAMINED_AFTER_S:
                 # A listener takes connections for a moment longer than its rank waits for them.
-                examination.check_nobody_gave_up()
+                examination.check_nobody_gave_up(self._store_client.silent)
         except Exception:
             options._devices = []
             del backend  # or the error would keep it, and its threads

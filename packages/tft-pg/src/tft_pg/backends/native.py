@@ -133,13 +133,13 @@ class NativeProcessGroup(ProcessGroup):
         client = self._store_client
         if client is not None and (client.host, client.port) == (address.host, address.port):
             attempt.enter(Phase.STORE, late=client.silent)
-            attempt.break_with(client.sever)
+            attempt.break_with(client.sever, severs_store=True)
             if client.alive():
                 return client.under(address.prefix)
             attempt.check()
         self._store_client = client = StoreClient(address.host, address.port)
         attempt.enter(Phase.STORE, late=client.silent)
-        attempt.break_with(client.sever)
+        attempt.break_with(client.sever, severs_store=True)
         client.connect(attempt.remaining(), keep_trying=attempt.check, refusal_counts=attempt.is_bounded)
         return client.under(address.prefix)
 
