@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -84,6 +85,12 @@ def test_a_thousand_seeds_keep_the_invariants_and_reach_every_case() -> None:
 def test_replicas_that_become_slow() -> None:
     marks = run_many(range(120), processes=2, config=STRAGGLERS)
     assert marks.missing(OF_STRAGGLERS) == [], f"\n{marks}"
+
+
+@pytest.mark.parametrize("seed", [13, 43])
+def test_a_straggler_and_a_bad_link_leave_enough_to_train(seed: int) -> None:
+    """The one was left out while the other was, or while it was not decided yet who can't be reached."""
+    simulate(seed, replace(STRAGGLERS, links=True))
 
 
 @pytest.mark.parametrize("seed", ONCE_IN_DOUBT)

@@ -1303,10 +1303,12 @@ class Job:
         if self.previous is not None:
             newcomers = self._reach.may_try((replica for replica, _ in waiting), now_ms)
             out += self._reach.trials.look(newcomers, self._members, self.liveness.replicas, now_ms)
-        self._kept = self._look_at_links(now_ms)
-        if self._kept.waits:
-            self.waiting_for = self._kept.waits
+        kept = self._look_at_links(now_ms)
+        if kept.waits:
+            self._kept = replace(kept, out=self._kept.out)  # until it is decided anew, they stand in for nobody
+            self.waiting_for = kept.waits
             return out
+        self._kept = kept
         decision = decide(self._situation(waiting, now_ms))
         if isinstance(decision, Form) and decision.kept_out:
             decision = self._fit(decision, now_ms)
