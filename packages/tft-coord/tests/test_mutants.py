@@ -59,6 +59,7 @@ from tft_coord.testing.worlds import LighthouseWorld
 ON_FOREIGN = SimulationConfig(foreign=True)
 WITH_STANDBY = SimulationConfig(standby=True)
 WITH_LINKS = SimulationConfig(links=True)
+STRAGGLERS_WITH_LINKS = replace(STRAGGLERS, links=True)
 PARTIAL = "scenario_21_partial_connectivity"
 OLDER_WITH_STANDBY = SimulationConfig(standby=True, probes=False)
 WITHOUT_PROBES = SimulationConfig(probes=False)  # seeds that are hard to find go on as before there were probes
@@ -755,6 +756,13 @@ def takes_a_small_excess_for_slow(self: StragglerPolicy, median_ms: int) -> floa
     return 1.2 * median_ms
 
 
+def counts_who_can_not_be_reached(self: Job) -> Any:
+    kept, self._kept = self._kept, Kept()
+    company = right_company(self)
+    self._kept = kept
+    return company
+
+
 def leaves_anybody_out(self: StragglerWatch, replica_id: str, over: object, company: object) -> str:
     return ""
 
@@ -797,6 +805,7 @@ def remembers_how_slow_it_was(self: StragglerWatch, replica_id: str, progress: P
         self._paces[replica_id].own_ms = progress.own_ms
 
 
+right_company = Job._company
 right_let_back = StragglerWatch._let_back
 right_heard_pace = StragglerWatch.heard
 right_parted = foreign.parted
@@ -1075,6 +1084,7 @@ MUTANTS = [
     # Section 7, stragglers.
     Mutant(StragglerPolicy, "limit_ms", takes_a_small_excess_for_slow, "S1", 34, STRAGGLERS),
     Mutant(StragglerWatch, "_why_kept", leaves_anybody_out, "S2", 15, STRAGGLERS),
+    Mutant(Job, "_company", counts_who_can_not_be_reached, "I6", 43, STRAGGLERS_WITH_LINKS),
     Mutant(Job, "_left_out", forms_with_whom_it_left_out, "S3 I6", 1, STRAGGLERS),
     Mutant(StragglerWatch, "_let_back", lets_back_at_once, "S4", 1, STRAGGLERS),
     Mutant(StragglerWatch, "_let_back", never_lets_back, "I6", 1, STRAGGLERS),
