@@ -41,9 +41,14 @@ def give_up(store: Store, rank: int | None) -> None:
 def who_gave_up(store: Store, ranks: Collection[int]) -> frozenset[int]:
     """Those of these ranks that have written that down; none where the store is gone."""
     with contextlib.suppress(RuntimeError):
-        if store.check([_GAVE_UP]):
-            return frozenset(rank for rank in ranks if store.check([f"{_GAVE_UP}/{rank}"]))
+        return _marked(store, ranks)
     return frozenset()
+
+
+def _marked(store: Store, ranks: Collection[int]) -> frozenset[int]:
+    if not store.check([_GAVE_UP]):
+        return frozenset()
+    return frozenset(rank for rank in ranks if store.check([f"{_GAVE_UP}/{rank}"]))
 
 
 def names(ranks: Collection[int]) -> str:
@@ -105,7 +110,11 @@ class Examination:
         """
         self._attempt.enter(Phase.STORE, late=silent)
         where = self._attempt.where
-        gone = who_gave_up(self._store, set(range(where.world_size or 1)) - {where.rank})
+        try:
+            gone = _marked(self._store, set(range(where.world_size or 1)) - {where.rank})
+        except RuntimeError:
+            self._attempt.check()
+            raise silent() from None
         self._attempt.check()
         if gone:
             give_up(self._store, where.rank)
