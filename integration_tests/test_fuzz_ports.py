@@ -236,7 +236,7 @@ TARGETS: Final = {
             "Quorum": 40,
             "Heartbeat": 40,
             "Describe": 40,
-            "Drain": 80,
+            "Drain": 160,
         },
     ),
     "manager server": Target(

@@ -107,6 +107,15 @@ def test_a_look_that_comes_late_says_one_line() -> None:
     assert said([(0, 0), (100_000, 0), (101_000, 0)]) == [(100_000, Notice(100))]
 
 
+@pytest.mark.timeout(10)
+def test_a_wait_that_is_said_to_last_for_ages_is_one_line_and_costs_nothing() -> None:
+    """A beat may say any number of milliseconds; counting up to it stopped the lighthouse for good."""
+    notice = WaitNotice()
+    assert notice.look(-(2**63), 0) == Notice(2**63 // 1_000)
+    assert notice.look(-(2**63), 50_000) in (None, Notice((2**63 + 50_000) // 1_000))
+    assert notice.look(-(2**63), 120_000) == Notice((2**63 + 120_000) // 1_000)
+
+
 def test_a_beat_that_jitters_is_no_new_wait() -> None:
     looks = [(now_ms, 1_000 + now_ms % 700) for now_ms in range(1_000, 20_000, 900)]
     assert len(said(looks)) == 1

@@ -67,8 +67,9 @@ class WaitNotice:
         lasted_ms = now_ms - self._since_ms
         if lasted_ms < self._next_ms:
             return None
-        while self._next_ms <= lasted_ms:
-            self._next_ms = SECOND_MS if self._next_ms < SECOND_MS else self._next_ms + THEN_EVERY_MS
+        self._next_ms = max(self._next_ms, SECOND_MS)
+        if self._next_ms <= lasted_ms:  # computed, not counted up to: what a beat says may be ages
+            self._next_ms += ((lasted_ms - self._next_ms) // THEN_EVERY_MS + 1) * THEN_EVERY_MS
         self._was_said = True
         return Notice(lasted_ms // 1_000)
 
