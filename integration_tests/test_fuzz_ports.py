@@ -236,7 +236,7 @@ TARGETS: Final = {
             "Quorum": 40,
             "Heartbeat": 40,
             "Describe": 40,
-            "Drain": 160,
+            "Drain": 400,
         },
     ),
     "manager server": Target(
