@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -42,7 +41,7 @@ from tft_pg.backends.gloo import _Published
 from tft_pg.backends.patience import SHORTEST_S, Patience, Phase
 from tft_pg.calls import Place, call_all
 from tft_pg.errors import Where
-from tft_pg.sockets import Endpoint, Held
+from tft_pg.sockets import Endpoint
 from tft_pg.store import parse_store_addr
 from tft_pg.testing import Bench, FakeAccelerator
 
@@ -282,27 +281,6 @@ def test_ranks_that_do_not_come_cost_seconds_and_the_next_time_more(bench: Bench
     members = [group, bench.make(), bench.make()]
     bench.all(members, lambda rank, member: member.configure(store_addr, rank, 3, quorum_id=9))
     assert bound_s(group, Phase.RANKS) == 2.5
-
-
-# --- silence -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("answers", [True, False])
-def test_who_acknowledges_nothing_is_named_only_if_it_answers_no_call_either(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, hole: int, *, answers: bool
-) -> None:
-    """A link that is back a moment later costs a group, and nobody his place."""
-    groups = bench.configured(2)
-    mesh = groups[0]._live._blame.__self__  # type: ignore[attr-defined]
-    if not answers:
-        mesh._met = {1: [replace(mesh._met[1][0], endpoint=Endpoint("127.0.0.1", hole))]}
-    work = groups[0].allreduce([torch.ones(3)])
-    held = {each.inode for each in mesh._watch._held}
-    monkeypatch.setattr(Held, "retransmits", lambda self: 3 if self.inode in held else 0)
-    with pytest.raises(PeerFailed) as caught:
-        work.wait()
-    assert set(caught.value.unreached) == (set() if answers else {1})
-    assert all("is acknowledged (no answer to a connection within" in why for why in caught.value.unreached.values())
 
 
 # --- the store -----------------------------------------------------------------------------------------------------

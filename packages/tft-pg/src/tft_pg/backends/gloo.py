@@ -71,10 +71,7 @@ _NEVER_FIRST = timedelta(minutes=10)
 _POKE_S = 0.2
 # With so many bytes, the number of a connection, each caller begins.
 _NUMBER_BYTES = 8
-# Who acknowledged nothing is called so often, so long each: a call that was lost is made again by the kernel too late.
-_CALLS = 3
-_CALL_S = 0.35
-_CALLED_WITHIN_S = _CALLS * _CALL_S + 1.0
+_DOUBT_S = 0.5
 # This long after Gloo has closed the connections an operation has failed, if it has not forgotten it.
 _STRAGGLE_S = 0.05
 _POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
@@ -347,8 +344,7 @@ class _Mesh:
         self._own: dict[str, _Published] = {}
         self._peers: set[Endpoint] = set()
         self._met: dict[int, list[_Published]] = {}  # of the peers, by rank
-        self._unanswered: dict[int, str] = {}  # of the group that ended in silence: who answers no call
-        self._called = threading.Event()
+        self._unanswered: dict[int, str] = {}  # of the built group: who answers no call
         self._poked: set[str] = set()
         self._inodes: frozenset[int] = frozenset()
         self._needed = 0  # so many of these are peers'
@@ -420,7 +416,7 @@ class _Mesh:
                 self._inodes,
                 on_severed,
                 needed=self._needed,
-                on_silent=lambda: (call_peers() or _nothing)(),
+                on_doubt=lambda: (call_peers() or _nothing)(),
             )
             # A group that nobody shut down leaves no thread either. Not at the end of the process: there an end of the
             # connections would wake waits that must not come back from C++ any more.
@@ -429,32 +425,36 @@ class _Mesh:
     def silent_ranks(self) -> dict[int, str]:
         """Who has ended the built group because it acknowledges nothing any more, and why, in a few words.
 
-        Blocks for a second at most where somebody does not answer: a link that was down for a moment has ended the
-        group too, and costs nobody his place.
+        Of a connection that the other side has made only its host is known; it names a rank that is alone there.
         """
-        if self._watch is None or not self._watch.silent:
-            return {}
-        self._called.wait(_CALLED_WITHIN_S)
-        return dict(self._unanswered)
+        found: dict[int, str] = {}
+        for end in () if self._watch is None else self._watch.silent:
+            ranks = [rank for rank, peers in self._met.items() if any(peer.endpoint == end for peer in peers)]
+            if not ranks:
+                at = [
+                    rank
+                    for rank, peers in self._met.items()
+                    if any(peer.endpoint.address == end.address for peer in peers)
+                ]
+                ranks = at if len(at) == 1 else []
+            for rank in ranks:
+                found[rank] = f"{end.address}: nothing that is sent there is acknowledged"
+        return {**self._unanswered, **found} if found else {}
 
     def _call_peers(self) -> None:
-        """Find out who is silent still. All are called: in a ring, data is sent to the neighbours alone, and who has
-        lost all is blamed by one or two; and who has connected to this rank can't be told from the connection."""
+        """Find out who else is silent. In a ring, data is sent to the neighbours alone, and who has lost all is blamed
+        by one or two."""
+        places = {(rank, at): peer.place for rank, peers in self._met.items() for at, peer in enumerate(peers)}
         watch = self._watch
-        assert watch is not None
-        left = {(rank, at): peer.place for rank, peers in self._met.items() for at, peer in enumerate(peers)}
-        for _ in range(_CALLS):
-            answers = call_all(left, until_s=time.monotonic() + _CALL_S, goes_on=lambda: not watch.is_stopped)
-            # Who refuses has only ended its group, and listens elsewhere by now.
-            left = {
-                key: left[key] for key, why in answers.items() if NO_ANSWER in why
-            }  # none once the group is aborted
-        within_s = _CALLS * _CALL_S
+        answers = call_all(
+            places,
+            until_s=time.monotonic() + _DOUBT_S,
+            goes_on=lambda: watch is None or watch.severed_s is None,
+        )
+        # Who refuses has only ended its group, and listens elsewhere by now.
         self._unanswered = {
-            rank: f"{place}: nothing that is sent there is acknowledged ({NO_ANSWER} within {within_s:.1f} s)"
-            for (rank, _), place in left.items()
+            rank: f"{places[rank, at]}: {why}" for (rank, at), why in answers.items() if NO_ANSWER in why
         }
-        self._called.set()
 
     def end(self) -> None:
         """End every operation of the built group, here and at the peers."""

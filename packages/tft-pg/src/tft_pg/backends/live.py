@@ -106,7 +106,7 @@ class LiveGroup:
         classify: which fault an error of its operations is.
         where: its place, for messages.
         start: starts a collective of the torch group.
-        blame: which ranks have ended the group by their silence, and why; may take a second where there are any.
+        blame: which ranks have ended the group by their silence, and why.
         guard: makes the Work that the caller gets, of the backend's; by default one whose future is settled by the
             host.
     """
@@ -197,16 +197,12 @@ class LiveGroup:
             return None
         if self._ended is not None:
             return self._because_ended(operation)
-        failed = self._failed
-        if failed is None:
-            # Not under the lock: it may call the peers, and an abort does not wait for that.
-            failed = self._error_of(
-                PeerFailed,
-                f"{operation} failed ({self.where}): {_SENTENCES[PeerFailed]} (in the middle of a message)",
-            )
         with self._lock:
             if self._failed is None:
-                self._failed = failed
+                self._failed = self._error_of(
+                    PeerFailed,
+                    f"{operation} failed ({self.where}): {_SENTENCES[PeerFailed]} (in the middle of a message)",
+                )
             return copy.copy(self._failed)
 
     def handed_out_future(self, work: GuardedWork) -> None:

@@ -41,6 +41,7 @@ _MOMENT_S = 0.001
 _QUIET_LOOKS = 3
 # The kernel waits twice as long each time, and 0.2 s and a round trip first: so many in a row are 1.4 s in vain.
 _RETRANSMITS_MOST = 3
+_RETRANSMITS_DOUBTED = 2  # 0.8 s before
 
 
 @final
@@ -52,7 +53,8 @@ class Watch:
         on_severed: called once, in the watch's thread, when they have been shut down; may take its time.
         needed: so many of them are the group's; by default all. The others are strangers', who have called the owner's
             listener. Nothing tells which, but the end of one of those ends nothing.
-        on_silent: called once, in a thread of its own, when the other end of one acknowledges nothing any more.
+        on_doubt: called once, in a thread of its own, when the other end of one may be gone; what it finds out within
+            half a second is known when that is sure.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class Watch:
         on_severed: Callable[[], None],
         *,
         needed: int | None = None,
-        on_silent: Callable[[], None] | None = None,
+        on_doubt: Callable[[], None] | None = None,
     ) -> None:
         self._held = sockets.hold(inodes)
         for held in self._held:
@@ -72,7 +74,7 @@ class Watch:
         self._lock = threading.Lock()
         self._on_severed = on_severed
         self._severed_s: float | None = None
-        self._on_silent = on_silent
+        self._on_doubt = on_doubt
         self._silent: tuple[Endpoint, ...] = ()
         self._stopped = False
         self._closed = False
@@ -90,11 +92,6 @@ class Watch:
     def silent(self) -> tuple[Endpoint, ...]:
         """Who acknowledges nothing any more, at the other ends, where that has ended the group."""
         return self._silent
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether `end` was called."""
-        return self._stopped
 
     def end(self) -> None:
         """End every connection, here and at the peers, and the watch; returns at once. Any thread."""
@@ -130,11 +127,13 @@ class Watch:
             for descriptor in ended:
                 poll.unregister(descriptor)
             self._strangers |= ended
-            silent = [held for held in self._held if held.retransmits() >= _RETRANSMITS_MOST]
+            retransmits = {held: held.retransmits() for held in self._held}
+            if self._on_doubt is not None and max(retransmits.values(), default=0) >= _RETRANSMITS_DOUBTED:
+                threading.Thread(target=self._on_doubt, name="tft-pg-doubt", daemon=True).start()
+                self._on_doubt = None
+            silent = [held for held, times in retransmits.items() if times >= _RETRANSMITS_MOST]
             if silent:
                 self._silent = tuple(end for end in (held.remote_end() for held in silent) if end is not None)
-                if self._on_silent is not None:
-                    threading.Thread(target=self._on_silent, name="tft-pg-call", daemon=True).start()
                 break
         wake.poll(_GRACE_S * 1000)
         self._let_messages_pass()
