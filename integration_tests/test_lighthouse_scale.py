@@ -22,7 +22,7 @@ WITHIN_S: Final = 30.0
 TOGETHER: Final = 100
 LIVES: Final = 1_500
 # What the allocator keeps of a burst; each life leaves some kilobytes until it is forgotten.
-GROWTH_BYTES: Final = 12 << 20
+GROWTH_BYTES: Final = 16 << 20
 
 
 @contextmanager
