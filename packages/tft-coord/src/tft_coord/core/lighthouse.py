@@ -355,6 +355,12 @@ def _takes_early(member: Member) -> bool:
     return member.use_async_quorum and not member.torn
 
 
+def _holders_of(quorum: Quorum, step: int) -> list[str]:
+    """Who was at that step in a quorum. Who was to heal because its state might be another one has that state still; it
+    is better than none."""
+    return [member.replica_id for member in quorum.members if member.step == step and not member.torn]
+
+
 def _listed(names: Iterable[str]) -> str:
     shown = sorted(names)
     more = len(shown) - NAMES_SHOWN_MOST
@@ -1428,8 +1434,7 @@ class Job:
         step = self._reference_step() if lost_ms else 0
         if self.previous is None or step == 0:
             return 0, {}
-        # Who was to heal because its state might be another one has that state still; it is better than none.
-        held = [member.replica_id for member in self.previous.members if member.step == step and not member.torn]
+        held = _holders_of(self.previous, step)
         return step, {replica_id: lost_ms[replica_id] for replica_id in held if replica_id in lost_ms}
 
     def _patience_ms(self, replica: Replica) -> int:
@@ -1448,8 +1453,7 @@ class Job:
         step = self._reference_step()
         if self.previous is None or any(member.step >= step and not member.torn for member in members):
             return []
-        held = [member.replica_id for member in self.previous.members if member.step == step and not member.torn]
-        known = [(name, self.liveness.replicas.get(name)) for name in held]
+        known = [(name, self.liveness.replicas.get(name)) for name in _holders_of(self.previous, step)]
         silent = [name for name, each in known if each is not None and each.lost and each.fell_silent and not each.dead]
         if not silent:
             return []
