@@ -19,15 +19,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any, Final, cast
 
 import psutil
 
 from integration_tests.conftest import Spawn, spawning
-from integration_tests.hosts import INTERFACE, Hosts, hosts, on_host
-from integration_tests.training import Address, Event, Job, Trainer
+from integration_tests.hosts import Hosts, hosts, on_host
+from integration_tests.jobs_on_hosts import ENVIRONMENT, SECRET, job_of
+from integration_tests.training import Event, Trainer
 from tft_algos.testing import Action, Fault, Place
 from tft_coord.timeouts import Timeouts
 from tft_lighthouse import LighthouseServer
@@ -48,7 +48,6 @@ ALL_KINDS: Final = (
 )
 PORT: Final = 29510  # a host's ports are its own
 AWAY_S: Final = (0.2, 4.0)  # how long somebody is stopped, cut off, or the lighthouse dead
-SECRET: Final = "of-this-job"  # without one other hosts are not served
 STALL_S: Final = 0.5  # a longer time without a commit is a stall
 DEFAULTS: Final = Timeouts()
 
@@ -162,11 +161,7 @@ class Run:
         self.log: list[tuple[float, str]] = []  # each fault: when, in seconds since 1970, and what
         self._bind = f"{cluster.address('lighthouse')}:{PORT}"
         self._lighthouse = self._start_lighthouse()
-
-        def spawn_on_host(target: Callable[..., object], spec: Any, connection: Connection) -> ForkServerProcess:
-            return spawn(on_host, cluster.namespace(spec.name), target, spec, connection)
-
-        self.job = Job(spawn_on_host, cast(LighthouseServer, Address(f"http://{self._bind}")))
+        self.job = job_of(cluster, spawn, f"http://{self._bind}")
         self.groups = [Group(name, self._start) for name in names]
         self.happened: Counter[str] = Counter()
         self._due: list[tuple[float, Callable[[], None]]] = []  # what ends a fault that is under way
@@ -190,7 +185,7 @@ class Run:
             faults=(),
             batch_s=self._batch_s,
             leaves=True,
-            environment={"GLOO_SOCKET_IFNAME": INTERFACE, "TFT_TOKEN": SECRET},
+            environment=ENVIRONMENT,
             hostname=self._cluster.address(name),
             timeouts=self._timeouts,
             timeout=timedelta(milliseconds=self._timeouts.timeout_ms),

@@ -13,16 +13,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, ForkServerProcess
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import psutil
 import pytest
 
 from integration_tests.conftest import Spawn
-from integration_tests.hosts import INTERFACE, Hosts, hosts, on_host, why_not
-from integration_tests.training import Address, Event, Job, Launcher, Trainer
+from integration_tests.hosts import Hosts, hosts, why_not
+from integration_tests.jobs_on_hosts import ENVIRONMENT, job_on_hosts
+from integration_tests.training import Event, Job, Launcher, Trainer
 from tft_algos.testing import Action, Fault, Place
 from tft_coord.timeouts import Timeouts
 from tft_lighthouse import LighthouseServer
@@ -37,7 +36,6 @@ TIMEOUTS: Final = Timeouts(
     timeout_ms=3_600_000, heartbeat_timeout_ms=int(HEARTBEAT_TIMEOUT_S * 1000), beat_interval_ms=500
 )
 SETTINGS: Final[dict[str, Any]] = {"timeouts": TIMEOUTS, "timeout": timedelta(hours=1)}
-SECRET: Final = "of-this-job"  # without one other hosts are not served
 LIGHTHOUSE: Final[dict[str, Any]] = {
     "heartbeat_timeout_ms": TIMEOUTS.heartbeat_timeout_ms,
     "join_timeout_ms": 1_000,
@@ -98,12 +96,6 @@ def come_back(job: Job, victim: Trainer, restart: Callable[[], Trainer]) -> Trai
 # --- cut cables ----------------------------------------------------------------------------------------------------
 
 
-def serve_lighthouse(bind: str, connection: Connection) -> None:
-    with LighthouseServer(bind, hostname=bind.rpartition(":")[0], token=SECRET, **LIGHTHOUSE) as lighthouse:
-        connection.send(str(lighthouse.address))
-        connection.recv()
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Hosts]:
     reason = why_not()
@@ -114,39 +106,28 @@ def cluster() -> Iterator[Hosts]:
 
 
 class Network:
-    """A job of one group a host, and a lighthouse on a further one."""
+    """A job of one group a host, and its cables."""
 
-    def __init__(self, cluster: Hosts, spawn: Spawn, lighthouse: str) -> None:
+    def __init__(self, cluster: Hosts, job: Job) -> None:
         self.cluster = cluster
-
-        def spawn_on_host(target: Callable[..., object], spec: Any, connection: Connection) -> ForkServerProcess:
-            return spawn(on_host, cluster.namespace(spec.name), target, spec, connection)
-
-        self.job = Job(spawn_on_host, cast(LighthouseServer, Address(lighthouse)))
+        self.job = job
 
     def start(self, name: str) -> Trainer:
         return self.job.start(
             name,
             faults=(),
-            environment={"GLOO_SOCKET_IFNAME": INTERFACE, "TFT_TOKEN": SECRET},
+            environment=ENVIRONMENT,
             hostname=self.cluster.address(name),
             **SETTINGS,
         )
 
 
 @pytest.fixture
-def network(cluster: Hosts, spawn: Spawn, forkserver: ForkServerContext) -> Iterator[Network]:
-    ours, theirs = forkserver.Pipe()
-    bind = f"{cluster.address('lighthouse')}:0"
-    serving = spawn(on_host, cluster.namespace("lighthouse"), serve_lighthouse, bind, theirs)
-    theirs.close()
-    assert ours.poll(20)
-    yield Network(cluster, spawn, ours.recv())
-    for name in GROUPS:
-        cluster.mend(name)
-    ours.send("end")
-    serving.join(20)
-    ours.close()
+def network(cluster: Hosts, spawn: Spawn) -> Iterator[Network]:
+    with job_on_hosts(cluster, spawn, **LIGHTHOUSE) as job:
+        yield Network(cluster, job)
+        for name in GROUPS:
+            cluster.mend(name)
 
 
 @pytest.mark.parametrize("victim_name", ["a", "c"])  # the first by name is the others' source, and has their store

@@ -12,33 +12,23 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, ForkServerProcess
-from typing import Any, Final, cast
+from typing import Final
 
 import pytest
 
 from integration_tests.conftest import Spawn
-from integration_tests.hosts import INTERFACE, Hosts, hosts, on_host, why_not
-from integration_tests.training import Address, Event, Job, Launcher, Trainer
+from integration_tests.hosts import Hosts, hosts, why_not
+from integration_tests.jobs_on_hosts import ENVIRONMENT, job_on_hosts
+from integration_tests.training import Event, Job, Launcher, Trainer
 from tft_lighthouse import LighthouseServer
 
 Record = Callable[[str, object], None]
 
 GROUPS: Final = ("a", "b", "c", "d")
-SECRET: Final = "of-this-job"  # without one other hosts are not served
 WITHOUT_S: Final = 5.0
 BACK_S: Final = 10.0
 # A machine that runs something else at the same time gets a second try.
 TRIES: Final = 2
-
-
-def serve_lighthouse(bind: str, connection: Connection) -> None:
-    with LighthouseServer(
-        bind, hostname=bind.rpartition(":")[0], token=SECRET, join_timeout_ms=1_000, min_replicas=2
-    ) as lighthouse:
-        connection.send(str(lighthouse.address))
-        connection.recv()
 
 
 @pytest.fixture(scope="module")
@@ -51,23 +41,10 @@ def cluster() -> Iterator[Hosts]:
 
 
 @pytest.fixture
-def job(cluster: Hosts, spawn: Spawn, forkserver: ForkServerContext) -> Iterator[Job]:
+def job(cluster: Hosts, spawn: Spawn) -> Iterator[Job]:
     """Of replicas on hosts of their own, none of which has started."""
-    ours, theirs = forkserver.Pipe()
-    bind = f"{cluster.address('lighthouse')}:0"
-    serving = spawn(on_host, cluster.namespace("lighthouse"), serve_lighthouse, bind, theirs)
-    theirs.close()
-    assert ours.poll(20)
-    lighthouse = Address(ours.recv())
-
-    def spawn_on_host(target: Callable[..., object], spec: Any, connection: Connection) -> ForkServerProcess:
-        return spawn(on_host, cluster.namespace(spec.name), target, spec, connection)
-
-    job = Job(spawn_on_host, cast(LighthouseServer, lighthouse))
-    yield job
-    ours.send("end")
-    serving.join(20)
-    ours.close()
+    with job_on_hosts(cluster, spawn, join_timeout_ms=1_000, min_replicas=2) as job:
+        yield job
 
 
 def start(job: Job, cluster: Hosts, *names: str) -> None:
@@ -76,7 +53,7 @@ def start(job: Job, cluster: Hosts, *names: str) -> None:
         job.start(
             name,
             batch_s=0.02,
-            environment={"GLOO_SOCKET_IFNAME": INTERFACE, "TFT_TOKEN": SECRET},
+            environment=ENVIRONMENT,
             hostname=cluster.address(name),
             timeout=timedelta(hours=1),  # nothing here ends by it
         )

@@ -1,0 +1,51 @@
+"""A job whose replicas run on hosts of their own, and a lighthouse on a further one.
+
+Law of this file: where the processes of a job run; what happens to their cables stands in the tests.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.connection
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from typing import Any, Final, cast
+
+from integration_tests.conftest import Spawn
+from integration_tests.hosts import INTERFACE, Hosts, on_host
+from integration_tests.training import Address, Job
+from tft_lighthouse import LighthouseServer
+
+LIGHTHOUSE: Final = "lighthouse"  # its host
+SECRET: Final = "of-this-job"  # without one other hosts are not served
+ENVIRONMENT: Final = {"GLOO_SOCKET_IFNAME": INTERFACE, "TFT_TOKEN": SECRET}  # of a trainer
+
+
+def job_of(cluster: Hosts, spawn: Spawn, lighthouse: str) -> Job:
+    """A job without trainers yet. Each runs on the host of its name."""
+
+    def spawn_on_host(target: Callable[..., object], spec: Any, connection: Connection) -> ForkServerProcess:
+        return spawn(on_host, cluster.namespace(spec.name), target, spec, connection)
+
+    return Job(spawn_on_host, cast(LighthouseServer, Address(lighthouse)))
+
+
+@contextmanager
+def job_on_hosts(cluster: Hosts, spawn: Spawn, **settings: Any) -> Iterator[Job]:
+    """As `job_of`, with a lighthouse while the block lasts; its settings as keywords."""
+    ours, theirs = multiprocessing.connection.Pipe()
+    bind = f"{cluster.address(LIGHTHOUSE)}:0"
+    serving = spawn(on_host, cluster.namespace(LIGHTHOUSE), _serve, bind, settings, theirs)
+    theirs.close()
+    assert ours.poll(20)
+    yield job_of(cluster, spawn, ours.recv())
+    ours.send("end")
+    serving.join(20)
+    ours.close()
+
+
+def _serve(bind: str, settings: dict[str, Any], connection: Connection) -> None:
+    with LighthouseServer(bind, hostname=bind.rpartition(":")[0], token=SECRET, **settings) as lighthouse:
+        connection.send(str(lighthouse.address))
+        connection.recv()
