@@ -244,6 +244,14 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
         dist.destroy_process_group()
 
 
+def is_manager_server(process: psutil.Process) -> bool:
+    """Whether it is one that runs."""
+    try:
+        return "tft-manager-server" in process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return False
+
+
 class Trainer:
     """The test's end of a trainer: its events so far."""
 
@@ -279,9 +287,13 @@ class Trainer:
         return len(last) == times and all(event.participants == participants for event in last)
 
     def manager_server(self) -> psutil.Process:
-        """Its manager server's process."""
+        """Its manager server's process. One that has been killed and is not reaped yet does not count.
+
+        Raises:
+            StopIteration: it has none at present.
+        """
         children = psutil.Process(self.process.pid).children()
-        return next(child for child in children if "tft-manager-server" in child.cmdline())
+        return next(child for child in children if is_manager_server(child))
 
 
 @dataclass(frozen=True)
