@@ -17,6 +17,8 @@ import psutil
 import pytest
 
 from integration_tests.conftest import Spawn
+from integration_tests.hosts import hosts, why_not
+from integration_tests.jobs_on_hosts import ENVIRONMENT, job_on_hosts
 from integration_tests.training import Job, Launcher, Trainer
 from tft_lighthouse import LighthouseServer
 
@@ -165,6 +167,40 @@ def test_survivors_commit_again_within_a_second_and_a_half(
         )
     assert statistics.median(took_s) < GOAL_S
     job.finish()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1_200)
+def test_survivors_of_a_cut_cable_commit_again_within_a_second_and_a_half(
+    spawn: Spawn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    took_s: list[float] = []
+    woken_s = 0.0
+    settings = {"min_replicas": 1, "join_timeout_ms": 60_000, "heartbeat_timeout_ms": int(HEARTBEAT_TIMEOUT_S * 1_000)}
+    with hosts("lighthouse", *"abc") as cluster, job_on_hosts(cluster, spawn, **settings) as job:
+        place = {name: {"environment": ENVIRONMENT, "hostname": cluster.address(name)} for name in "abc"}
+        everybody = a, b, c = [
+            job.start(name, faults=(), timeout=MINUTE, batch_s=0.02, **place[name]) for name in "abc"
+        ]
+
+        def all_train() -> bool:
+            return all(each.committed_with(3, since_s=woken_s + CALM_BETWEEN_S) for each in everybody)
+
+        for _ in range(TIMES):
+            job.until(all_train, "all three commit together")
+            since_s = time.time()
+            cluster.cut("b")
+            took_s.append(goes_on_after(job, (a, c), since_s))
+            cluster.mend("b")
+            woken_s = time.time()
+        job.finish()
+    with capsys.disabled():
+        told = ", ".join(f"{each:.2f}" for each in sorted(took_s))
+        print(f"\nsilence of a cut cable: median {statistics.median(took_s):.2f} s of {told}")
+    assert statistics.median(took_s) < GOAL_S
 
 
 @pytest.mark.soak
