@@ -73,7 +73,7 @@ def sentence_of(stderr: str) -> str:
 MODULES: Final = {
     "tft": ["-m", "tft_suite.cli.main"],
     "tft-lighthouse": ["-m", "tft_lighthouse.cli"],
-    "python -m tft_coord.testing": ["-m", "tft_coord.testing"],
+    "python -m tft_sim": ["-m", "tft_sim"],
     "python -m benchmarks.run": ["-m", "benchmarks.run"],
 }
 
@@ -85,9 +85,9 @@ MODULES: Final = {
         ("tft-lighthouse", ["--bind", "::1:500"], "bind is '::1:500'; give host:port, an IPv6 address in brackets"),
         ("tft-lighthouse", ["--bind", "{taken}"], "can't listen at {taken}: the port is in use"),
         ("tft-lighthouse", ["--heartbeat_timeout_ms", "1"], "heartbeat_timeout_ms is 1; give 2 to"),
-        ("python -m tft_coord.testing", ["--seeds", "0"], "--seeds is 0; give at least 1"),
-        ("python -m tft_coord.testing", ["--seeds", "2", "--trace"], "--trace prints one seed, and --seeds is 2"),
-        ("python -m tft_coord.testing", ["--sed", "2"], "unrecognized arguments: --sed 2"),
+        ("python -m tft_sim", ["--seeds", "0"], "--seeds is 0; give at least 1"),
+        ("python -m tft_sim", ["--seeds", "2", "--trace"], "--trace prints one seed, and --seeds is 2"),
+        ("python -m tft_sim", ["--sed", "2"], "unrecognized arguments: --sed 2"),
         ("python -m benchmarks.run", ["p99"], "there is no row p99; choose of p1"),
         ("python -m benchmarks.run", ["--long"], "unrecognized arguments: --long"),
     ],

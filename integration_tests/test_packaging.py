@@ -55,6 +55,16 @@ def test_a_wheel_holds_the_package_and_nothing_else(package: str, tmp_path: Path
         assert declared == [SCRIPTS[package]] if package in SCRIPTS else not declared
 
 
+@pytest.mark.parametrize("package", ["tft-coord", "tft-lighthouse"])
+def test_what_runs_on_a_lighthouse_s_machine_carries_no_simulator(package: str, tmp_path: Path) -> None:
+    simulator = {path.name for path in (ROOT / "packages/tft-sim/src/tft_sim").glob("[a-z]*.py")}
+    assert "simulator.py" in simulator
+    with build(package, into=tmp_path) as wheel:
+        assert simulator.isdisjoint(name.rpartition("/")[2] for name in wheel.namelist())
+        assert [name for name in wheel.namelist() if b"tft_sim" in wheel.read(name)] == []
+        assert "tft-sim" not in " ".join(metadata_of(wheel).get_all("Requires-Dist", []))
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_an_import_starts_nothing_and_brings_torch_only_where_it_is_declared(package: str) -> None:
     program = "\n".join(
@@ -69,5 +79,5 @@ def test_an_import_starts_nothing_and_brings_torch_only_where_it_is_declared(pac
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 0, done.stderr
-    if package in ("tft-coord", "tft-lighthouse"):
+    if package in ("tft-coord", "tft-lighthouse", "tft-sim"):
         assert done.stdout.strip() == "False"

@@ -23,6 +23,7 @@ PACKAGES: Final = sorted(folder.name for folder in (ROOT / "packages").iterdir()
 BELOW: Final = {
     "tft-coord": set[str](),
     "tft-lighthouse": {"tft-coord"},
+    "tft-sim": {"tft-coord"},
     "tft-pg": set[str](),
     "tft-ckpt": set[str](),
     "tft-algos": {"tft-coord", "tft-pg", "tft-ckpt"},
@@ -106,7 +107,7 @@ def imported_modules(file: Path) -> Iterator[str]:
             yield node.module
 
 
-@pytest.mark.parametrize("package", ["tft-coord", "tft-lighthouse"])
+@pytest.mark.parametrize("package", ["tft-coord", "tft-lighthouse", "tft-sim"])
 def test_grpc_is_imported_in_one_place(package: str) -> None:
     """Which is what keeps its fork handlers out of every process of ours."""
     importers = {

@@ -34,7 +34,7 @@ from typing import final
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
 RECOVERY = Path(__file__).resolve().parent / "wheel_recovery.py"
-WITHOUT_TORCH = ("tft-coord", "tft-lighthouse")
+WITHOUT_TORCH = ("tft-coord", "tft-lighthouse", "tft-sim")
 TRAINS = ("tft-algos", "tft-suite")
 SERVES = "tft-lighthouse"
 HELP_S_MAX = 0.7

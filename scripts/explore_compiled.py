@@ -2,10 +2,11 @@
 
     python scripts/explore_compiled.py --explore 6 --replicas 3
 
-A copy of tft-coord is compiled by mypyc, which comes with mypy, in a directory of its own that is gone afterwards; it
-needs a C compiler and a minute. The copy differs from the source in declarations alone: classes may be made without
-their constructor, as copying them does, exceptions stay classes of the interpreter, and frozen dataclasses are not held
-to it. `num_states` and `num_events` must be those of the search that is not compiled; --check compares a short one.
+A copy of tft-coord and tft-sim is compiled by mypyc, which comes with mypy, in a directory of its own that is gone
+afterwards; it needs a C compiler and a minute. The copy differs from the source in declarations alone: classes may be
+made without their constructor, as copying them does, exceptions stay classes of the interpreter, and frozen dataclasses
+are not held to it. `num_states` and `num_events` must be those of the search that is not compiled; --check compares a
+short one.
 """
 
 from __future__ import annotations
@@ -16,10 +17,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve().parent.parent / "packages" / "tft-coord" / "src"
-COMPILED = ("core/*.py", "testing/explore.py", "testing/snapshots.py", "testing/worlds.py", "testing/invariants.py")
+PACKAGES = Path(__file__).resolve().parent.parent / "packages"
+SOURCES = (PACKAGES / "tft-coord" / "src" / "tft_coord", PACKAGES / "tft-sim" / "src" / "tft_sim")
+COMPILED = (
+    *("tft_coord/core/*.py", "tft_coord/testing/snapshots.py"),
+    *("tft_sim/explore.py", "tft_sim/worlds.py", "tft_sim/invariants.py"),
+)
 SHORT = ("--explore", "3", "--replicas", "2")
 FUTURE = "from __future__ import annotations\n"
 # What each stands for is in the docstring above.
@@ -33,10 +39,11 @@ DECLARATIONS = (
 
 
 def compile_into(directory: Path) -> None:
-    """Put a compiled tft_coord there. Raises SystemExit: it can't be compiled; what the compiler said is printed."""
-    shutil.copytree(SOURCE / "tft_coord", directory / "tft_coord", ignore=shutil.ignore_patterns("__pycache__"))
+    """Put both packages there, compiled. Raises SystemExit: they can't be; what the compiler said is printed."""
+    for source in SOURCES:
+        shutil.copytree(source, directory / source.name, ignore=shutil.ignore_patterns("__pycache__"))
     applied = [0] * len(DECLARATIONS)
-    paths = sorted(path for pattern in COMPILED for path in (directory / "tft_coord").glob(pattern))
+    paths = sorted(path for pattern in COMPILED for path in directory.glob(pattern))
     for path in paths:
         text = path.read_text().replace(FUTURE, f"{FUTURE}from mypy_extensions import mypyc_attr\n", 1)
         for number, (pattern, declared) in enumerate(DECLARATIONS):
@@ -45,30 +52,31 @@ def compile_into(directory: Path) -> None:
         path.write_text(text)
     for (pattern, _), count in zip(DECLARATIONS, applied, strict=True):
         if not count:
-            raise SystemExit(f"nothing in {SOURCE} is {pattern!r} any more; bring DECLARATIONS up to date")
+            raise SystemExit(f"nothing in {PACKAGES} is {pattern!r} any more; bring DECLARATIONS up to date")
     names = [str(path.relative_to(directory)) for path in paths]
     done = subprocess.run(
         [sys.executable, "-m", "mypyc", *names], cwd=directory, capture_output=True, text=True, check=False
     )
     if done.returncode:
         print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
-        raise SystemExit("tft-coord can't be compiled; mypy and a C compiler are needed, what they said is above")
+        raise SystemExit("the packages can't be compiled; mypy and a C compiler are needed, what they said is above")
 
 
-def search(where: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The search of that source tree, to its end."""
-    environment = {**os.environ, "PYTHONPATH": str(where)}
+def search(where: Sequence[Path], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The search of these source trees, to its end."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, where))}
     capture = subprocess.PIPE if arguments == SHORT else None
-    command = [sys.executable, "-m", "tft_coord.testing", *arguments]
-    return subprocess.run(command, env=environment, cwd=where, stdout=capture, text=True, check=False)
+    command = [sys.executable, "-m", "tft_sim", *arguments]
+    return subprocess.run(command, env=environment, cwd=where[0], stdout=capture, text=True, check=False)
 
 
 def main() -> int:
     with tempfile.TemporaryDirectory(prefix="tft-compiled-") as name:
         compile_into(Path(name))
         if sys.argv[1:] != ["--check"]:
-            return search(Path(name), *sys.argv[1:]).returncode
-        compiled, plain = search(Path(name), *SHORT).stdout, search(SOURCE, *SHORT).stdout
+            return search([Path(name)], *sys.argv[1:]).returncode
+        compiled = search([Path(name)], *SHORT).stdout
+        plain = search([source.parent for source in SOURCES], *SHORT).stdout
         print(compiled, end="")
         if not compiled or compiled != plain:
             print("not compiled it sees otherwise:", plain, sep="\n", file=sys.stderr)

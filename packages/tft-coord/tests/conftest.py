@@ -1,16 +1,9 @@
-"""What the tests of tft-coord share: the flag that writes the golden transcripts anew, and the soak's size."""
+"""What the tests of tft-coord share: hypothesis takes its time."""
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import settings
 
 # How long one example takes says more of the machine, which runs much else, than of what is tested.
 settings.register_profile("on a busy machine", deadline=None)
 settings.load_profile("on a busy machine")
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """`pytest packages/tft-coord --rewrite-transcripts`, then read the difference."""
-    parser.addoption("--rewrite-transcripts", action="store_true", help="write the golden transcripts anew")
-    parser.addoption("--simulator-seeds", type=int, default=20_000, help="seeds of the simulator's soak test")

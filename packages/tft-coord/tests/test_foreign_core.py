@@ -24,7 +24,7 @@ from tft_coord.core.foreign import (
 from tft_coord.core.foreign_data import MAX_DATA_BYTES, Aside, parted, with_ours
 from tft_coord.core.types import MAX_UINT64, Member, Quorum, QuorumKey, Refusal
 from tft_coord.errors import ProtocolError
-from tft_coord.testing.foreign_process import stripped
+from tft_coord.testing import stripped
 from tft_coord.timeouts import Timeouts
 
 TIMEOUTS = Timeouts()

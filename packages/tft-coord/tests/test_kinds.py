@@ -23,8 +23,7 @@ from tft_coord.core.kinds import Effects, Kinds
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.torchft_rule import TorchftCore
 from tft_coord.core.types import Hello, Member, Quorum, QuorumKey, Refusal
-from tft_coord.testing.snapshots import frozen
-from tft_coord.testing.worlds import TIMEOUTS
+from tft_coord.testing import frozen
 from tft_coord.timeouts import Timeouts
 
 TIMES = Timeouts()
@@ -211,6 +210,13 @@ def test_a_member_that_a_dead_one_names_does_not_live_beside_theirs() -> None:
 # --- anything, in any order ------------------------------------------------------------------------------------------
 
 OURS, THEIRS = "ab", "tu"
+TIMEOUTS = Timeouts(
+    heartbeat_timeout_ms=900,
+    join_timeout_ms=1_200,
+    reconnect_grace_ms=300,
+    quorum_tick_ms=300,
+    beat_interval_ms=300,
+)
 SILENCE_MS, TICK_MS = TIMEOUTS.heartbeat_timeout_ms, TIMEOUTS.quorum_tick_ms
 WALL_MS = 1_000_000
 PASTS = (

@@ -1,4 +1,4 @@
-"""The cores as hypothesis drives them: deeper than every order of a few events, and shorter to read than a seed."""
+"""A session's core as hypothesis drives it: whatever it is told, in whatever order."""
 
 from __future__ import annotations
 
@@ -18,39 +18,16 @@ from tft_coord.core.session import (
     SessionEffect,
 )
 from tft_coord.core.types import Member, QuorumKey, Refusal
-from tft_coord.testing.worlds import TIMEOUTS, GroupWorld, LighthouseWorld
+from tft_coord.timeouts import Timeouts
 
-DEEP = settings(max_examples=30, stateful_step_count=20, deadline=None, derandomize=True, database=None)
-
-
-class Lighthouses(RuleBasedStateMachine):
-    """Three replicas that live as badly as they like; in the end all that live must find together."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.world = LighthouseWorld("abc", start="trained")
-
-    @rule(data=st.data())
-    def anything(self, data: st.DataObject) -> None:
-        self.world.happen(data.draw(st.sampled_from(self.world.choices())))
-
-    def teardown(self) -> None:
-        self.world.calm_down()
-
-
-class Groups(RuleBasedStateMachine):
-    """Two ranks, a lighthouse that answers when it likes; in the end nobody waits for an answer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.world = GroupWorld()
-
-    @rule(data=st.data())
-    def anything(self, data: st.DataObject) -> None:
-        self.world.happen(data.draw(st.sampled_from(self.world.choices())))
-
-    def teardown(self) -> None:
-        self.world.calm_down()
+DEEP = settings(max_examples=150, stateful_step_count=20, deadline=None, derandomize=True, database=None)
+TIMEOUTS = Timeouts(
+    heartbeat_timeout_ms=900,
+    join_timeout_ms=1_200,
+    reconnect_grace_ms=300,
+    quorum_tick_ms=300,
+    beat_interval_ms=300,
+)
 
 
 class Sessions(RuleBasedStateMachine):
@@ -166,9 +143,5 @@ class Sessions(RuleBasedStateMachine):
         assert (self.core.open_request.request if self.core.open_request is not None else None) == self.request
 
 
-TestLighthouses = Lighthouses.TestCase
-TestLighthouses.settings = DEEP
-TestGroups = Groups.TestCase
-TestGroups.settings = DEEP
 TestSessions = Sessions.TestCase
-TestSessions.settings = settings(DEEP, max_examples=150)
+TestSessions.settings = DEEP

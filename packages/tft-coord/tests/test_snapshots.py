@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tft_coord.core.types import QuorumKey
-from tft_coord.testing.snapshots import copied, frozen
+from tft_coord.testing import copied, frozen
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from tft_coord.core import effects, events
 from tft_coord.core.lighthouse import LighthouseConfig
 from tft_coord.core.torchft_rule import TorchftCore
 from tft_coord.core.types import Member, Quorum
-from tft_coord.testing.foreign_process import TorchftLike
+from tft_coord.testing import TorchftLike
 from tft_coord.timeouts import Timeouts
 
 

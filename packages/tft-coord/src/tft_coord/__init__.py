@@ -1,4 +1,4 @@
-"""Membership, quorum and commit for fault-tolerant training: the protocol core, its wire and its simulator.
+"""Membership, quorum and commit for fault-tolerant training: the protocol core, its wire and its clients.
 
 Names are imported when they are first used, so that importing the package costs nothing.
 """

@@ -1,0 +1,151 @@
+"""Run the simulator for as long as one likes: `python -m tft_sim --seeds 100000`.
+
+All cores take part, or as many as `--processes` says. `--seed 17 --story` runs one seed and tells it as a transcript,
+`--seed 17 --trace` prints every event of it. With `--stragglers` replicas become slow for a while, and few other faults
+fall. `--explore 4 --replicas 3` leaves nothing to chance: it tries every order
+of four events on the lighthouse's core alone, with three replicas, and on that of a group. Six take hours; of those
+kinds alone that `--kinds ask,die,leave,hang,wake,grace` names they take minutes. Exits 1 at the first seed or order
+that fails, with its transcript and with what happened last, 2, with one sentence, if the call was wrong, and 141,
+without a word, where nobody reads what it prints any more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Final, NoReturn, final
+
+from tft_sim.explore import ExplorationFailed, Explored, explore
+from tft_sim.many import run_many, story
+from tft_sim.simulator import STRAGGLERS, SimulationConfig, SimulationFailed, simulate
+from tft_sim.worlds import KINDS, STARTS, GroupWorld, LighthouseWorld
+
+OF_SEEDS: Final = ("seeds", "seed", "trace", "story", "stragglers")
+OF_ORDERS: Final = ("replicas", "start", "kinds")
+NOBODY_READS: Final = 128 + signal.SIGPIPE  # what a shell says of a command that this signal ended
+
+
+@final
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One sentence; argparse would print the usage before it."""
+        self.exit(2, f"{self.prog}: {message}; see --help\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    options = _options(arguments)
+    try:
+        code = _run(options)
+        sys.stdout.flush()  # not at the interpreter's end, which would complain
+    except BrokenPipeError:
+        # What is still unwritten goes nowhere. SIGPIPE's own way would end us by a worker's broken pipe too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NOBODY_READS
+    return code
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    """What was said, and `kinds` as a list. Ends the process if that can't be."""
+    parser = _Parser(prog="python -m tft_sim", description="Run the cluster simulator.", allow_abbrev=False)
+    parser.add_argument("--seeds", type=int, metavar="N", help="how many seeds to run; 1 unless said")
+    parser.add_argument("--seed", type=int, metavar="N", help="the first one; 0 unless said")
+    parser.add_argument("--processes", type=int, default=0, metavar="N", help="that do it; 0: one for each core")
+    parser.add_argument("--trace", action="store_true", default=None, help="print every event and effect; of one seed")
+    parser.add_argument("--story", action="store_true", default=None, help="tell it as the transcripts do; of one seed")
+    parser.add_argument("--stragglers", action="store_true", default=None, help="replicas become slow for a while")
+    parser.add_argument("--explore", type=int, metavar="N", help="instead, every order of N events")
+    parser.add_argument("--replicas", type=int, metavar="N", help="of which the events are, 1 to 3; 3 unless said")
+    parser.add_argument("--start", choices=(*STARTS, "group"), help="from where; without it from each, one by one")
+    parser.add_argument("--kinds", metavar="A,B", help="of events, as ask,die,leave; without it all")
+    options = parser.parse_args(arguments)
+    explores = options.explore is not None
+    for name in OF_SEEDS if explores else OF_ORDERS:
+        if getattr(options, name) is not None:
+            parser.error(
+                f"--explore tries every order of events, and --{name} is of seeds; give one of the two"
+                if explores
+                else f"--{name} is of the orders that --explore tries; give --explore too, or leave it out"
+            )
+    _fill_in(options)
+    if options.seeds < 1:
+        parser.error(f"--seeds is {options.seeds}; give at least 1")
+    if options.processes < 0:
+        parser.error(f"--processes is {options.processes}; give at least 1, or 0 for one for each core")
+    if explores and (options.explore < 1 or not 1 <= options.replicas <= 3):
+        parser.error(f"--explore is {options.explore} of {options.replicas} replicas; give at least 1, of 1 to 3")
+    for name in ("trace", "story"):
+        if getattr(options, name) and options.seeds > 1:
+            parser.error(f"--{name} prints one seed, and --seeds is {options.seeds}; give --seed alone")
+    kinds = [kind for kind in options.kinds.split(",") if kind]
+    if not set(kinds) <= set(KINDS) or (kinds and options.start == "group"):
+        parser.error(f"--kinds is {options.kinds}; of the lighthouse's events there are {', '.join(KINDS)}")
+    options.kinds = kinds
+    return options
+
+
+def _fill_in(options: argparse.Namespace) -> None:
+    """The defaults of what belongs to one way of running alone: argparse's own can't be told from what was said."""
+    defaults = {"seeds": 1, "seed": 0, "trace": False, "story": False, "stragglers": False, "replicas": 3, "kinds": ""}
+    for name, default in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+
+
+def _run(options: argparse.Namespace) -> int:
+    processes = options.processes or os.cpu_count() or 1
+    if options.explore is not None:
+        return _explore(options.explore, "abc"[: options.replicas], options.start, options.kinds, processes)
+    config = STRAGGLERS if options.stragglers else SimulationConfig()
+    try:
+        if options.seeds == 1:
+            _run_one(options.seed, config, trace=options.trace, tell=options.story)
+        else:
+            seeds = range(options.seed, options.seed + options.seeds)
+            marks = run_many(seeds, processes=processes, config=config)
+            print(f"{options.seeds} seeds from {options.seed}: all invariants hold; they came by\n{marks}")
+    except SimulationFailed as failed:
+        if isinstance(failed.cause, BrokenPipeError):  # of the trace: the seed did nothing wrong
+            raise failed.cause from None
+        told = story(failed.seed, config)
+        print(f"the transcript of seed {failed.seed}:", *told, "", failed, sep="\n", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _explore(num_events: int, names: str, only: str | None, kinds: Sequence[str], processes: int) -> int:
+    """Every order of so many events; says how far it is after each length, for the longest takes longest."""
+    everywhere = STARTS if kinds else (*STARTS, "group")
+    for start in everywhere if only is None else (only,):
+        world = GroupWorld if start == "group" else partial(LighthouseWorld, names, start=start)
+        what = "a group of 2 ranks" if start == "group" else f"{len(names)} replicas, {start}"
+
+        def tell(length: int, seen: Explored, what: str = what) -> None:
+            found = f"{seen.num_states} states after every order of {length} events, {seen.num_events} tried"
+            print(f"{what}: {found}", flush=True)
+
+        try:
+            explore(world, num_events, kinds=kinds, on_length=tell, processes=processes)
+        except ExplorationFailed as failed:
+            print(f"{what}: {failed}", file=sys.stderr)
+            return 1
+    return 0
+
+
+def _run_one(seed: int, config: SimulationConfig, *, trace: bool, tell: bool) -> None:
+    report = simulate(seed, config, on_line=print if trace else None)
+    if tell:
+        print(*story(seed, config), sep="\n")
+    print(
+        f"seed {seed}: {report.num_commits} commits, {report.num_events} events, first commit "
+        f"{report.calm_to_commit_ms} ms and whole {report.calm_to_whole_ms} ms after the faults, "
+        f"trace {report.trace_digest}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,698 @@
+"""A simulated cluster: one lighthouse, and replica groups of a manager server and its trainers.
+
+The cores are the real ones; around them (`lighthouse_process.py`, `manager_process.py`) stands what the gRPC shells do,
+over the simulated network. Nothing here is random: whoever wants faults calls the verbs (`kill`, `stop`,
+`restart_lighthouse`…), by chance in `simulator.py`, by script in `scenario.py`.
+
+Law of this file: what a cluster is made of, and the verbs; no choice of what happens when.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from tft_coord.core import effects, events
+from tft_coord.core.stops import STOPPED_MS
+from tft_coord.core.stragglers import StragglerAction, StragglerNews, StragglerPolicy
+from tft_coord.core.types import LeaveRequest, LossNotice, Member, NewcomerAsks, Quorum, QuorumKey, Released, WaitsFor
+from tft_coord.timeouts import Timeouts
+from tft_sim.clock import VirtualClock
+from tft_sim.end_truth import EndTruth
+from tft_sim.foreign_process import ForeignLighthouseProcess
+from tft_sim.hang_truth import HangTruth, Told
+from tft_sim.invariants import InvariantBroken, Invariants
+from tft_sim.lighthouse_process import JOB, OTHER_JOB, LighthouseProcess, kind_of_loss
+from tft_sim.links import Links
+from tft_sim.loss_watch import LossWatch
+from tft_sim.manager_process import ManagerProcess
+from tft_sim.marks import Marks
+from tft_sim.network import Network, Stream
+from tft_sim.pace_truth import PaceTruth
+from tft_sim.process import Process, State
+from tft_sim.surroundings import Outside
+from tft_sim.syncs import Syncs
+from tft_sim.torchft_process import TorchftProcess
+from tft_sim.trainer import Group, Refused, Trainer, TrainerSettings, Waiter
+
+REASONS = (
+    "joined",
+    "is gone",
+    "failed to commit",
+    "asks for a new process group",
+    "has a newer session",
+    "has left",
+    "can't be reached",
+    "does not hold it",
+)
+STOP_KNOWN_MS = 2_000  # a report of it may be late
+_UNREACHABLE = Refused("unreachable", "the manager server can't be reached")
+SHORT_TIMEOUTS = Timeouts(
+    timeout_ms=6_000,
+    quorum_timeout_ms=8_000,
+    connect_timeout_ms=6_000,
+    heartbeat_timeout_ms=2_000,
+    join_timeout_ms=3_000,
+    heal_timeout_ms=12_000,
+    beat_interval_ms=500,
+    slowest_step_ms=3_000,
+)
+NO_STRAGGLERS = StragglerPolicy(action=StragglerAction.OFF)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """What a simulated cluster is made of.
+
+    Args:
+        names: of the replica groups.
+        other_names: of those of another job, with the same settings, on the same lighthouse.
+        world_size: ranks in each.
+        min_replicas: of the lighthouse.
+        foreign: the lighthouse is torchft's.
+        trials: manager servers try their peers when they are asked to.
+        cluster_id: of the lighthouse; "": each life has its own.
+        standby: cluster id of a lighthouse at a second address, `lighthouse2`; "": there is none.
+        timeouts: of everybody; shorter than in production, so that fewer events happen while waiting.
+        stragglers: what the lighthouse does about a replica that holds the others at its pace.
+        trainers: settings of the job.
+        wall_start_ms: wall clock at the start of virtual time.
+        delay_ms: bounds of a message's delay.
+        lost_state_ms: of the lighthouse, `lost_state_timeout_ms`.
+        probes: manager servers answer probes and say long waits; False: they are older ones, which do not.
+        ranks_together: all ranks of a group run on its manager server's host; False: rank 0 alone does.
+        budget_events: after so many events the run fails as a livelock.
+    """
+
+    names: tuple[str, ...] = ("a", "b", "c")
+    other_names: tuple[str, ...] = ()
+    world_size: int = 1
+    min_replicas: int = 1
+    foreign: bool = False
+    trials: bool = False
+    cluster_id: str = ""
+    standby: str = ""
+    timeouts: Timeouts = SHORT_TIMEOUTS
+    stragglers: StragglerPolicy = NO_STRAGGLERS
+    trainers: TrainerSettings = TrainerSettings()  # noqa: RUF009  # frozen
+    wall_start_ms: int = 1_000_000
+    delay_ms: tuple[int, int] = (1, 5)
+    lost_state_ms: int = 0
+    probes: bool = True
+    ranks_together: bool = False
+    budget_events: int = 400_000
+
+
+def _steady_step_ms(_name: str) -> int:
+    return 200
+
+
+@dataclass(slots=True, kw_only=True)
+class Chance:
+    """Everything that is left to chance, or fixed by a script.
+
+    Args:
+        network: for delays.
+        extra: for those of probes, their answers, and what is said of a long wait.
+        jitter: in [0, 1), spreads redials.
+        nonces: random 64-bit numbers of the lighthouse.
+        words: random 64-bit numbers of the replica groups.
+        step_ms: how long a replica's forward and backward take.
+        spread_ms: after which a member learns that a reduction is complete.
+        chunk_ms: of a transfer, by the name of the rank that fetches.
+        optimizer_raises: whether a rank's optimizer raises after this commit.
+        load_raises: whether it raises as a rank of several loads what it has fetched, by the rank's name.
+    """
+
+    network: random.Random = field(default_factory=lambda: random.Random("network"))
+    extra: random.Random = field(default_factory=lambda: random.Random("extra"))
+    jitter: Callable[[], float] = lambda: 0.5
+    nonces: Callable[[], int] = field(default_factory=lambda: itertools.count(1).__next__)
+    words: Callable[[], int] = field(default_factory=lambda: itertools.count(1).__next__)
+    step_ms: Callable[[str], int] = _steady_step_ms
+    spread_ms: Callable[[], int] = lambda: 1
+    chunk_ms: Callable[[str], int] = lambda _: 20
+    optimizer_raises: Callable[[str], bool] = lambda _: False
+    load_raises: Callable[[str], bool] = lambda _: False
+
+
+@dataclass(slots=True)
+class Replica:
+    """One life of a replica group, the `life`th: its manager server and its trainers."""
+
+    name: str
+    replica_id: str
+    replaces: str
+    life: int
+    job: str = JOB
+    manager: ManagerProcess | None = None
+    trainers: list[Trainer] = field(default_factory=list)
+    num_managers: int = 0
+    ended: str = ""
+    elsewhere: str = ""
+    world_size: int = 1
+    released: bool = False  # it has left, and nobody heals from it
+
+    @property
+    def host(self) -> str:
+        """What its processes are named after: a second one with that replica id runs elsewhere."""
+        return self.replica_id + (f"@{self.elsewhere}" if self.elsewhere else "")
+
+    @property
+    def alive(self) -> bool:
+        """Whether all its trainers exist."""
+        return not self.ended and all(trainer.alive for trainer in self.trainers)
+
+    def processes(self) -> list[Process]:
+        """All of them, the manager server first."""
+        managers: list[Process] = [self.manager] if self.manager is not None else []
+        return [*managers, *self.trainers]
+
+
+class Cluster:
+    """A lighthouse, replica groups, a network and a clock.
+
+    Args:
+        config: what it is made of.
+        chance: what is left to chance.
+        on_end: called with a replica when one life of it has ended.
+        on_line: called with every line of the trace.
+        log_lines: how many lines of the trace are kept for a message.
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        chance: Chance,
+        *,
+        on_end: Callable[[Replica], None] | None = None,
+        on_line: Callable[[str], None] | None = None,
+        log_lines: int = 60,
+    ) -> None:
+        self.config = config
+        self.chance = chance
+        self.timeouts = config.timeouts
+        self.clock = VirtualClock(budget_events=config.budget_events)
+        self.marks = Marks()
+        self.network = Network(
+            self.clock,
+            chance.network,
+            self.marks,
+            delay_ms=config.delay_ms,
+            keepalive_ms=self.timeouts.heartbeat_timeout_ms,
+            extra_rng=chance.extra,
+        )
+        self.network.on_mend = self._mended
+        self.links = Links()
+        self.links.on_change = self._mended
+        self.wall_offset_ms = 0  # by which somebody has set the clock on the wall
+        self._invariants: dict[str, Invariants] = {}
+        self.losses = LossWatch(self)
+        self.hangs = HangTruth(self)
+        self.paces = PaceTruth(self)
+        self.ends = EndTruth(self)
+        self.replicas: dict[str, Replica] = {}
+        self.torchft: dict[str, TorchftProcess] = {}
+        self.lives: list[Replica] = []  # all that were ever started
+        self.log: deque[str] = deque(maxlen=log_lines)
+        self.decides = ""  # the lighthouse whose decisions are told just now
+        self.foreign_observer: Callable[[Quorum], None] = lambda _: None
+        self.observer: Callable[[effects.LighthouseEffect], None] = lambda _: None
+        self.teller: Callable[[str, str], None] = lambda _name, _text: None
+        self.num_lighthouses = 0
+        self._on_end = on_end
+        self._on_line = on_line
+        self._lives: dict[str, int] = {}
+        self._answers: set[tuple[str, QuorumKey, tuple[Member, ...]]] = set()
+        self._groups: dict[tuple[QuorumKey, int], Group] = {}
+        self.calls = itertools.count(1)
+        self._digest = hashlib.blake2b(digest_size=16)
+        self.lighthouse = self._new_lighthouse()
+        self.standby = self._new_lighthouse("lighthouse2") if config.standby else None
+
+    @property
+    def wall_ms(self) -> int:
+        """Milliseconds since 1970, in the simulation."""
+        return self.config.wall_start_ms + self.clock.now_ms + self.wall_offset_ms
+
+    @property
+    def jobs(self) -> dict[str, tuple[str, ...]]:
+        """The names of the replica groups of each job."""
+        others = {OTHER_JOB: self.config.other_names} if self.config.other_names else {}
+        return {JOB: self.config.names, **others}
+
+    @property
+    def invariants(self) -> Invariants:
+        """Of the first job."""
+        return self.invariants_of(JOB)
+
+    def invariants_of(self, job: str) -> Invariants:
+        """What is watched of one job."""
+        if job not in self._invariants:
+            self._invariants[job] = Invariants(
+                initial_step=self.config.trainers.step, several_lighthouses=self.config.standby != ""
+            )
+        return self._invariants[job]
+
+    @property
+    def trace_digest(self) -> str:
+        """Of every event and effect so far."""
+        return self._digest.hexdigest()
+
+    def trace(self, who: str, what: object) -> None:
+        """Take something into the trace."""
+        line = f"{self.clock.now_ms} {who} {what!r}"
+        self._digest.update(line.encode())
+        self.log.append(line)
+        if self._on_line is not None:
+            self._on_line(line)
+
+    def watch(self, order: effects.LighthouseEffect) -> None:
+        """Look at what the lighthouse decides."""
+        match order:
+            case effects.QuorumFormed():
+                self.invariants_of(order.job).formed(order.quorum)
+                self.paces.formed(order.job, order.quorum, order.previous)
+                self._look_who_joined(order)
+                self.marks.hit("a quorum was formed")
+                if order.previous is not None and len(order.quorum.members) < len(order.previous.members):
+                    self.marks.hit("a quorum shrank")
+                for words in REASONS:
+                    if words in order.reason:
+                        self.marks.hit(f"new id: {words}")
+                if order.reason.count(" joined") > 1:
+                    self.marks.hit("new id: two joined at once")
+                if order.previous is not None and order.previous.replica_ids == order.quorum.replica_ids:
+                    self.marks.hit("the same list got a new id")
+            case effects.AnswerQuorum():
+                replica = self.replica_of_stream(order.stream)
+                if replica is not None:
+                    self.invariants_of(replica.job).answered(replica.replica_id, order.quorum)
+                    answer = (replica.replica_id, order.quorum.key, order.quorum.members)
+                    if answer in self._answers:
+                        self.marks.hit("an answer was given again")
+                    self._answers.add(answer)
+            case effects.AnswerUnchanged():
+                self.marks.hit("unchanged was answered")
+            case effects.AskForQuorum():
+                self.marks.hit("a lighthouse without memory asked for a quorum")
+            case effects.ReplicaLost():
+                self.marks.hit(f"lost: {kind_of_loss(order.reason)}")
+            case effects.ReplicaLeft():
+                self.marks.hit("a replica left")
+            case effects.JobEnded():
+                self.marks.hit("a job ended")
+            case effects.RefuseSession():
+                self.marks.hit(f"refused: {order.refusal.value}")
+            case effects.RefuseRequest():
+                self.marks.hit(f"request refused: {order.refusal.value}")
+        self.observer(order)
+
+    def replica_of_stream(self, number: int) -> Replica | None:
+        """Whose manager server holds that stream to the lighthouse."""
+        for replica in self.replicas.values():
+            manager = replica.manager
+            if manager is not None and manager.stream_number == number:
+                return replica
+        return None
+
+    def _look_who_joined(self, order: effects.QuorumFormed) -> None:
+        """Jobs don't mix; and some quorums have members whose states are of other runs, or of none."""
+        if order.job == OTHER_JOB:
+            self.marks.hit("another job formed a quorum")
+        for member in order.quorum.members:
+            job = self._job_of(member.replica_id.split(":")[0])
+            if job != order.job:
+                whose = f"quorum {order.quorum.key} of job {order.job}"
+                raise InvariantBroken("I2", f"{member.replica_id} of job {job} is in {whose}")
+            if member.torn:
+                self.marks.hit("a torn group was in a quorum")
+        highest = max(member.step for member in order.quorum.members)
+        unknown = [member for member in order.quorum.members if member.step == highest and member.lineage is None]
+        if highest > 0 and len(unknown) > 1:
+            self.marks.hit("loaded states of one step met")
+
+    def _job_of(self, name: str) -> str:
+        return OTHER_JOB if name in self.config.other_names else JOB
+
+    # --- verbs --------------------------------------------------------------------------------------------------------
+
+    def foreign_formed(self, quorum: Quorum) -> None:
+        """A lighthouse that does not know us gives that answer to all that are in it."""
+        self.marks.hit("a foreign lighthouse formed a quorum")
+        self.foreign_observer(quorum)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the lighthouse is torchft's."""
+        return isinstance(self.lighthouse, ForeignLighthouseProcess)
+
+    @property
+    def our_lighthouse(self) -> LighthouseProcess:
+        """The lighthouse, in a cluster where it is not torchft's."""
+        assert isinstance(self.lighthouse, LighthouseProcess)
+        return self.lighthouse
+
+    def lighthouse_at(self, address: int) -> LighthouseProcess | ForeignLighthouseProcess:
+        """The lighthouse at that address of the list."""
+        if address == 0:
+            return self.lighthouse
+        assert self.standby is not None
+        return self.standby
+
+    def _new_lighthouse(self, name: str = "lighthouse") -> LighthouseProcess | ForeignLighthouseProcess:
+        self.num_lighthouses += 1
+        for invariants in self._invariants.values():
+            if invariants.started_at(self.wall_ms):
+                self.marks.hit("a lighthouse started before its predecessor's ids")
+        kind = ForeignLighthouseProcess if self.config.foreign else LighthouseProcess
+        lighthouse = kind(self, self.num_lighthouses, name)
+        lighthouse.start()
+        self.paces.forget()
+        return lighthouse
+
+    def start(
+        self,
+        name: str,
+        *,
+        settings: TrainerSettings | None = None,
+        replaces: str = "",
+        loading: bool = False,
+        twin_of: str = "",
+        world_size: int = 0,
+    ) -> Replica:
+        """Start a (new) life of that replica group.
+
+        Args:
+            name: of the group.
+            settings: of its trainers, if they are not the job's.
+            replaces: the replica id whose place it takes.
+            loading: its trainers are started by the caller.
+            twin_of: by mistake, it has the replica id of that group's life.
+            world_size: its ranks, if they are not as many as the job's groups have.
+        """
+        life = self._lives[name] = self._lives.get(name, 0) + 1
+        replica = Replica(name, f"{name}:{life}", replaces, life, self._job_of(name))
+        if twin_of:
+            first = self.replicas[twin_of]
+            replica = Replica(name, first.replica_id, replaces, life, first.job, elsewhere=name)
+        replica.world_size = world_size or self.config.world_size
+        self.replicas[name] = replica
+        self.lives.append(replica)
+        self.start_manager(replica)
+        chosen = settings if settings is not None else self.config.trainers
+        for rank in range(replica.world_size):
+            replica.trainers.append(
+                Trainer(
+                    replica.job,
+                    replica.replica_id,
+                    rank,
+                    replica.world_size,
+                    chosen,
+                    Outside(self, replica),
+                    host=replica.host,
+                )
+            )
+        for trainer in replica.trainers:
+            trainer.syncs = Syncs(trainer) if chosen.num_fragments > 0 else None
+            self.connect_rank(replica, trainer)
+            if not loading:
+                trainer.start()
+        return replica
+
+    def start_torchft(self, name: str, *, step: int = 0) -> TorchftProcess:
+        """Start a replica group of torchft's kind, which has trained so far."""
+        process = self.torchft[name] = TorchftProcess(self, name, step)
+        process.start()
+        return process
+
+    def start_manager(self, replica: Replica) -> None:
+        """Start a manager server, the first or another one after its death."""
+        manager = ManagerProcess(self, replica, replica.num_managers, self.wall_ms)
+        replica.num_managers += 1
+        replica.manager = manager
+        manager.start()
+
+    def connect_rank(self, replica: Replica, trainer: Trainer) -> None:
+        """Open the stream of a rank to its manager server, again whenever it breaks."""
+        manager = replica.manager
+        if manager is None or not trainer.alive:
+            return
+
+        def again() -> None:
+            trainer.after(50, lambda: self.connect_rank(replica, trainer))
+
+        def opened(stream: Stream) -> None:
+            stream.listen(trainer, heard, again)
+            self._beat(trainer, stream)
+            if self.config.probes and not self.is_foreign:
+                trainer.says_long_wait = lambda: self._say_where(trainer, stream, extra=True)
+
+        def heard(news: LossNotice | NewcomerAsks | LeaveRequest | Released | WaitsFor | StragglerNews) -> None:
+            match news:
+                case NewcomerAsks(replica_id):
+                    trainer.heard_of_newcomer(replica_id)
+                case LeaveRequest():
+                    trainer.leave()
+                case Released():
+                    replica.released = True
+                case WaitsFor():
+                    pass  # for logs alone
+                case StragglerNews():
+                    trainer.told_of_its_pace(news)
+                case notice:
+                    self.losses.told(trainer, notice)
+                    trainer.noticed(notice)
+
+        self.network.dial(
+            trainer,
+            manager,
+            accepted=lambda stream: manager.rank_connected(trainer.rank, stream, replica.life),
+            opened=opened,
+            failed=again,
+        )
+
+    def _beat(self, trainer: Trainer, stream: Stream) -> None:
+        """A rank says once a beat where in its step it is, for as long as its stream stands."""
+        if stream.open:
+            self._say_where(trainer, stream)
+            trainer.after(self.timeouts.beat_interval_ms, lambda: self._beat(trainer, stream))
+
+    def _say_where(self, trainer: Trainer, stream: Stream, *, extra: bool = False) -> None:
+        told = Told(trainer.progress(), self.clock.now_ms, trainer.phase_since_ms)
+        stream.send(trainer, told, extra=extra)
+
+    def is_local(self, trainer: Trainer) -> bool:
+        """Whether a rank runs on its manager server's host."""
+        return trainer.rank == 0 or self.config.ranks_together
+
+    def was_stopped(self, replica_id: str, for_ms: int = STOPPED_MS) -> bool:
+        """Whether a rank of it that can be looked at is stopped, or was a moment ago, for as long as that."""
+        ranks = [each for life in self.lives if life.replica_id == replica_id for each in life.trainers]
+        for each in ranks:
+            until_ms = self.clock.now_ms if each.state is State.STOPPED else each.running_since_ms
+            recent = self.clock.now_ms - until_ms < STOP_KNOWN_MS
+            lasted = until_ms - each.stopped_since_ms >= for_ms
+            if self.is_local(each) and not each.is_seen_running and recent and lasted:
+                return True
+        return False
+
+    def end_process(self, process: Process, *, vanish: bool = False) -> None:
+        """End one process, and let the network show it."""
+        if process.alive:
+            self.trace(process.name, "vanishes" if vanish else "ends")
+            process.end(vanish=vanish)
+            self.network.ended(process)
+            if isinstance(process, ManagerProcess) and not vanish:
+                for action in process.on_end:
+                    action()
+
+    def kill_trainer(self, replica: Replica, rank: int, reason: str = "killed by signal 9") -> None:
+        """kill -9 of a trainer. Rank 0's manager server learns of it from its pipe; another rank's from its stream."""
+        trainer = replica.trainers[rank]
+        self.end_process(trainer)
+        manager = replica.manager
+        if rank == 0 and manager is not None:
+            manager.after(1, lambda: manager.handle(events.RankDied(rank=0, reason=reason)))
+        self._finish(replica, f"rank {rank} {reason}")
+
+    def kill_manager(self, replica: Replica) -> None:
+        """kill -9 of a manager server. A group of one rank starts another; a larger one ends."""
+        if replica.manager is not None:
+            self.manager_exits(replica.manager)
+
+    def manager_exits(self, manager: ManagerProcess) -> None:
+        """A manager server ends, by itself after it has reported a loss, or killed."""
+        replica = manager.replica
+        if not manager.alive or replica.manager is not manager:
+            return
+        self.end_process(manager)
+        if replica.world_size == 1 and replica.alive:
+            replica.manager = None
+            trainer = replica.trainers[0]
+
+            def successor() -> None:
+                self.invariants_of(replica.job).started_anew(replica.host, trainer.held)
+                self.start_manager(replica)
+                self.connect_rank(replica, trainer)
+
+            trainer.after(200, successor)
+        else:
+            self._finish(replica, "its manager server died")
+
+    def vanish(self, replica: Replica) -> None:
+        """The hosts of a replica group are gone; nobody reports anything."""
+        for process in replica.processes():
+            self.end_process(process, vanish=True)
+        self._finish(replica, "its host vanished")
+
+    def vanish_rank(self, replica: Replica, rank: int) -> None:
+        """The host of one rank is gone; its manager server finds out, or somebody who looks after the group does."""
+        self.end_process(replica.trainers[rank], vanish=True)
+        patience_ms = 2 * self.timeouts.heartbeat_timeout_ms + self.timeouts.reconnect_grace_ms
+        self.clock.after(patience_ms, lambda: self._finish(replica, f"rank {rank}'s host vanished"))
+
+    def trainer_left(self, replica: Replica, trainer: Trainer) -> None:
+        """A rank that has left ends, with a goodbye; rank 0 waits for the others, because the manager server is its."""
+        trainer.leave_group()
+        if all(each.phase == "ended: left" or not each.alive for each in replica.trainers):
+            manager = replica.manager
+            if manager is not None:
+                for rank in range(replica.world_size):
+                    manager.handle(events.RankDied(rank=rank, reason="it was shut down", left=True))
+            self._finish(replica, "left")
+
+    def drain(self, name: str) -> None:
+        """Somebody asks the lighthouse that this group leave."""
+        replica = self.replicas[name]
+        order = events.DrainRequested(0, replica.job, replica.replica_id, "it is drained")
+        self.our_lighthouse.drain(order)
+
+    def shut_down(self, replica: Replica, reason: str) -> None:
+        """End what is left of a replica group."""
+        self._finish(replica, reason)
+
+    def stick(self) -> None:
+        """No reduction of the newest quorum ends any more."""
+        if self.is_foreign:
+            return
+        quorum = self.our_lighthouse.core.quorum(JOB)
+        if quorum is not None:
+            for (key, _), group in self._groups.items():
+                group.sticks = group.sticks or key == quorum.key
+            self.hangs.sticks(quorum.key)
+
+    def unstick(self) -> None:
+        """All reductions end again."""
+        for group in self._groups.values():
+            if group.sticks:
+                group.sticks = False
+                group.look()
+
+    def restart_lighthouse(self, after_ms: int) -> None:
+        """The lighthouse dies, and another with an empty memory starts at its address."""
+        self.end_process(self.lighthouse)
+        self.clock.after(after_ms, self.revive_lighthouse)
+
+    def revive_lighthouse(self) -> None:
+        """Start a lighthouse where there is none."""
+        if not self.lighthouse.alive:
+            self.trace("lighthouse", "starts")
+            self.lighthouse = self._new_lighthouse()
+
+    def _finish(self, replica: Replica, reason: str) -> None:
+        """One life is over: whatever of it still lives ends soon after."""
+        if replica.ended:
+            return
+        replica.ended = reason
+        self.trace(replica.replica_id, f"ended: {reason}")
+
+        def sweep() -> None:
+            for process in replica.processes():
+                process.resume()
+                self.end_process(process)
+
+        self.clock.after(self.timeouts.reconnect_grace_ms + 100, sweep)
+        if self._on_end is not None:
+            self._on_end(replica)
+
+    # --- for the trainers ---------------------------------------------------------------------------------------------
+
+    def group(self, job: str, key: QuorumKey, group_rank: int, members: tuple[str, ...], store: str) -> Group:
+        """The meeting of that name, made by whoever comes first."""
+        name = (key, group_rank)
+        if name not in self._groups:
+
+            def is_cut(one: str, other: str) -> bool:
+                return self.network.is_cut(f"{one}/{group_rank}", f"{other}/{group_rank}")
+
+            self._groups[name] = Group(
+                key,
+                group_rank,
+                members,
+                self.clock,
+                self.invariants_of(job),
+                self.chance.spread_ms,
+                is_cut,
+                self.links,
+                store,
+            )
+        return self._groups[name]
+
+    def _mended(self) -> None:
+        """Groups that were torn apart may go on."""
+        for replica in self.replicas.values():
+            for trainer in replica.trainers:
+                if trainer.group is not None:
+                    trainer.group.look()
+
+    def call(
+        self,
+        trainer: Trainer,
+        replica: Replica,
+        make: Callable[[int], events.RankAsked | events.RankVoted | events.RankLeft],
+        done: Callable[[Any], None],
+    ) -> int:
+        """A unary call of a trainer to its manager server; `done` is given the answer, or Refused, once."""
+        call = next(self.calls)
+        manager = replica.manager
+        if manager is None:
+            trainer.after(1, lambda: done(_UNREACHABLE))
+            return call
+        outcome = Waiter()
+        outcome.then(done)
+
+        def fail() -> None:
+            trainer.run(lambda: outcome.resolve(_UNREACHABLE))
+
+        def lost_answer() -> None:
+            # The connection broke under the answer: both ends learn of it.
+            self.marks.hit("an answer of a manager server was lost")
+            fail()
+
+        numbers = itertools.chain([call], self.calls)
+        num_requests = trainer.num_requests
+
+        def arrived() -> None:
+            number = next(numbers)
+            if number == call:
+                manager.called(
+                    make(number),
+                    lambda value: self.network.message(manager, trainer, partial(outcome.resolve, value), lost_answer),
+                )
+            elif trainer.num_requests == num_requests:
+                # An attempt that its client has given up for another: it is heard before its connection's end is, but
+                # not as late as in the rank's next step.
+                again = make(number)
+                manager.called(again, lambda _: None)
+                manager.after(1, lambda: manager.handle(events.RankWithdrew(again.rank, number)))
+
+        manager.on_end.append(lambda: outcome.done or self.clock.after(1, fail))
+        self.network.message(trainer, manager, arrived, fail)
+        return call

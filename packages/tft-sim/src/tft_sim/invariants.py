@@ -1,0 +1,893 @@
+"""The invariants of the protocol, checked on everything that a simulated cluster does.
+
+Weights are digests: the digest after a commit is that of the weights before and of all gradients that went into the
+mean. So two members with equal digests have applied the same gradients in the same order, each exactly once.
+
+Law of this file: looking on. Nothing here changes what it looks at; the first thing that is wrong is raised.
+Source: design.md section 10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+
+from tft_coord.core import effects, events
+from tft_coord.core.fingerprint import Fingerprint, differences
+from tft_coord.core.stragglers import PaceKind, StragglerNews
+from tft_coord.core.types import Hello, Member, Plan, Purpose, Quorum, QuorumKey, Refusal, Verdict
+from tft_coord.timeouts import Timeouts
+from tft_sim.reach_truth import ReachTruth
+
+
+class InvariantBroken(AssertionError):
+    """An invariant does not hold. `invariant` is its number in design.md section 10, as `I3`; or `P3`, the bar on how
+    soon the survivors of a loss go on; or `P1`: one is lost that should not be, or late (section 1 of protocol.md); or
+    `P2`: a quorum does not wait for whom it should, or waits though it need not (its section 2); or `P4`: a group does
+    not heal as a whole (its section 4); or `P5`: one is lost by a second of silence that should not be, or is not that
+    should (its section 1); or `P6`: members differ that must not (its section 6); or `L1`: leaving costs
+    the others something; or `H1`: nobody is taken to hang who does not; or `H2`: who hangs is lost; or `F1`:
+    syncs in flight together were started in one quorum, are committed in that order, and fail with it, and with the
+    first of them that does (protocol.md section 5)."""
+
+    def __init__(self, invariant: str, message: str) -> None:
+        super().__init__(f"{invariant}: {message}")
+        self.invariant = invariant
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The state that one rank holds."""
+
+    step: int
+    lineage: int | None
+    weights: str
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What a group agrees on. The lineage tells a step from the same step after a state was loaded by hand."""
+
+    key: QuorumKey
+    step: int
+    lineage: int
+    purpose: Purpose
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one member put into a reduction. `gradient` is None for zeros; `part` says of what: a bucket, a fragment."""
+
+    replica_id: str
+    before: Held
+    gradient: str | None
+    part: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """What one or several reductions gave to every member that saw them end."""
+
+    key: QuorumKey
+    group_rank: int
+    numbers: tuple[int, ...]
+    gradients: tuple[str, ...]
+
+
+class Attendance:
+    """What one life of a lighthouse says of who lives, and whether its quorums fit that (protocol.md sections 1, 2).
+
+    It looks at messages alone and knows nothing of the core that it checks.
+
+    Args:
+        min_replicas: smallest quorum.
+        on_broken: told when a member of the newest quorum is lost, or has a successor: that quorum's key, and who.
+        on_left: told when a member of the newest quorum asks for the next: the key, who, and whether that breaks it for
+            sure, because it says that it can't go on in it. (Who has not got it may be given it again.)
+        timeouts: for so long those who live are waited for, and those who heal, and a state that nobody holds but one
+            that is lost and may live.
+        lost_state_ms: for so long a state is waited for whose holders fell silent.
+    """
+
+    def __init__(
+        self,
+        min_replicas: int,
+        on_broken: Callable[[QuorumKey, str], None] = lambda _key, _who: None,
+        on_left: Callable[[QuorumKey, str, bool], None] = lambda _key, _who, _surely: None,
+        timeouts: Timeouts = Timeouts(),  # noqa: B008  # frozen
+        lost_state_ms: int = 0,
+    ) -> None:
+        self._lost_state_ms = max(lost_state_ms, timeouts.heartbeat_timeout_ms)
+        self._broke: set[str] = set()  # who was lost by its stream
+        self._min_replicas = min_replicas
+        self._timeouts = timeouts
+        self._on_broken = on_broken
+        self._on_left = on_left
+        self._newest: Quorum | None = None
+        self._sessions: dict[str, int] = {}  # of those who were welcomed, or are presumed to live
+        self._ready: set[str] = set()
+        self._lost: dict[str, int] = {}
+        self._lost_ms: dict[str, int] = {}
+        self._dead: set[str] = set()
+        self._special: set[str] = set()
+        self._streams: dict[str, int] = {}
+        self._presumed: set[str] = set()
+        self._strangers: set[str] = set()  # whose parameters or settings are not those of the job
+        self._replaced: set[str] = set()
+        self._asking: dict[str, int] = {}  # on which stream
+        self._said: dict[str, tuple[Member, QuorumKey | None]] = {}  # with its newest request
+        self._fingerprints: dict[str, Fingerprint] = {}  # as each has said last
+        self._gone: dict[str, int] = {}  # who has left the job, and in which session
+        self._finished: dict[str, int] = {}  # who has left because its training is over, and at which step
+        self._knew: set[str] = set()  # who was known when the first finished since the newest quorum
+        self._ended: tuple[int, set[str], QuorumKey | None] | None = None  # step, who was of that run, its last quorum
+        self._released: set[str] = set()  # and is not needed any more
+        self._asked_ms: dict[str, int] = {}  # when each asked first since its last answer
+        self._heals_ms: dict[str, int] = {}  # since when each heals that does
+        self._may_heal_ms: dict[str, int] = {}  # the same of those that may, because states differ in their quorum
+        self._left_out: set[str] = set()  # as stragglers: they are waited for by nobody
+        self._reach = ReachTruth()
+        self._healed: dict[str, tuple[int, int]] = {}  # bytes that it had received, and when it said so first
+
+    def welcomed(self, hello: Hello, stream: int) -> None:
+        """A session stands, on that stream from now on."""
+        replica_id, session = hello.replica_id, hello.session
+        self._presumed.discard(replica_id)
+        self._replaced.add(hello.replaces)
+        if hello.replaces in self._lost and hello.replaces != replica_id:
+            self._dead.add(hello.replaces)
+        if replica_id in self._dead:
+            raise InvariantBroken("I2", f"{replica_id} was reported dead and is welcomed")
+        if session <= self._lost.get(replica_id, session - 1):
+            raise InvariantBroken("I2", f"{replica_id} session {session} was lost and is welcomed")
+        if session < self._sessions.get(replica_id, session):
+            raise InvariantBroken("I2", f"{replica_id} session {session} is older than another that stands")
+        self._lost.pop(replica_id, None)
+        if session > self._sessions.get(replica_id, -1):
+            # What it healed in was broken with the session before, and its bytes are counted anew.
+            self._heals_ms.pop(replica_id, None)
+            self._healed.pop(replica_id, None)
+        self._sessions[replica_id] = session
+        if replica_id not in self._gone:
+            self._look_at(replica_id)
+        self._streams[replica_id] = stream
+        self._asking.pop(replica_id, None)
+        if hello.ready and replica_id not in self._strangers:
+            self._ready.add(replica_id)
+        if hello.left or replica_id in self._gone:
+            self.left(stream)
+
+    def takes_place(self, newer: Hello, older: Hello) -> None:
+        """A stream is closed because another says hello as the same replica: of one process, or the first is lost."""
+        if older.replica_id in self._sessions and newer.address != older.address:
+            who, first = older.replica_id, older.address
+            raise InvariantBroken("I2", f"{who} lives at {first}, and another at {newer.address} takes its place")
+
+    def left(self, stream: int) -> None:
+        """Whoever has that stream has left: nobody waits for it, and the quorum that it was in goes on to its end."""
+        for replica_id, newest in self._streams.items():
+            if newest == stream and replica_id in self._sessions:
+                self._gone[replica_id] = self._sessions.pop(replica_id)
+                self._asking.pop(replica_id, None)
+
+    def finished(self, stream: int, step: int) -> None:
+        """Whoever has that stream leaves because its training is over."""
+        self._finished |= {each: step for each, newest in self._streams.items() if newest == stream}
+        if not self._knew:
+            self._knew = self._sessions.keys() | self._lost.keys() | self._gone.keys()
+
+    def pace_changed(self, news: StragglerNews) -> None:
+        """A replica is left out as a straggler, or let back."""
+        if news.kind is PaceKind.LEFT_OUT:
+            self._left_out.add(news.replica_id)
+        elif news.kind is PaceKind.LET_BACK:
+            self._left_out.discard(news.replica_id)
+
+    def _out_of(self, newest: Quorum | None) -> set[str]:
+        """Who is left out; nobody, where no other member of the newest quorum lives."""
+        members = set(newest.replica_ids) if newest is not None else set()
+        return self._left_out if (members - self._left_out) & self._sessions.keys() else set()
+
+    def num_ready(self) -> int:
+        """How many healthy replicas count for a quorum."""
+        return len(self._sessions.keys() & self._ready)
+
+    def ended(self, step: int, now_ms: int) -> None:
+        """The job is said to have ended at that step: a member of its last quorum finished there, none can go on."""
+        members = self._newest.replica_ids if self._newest is not None else ()
+        trains = sorted(each for each in members if each in self._sessions or self._may_come_back(each, now_ms))
+        if trains:
+            raise InvariantBroken("E1", f"the job is said to have ended at step {step}, and {trains} of it train")
+        if step != max((self._finished[each] for each in members if each in self._finished), default=None):
+            raise InvariantBroken(
+                "E1", f"the job is said to have ended at step {step}, where none of {members} finished"
+            )
+        self._ended = step, self._knew, self._newest.key if self._newest is not None else None
+        self._ready &= self._asking.keys()
+
+    def late(self, stream: int) -> None:
+        """Whoever asked there is behind a job that has ended, and counts nowhere."""
+        self._ready -= {replica_id for replica_id, each in self._streams.items() if each == stream}
+
+    def _look_who_is_late(self, quorum: Quorum, previous: Quorum | None) -> None:
+        """Nobody of the run that ended trains on from before its end: nobody at all before the next run has begun, and
+        then nobody with a state of the old run, until another has a state of the end."""
+        self._knew = set()
+        if self._ended is None:
+            return
+        step, known, last = self._ended
+        if any(each.step >= step for each in quorum.members):
+            self._ended = None
+            return
+        next_run = previous is not None and previous.key != last
+        old = [each for each in quorum.members if each.replica_id in known and (each.live or not next_run)]
+        if old:
+            late = [each.replica_id for each in old]
+            raise InvariantBroken("E1", f"the job has ended at step {step}, and {late} train on in {quorum.key}")
+        self._ended = step, known.difference(quorum.replica_ids), last  # who takes part in the next run is of that one
+
+    def released(self, stream: int) -> None:
+        """It is told that nobody heals from it any more: its end is no loss."""
+        self._released |= {each for each, newest in self._streams.items() if newest == stream}
+
+    def asked(
+        self,
+        member: Member,
+        stream: int,
+        held: QuorumKey | None = None,
+        fingerprint: Fingerprint = (),
+        now_ms: int = 0,
+    ) -> None:
+        """It has asked for a quorum; what comes late on an older stream, or of a lost session, is ignored."""
+        if self._streams.get(member.replica_id) != stream or member.replica_id not in self._sessions:
+            return
+        self._asked_ms.setdefault(member.replica_id, now_ms)
+        self._heals_ms.pop(member.replica_id, None)
+        if fingerprint:
+            self._fingerprints[member.replica_id] = fingerprint
+        self._strangers.discard(member.replica_id)
+        self._ready.add(member.replica_id)
+        self._asking[member.replica_id] = stream
+        # Who fails to heal again and again is not counted for a while; who wants no newcomers doesn't count them.
+        self._special.discard(member.replica_id)
+        if member.failed_heals > 1 or member.shrink_only:
+            self._special.add(member.replica_id)
+        self._said[member.replica_id] = member, held
+        self._reach.asked(member, held, self._newest, now_ms)
+        self._look_if_left(member.replica_id)
+
+    def _look_if_left(self, replica_id: str) -> None:
+        """It asks for the next quorum: can it go on in the newest, if it is in it?"""
+        member, held = self._said[replica_id]
+        before = self._newest.member(replica_id) if self._newest is not None else None
+        if self._newest is not None and before is not None and before.session == self._sessions[replica_id]:
+            self._on_left(self._newest.key, replica_id, member.needs_configure and held == self._newest.key)
+
+    def differs(self, stream: int) -> None:
+        """Whoever asked there does not belong to the job, and counts nowhere."""
+        names = {replica_id for replica_id, each in self._streams.items() if each == stream}
+        self._strangers |= names
+        self._ready -= names
+
+    def turned_out(self, stream: int) -> None:
+        """Members of another kind stand over those who are here: whoever is on that stream is forgotten, and all that
+        have none, because those who are here named them, or because it broke a moment ago."""
+        for replica_id in [replica_id for replica_id, each in self._streams.items() if each == stream]:
+            for each in {replica_id} | (self._sessions.keys() - self._streams.keys()):
+                self._sessions.pop(each, None)
+                self._asking.pop(each, None)
+                self._ready.discard(each)
+            self._presumed.clear()
+            self._newest = None
+
+    def healed(self, stream: int, num_bytes: int, now_ms: int) -> None:
+        """Whoever has that stream has received so many bytes of state."""
+        for replica_id in [each for each, newest in self._streams.items() if newest == stream]:
+            if num_bytes > self._healed.get(replica_id, (0, 0))[0]:
+                self._healed[replica_id] = num_bytes, now_ms
+
+    def answered(self, stream: int, quorum: Quorum | None, now_ms: int = 0) -> None:
+        """Whoever asked there is given the newest quorum as it is now; None: it goes on in it from what it said."""
+        newest = self._newest
+        for replica_id in [each for each, asked in self._asking.items() if asked == stream]:
+            self._asked_ms.pop(replica_id, None)
+            own = quorum.member(replica_id) if quorum is not None else None
+            if quorum is not None and own is not None and own.step < max(each.step for each in quorum.members):
+                self._heals_ms[replica_id] = now_ms
+            self._may_heal_ms.pop(replica_id, None)
+            states = {(each.step, each.lineage) for each in quorum.members} if quorum is not None else set()
+            # At step 0 all but the first may heal, with init_sync.
+            if own is not None and (own.torn or own.step == 0 or len(states) > 1):
+                self._may_heal_ms[replica_id] = now_ms
+        if quorum is not None:
+            if newest is not None and newest.key == quorum.key:
+                self._newest = quorum
+        elif newest is not None:
+            said = {each: self._said[each][0] for each, asked in self._asking.items() if asked == stream}
+            self._newest = replace(
+                newest,
+                members=tuple(
+                    replace(each, step=now.step, lineage=now.lineage, torn=now.torn)
+                    if (now := said.get(each.replica_id)) is not None
+                    else each
+                    for each in newest.members
+                ),
+            )
+
+    def other_kind_trains(self, quorum: Quorum) -> None:
+        """Members of torchft's are given a quorum: then none of ours lives."""
+        ours = sorted(each for each in self._sessions if each in self._streams)
+        if ours:
+            raise InvariantBroken("P6", f"{', '.join(quorum.replica_ids)} of torchft's train, and {ours} of ours live")
+
+    def asks_no_more(self, stream: int) -> None:
+        """Whoever asked there was answered, gave its request up, or has lost the stream."""
+        self._asking = {replica_id: asked for replica_id, asked in self._asking.items() if asked != stream}
+
+    def reported(self, quorum: Quorum) -> None:
+        """The newest quorum from before this life: its members are presumed to live, those of an older one no more."""
+        for replica_id in self._presumed:
+            self._sessions.pop(replica_id, None)
+            self._ready.discard(replica_id)  # that it has ever asked was known by the older quorum alone
+        self._presumed.clear()
+        for member in quorum.members:
+            name = member.replica_id
+            if name in self._gone:
+                continue
+            if name not in self._sessions and name not in self._lost and name not in self._replaced:
+                self._sessions[name] = member.session
+                self._presumed.add(name)
+                self._ready.add(name)
+        self._newest = quorum
+        for member in quorum.members:
+            self._look_at(member.replica_id)
+            if member.replica_id in self._asking:  # who asked before this one knew of the quorum
+                self._look_if_left(member.replica_id)
+
+    def closed(self, stream: int) -> None:
+        """A stream has ended."""
+        self._streams = {replica_id: each for replica_id, each in self._streams.items() if each != stream}
+
+    def lost(self, replica_id: str, session: int, *, dead: bool, broke: bool = False, now_ms: int = 0) -> None:
+        """It was taken for lost, because its stream broke or for another reason."""
+        if replica_id in self._released:
+            raise InvariantBroken(
+                "L1", f"{replica_id} session {session} had left, nobody healed from it, and it is lost"
+            )
+        if broke and replica_id in self._streams:
+            raise InvariantBroken("I2", f"{replica_id} session {session} is lost by a stream that broke, and it stands")
+        self._sessions.pop(replica_id, None)
+        self._asking.pop(replica_id, None)
+        self._heals_ms.pop(replica_id, None)
+        self._lost[replica_id] = session
+        self._lost_ms[replica_id] = now_ms
+        self._broke = (self._broke | {replica_id}) if broke else (self._broke - {replica_id})
+        if dead:
+            self._dead.add(replica_id)
+        self._look_at(replica_id)
+
+    def death_reported(self, stream: int) -> None:
+        """The end of a trainer is reported; of one that lives the lighthouse says that it is lost by it."""
+        self._dead |= {each for each, newest in self._streams.items() if newest == stream and each in self._lost}
+
+    def shrinks_to_few(self) -> bool:
+        """Enough have asked, and one of them wants no newcomers."""
+        before = self._newest.replica_ids if self._newest is not None else ()
+        asking = [self._said[each][0] for each in self._asking if each in self._said]
+        shrinks = any(member.shrink_only and member.replica_id in before for member in asking)
+        return shrinks and len(asking) >= self._min_replicas
+
+    def lives(self, replica_id: str) -> bool:
+        """Whether a session of it stands."""
+        return replica_id in self._sessions
+
+    def is_last_holder(self, replica_id: str) -> bool:
+        """Whether nobody else that lives holds the newest quorum's state."""
+        whole = [member for member in self._newest.members if not member.torn] if self._newest is not None else []
+        step = max((member.step for member in whole), default=0)
+        held = [member for member in whole if member.step == step]
+        lineages = {member.lineage for member in held if member.replica_id == replica_id}
+        living = {each.replica_id for each in held if each.replica_id in self._sessions and each.lineage in lineages}
+        return step > 0 and living == {replica_id}
+
+    def is_dead(self, replica_id: str) -> bool:
+        """Whether its end was reported, or another has taken its place for good."""
+        return replica_id in self._dead
+
+    def _look_at(self, replica_id: str) -> None:
+        """Is the newest quorum broken by what is known of that replica?"""
+        for member in self._newest.members if self._newest is not None else ():
+            if member.replica_id != replica_id:
+                continue
+            assert self._newest is not None
+            # One that is dead can't come back as any session, older or newer than the one that was lost.
+            lost = self._lost.get(replica_id, -1) >= (0 if self.is_dead(replica_id) else member.session)
+            newest = self._sessions.get(replica_id, self._gone.get(replica_id, member.session))
+            followed = newest > member.session
+            if lost or followed or (replica_id in self._replaced and replica_id not in self._sessions):
+                self._on_broken(self._newest.key, replica_id)
+
+    def nobody_else_is_waited_for(self, waits: str, now_ms: int = 0) -> None:
+        """No quorum was formed just now: then somebody who lives has not asked, or they are too few."""
+        if self._waits_for_links(waits, now_ms):
+            return
+        out = self._out_of(self._newest)
+        living = {each for each in self._sessions if each in self._ready and each not in out}
+        asking = living & self._asking.keys()
+        shown = asking - self._reach.in_trial()
+        if asking == living and len(shown) >= self._min_replicas and not self._special & living:
+            before = self._newest.members if self._newest is not None else ()
+            away = any(self._may_come_back(member.replica_id, now_ms) for member in before)
+            if away and waits.startswith("the state of step"):
+                return  # that a quorum is not formed too early is looked at where one is formed
+            raise InvariantBroken("I6", f"all that live have asked, {sorted(asking)}, and no quorum forms: {waits}")
+        before_ids = {member.replica_id for member in self._newest.members} if self._newest is not None else set()
+        before_ids -= self._gone.keys() | out
+        able = asking - self._reach.excused(before_ids, now_ms)
+        enough = len(able) >= self._min_replicas and not self._special & living
+        if before_ids and before_ids <= asking and enough and not self._reach.is_torn_apart(before_ids):
+            raise InvariantBroken("P2", f"all of the last quorum have asked, {sorted(asking)}, and none forms: {waits}")
+
+    def tries(self, stream: int, number: int) -> None:
+        """Whoever has that stream is asked to try its peers."""
+        for replica_id in [each for each, newest in self._streams.items() if newest == stream]:
+            self._reach.tries(replica_id, number)
+
+    def tried(self, stream: int, number: int, unreached: Collection[str]) -> None:
+        """It has, and has not reached these."""
+        for replica_id in [each for each, newest in self._streams.items() if newest == stream]:
+            self._reach.tried(replica_id, number, unreached)
+
+    def _waits_for_links(self, waits: str, now_ms: int) -> bool:
+        """Whether it waits because of bad links, as it may. (R1 is the bound on that.)"""
+        if waits.startswith("the report of"):
+            return self._reach.waits_for_both_ends(now_ms, self._timeouts.quorum_tick_ms)
+        if waits.startswith("the trial of"):
+            return bool(self._reach.in_trial())
+        return waits.startswith(("a set of at least", "a replica that all others reach"))
+
+    def _look_who_is_left_out(self, quorum: Quorum, previous: Quorum | None, now_ms: int) -> None:
+        """R2: nobody is left out by a bad link whose removal isn't needed, and never all that hold the newest state."""
+        ids, before = set(quorum.replica_ids), previous.members if previous is not None else ()
+        living = {each for each in self._sessions if each in self._ready}
+        slow = self._out_of(previous)  # who is left out as a straggler is so for another reason
+        waiting = {each: self._said[each][0] for each in self._asking if each in living and each not in slow}
+        if self._special & living:
+            return
+        names = [each.replica_id for each in before]
+        wrong = self._reach.needless(ids, waiting, names, self._min_replicas, now_ms)
+        if wrong is not None:
+            raise InvariantBroken("R2", f"quorum {quorum.key}: {wrong}")
+        step = max((each.step for each in quorum.members if not each.torn), default=0)
+        away = living.difference(ids, waiting) & self._reach.excused(ids, now_ms)
+        hold = [each.replica_id for each in before if each.replica_id in away and each.step > step and not each.torn]
+        waited_ms = now_ms - min(self._asked_ms[replica_id] for replica_id in ids)
+        if hold and waited_ms < self._timeouts.join_timeout_ms:
+            raise InvariantBroken("R2", f"quorum {quorum.key} goes on from step {step} without {hold}, which hold more")
+
+    def _may_come_back(self, replica_id: str, now_ms: int) -> bool:
+        """Whether it is lost, nobody has reported its death, and it has not been away for long."""
+        if replica_id not in self._lost or self.is_dead(replica_id) or replica_id in self._gone:
+            return False
+        broke = replica_id in self._broke
+        patience_ms = self._timeouts.heartbeat_timeout_ms if broke else self._lost_state_ms
+        return now_ms - self._lost_ms[replica_id] < patience_ms
+
+    def _look_who_starts_over(self, quorum: Quorum, previous: Quorum, now_ms: int) -> None:
+        """Nobody goes on from an older state while one that held the last quorum's may come back."""
+        whole = [member for member in previous.members if not member.torn]
+        step = max((member.step for member in whole), default=0)
+        held = [member for member in whole if member.step == step]
+        if step == 0 or len({member.lineage for member in held}) > 1:
+            return  # nothing to lose, or the core has to choose among several states
+        if any(member.step >= step and not member.torn for member in quorum.members):
+            return
+        away = [member.replica_id for member in held if self._may_come_back(member.replica_id, now_ms)]
+        if away:
+            raise InvariantBroken("I3", f"quorum {quorum.key} goes on from before step {step}, which {away} held")
+
+    def _differs_from(self, replica_id: str, others: Collection[str]) -> bool:
+        """Whether what it has said it is made of is not what one of those has said."""
+        own = self._fingerprints.get(replica_id, ())
+        return any(differences(dict(self._fingerprints.get(other, ())), own) for other in others)
+
+    def formed(self, quorum: Quorum, previous: Quorum | None, now_ms: int = 0) -> None:
+        """A quorum with a new id: its members live, are enough, and don't leave all survivors or their state out."""
+        self._newest = quorum
+        self._look_who_is_ahead(quorum)
+        self._look_who_is_late(quorum, previous)
+        if previous is not None:
+            self._look_who_starts_over(quorum, previous, now_ms)
+        ids = set(quorum.replica_ids)
+        if len(ids) < self._min_replicas:
+            raise InvariantBroken(
+                "I2", f"quorum {quorum.key} has {len(ids)} members, min_replicas {self._min_replicas}"
+            )
+        if not ids <= self._asking.keys():
+            raise InvariantBroken("I2", f"{ids - self._asking.keys()} did not ask to be in quorum {quorum.key}")
+        for member in quorum.members:
+            if self._sessions.get(member.replica_id) != member.session:
+                raise InvariantBroken("I2", f"{member.replica_id} is in quorum {quorum.key} and does not live")
+        self._look_who_is_left_out(quorum, previous, now_ms)
+        excused = self._reach.excused(ids, now_ms)
+        self._reach.formed(ids)
+        before = set(previous.replica_ids) - self._gone.keys() if previous is not None else set()
+        out = self._out_of(previous)
+        awaited = before - out - excused
+        if awaited and awaited <= ids:
+            return
+        living = {each for each in self._sessions if each in self._ready}
+        if before & living and not before & ids:
+            raise InvariantBroken("I2", f"quorum {quorum.key} leaves out all survivors of the last, {before & living}")
+        # Who differs from those in it counts nowhere. It is told so when it asks, or if it asks just now.
+        living = {each for each in living - excused - out if not self._differs_from(each, ids)}
+        if self._special & living:
+            return
+        living = {each for each in living if each in ids or not self._may_be_stalled(each, ids, now_ms)}
+        if 2 * len(ids) <= len(living):
+            raise InvariantBroken("I2", f"quorum {quorum.key} has {len(ids)} of {len(living)} that live")
+        self._look_who_was_not_waited_for(quorum, living - ids, now_ms)
+
+    def _may_be_stalled(self, replica_id: str, formed: Collection[str], now_ms: int) -> bool:
+        """Whether it may wait for a state of which no byte has come: then it is waited for by nobody."""
+        since_ms = self._may_heal_ms.get(replica_id)
+        if since_ms is None or self._healed.get(replica_id, (0, -1))[1] >= since_ms:
+            return False
+        asked_ms = min(self._asked_ms[each] for each in formed)
+        return now_ms - max(since_ms, asked_ms) >= self._timeouts.first_byte_ms
+
+    def _look_who_is_ahead(self, quorum: Quorum) -> None:
+        """A state that was loaded from outside does not overtake the job's own."""
+        live = max((member.step for member in quorum.members if member.live), default=None)
+        for member in quorum.members:
+            if live is not None and member.step > live and not member.live:
+                raise InvariantBroken("I3", f"{member.replica_id} takes quorum {quorum.key} to a step from outside")
+
+    def _look_who_was_not_waited_for(self, quorum: Quorum, late: Collection[str], now_ms: int) -> None:
+        """Who lives is waited for until join_timeout, and who heals for as long as bytes arrive."""
+        waited_ms = now_ms - min(self._asked_ms[replica_id] for replica_id in quorum.replica_ids)
+        if late and waited_ms < self._timeouts.join_timeout_ms:
+            raise InvariantBroken("P2", f"quorum {quorum.key} has waited {waited_ms} ms at most for {sorted(late)}")
+        for replica_id in late:
+            since_ms = self._heals_ms.get(replica_id, now_ms - self._timeouts.heal_timeout_ms)
+            _, healed_ms = self._healed.get(replica_id, (0, -1))
+            arrive = healed_ms >= since_ms and now_ms - healed_ms < self._timeouts.heartbeat_timeout_ms
+            if now_ms - since_ms < self._timeouts.heal_timeout_ms and arrive:
+                raise InvariantBroken("P2", f"quorum {quorum.key} leaves {replica_id} out, which heals")
+
+
+class Attendances:
+    """The attendance of each job, as one life of a lighthouse hears and says it.
+
+    Args:
+        new: makes one for a job that has not been heard of.
+    """
+
+    def __init__(self, new: Callable[[], Attendance]) -> None:
+        self._new = new
+        self._of_job: dict[str, Attendance] = {}
+        self._hellos: dict[int, Hello] = {}
+        self._said_hello_last = 0  # on which stream
+        self._asked: dict[str, tuple[int, QuorumKey]] = {}  # who was asked for which quorum
+
+    def of(self, job: str) -> Attendance:
+        """That job's."""
+        if job not in self._of_job:
+            self._of_job[job] = self._new()
+        return self._of_job[job]
+
+    def job_of(self, stream: int) -> str:
+        """As its hello said; before that a stream says nothing that counts."""
+        hello = self._hellos.get(stream)
+        return hello.job if hello is not None else ""
+
+    def hello_of(self, stream: int) -> Hello:
+        """What came first on a stream that is welcomed."""
+        return self._hellos[stream]
+
+    def heard(self, event: events.LighthouseEvent, now_ms: int) -> None:
+        """It hears something."""
+        if isinstance(event, events.HelloReceived):
+            self._hellos[event.stream] = event.hello
+            self._said_hello_last = event.stream
+        job = self.job_of(event.stream)
+        attendance = self.of(job)
+        match event:
+            case events.QuorumRequested():
+                attendance.asked(event.member, event.stream, event.held, event.fingerprint, now_ms)
+            case events.BeatReceived():
+                attendance.healed(event.stream, event.healed_bytes, now_ms)
+            case events.RequestWithdrawn():
+                attendance.asks_no_more(event.stream)
+            case events.StreamClosed():
+                attendance.asks_no_more(event.stream)
+                attendance.closed(event.stream)
+            case events.PeersTried():
+                attendance.tried(event.stream, event.number, [each.replica_id for each in event.unreached])
+            case events.DeathReported():
+                attendance.death_reported(event.stream)
+            case events.LeaveReceived():
+                if event.finished_step is not None:
+                    attendance.finished(event.stream, event.finished_step)
+                attendance.left(event.stream)
+            case events.QuorumReported():
+                quorum = event.quorum
+                if quorum is not None and self._asked.get(job) == (event.stream, quorum.key):
+                    attendance.reported(quorum)
+
+    def decided(self, order: effects.LighthouseEffect, now_ms: int) -> None:
+        """It decides something."""
+        match order:
+            case effects.QuorumFormed():
+                self.of(order.job).formed(order.quorum, order.previous, now_ms)
+            case effects.ReplicaLost():
+                dead = order.reason.startswith(("its manager server reports", "replaced by"))
+                broke = order.reason.startswith("its stream broke")
+                self.of(order.job).lost(order.replica_id, order.session, dead=dead, broke=broke, now_ms=now_ms)
+            case effects.JobEnded():
+                self.of(order.job).ended(order.step, now_ms)
+            case effects.PaceChanged():
+                self.of(order.job).pace_changed(order.news)
+            case effects.AnswerQuorum() | effects.AnswerUnchanged() | effects.RefuseRequest():
+                if isinstance(order, effects.RefuseRequest) and order.refusal is Refusal.DIFFERS:
+                    self.of(self.job_of(order.stream)).differs(order.stream)
+                if isinstance(order, effects.RefuseRequest) and order.refusal is Refusal.OVER:
+                    self.of(self.job_of(order.stream)).late(order.stream)
+                if not isinstance(order, effects.RefuseRequest):
+                    quorum = order.quorum if isinstance(order, effects.AnswerQuorum) else None
+                    self.of(self.job_of(order.stream)).answered(order.stream, quorum, now_ms)
+                self.of(self.job_of(order.stream)).asks_no_more(order.stream)
+            case effects.RefuseSession() if order.refusal is Refusal.OTHER_KIND:
+                self.of(self.job_of(order.stream)).turned_out(order.stream)
+            case effects.Release():
+                self.of(self.job_of(order.stream)).released(order.stream)
+            case effects.CloseStream():
+                newer, older = self._hellos[self._said_hello_last], self._hellos[order.stream]
+                self.of(older.job).takes_place(newer, older)
+            case effects.TryPeers():
+                self.of(self.job_of(order.stream)).tries(order.stream, order.number)
+            case effects.AskForQuorum():
+                self._asked[self.job_of(order.stream)] = order.stream, order.key
+            case effects.Welcome():
+                self.of(self.job_of(order.stream)).welcomed(self._hellos[order.stream], order.stream)
+
+
+class Invariants:
+    """I1 to I5 of one job, over its whole life. (I6 is the simulator's: it has to stop the faults.)
+
+    Args:
+        initial_step: at which the job's replicas start; their states are not compared before its first commit.
+        several_lighthouses: two may form quorums at once, until all have followed to the newer.
+    """
+
+    def __init__(self, *, initial_step: int = 0, several_lighthouses: bool = False) -> None:
+        self.num_commits = 0
+        self.newest_commit: tuple[int, int] = (0, 0)  # (step, members in the reduction)
+        self._initial_step = initial_step
+        self._several_lighthouses = several_lighthouses
+        self._highest_id = 0
+        self._members: dict[QuorumKey, tuple[str, ...]] = {}
+        self._formed: set[QuorumKey] = set()
+        self._plans: dict[tuple[QuorumKey, int, int, int], tuple[object, ...]] = {}
+        self._groups: dict[tuple[QuorumKey, int], tuple[str, tuple[str, ...]]] = {}
+        self._places: dict[tuple[QuorumKey, int, int], str] = {}
+        self._states: dict[tuple[int, int, int], str] = {}
+        self._lineages: dict[tuple[int, int], set[int]] = {}
+        self._after: dict[tuple[Round, int], Held] = {}
+        self._votes: dict[tuple[str, Round], dict[int, bool]] = {}
+        self._verdicts: dict[tuple[str, Round], Verdict] = {}
+        self._committed: set[tuple[str, int, Round]] = set()
+        self._held_by: dict[str, QuorumKey] = {}
+        self._left_with: dict[str, tuple[int, int | None]] = {}
+        self._delivered: set[tuple[str, int, QuorumKey, int]] = set()
+        self._flights: dict[tuple[str, int], list[tuple[QuorumKey, int]]] = {}  # of each rank, its syncs, oldest first
+
+    def started_at(self, wall_ms: int) -> bool:
+        """Another lighthouse starts, at that time by the clock on the wall.
+
+        Returns: whether the clock was set back so far that its first id may be below one that was given. Then I1 holds
+        from here on anew, and for what each replica is given as ever, because it says what it holds.
+        """
+        if wall_ms >= self._highest_id:
+            return False
+        self._highest_id = 0
+        return True
+
+    # --- I1, I2 ---------------------------------------------------------------------------------------------------
+
+    def formed(self, quorum: Quorum) -> None:
+        """A lighthouse says that a new quorum was formed."""
+        kinds = {(each.world_size, *each.settings[1:-1]) for each in quorum.members}
+        if len(kinds) > 1:
+            raise InvariantBroken("P6", f"quorum {quorum.key} has members of different settings: {kinds}")
+        # Two lighthouses know nothing of each other's; who goes from one to the other sees ids rise (`received`).
+        if quorum.key.quorum_id <= self._highest_id and not self._several_lighthouses:
+            raise InvariantBroken("I1", f"quorum {quorum.key} was formed after one with id {self._highest_id}")
+        if quorum.key in self._formed:
+            raise InvariantBroken("I1", f"key {quorum.key} was given twice")
+        self._highest_id = quorum.key.quorum_id
+        self._formed.add(quorum.key)
+
+    def answered(self, replica_id: str, quorum: Quorum) -> None:
+        """A lighthouse gives that replica a quorum."""
+        if quorum.key not in self._formed:
+            raise InvariantBroken("I1", f"{replica_id} is given quorum {quorum.key}, which was never formed")
+        ids = quorum.replica_ids
+        if list(ids) != sorted(set(ids)):
+            raise InvariantBroken("I2", f"quorum {quorum.key} is out of order or has a member twice: {ids}")
+        if replica_id not in ids:
+            raise InvariantBroken("I2", f"{replica_id} is given quorum {quorum.key} without itself: {ids}")
+        known = self._members.setdefault(quorum.key, ids)
+        if known != ids:
+            raise InvariantBroken("I2", f"quorum {quorum.key} has members {known} for one and {ids} for another")
+
+    def received(self, replica_id: str, key: QuorumKey) -> None:
+        """An answer has reached that replica. (One that was lost with its lighthouse is known to nobody.)"""
+        before = self._held_by.get(replica_id)
+        if before is not None and key < before:
+            raise InvariantBroken("I1", f"{replica_id} is given quorum {key} after {before}")
+        self._held_by[replica_id] = key
+
+    def started_anew(self, replica_id: str, held: QuorumKey | None) -> None:
+        """That replica's manager server was: what its ranks have not heard of the last one nobody knows any more."""
+        self._held_by.pop(replica_id, None)
+        if held is not None:
+            self._held_by[replica_id] = held
+
+    def planned_from(self, plan: Plan, quorum: Quorum) -> None:
+        """A manager server makes a plan of a quorum: all go on from the highest step that a whole member holds."""
+        highest = max(member.step for member in quorum.members if not member.torn)
+        if plan.step != highest:
+            raise InvariantBroken("I3", f"{plan.replica_id} goes on from step {plan.step} in {plan.key}, not {highest}")
+
+    def planned(self, plan: Plan, group_rank: int, in_flight: int = 0) -> None:
+        """A rank is given a plan: its common part is the same for all. Several may be of one step, if so many syncs of
+        the same quorum are in flight."""
+        common = (plan.replica_ids, plan.up_to_date, plan.participants, plan.min_replica_size)
+        known = self._plans.setdefault((plan.key, plan.step, plan.lineage, in_flight), common)
+        if known != common:
+            raise InvariantBroken(
+                "I2", f"two plans of quorum {plan.key} at step {plan.step}: {known} and {common} (rank {group_rank})"
+            )
+        if plan.heal == (plan.replica_rank in plan.up_to_date):
+            raise InvariantBroken("I3", f"{plan.replica_id} in {plan.key} is told both to heal and to be the source")
+
+    # --- I4 -------------------------------------------------------------------------------------------------------
+
+    def joined_group(self, plan: Plan, group_rank: int) -> None:
+        """A rank meets the others of its quorum at a store, under a prefix made of the key and its group rank."""
+        place = (plan.key, group_rank)
+        claims = (plan.store_address, plan.replica_ids)
+        known = self._groups.setdefault(place, claims)
+        if known != claims:
+            raise InvariantBroken("I4", f"under key {plan.key} rank {group_rank}: {known} meets {claims}")
+        seat = (plan.key, group_rank, plan.replica_rank)
+        if seat in self._places:
+            raise InvariantBroken(
+                "I4", f"{plan.replica_id} takes place {plan.replica_rank} in {plan.key}, as {self._places[seat]} did"
+            )
+        self._places[seat] = plan.replica_id
+
+    # --- I3 -------------------------------------------------------------------------------------------------------
+
+    def reduced(self, key: QuorumKey, group_rank: int, given: Mapping[str, Contribution]) -> None:
+        """All members have reached a reduction: those who gave gradients stood at one state."""
+        counted = [contribution for contribution in given.values() if contribution.gradient is not None]
+        states = {contribution.before for contribution in counted}
+        if len(states) > 1:
+            shown = ", ".join(f"{each.replica_id} at {each.before}" for each in counted)
+            raise InvariantBroken("I3", f"one mean in quorum {key}, rank {group_rank}, of different states: {shown}")
+
+        parts = {contribution.part for contribution in given.values()}
+        if len(parts) > 1:
+            raise InvariantBroken("I3", f"one mean in quorum {key}, rank {group_rank}, of {sorted(parts)}")
+
+    def delivered(self, replica_id: str, reduced: Reduced) -> None:
+        """A rank has learned what came out of a reduction."""
+        for number in reduced.numbers:
+            self._delivered.add((replica_id, reduced.group_rank, reduced.key, number))
+
+    def holds(self, replica_id: str, group_rank: int, held: Held) -> None:
+        """A rank has a state: the same step and lineage are the same weights, whoever has them and whenever."""
+        if held.lineage is None or held.step <= self._initial_step:
+            return
+        name = (group_rank, held.step, held.lineage)
+        self._lineages.setdefault((group_rank, held.step), set()).add(held.lineage)
+        known = self._states.setdefault(name, held.weights)
+        if known != held.weights:
+            raise InvariantBroken(
+                "I3", f"{replica_id} rank {group_rank} holds {held.weights} at step {held.step}, others {known}"
+            )
+
+    def committed(self, replica_id: str, group_rank: int, vote: Round, num_members: int, after: Held) -> None:
+        """A rank's optimizer has stepped."""
+        name = (replica_id, group_rank, vote)
+        if name in self._committed:
+            raise InvariantBroken("I5", f"{replica_id} rank {group_rank} steps twice for {vote}")
+        self._committed.add(name)
+        verdict = self._verdicts.get((replica_id, vote))
+        if verdict is None or not verdict.yes:
+            raise InvariantBroken("I5", f"{replica_id} rank {group_rank} steps without a yes ({verdict}) for {vote}")
+        known = self._after.setdefault((vote, group_rank), after)
+        if known != after:
+            raise InvariantBroken("I3", f"{replica_id} has {after} after {vote}, others {known}")
+        self.holds(replica_id, group_rank, after)
+        self.num_commits += 1
+        self.newest_commit = (vote.step, num_members)
+
+    def applied(self, replica_id: str, group_rank: int, vote: Round, reduced: Reduced) -> None:
+        """What a rank's optimizer has stepped with."""
+        known = [(replica_id, group_rank, reduced.key, number) in self._delivered for number in reduced.numbers]
+        if reduced.key != vote.key or not all(known):
+            raise InvariantBroken("I5", f"{replica_id} rank {group_rank} steps on a failed reduction in {vote}")
+
+    # --- syncs in flight ------------------------------------------------------------------------------------------
+
+    def started(self, host: str, group_rank: int, key: QuorumKey, fragment: int) -> None:
+        """A rank starts a sync, of that fragment."""
+        flight = self._flights.setdefault((host, group_rank), [])
+        if (key, fragment) in flight:
+            raise InvariantBroken("F1", f"{host} rank {group_rank} has fragment {fragment} in flight twice in {key}")
+        flight.append((key, fragment))
+
+    def quorum_known(self, host: str, group_rank: int, key: QuorumKey) -> None:
+        """A rank is given a plan: in another quorum than that of its syncs in flight these have failed."""
+        flight = self._flights.get((host, group_rank), [])
+        if any(of != key for of, _ in flight):
+            flight.clear()
+
+    def fell(self, host: str, group_rank: int) -> None:
+        """The verdict on a rank's oldest sync is no, or it dropped all: none of them can be committed any more."""
+        self._flights.pop((host, group_rank), None)
+
+    def landed(self, host: str, group_rank: int, key: QuorumKey, fragment: int) -> None:
+        """A rank commits a sync."""
+        flight = self._flights.get((host, group_rank), [])
+        if flight[:1] != [(key, fragment)]:
+            raise InvariantBroken(
+                "F1", f"{host} rank {group_rank} commits fragment {fragment} of {key}, and in flight are {flight}"
+            )
+        del flight[0]
+
+    def was_committed(self, vote: Round, group_rank: int) -> bool:
+        """Whether some member has committed that reduction."""
+        return (vote, group_rank) in self._after
+
+    def num_lineages(self, group_rank: int, step: int) -> int:
+        """How many different states have been held at that step."""
+        return len(self._lineages.get((group_rank, step), ()))
+
+    def loads(self, host: str, group_rank: int, staged: Round) -> None:
+        """A rank loads the state that it has fetched: all of its group have theirs."""
+        verdict = self._verdicts.get((host, staged))
+        if verdict is None or not verdict.yes:
+            raise InvariantBroken("P4", f"{host} rank {group_rank} loads a state that not all of its group have")
+
+    # --- I5 -------------------------------------------------------------------------------------------------------
+
+    def voted(self, replica_id: str, group_rank: int, vote: Round, yes: bool) -> None:
+        """A rank casts its vote, or says it again."""
+        votes = self._votes.setdefault((replica_id, vote), {})
+        if votes.setdefault(group_rank, yes) != yes:
+            raise InvariantBroken("I5", f"{replica_id} rank {group_rank} changes its vote for {vote}")
+
+    def left(self, replica_id: str, group_rank: int, held: Held, *, torn: bool) -> None:
+        """A rank leaves: all ranks of a group do after the same step, unless they were torn before.
+
+        One that was never told its lineage, because it loaded its state by hand and there was no quorum since, may
+        leave beside others that know theirs.
+        """
+        if torn or held.lineage is None:
+            return
+        state = (held.step, held.lineage)
+        known = self._left_with.setdefault(replica_id, state)
+        if known != state:
+            raise InvariantBroken("L1", f"{replica_id} rank {group_rank} leaves with {state}, others with {known}")
+
+    def decided(self, replica_id: str, world_size: int, vote: Round, verdict: Verdict) -> None:
+        """A rank is given a verdict: yes only if all voted yes, and the same for all."""
+        votes = self._votes.get((replica_id, vote), {})
+        if verdict.yes and not (len(votes) == world_size and all(votes.values())):
+            raise InvariantBroken("I5", f"{replica_id} gets a yes of votes {votes} for {vote}")
+        if self._verdicts.setdefault((replica_id, vote), verdict) != verdict:
+            raise InvariantBroken("I5", f"{replica_id} gets both verdicts for {vote}")

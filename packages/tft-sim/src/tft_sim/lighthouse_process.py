@@ -1,0 +1,401 @@
+"""The lighthouse of a simulated cluster: its core behind the simulated network, and the story of what happens to it.
+
+Law of this file: what the gRPC shell of the lighthouse does, and the marks that only it can see; nothing is decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tft_coord.core import effects, events
+from tft_coord.core.kinds import Effects, Kinds
+from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
+from tft_coord.core.suspicion import LOST_SILENT, LOST_STOPPED
+from tft_coord.core.torchft_rule import TorchftCore
+from tft_coord.core.types import Hello, Member, Quorum, QuorumKey, Refusal
+from tft_coord.timeouts import Timeouts
+from tft_sim.invariants import Attendance, Attendances
+from tft_sim.marks import Marks
+from tft_sim.network import Stream
+from tft_sim.probe_watch import ProbeWatch
+from tft_sim.process import Process
+from tft_sim.silence import Silence
+
+if TYPE_CHECKING:
+    from tft_sim.cluster import Cluster
+
+JOB = "job"
+OTHER_JOB = "other"
+HANG = "its trainer hangs"
+STUCK = "waits in a reduction"
+LEFT_OUT = "is left out as a straggler"
+WAITS = (
+    "of min_replicas",
+    "a majority is needed",
+    "a survivor of the last quorum",
+    "heals and its bytes arrive",
+    "the state of step",
+    "join_timeout ends",
+    "has just started",
+    "the members of quorum",
+    "nobody here can name",
+    "the report of",
+    "that reach one another",
+)
+
+
+class LighthouseProcess(Process):
+    """The shell of one life of the lighthouse."""
+
+    def __init__(self, cluster: Cluster, number: int, name: str = "lighthouse") -> None:
+        super().__init__(name, cluster.clock)
+        config = LighthouseConfig(
+            min_replicas=cluster.config.min_replicas,
+            timeouts=cluster.timeouts,
+            stragglers=cluster.config.stragglers,
+            lost_state_timeout_ms=cluster.config.lost_state_ms,
+        )
+        # No two start in one millisecond.
+        self._started_ms = cluster.wall_ms + number - 1
+        of_address = cluster.config.cluster_id if name == "lighthouse" else cluster.config.standby
+        self._cluster_id = of_address or f"cluster-{number}"
+        self.core = LighthouseCore(
+            config,
+            started_ms=self._started_ms,
+            cluster_id=self._cluster_id,
+            nonces=cluster.chance.nonces,
+            now_ms=self.clock.now_ms,
+        )
+        torchft = TorchftCore(config, started_ms=cluster.wall_ms)
+        self._kinds = Kinds(
+            self.core,
+            torchft,
+            undecided_ms=cluster.timeouts.heartbeat_timeout_ms,
+            now_ms=self.clock.now_ms,
+            job=JOB,
+        )
+        self._calls: dict[int, tuple[Process, Callable[[Quorum | effects.RefuseUnary], None]]] = {}
+        self._cluster = cluster
+        self._born_ms = self.clock.now_ms
+        self._streams: dict[int, Stream] = {}
+        self._stuck: set[QuorumKey] = set()  # quorums that it broke because all waited
+        self._attendances = Attendances(self._new_attendance)
+        self._silence = Silence(cluster.timeouts, self.clock.now_ms)
+        self._probes = self._new_probe_watch()
+        self._stories: dict[str, LighthouseStory] = {}
+
+    def waiting_for(self, job: str) -> str:
+        """What the next quorum of that job waits for, one phrase."""
+        return self.core.waiting_for(job)
+
+    def described(self) -> tuple[int, str, tuple[str, ...]]:
+        """When it started, its cluster, and the jobs that it has heard of."""
+        return self.core.started_ms, self._cluster_id, self.core.jobs
+
+    def start(self) -> None:
+        """Begin to look at the clock."""
+        self.after(self._cluster.timeouts.quorum_tick_ms, self._tick)
+
+    def attendance_of(self, job: str) -> Attendance:
+        """What it says of who lives in that job."""
+        return self._attendances.of(job)
+
+    def _new_probe_watch(self) -> ProbeWatch:
+        return ProbeWatch(
+            self._cluster.timeouts,
+            self.clock.now_ms,
+            lambda job, name: self.attendance_of(job).lives(name),
+            self._cluster.was_stopped,
+        )
+
+    def _new_attendance(self) -> Attendance:
+        config = self._cluster.config
+        return Attendance(config.min_replicas, self._broken, self._left, config.timeouts, config.lost_state_ms)
+
+    def _story_of(self, job: str) -> LighthouseStory:
+        if job not in self._stories:
+            self._stories[job] = LighthouseStory(self._cluster.marks, self._cluster.timeouts)
+        return self._stories[job]
+
+    def drain(self, request: events.DrainRequested) -> None:
+        """Somebody's call."""
+        self._cluster.trace("lighthouse", request)
+        for order in self.core.drain(request):
+            self._cluster.trace("lighthouse", order)
+            if isinstance(order, effects.AskToLeave):
+                self._cluster.marks.hit("a replica was drained")
+                self._say(order.stream, order)
+
+    def _broken(self, key: QuorumKey, lost: str) -> None:
+        self._cluster.losses.decided(self, key, lost)
+
+    def _left(self, key: QuorumKey, who: str, surely: bool) -> None:
+        self._cluster.losses.left(self, key, who, surely=surely)
+
+    def accepted(self, stream: Stream) -> None:
+        """A manager server has dialed."""
+        self._streams[stream.number] = stream
+        stream.listen(self, self._heard, lambda: self._closed(stream.number, told=stream.told))
+
+    def _tick(self) -> None:
+        now_ms, timeouts, marks = self.clock.now_ms, self._cluster.timeouts, self._cluster.marks
+        for job in self._cluster.jobs:
+            self._story_of(job).ticked(now_ms)
+            waits = self.core.waiting_for(job)
+            for words in WAITS:
+                if words in waits:
+                    marks.hit(f"waited: {words}")
+            if "of min_replicas" in waits and self.attendance_of(job).shrinks_to_few():
+                marks.hit("shrink_only left too few")
+        self._silence.looks(now_ms)
+        self._probes.looks(now_ms)
+        self._perform(self._kinds.tick(now_ms, self._cluster.wall_ms))
+        self._silence.ticked(now_ms)
+        self._probes.ticked(now_ms)
+        starts = now_ms - self._born_ms < timeouts.reconnect_grace_ms
+        for job in self._cluster.jobs:
+            waits = self.core.waiting_for(job)
+            if not starts and not waits.startswith("the members of quorum") and "nobody here can name" not in waits:
+                self.attendance_of(job).nobody_else_is_waited_for(waits, now_ms)
+        self.after(timeouts.quorum_tick_ms, self._tick)
+
+    def _heard(self, event: events.LighthouseEvent) -> None:
+        self._cluster.trace(self.name, event)
+        self._attendances.heard(event, self.clock.now_ms)
+        self._story_of(self._attendances.job_of(event.stream)).heard(event, self.clock.now_ms)
+        orders = self._kinds.handle(event, self.clock.now_ms, self._cluster.wall_ms)
+        if self.core.started_ms != self._started_ms:
+            self._stands_in()
+        self._silence.heard(event, self.clock.now_ms)
+        self._probes.heard(event, self.clock.now_ms)
+        self._perform(orders)
+
+    def asked_by_call(
+        self, caller: Process, member: Member, answer: Callable[[Quorum | effects.RefuseUnary], None]
+    ) -> int:
+        """A member of torchft's asks; returns the number of its call here."""
+        call = next(self._cluster.calls)
+        self._calls[call] = (caller, answer)
+        self.called(events.UnaryQuorumRequested(call, member))
+        return call
+
+    def called(self, event: events.UnaryEvent) -> None:
+        """One of torchft's calls has come."""
+        if not isinstance(event, events.HeartbeatReceived):
+            self._cluster.trace(self.name, event)
+        self._perform(self._kinds.handle_unary(event, self.clock.now_ms, self._cluster.wall_ms))
+
+    def _answer(self, call: int, answer: Quorum | effects.RefuseUnary) -> None:
+        waiting = self._calls.pop(call, None)
+        if waiting is not None:
+            caller, told = waiting
+            self._cluster.network.message(self, caller, lambda: told(answer), lambda: None)
+
+    def _closed(self, number: int, *, told: bool = False) -> None:
+        self._streams.pop(number, None)
+        self._heard(events.StreamClosed(number, told))
+
+    def _perform(self, orders: Effects) -> None:
+        for order in orders:
+            self._cluster.trace(self.name, order)
+            match order:
+                case effects.AnswerUnaryQuorum():
+                    self.attendance_of(JOB).other_kind_trains(order.quorum)
+                    self._answer(order.call, order.quorum)
+                    continue
+                case effects.RefuseUnary():
+                    self._answer(order.call, order)
+                    continue
+                case effects.JobFailed():
+                    raise order.error
+                case effects.QuorumFormed() if not order.job:
+                    continue  # of torchft's members; ours have a job
+            self._cluster.decides = self.name
+            if isinstance(order, effects.Welcome):
+                self._cluster.hangs.welcomed(self._attendances.hello_of(order.stream))
+            self._cluster.watch(order)
+            self._probes.decided(order, self.clock.now_ms)
+            self._attendances.decided(order, self.clock.now_ms)
+            self._silence.decided(order, self.clock.now_ms)
+            match order:
+                case effects.ReplicaLeft() | effects.JobEnded() | effects.Warned() | effects.TellWait():
+                    continue
+                case effects.PaceChanged(job, news):
+                    healthy = self.attendance_of(job).num_ready()
+                    self._cluster.paces.decided(job, news, self.core.quorum(job), healthy)
+                    continue
+                case effects.QuorumFormed() | effects.ReplicaLost():
+                    if isinstance(order, effects.ReplicaLost) and order.reason.startswith(HANG):
+                        self._cluster.hangs.lost(order.replica_id, order.session)
+                    self._story_of(order.job).decided(order, self.clock.now_ms)
+                    continue
+                case effects.NotifyLoss() if order.notice.lives:
+                    self._cluster.marks.hit("one that lives broke its quorum")
+                    if order.notice.reason.startswith(LEFT_OUT):
+                        self._cluster.marks.hit("a quorum was ended for a straggler")
+                        self._cluster.losses.left(self, order.notice.key, order.notice.replica_id, surely=True)
+                    if order.notice.reason.startswith(STUCK):
+                        self._all_are_stuck(order)
+            self._story_of(self._attendances.job_of(order.stream)).decided(order, self.clock.now_ms)
+            match order:
+                case effects.RefuseSession() | effects.CloseStream():
+                    if isinstance(order, effects.RefuseSession):
+                        hello = self._attendances.hello_of(order.stream)
+                        self._cluster.ends.refused(hello, order.refusal, order.message)
+                    stream = self._streams.get(order.stream)
+                    if stream is not None:
+                        if isinstance(order, effects.RefuseSession):
+                            stream.send(self, order)
+                        stream.close(self)
+                        self._closed(order.stream)
+                case _:
+                    self._say(order.stream, order)
+        refusals = {order.refusal for order in orders if isinstance(order, effects.RefuseSession)}
+        if Refusal.OLD_LIGHTHOUSE in refusals:  # a newer one serves; this one has no memory from now on
+            self._stuck.clear()
+            self._attendances = Attendances(self._new_attendance)
+            self._silence = Silence(self._cluster.timeouts, self.clock.now_ms)
+            self._probes = self._new_probe_watch()
+            self._stories.clear()
+
+    def _stands_in(self) -> None:
+        """It has forgotten everything before, and is from now on as if it was started just now."""
+        self._cluster.marks.hit("an older lighthouse stood in for a newer one")
+        self._started_ms = self.core.started_ms
+        self._born_ms = self.clock.now_ms
+        self._silence = Silence(self._cluster.timeouts, self.clock.now_ms)
+        self._probes = self._new_probe_watch()
+
+    def _all_are_stuck(self, order: effects.NotifyLoss) -> None:
+        notice = order.notice
+        self._cluster.marks.hit("all were stuck in one reduction")
+        self._cluster.losses.left(self, notice.key, notice.replica_id, surely=True)
+        held = self.core.quorum(self._attendances.job_of(order.stream))
+        if held is not None and held.key == notice.key and notice.key not in self._stuck:
+            self._stuck.add(notice.key)  # a stream that comes back is told again, whatever they do by then
+            self._cluster.hangs.stuck(notice.key, held.replica_ids)
+
+    def _say(self, number: int, order: effects.LighthouseEffect) -> None:
+        stream = self._streams.get(number)
+        if stream is not None:
+            stream.send(self, order, extra=isinstance(order, effects.Probe))
+
+
+class LighthouseStory:
+    """Marks of what one life of a lighthouse comes by, as seen in what it hears and says.
+
+    Args:
+        marks: to hit.
+        timeouts: of the job.
+    """
+
+    def __init__(self, marks: Marks, timeouts: Timeouts) -> None:
+        self._marks = marks
+        self._timeouts = timeouts
+        self._ticked_ms: int | None = None
+        self._names: dict[int, str] = {}  # of streams
+        self._addresses: dict[str, str] = {}
+        self._hellos: dict[int, Hello] = {}
+        self._greets: int | None = None  # the stream whose hello is being answered
+        self._closed_ms: dict[str, int] = {}
+        self._losses: dict[str, list[str]] = {}  # reasons, by replica id
+        self._lost: set[str] = set()
+        self._asking: set[str] = set()
+        self._newest: frozenset[str] = frozenset()
+        self._newest_key: QuorumKey | None = None
+
+    def ticked(self, now_ms: int) -> None:
+        """It looks at the clock."""
+        self._greets = None
+        away_ms = now_ms - self._ticked_ms if self._ticked_ms is not None else 0
+        if away_ms >= self._timeouts.heartbeat_timeout_ms:
+            self._marks.hit("the lighthouse was away for longer than heartbeat_timeout")
+        self._ticked_ms = now_ms
+
+    def heard(self, event: events.LighthouseEvent, now_ms: int) -> None:
+        """It hears something."""
+        name = self._names.get(event.stream, "")
+        if not isinstance(event, events.StreamClosed):  # an older stream is closed on the way
+            self._greets = None
+        match event:
+            case events.HelloReceived():
+                self._hellos[event.stream] = event.hello
+                self._greets = event.stream
+            case events.QuorumRequested():
+                self._asking.add(name)
+            case events.RequestWithdrawn():
+                self._asking.discard(name)
+            case events.StreamClosed():
+                self._asking.discard(name)
+                newest = self._names.pop(event.stream, "") and name not in self._names.values()
+                if newest and name not in self._lost:
+                    self._closed_ms.setdefault(name, now_ms)
+            case events.BeatReceived():
+                if name in self._lost and self._losses[name][-1].startswith("its manager server reports"):
+                    self._marks.hit("a beat came after a reported death")
+
+    def decided(self, order: effects.LighthouseEffect, now_ms: int) -> None:
+        """It decides something."""
+        match order:
+            case effects.QuorumFormed():
+                self._newest, self._newest_key = frozenset(order.quorum.replica_ids), order.quorum.key
+            case effects.AnswerQuorum() | effects.AnswerUnchanged() | effects.RefuseRequest():
+                self._asking.discard(self._names.get(order.stream, ""))
+            case effects.ReplicaLost():
+                self._lose(order.replica_id, order.reason)
+            case effects.NotifyLoss():
+                if order.stream == self._greets:
+                    self._marks.hit("a hello was answered with a loss")
+                    if self._newest_key is not None and order.notice.key < self._newest_key:
+                        self._marks.hit("a hello was answered with a loss in a quorum that others have left")
+            case effects.Welcome():
+                hello = self._hellos[order.stream]
+                self._names[order.stream] = hello.replica_id
+                self._welcome(hello, now_ms)
+            case _:
+                return
+
+    def _lose(self, replica_id: str, reason: str) -> None:
+        if replica_id in self._asking:
+            joins = self._newest_key is not None and replica_id not in self._newest
+            self._marks.hit("one that only waited to join was lost" if joins else "a waiting member was lost")
+        self._asking.discard(replica_id)
+        self._lost.add(replica_id)
+        self._closed_ms.pop(replica_id, None)
+        self._losses.setdefault(replica_id, []).append(reason)
+
+    def _welcome(self, hello: Hello, now_ms: int) -> None:
+        name = hello.replica_id
+        reasons = self._losses.get(name, [])
+        if name in self._lost:
+            self._lost.discard(name)
+            kind = kind_of_loss(reasons[-1])
+            self._marks.hit(f"came back after its loss: {kind}")
+            if self._addresses.get(name, hello.address) != hello.address:
+                self._marks.hit("a group that was lost came back elsewhere")
+        elif name in self._closed_ms:
+            away_ms = now_ms - self._closed_ms.pop(name)
+            if away_ms <= self._timeouts.reconnect_grace_ms:
+                self._marks.hit("a stream was back within the grace")
+            elif away_ms > self._timeouts.reconnect_grace_ms + self._timeouts.quorum_tick_ms:
+                by_stream = [reason for reason in reasons if reason.startswith("its stream broke")]
+                flaps = len(by_stream) >= 3
+                self._marks.hit("a flapping link was judged by silence" if flaps else "all were excused together")
+        self._addresses[name] = hello.address
+
+
+def kind_of_loss(reason: str) -> str:
+    """In which of the ways a replica was lost."""
+    for kind in (
+        LOST_SILENT,
+        LOST_STOPPED,
+        "silent",
+        "its stream broke",
+        "its manager server reports",
+        "replaced by",
+        HANG,
+    ):
+        if reason.startswith(kind):
+            return kind
+    return reason

@@ -1,0 +1,111 @@
+"""The watch over pushed losses: whatever runs in a broken quorum must end, and nothing else.
+
+Law of this file: looking on, as in `invariants.py`; it needs the cluster to know who could be reached.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tft_coord.core.types import LossNotice, QuorumKey
+from tft_sim.invariants import InvariantBroken
+from tft_sim.process import State
+from tft_sim.trainer import Trainer
+
+if TYPE_CHECKING:
+    from tft_sim.cluster import Cluster, Replica
+    from tft_sim.lighthouse_process import LighthouseProcess
+
+REACHED_MS = 100  # two messages, the wait before the abort, and as much again
+WATCHED_MS = 10_000  # longer than anything that waits in a group has a time-out
+
+
+class LossWatch:
+    """Whether a loss that a lighthouse has decided ends what runs in the broken quorum (protocol.md section 3).
+
+    A member that could be reached all the time, from the decision on or since its stream stands again, is out of the
+    broken quorum's group `REACHED_MS` later. It looks at who is lost, not at what was sent to whom.
+
+    Args:
+        cluster: that it watches.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._decided: set[tuple[QuorumKey, str]] = set()
+        self._left: set[tuple[QuorumKey, str]] = set()
+
+    def decided(self, lighthouse: LighthouseProcess, key: QuorumKey, lost: str) -> None:
+        """That lighthouse takes a member of that quorum for lost, or knows its successor."""
+        if (key, lost) not in self._decided:
+            self._decided.add((key, lost))
+            at_ms = self._cluster.clock.now_ms
+            self._look_later(lighthouse, key, at_ms, at_ms + WATCHED_MS)
+
+    def left(self, lighthouse: LighthouseProcess, key: QuorumKey, who: str, *, surely: bool) -> None:
+        """A member of that quorum has asked for the next; `surely`: because it can't go on in this one."""
+        self._left.add((key, who))
+        if surely:
+            at_ms = self._cluster.clock.now_ms
+            self._look_later(lighthouse, key, at_ms, at_ms + WATCHED_MS)
+
+    def told(self, trainer: Trainer, notice: LossNotice) -> None:
+        """That rank is told of a loss. Its own group's breaks whatever quorum it is in; another's one only."""
+        known = self._left if notice.lives else self._decided
+        if notice.replica_id != trainer.replica_id and (notice.key, notice.replica_id) not in known:
+            raise InvariantBroken("P3", f"{trainer.name} is told what no lighthouse has decided: {notice}")
+
+    def _look_later(self, lighthouse: LighthouseProcess, key: QuorumKey, at_ms: int, until_ms: int) -> None:
+        cluster = self._cluster
+
+        def look() -> None:
+            if cluster.lighthouse is not lighthouse or not lighthouse.alive:
+                return  # the next one decides anew
+            for replica in cluster.replicas.values():
+                for trainer in replica.trainers:
+                    if trainer.group is not None and trainer.group.key == key:
+                        self._judge(replica, trainer, key, at_ms)
+            if cluster.clock.now_ms < until_ms:
+                self._look_later(lighthouse, key, at_ms, until_ms)
+
+        cluster.clock.after(REACHED_MS, look)
+
+    def _judge(self, replica: Replica, trainer: Trainer, key: QuorumKey, at_ms: int) -> None:
+        if (key, replica.replica_id) in self._left:
+            return  # its ranks wait for the next quorum
+        since_ms = self.reached_since_ms(replica, trainer, key)
+        if since_ms is None:
+            return
+        for_ms = self._cluster.clock.now_ms - max(at_ms, since_ms, trainer.group_since_ms)
+        if for_ms >= REACHED_MS:
+            raise InvariantBroken(
+                "P3", f"{trainer.name} is still in quorum {key}, broken and within reach for {for_ms} ms"
+            )
+
+    def reached_since_ms(
+        self, replica: Replica, trainer: Trainer, key: QuorumKey, *, stopped: bool = False
+    ) -> int | None:
+        """Since when a notice would have come through to that rank at once; None if it would not now.
+
+        Args:
+            stopped: the rank itself is, and hears nothing; only the way to it is looked at.
+        """
+        lighthouse, manager, network = self._cluster.our_lighthouse, replica.manager, self._cluster.network
+        if replica.ended or manager is None or lighthouse.attendance_of(replica.job).is_dead(replica.replica_id):
+            return None  # it ends; or another has taken its place, and it hears of that when it speaks
+        processes = (lighthouse, manager) if stopped else (lighthouse, manager, trainer)
+        if any(process.state is not State.RUNNING for process in processes):
+            return None
+        rank_since_ms, lighthouse_since_ms = manager.rank_since_ms(trainer.rank), manager.lighthouse_since_ms()
+        if rank_since_ms is None or lighthouse_since_ms is None or manager.lighthouse is not lighthouse:
+            return None
+        held = manager.group.quorum
+        if held is None or held.key != key:
+            return None  # a manager server that was started since knows nothing of that quorum
+        return max(
+            lighthouse_since_ms,
+            rank_since_ms,
+            network.calm_since_ms("lighthouse", manager.name),
+            network.calm_since_ms(manager.name, trainer.name),
+            *(process.running_since_ms for process in processes),
+        )

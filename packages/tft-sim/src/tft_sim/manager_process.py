@@ -1,0 +1,483 @@
+"""A manager server of a simulated cluster: the session core and the group core behind the simulated network.
+
+Law of this file: what the gRPC shell of a manager server does; nothing is decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from tft_coord.core import effects, events
+from tft_coord.core.foreign import BEAT_INTERVAL_MS, CallQuorum, CancelCall, ForeignCore, ForeignEffect, TellGroup
+from tft_coord.core.group import GroupCore
+from tft_coord.core.session import (
+    Dial,
+    GiveUp,
+    HangUp,
+    Look,
+    Say,
+    SendBeat,
+    SendHello,
+    SendLeave,
+    SendRequest,
+    SendWithdraw,
+    SessionCore,
+)
+from tft_coord.core.session import SessionEffect as _SessionEffect
+from tft_coord.core.stops import LOOK_EVERY_MS
+from tft_coord.core.types import NewcomerAsks, Refusal, Unreached, Via
+from tft_sim.clock import Timer
+from tft_sim.foreign_process import Unimplemented
+from tft_sim.lighthouse_process import LighthouseProcess
+from tft_sim.links import FAILS_AFTER_MS
+from tft_sim.network import Stream
+from tft_sim.process import Process, State
+from tft_sim.trainer import Refused
+
+if TYPE_CHECKING:
+    from tft_sim.cluster import Cluster, Replica
+    from tft_sim.hang_truth import Told
+
+TRIED_AFTER_MS = 5  # all peers answer
+FATAL = frozenset(
+    {
+        "group_lost",
+        Refusal.DEAD.value,
+        Refusal.AHEAD.value,
+        Refusal.DUPLICATE.value,
+        Refusal.MALFORMED.value,
+        Refusal.OTHER_KIND.value,
+        Refusal.DIFFERS.value,
+        Refusal.OVER.value,
+    }
+)
+
+
+class ManagerProcess(Process):
+    """The shell of a manager server: a session core and a group core."""
+
+    def __init__(self, cluster: Cluster, replica: Replica, number: int, session: int) -> None:
+        super().__init__(f"{replica.host}/manager{number or ''}", cluster.clock)
+        self.replica = replica
+        self.address = f"{self.name}:1"
+        self.group = GroupCore(
+            replica_id=replica.replica_id,
+            address=self.address,
+            store_address=f"{replica.replica_id}/store:1",
+            world_size=replica.world_size,
+            timeouts=cluster.timeouts,
+        )
+        self.session = SessionCore(
+            job=replica.job,
+            replica_id=replica.replica_id,
+            address=self.address,
+            session=session,
+            timeouts=cluster.timeouts,
+            jitter=cluster.chance.jitter,
+            replaces=replica.replaces,
+            num_addresses=2 if cluster.config.standby else 1,
+            answers_probes=cluster.config.probes,
+            tries_peers=cluster.config.trials,
+        )
+        self._looks: Timer | None = None
+        self.foreign = ForeignCore(
+            job=replica.job, replica_id=replica.replica_id, timeouts=cluster.timeouts, words=cluster.chance.words
+        )
+        self._on_foreign = False  # the stream is a connection to torchft's lighthouse
+        self._cluster = cluster
+        self._stream: Stream | None = None
+        self._ranks: dict[int, Stream] = {}
+        self._answers: dict[int, Callable[[Any], None]] = {}
+        self._deadline: Timer | None = None
+        self._beat: Timer | None = None
+        self._leaving = False
+        self._open_request: int | None = None
+        self.on_end: list[Callable[[], object]] = []  # the calls that wait here fail with it
+
+    @property
+    def stream_number(self) -> int | None:
+        """Of its stream to the lighthouse."""
+        return self._stream.number if self._stream is not None else None
+
+    def rank_since_ms(self, rank: int) -> int | None:
+        """Since when that rank's stream stands, if it does; this end may not know yet that it has broken."""
+        stream = self._ranks.get(rank)
+        return stream.stands_since_ms if stream is not None and stream.open else None
+
+    @property
+    def lighthouse(self) -> Process | None:
+        """To which its stream goes, if it stands."""
+        return self._stream.server if self._stream is not None else None
+
+    def lighthouse_since_ms(self) -> int | None:
+        """Since when its stream to the lighthouse stands, if it does."""
+        return self._stream.stands_since_ms if self._stream is not None and self._stream.open else None
+
+    def start(self) -> None:
+        """Dial the lighthouse."""
+        self._perform_session(self.session.start(self.clock.now_ms))
+
+    # --- from the ranks ---------------------------------------------------------------------------------------------
+
+    def rank_connected(self, rank: int, stream: Stream, session: int) -> None:
+        """A rank's stream stands; its process has that session."""
+
+        def closed() -> None:
+            if self._ranks.get(rank) is stream:
+                del self._ranks[rank]
+                self._cluster.ends.rank_went(self, rank)
+            self.handle(events.RankDisconnected(rank=rank, stream=stream.number))
+
+        def progressed(told: Told) -> None:
+            self._cluster.hangs.heard(self.replica.trainers[rank], stream.number, told)
+            self.handle(events.RankProgressed(rank, told.progress))
+
+        self._ranks[rank] = stream
+        self._cluster.ends.rank_came(self, rank)
+        stream.listen(self, progressed, closed)
+        self.handle(events.RankConnected(rank=rank, stream=stream.number, session=session))
+
+    def called(
+        self, event: events.RankAsked | events.RankVoted | events.RankLeft, answer: Callable[[Any], None]
+    ) -> None:
+        """A rank's call; `answer` is given what the core decides."""
+        self._answers[event.call] = answer
+        self.handle(event)
+
+    def handle(self, event: events.GroupEvent) -> None:
+        """Give the group core an event."""
+        self._cluster.trace(self.name, event)
+        now_ms = self.clock.now_ms
+        if isinstance(event, events.QuorumArrived):
+            self._cluster.ends.given(self, event.quorum)
+        self._perform_group(self.group.handle(event, now_ms))
+        if self.session.hangs and not self.group.is_hung(now_ms):
+            self._cluster.marks.hit("a session that was held back was opened")
+            self._perform_session(self.session.went_on(now_ms))
+        self._set_deadline()
+        if self._looks is None and self._cluster.config.probes and self.group.looks(now_ms):
+            self._looks = self.after(0, self._look_at_ranks)
+
+    def _look_at_ranks(self) -> None:
+        """Look which ranks on this host are stopped, for as long as the core wants it."""
+        self._looks = self.after(LOOK_EVERY_MS, self._look_at_ranks)
+        self.handle(events.RanksLookedAt(self._stops_now()))
+        if not self.group.looks(self.clock.now_ms):
+            self._looks.cancel()
+            self._looks = None
+
+    def _stops_now(self) -> dict[int, bool]:
+        local = [each for each in self.replica.trainers if each.alive and self._cluster.is_local(each)]
+        return {each.rank: each.state is State.STOPPED and not each.is_seen_running for each in local}
+
+    def _is_hung(self) -> bool:
+        """Whether a rank hangs or is stopped just now."""
+        if self._cluster.config.probes:
+            self.handle(events.RanksLookedAt(self._stops_now()))
+        return self.group.is_hung(self.clock.now_ms)
+
+    def _set_deadline(self) -> None:
+        due_ms = self.group.next_deadline_ms()
+        if self._deadline is not None:
+            if self._deadline.action is not None and self._deadline.at_ms == due_ms:
+                return
+            self._deadline.cancel()
+            self._deadline = None
+        if due_ms is not None:
+            self._deadline = self.clock.at(due_ms, lambda: self.run(self._due))
+
+    def _due(self) -> None:
+        self._deadline = None
+        orders = self.group.tick(self.clock.now_ms)
+        if any(isinstance(order, effects.AnswerVote) for order in orders):
+            self._cluster.marks.hit("a deadline sealed a vote")
+        self._perform_group(orders)
+        self._set_deadline()
+
+    def _perform_group(self, orders: list[effects.GroupEffect]) -> None:
+        now_ms = self.clock.now_ms
+        for order in orders:
+            self._cluster.trace(self.name, order)
+            match order:
+                case effects.AskLighthouse():
+                    self._open_request = order.request
+                    self._perform_session(
+                        self.session.ask(order.request, order.member, order.held, now_ms, order.fingerprint)
+                    )
+                    if self.session.refused is not None:
+                        self._refuse_open(self.session.refused)
+                    if self._on_foreign:
+                        self._ask_foreign()
+                case effects.WithdrawFromLighthouse():
+                    self._perform_foreign(self.foreign.withdraw(order.request))
+                    self._perform_session(self.session.withdraw(order.request, now_ms))
+                case effects.ReportDeath():
+                    self._cluster.marks.hit("a manager server reported a death")
+                    self._cluster.ends.death_reported(self, order.reason)
+                    self.foreign.ended()
+                    if order.reason.startswith("rank ") and not order.reason.startswith("rank 0"):
+                        self._cluster.marks.hit("a manager server missed the stream of another rank")
+                    if self._stream is not None:
+                        self._stream.send(self, events.DeathReported(self._stream.number, order.reason))
+                    if not self._leaving:
+                        self._leaving = True
+                        self.after(20, lambda: self._cluster.manager_exits(self))
+                case effects.SayWaits():
+                    progress = self.group.progress(now_ms)
+                    if self._cluster.config.probes and not self._on_foreign:
+                        self._perform_session(self.session.say_waits(progress), extra=True)
+                case effects.ReportStop(reason, stopped_ms):
+                    self._cluster.marks.hit("a manager server reported a stop")
+                    said = partial(events.ProbeAnswered, number=0, stopped=reason, stopped_ms=stopped_ms)
+                    self._send(said, extra=True)
+                case effects.AnswerPlan():
+                    self._cluster.invariants_of(self.replica.job).planned_from(order.plan, order.quorum)
+                    self._answer(order.call, order.plan)
+                case effects.AnswerRankUnchanged():
+                    self._answer(order.call, order.key)
+                case effects.AnswerVote():
+                    self._answer(order.call, order.verdict)
+                case effects.FailRank():
+                    self._answer(order.call, Refused(order.code, order.message, order.code in FATAL))
+                case effects.NotifyRank():
+                    if order.rank in self._ranks:
+                        self._ranks[order.rank].send(self, order.notice)
+                case effects.TellNewcomer():
+                    if order.rank in self._ranks:
+                        self._ranks[order.rank].send(self, NewcomerAsks(order.replica_id))
+                case effects.TellRank():
+                    if order.rank in self._ranks:
+                        self._ranks[order.rank].send(self, order.news)
+                case effects.LeaveJob():
+                    self.foreign.ended()
+                    self._perform_session(self.session.leave(order.reason, order.serve_ms, order.finished_step))
+                case effects.TellGroupLost():
+                    self._cluster.marks.hit("a rank was told that its group is lost")  # it ends with the group
+                case effects.RefuseSession():
+                    raise AssertionError(order.message)  # here no two processes have one rank
+
+    def _answer(self, call: int, value: Any) -> None:
+        answer = self._answers.pop(call, None)
+        if answer is not None:
+            answer(value)
+
+    # --- to the lighthouse --------------------------------------------------------------------------------------------
+
+    def _perform_session(self, orders: list[_SessionEffect], *, extra: bool = False) -> None:
+        for order in orders:
+            self._cluster.trace(self.name, order)
+            match order:
+                case Dial(at_ms, address):
+                    self.clock.at(at_ms, partial(self.run, partial(self._dial, address)))
+                case Look(address):
+                    self._look(address)
+                case Say():
+                    self._cluster.marks.hit("a lighthouse of another cluster was found")
+                case SendHello():
+                    self._cluster.hangs.opens(self, order.hello)
+                    self._send(partial(events.HelloReceived, hello=order.hello))
+                case SendRequest():
+                    asked = partial(events.QuorumRequested, request=order.request, member=order.member)
+                    self._send(partial(asked, held=order.held, fingerprint=order.fingerprint))
+                case SendWithdraw():
+                    self._cluster.marks.hit("a request was withdrawn")
+                    self._send(partial(events.RequestWithdrawn, request=order.request))
+                case SendBeat():
+                    beat = partial(events.BeatReceived, healed_bytes=order.healed_bytes, progress=order.progress)
+                    self._send(partial(beat, waits=order.waits), extra=extra)
+                case SendLeave():
+                    left = partial(events.LeaveReceived, reason=order.reason, serve_ms=order.serve_ms)
+                    self._send(partial(left, finished_step=order.finished_step))
+                case HangUp():
+                    stream, self._stream = self._stream, None
+                    if stream is not None:
+                        stream.close(self)
+                        self._perform_session(self.session.stream_broke(self.clock.now_ms))
+                case GiveUp():
+                    self._cluster.marks.hit(f"a session was refused: {order.code}")
+                    self._refuse_open(order)
+
+    # --- to torchft's lighthouse ------------------------------------------------------------------------------------
+
+    def _found_foreign(self) -> None:
+        self._perform_session(self.session.found_foreign())
+        self._on_foreign = True
+        if self.session.open_request is not None:
+            self._ask_foreign()
+        self._perform_foreign(self.foreign.opened())
+        self._tick_foreign()
+
+    def _ask_foreign(self) -> None:
+        asked = self.session.open_request
+        assert asked is not None
+        now_ms = self.clock.now_ms
+        orders = self.foreign.ask(asked.request, asked.member, asked.held, self.session.session, now_ms)
+        self._perform_foreign(orders)
+
+    def _tick_foreign(self) -> None:
+        if self._on_foreign and self._stream is not None:
+            if self.foreign.tick(self.clock.now_ms):
+                self._stream.send(self, events.HeartbeatReceived(self.replica.replica_id))
+            self.after(BEAT_INTERVAL_MS, self._tick_foreign)
+
+    def _perform_foreign(self, orders: list[ForeignEffect]) -> None:
+        for order in orders:
+            self._cluster.trace(self.name, order)
+            match order:
+                case CallQuorum(call, member):
+                    if self._stream is not None:
+                        self._stream.send(self, events.UnaryQuorumRequested(call, member))
+                case CancelCall(call):
+                    if self._stream is not None:
+                        self._stream.send(self, events.UnaryRequestWithdrawn(call))
+                case TellGroup(event):
+                    key = event.quorum.key if isinstance(event, events.QuorumArrived) else None
+                    if key is not None and key == self.session.held:
+                        self._cluster.marks.hit("a key stood on a foreign lighthouse")
+                    if self.session.answered(event.request, key):
+                        # After what runs now: the core must not be entered twice.
+                        self.after(0, partial(self.handle, event))
+
+    def _refuse_open(self, refused: GiveUp) -> None:
+        request = self._open_request
+        if request is not None:
+            # After what runs now: the core must not be entered twice.
+            self.after(0, lambda: self.handle(events.RequestRefused(request, refused.code, refused.message)))
+
+    def _send(self, make: Callable[[int], events.LighthouseEvent], *, extra: bool = False) -> None:
+        if self._stream is not None:
+            self._stream.send(self, make(self._stream.number), extra=extra)
+
+    def _look(self, address: int) -> None:
+        """Ask another lighthouse what it is."""
+        lighthouse, network = self._cluster.lighthouse_at(address), self._cluster.network
+
+        def asked() -> None:
+            assert isinstance(lighthouse, LighthouseProcess)
+            started_ms, cluster_id, jobs = lighthouse.described()
+            serves = self.replica.job in jobs
+            network.message(
+                lighthouse, self, lambda: self._looked(address, cluster_id, started_ms, serves), lambda: None
+            )
+
+        network.message(self, lighthouse, asked, lambda: None)
+
+    def _looked(self, address: int, cluster_id: str, started_ms: int, serves: bool) -> None:
+        orders = self.session.looked(address, cluster_id, started_ms, serves=serves)
+        if HangUp() in orders:
+            self._cluster.marks.hit("a replica followed to a newer lighthouse")
+        self._perform_session(orders)
+
+    def _try_peers(self, order: effects.TryPeers) -> None:
+        """Dial these members; who has a bad link to one of them finds out after a while."""
+        links, marks = self._cluster.links, self._cluster.marks
+        unreached = tuple(
+            Unreached(peer.replica_id, Via.GROUP, "no answer")
+            for peer in order.peers
+            if links.is_bad(self.replica.replica_id, peer.replica_id, Via.GROUP)
+        )
+        marks.hit("a newcomer failed its trial" if unreached else "a newcomer passed its trial")
+        stream = self._stream
+
+        def over() -> None:
+            if stream is self._stream:
+                self._send(lambda number: events.PeersTried(number, order.number, unreached))
+
+        self.after(FAILS_AFTER_MS if unreached else TRIED_AFTER_MS, over)
+
+    def _dial(self, address: int) -> None:
+        lighthouse = self._cluster.lighthouse_at(address)
+        self._cluster.network.dial(
+            self, lighthouse, accepted=lighthouse.accepted, opened=self._opened, failed=self._dial_failed
+        )
+
+    def _opened(self, stream: Stream) -> None:
+        self._stream, self._on_foreign = stream, False
+        stream.listen(self, self._heard, lambda: self._stream_closed(stream))
+        self._perform_session(self.session.stream_opened(self.clock.now_ms))
+        self._tick_session()
+
+    def _dial_failed(self) -> None:
+        self._perform_session(self.session.stream_broke(self.clock.now_ms))
+
+    def _stream_closed(self, stream: Stream) -> None:
+        if self._stream is stream:
+            self._stream = None
+            self._on_foreign = False
+            self.foreign.closed()
+            self._cluster.trace(self.name, "stream closed")
+            self._perform_session(self.session.stream_broke(self.clock.now_ms))
+
+    def beat(self) -> None:
+        """Give a sign of life, out of turn."""
+        self._send(partial(events.BeatReceived, healed_bytes=0))
+
+    def _tick_session(self) -> None:
+        if self._beat is not None:
+            self._beat.cancel()
+        now_ms = self.clock.now_ms
+        waits = self._cluster.config.probes and self.group.waits(now_ms)
+        self._perform_session(self.session.tick(now_ms, lambda: self.group.progress(now_ms), lambda: waits))
+        if self._stream is not None:
+            due_ms = max(self.session.next_beat_ms, self.clock.now_ms + 50)
+            self._beat = self.clock.at(due_ms, lambda: self.run(self._tick_session))
+
+    def _heard(self, order: Any) -> None:
+        now_ms = self.clock.now_ms
+        self._cluster.trace(self.name, order)
+        match order:
+            case Unimplemented():
+                self._found_foreign()
+            case effects.AnswerUnaryQuorum():
+                self._perform_foreign(self.foreign.answered(order.call, order.quorum))
+            case effects.Welcome():
+                started_ms, cluster_id = order.lighthouse_started_ms, order.cluster_id
+                self._perform_session(
+                    self.session.welcomed(order.session, started_ms, now_ms, cluster_id, order.heartbeat_timeout_ms)
+                )
+            case effects.TellLost():
+                self._cluster.marks.hit("the living were told that they are lost")
+                hung = self._is_hung()
+                self._perform_session(self.session.told_lost(order.session, now_ms, hung=hung))
+                self.handle(events.SessionLost(order.session, order.message))
+            case effects.NotifyLoss():
+                self.handle(events.LossNoticed(order.notice))
+            case effects.TryPeers():
+                self._try_peers(order)
+            case effects.AnnounceNewcomer():
+                self.handle(events.NewcomerAnnounced(order.replica_id))
+            case effects.AskToLeave():
+                self.handle(events.LeaveAsked(order.reason, order.serve_ms))
+            case effects.TellStraggler():
+                self.handle(events.PaceTold(order.news))
+            case effects.Release():
+                self.handle(events.NobodyHeals())
+            case effects.Probe(_, number):
+                stopped, stopped_ms = self.group.stopped(now_ms)
+                answer = partial(events.ProbeAnswered, number=number, stopped=stopped, stopped_ms=stopped_ms)
+                self._send(answer, extra=True)
+                self.handle(events.ProbeCame())
+            case effects.RefuseSession():
+                hung = self._is_hung()
+                told = self.session.told_refused(order.refusal, order.message, now_ms, order.silent_ms, hung=hung)
+                self._perform_session(told)
+            case effects.AskForQuorum():
+                held = self.group.report()
+                quorum = held if held is not None and held.key == order.key else None
+                self._send(lambda stream: events.QuorumReported(stream, quorum))
+            case effects.AnswerQuorum():
+                if self.session.answered(order.request, order.quorum.key):
+                    self._cluster.invariants_of(self.replica.job).received(self.replica.host, order.quorum.key)
+                    self.handle(events.QuorumArrived(order.request, order.quorum))
+            case effects.AnswerUnchanged():
+                if self.session.answered(order.request, order.key):
+                    self._cluster.invariants_of(self.replica.job).received(self.replica.host, order.key)
+                    self.handle(events.UnchangedArrived(order.request, order.key))
+            case effects.RefuseRequest():
+                if self.session.answered(order.request, None):
+                    code = order.refusal.value
+                    self.handle(events.RequestRefused(order.request, code, order.message))
+            case _:
+                raise AssertionError(f"a manager server can't read {order!r}")

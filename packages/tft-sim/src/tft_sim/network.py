@@ -1,0 +1,394 @@
+"""A network in memory: streams and single messages between processes, with faults by rule.
+
+It behaves as gRPC over TCP does. A stream keeps its messages in order; none is lost in the middle: what can't be
+delivered waits, and if it waits too long the stream breaks for both ends. A single message (one leg of a unary call)
+that is lost is an error at its sender; another may overtake it, and a client that tries again makes it two. Rules say
+what happens between which processes; they are directed, so a cable that works one way only is two lines of a test.
+
+Law of this file: moving messages. Nothing here knows what they say.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+from tft_sim.clock import VirtualClock
+from tft_sim.marks import Marks
+from tft_sim.process import Process, State
+
+
+class Fate(enum.Enum):
+    """What a rule does to a message."""
+
+    PASS = "pass"
+    DELAY = "delay"
+    DROP = "drop"  # a stream breaks; a single message is an error at once
+    PARTITION = "partition"  # as a cut cable: messages wait, and after the keep-alive the stream breaks
+    HOLD = "hold"  # messages wait until released, however long
+    DUPLICATE = "duplicate"  # a single message arrives twice; a stream is one connection, and keeps its own in order
+    REORDER = "reorder"  # each single message takes its own time; streams as above
+    LAG = "lag"  # the messages of streams are late; single ones overtake them
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What happens to messages from `source` to `target` (names or shell patterns). The newest rule that fits counts.
+
+    Args:
+        source, target: names, or patterns as `a:*`.
+        fate: what happens.
+        low_ms, high_ms: bounds of the delay, for DELAY, REORDER and LAG; for DUPLICATE of the time between the two.
+    """
+
+    source: str
+    target: str
+    fate: Fate
+    low_ms: int = 0
+    high_ms: int = 0
+
+    def fits(self, source: str, target: str) -> bool:
+        return fnmatchcase(source, self.source) and fnmatchcase(target, self.target)
+
+
+@dataclass(slots=True)
+class _Way:
+    """One direction of a stream."""
+
+    last_at_ms: int = 0
+    waiting: list[Any] = field(default_factory=list)
+
+
+class Stream:
+    """A connection between two processes, in order both ways. Made by `Network.dial`."""
+
+    def __init__(self, network: Network, number: int, client: Process, server: Process) -> None:
+        self.number = number
+        self.client = client
+        self.server = server
+        self.open = True
+        self.told = False  # it has ended because a process did, and the host of that one said so
+        self.stands_since_ms: int | None = None  # since when both ends know that it stands
+        self._network = network
+        self._ways = {client.name: _Way(), server.name: _Way()}
+        self._early: dict[str, list[Any]] = {client.name: [], server.name: []}  # what came before anybody listened
+        self._on_message: dict[str, Callable[[Any], None]] = {}
+        self._on_closed: dict[str, Callable[[], None]] = {}
+        self._closed: set[str] = set()  # ends that know that it has ended
+
+    def listen(self, end: Process, on_message: Callable[[Any], None], on_closed: Callable[[], None]) -> None:
+        """Say what that end does with messages and with the end of the stream."""
+        self._on_message[end.name] = on_message
+        self._on_closed[end.name] = on_closed
+        early, self._early[end.name] = self._early[end.name], []
+        for message in early:
+            on_message(message)
+
+    def hear(self, end: Process, message: Any) -> None:
+        """A message has arrived at that end, which reads nothing more once it knows that the stream has ended."""
+        if end.name in self._closed:
+            return
+        on_message = self._on_message.get(end.name)
+        if on_message is None:
+            self._early[end.name].append(message)
+        else:
+            on_message(message)
+
+    def send(self, sender: Process, message: Any, *, extra: bool = False) -> None:
+        """Send; nothing is heard of it if the stream has ended. `extra`: its delay is drawn apart from the others."""
+        if self.open:
+            self._network.on_stream(self, sender, message, extra=extra)
+
+    def close(self, closer: Process) -> None:
+        """End it; the other end learns of it after all that was sent before. The closer is not told."""
+        if self.open:
+            self._network.end_stream(self, told=[self.other(closer)])
+
+    def closes(self, end: Process) -> None:
+        """That end learns that the stream has ended."""
+        self._closed.add(end.name)
+        on_closed = self._on_closed.get(end.name)
+        if on_closed is not None:
+            end.run(on_closed)
+
+    def other(self, end: Process) -> Process:
+        """The process at the other end."""
+        return self.server if end is self.client else self.client
+
+
+class Network:
+    """All streams and messages of a simulation.
+
+    Args:
+        clock: virtual time.
+        rng: for delays only.
+        extra_rng: for the delays of messages that are sent as extra ones, so that those of the others stay what they
+            are, whoever sends more.
+        marks: of the simulation.
+        delay_ms: bounds of the delay of an ordinary message.
+        keepalive_ms: a stream that can't deliver for so long breaks; also how long a dial waits.
+    """
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        rng: random.Random,
+        marks: Marks | None = None,
+        *,
+        delay_ms: tuple[int, int] = (1, 5),
+        keepalive_ms: int = 2_000,
+        extra_rng: random.Random | None = None,
+    ) -> None:
+        self.on_mend: Callable[[], None] = lambda: None  # a rule has ended
+        self._clock = clock
+        self._rng = rng
+        self._extra_rng = extra_rng if extra_rng is not None else random.Random("extra")
+        self._marks = marks if marks is not None else Marks()
+        self._delay_ms = delay_ms
+        self._keepalive_ms = keepalive_ms
+        self._rules: list[Rule] = []
+        self._ended_rules: list[tuple[Rule, int]] = []  # and until when each was felt
+        self._newest_arrival_ms: dict[tuple[str, str], int] = {}  # of single messages that were sent already
+        self._streams: dict[int, Stream] = {}
+        self._held: list[tuple[Process, Process, Callable[[], None], Callable[[], None]]] = []
+        self._numbers = itertools.count(1)
+
+    # --- rules ----------------------------------------------------------------------------------------------------
+
+    def add(self, rule: Rule) -> Rule:
+        """Let a rule hold from now on; returns it, for `remove`."""
+        self._rules.append(rule)
+        if rule.fate is Fate.PARTITION:
+            for stream in list(self._streams.values()):
+                self._watch(stream)
+        return rule
+
+    def remove(self, rule: Rule) -> None:
+        """End a rule; what it kept waiting goes on."""
+        if rule in self._rules:
+            self._rules.remove(rule)
+            self._ended_rules.append((rule, self._clock.now_ms + rule.high_ms))
+            self._release()
+            self.on_mend()
+
+    def clear(self) -> None:
+        """End all rules."""
+        for rule in list(self._rules):
+            self.remove(rule)
+
+    def is_cut(self, one: str, other: str) -> bool:
+        """Whether nothing comes through between these two: what goes one way only is never acknowledged."""
+        if not any(rule.fate is Fate.PARTITION for rule in self._rules):
+            return False
+        return Fate.PARTITION in (self._rule(one, other).fate, self._rule(other, one).fate)
+
+    def calm_since_ms(self, one: str, other: str) -> int:
+        """Since when messages between these two, either way, have been delivered as on a good day."""
+        since_ms = 0
+        for source, target in ((one, other), (other, one)):
+            if self._rule(source, target).fate is not Fate.PASS:
+                return self._clock.now_ms
+            felt = [until_ms for rule, until_ms in self._ended_rules if rule.fits(source, target)]
+            since_ms = max(since_ms, *felt, 0)
+        return since_ms
+
+    def break_streams(self, source: str, target: str, *, server_late_ms: int | None = None) -> int:
+        """Break every stream dialed from `source` to `target`; returns how many there were.
+
+        Args:
+            source, target: names or patterns.
+            server_late_ms: so much later does the target learn of it; None: both learn of it at once.
+        """
+        broken = [
+            stream
+            for stream in self._streams.values()
+            if fnmatchcase(stream.client.name, source) and fnmatchcase(stream.server.name, target)
+        ]
+        for stream in broken:
+            if server_late_ms is None:
+                self.end_stream(stream, told=[stream.client, stream.server])
+            else:
+                self.end_stream(stream, told=[stream.client])
+                self._clock.after(server_late_ms, partial(stream.closes, stream.server))
+        return len(broken)
+
+    # --- processes ------------------------------------------------------------------------------------------------
+
+    def ended(self, process: Process) -> None:
+        """A process was killed or vanished: its streams end, at once or when the others notice."""
+        for stream in list(self._streams.values()):
+            if process in (stream.client, stream.server):
+                other = stream.other(process)
+                if process.state is State.VANISHED:
+                    self._clock.after(self._keepalive_ms, partial(self.end_stream, stream, told=[other]))
+                else:
+                    stream.told = stream.open and not self.is_cut(process.name, other.name)
+                    self.end_stream(stream, told=[other])
+
+    # --- streams --------------------------------------------------------------------------------------------------
+
+    def dial(
+        self,
+        client: Process,
+        server: Process,
+        *,
+        accepted: Callable[[Stream], None],
+        opened: Callable[[Stream], None],
+        failed: Callable[[], None],
+    ) -> None:
+        """Open a stream: `accepted` at the server, then `opened` at the client; or `failed` at the client."""
+        stream = Stream(self, next(self._numbers), client, server)
+        outcome: list[bool] = []
+
+        def give_up() -> None:
+            if not outcome:
+                outcome.append(False)
+                self.end_stream(stream, told=[server])
+                client.run(failed)
+
+        def answer() -> None:
+            if outcome:
+                return
+            if not stream.open:
+                give_up()  # it broke before the client knew that it stood
+                return
+            outcome.append(True)
+            stream.stands_since_ms = self._clock.now_ms
+            opened(stream)
+
+        def accept() -> None:
+            if stream.open and not outcome:
+                self._streams[stream.number] = stream
+                accepted(stream)
+                self._move(server, client, answer, give_up, self._for_streams(server, client))
+                self._watch(stream)
+
+        self._move(client, server, accept, give_up, self._for_streams(client, server))
+        self._clock.after(self._keepalive_ms, give_up)
+
+    def on_stream(self, stream: Stream, sender: Process, message: Any, *, extra: bool = False) -> None:
+        """Called by `Stream.send`."""
+        target = stream.other(sender)
+        way = stream._ways[sender.name]
+        rule = self._for_streams(sender, target)
+        if rule.fate is Fate.DROP:
+            self.end_stream(stream, told=[stream.client, stream.server])
+        elif way.waiting or rule.fate in (Fate.PARTITION, Fate.HOLD):
+            way.waiting.append(message)
+        else:
+            self._deliver(stream, sender, message, self._delay(rule, self._extra_rng if extra else self._rng))
+
+    def end_stream(self, stream: Stream, *, told: list[Process]) -> None:
+        """Break a stream; each end that is told learns of it after what was sent to it before."""
+        if not stream.open:
+            return
+        stream.open = False
+        self._streams.pop(stream.number, None)
+        for process in told:
+            sender = stream.other(process)
+            rule = self._for_streams(sender, process)
+            delay_ms = self._keepalive_ms if rule.fate is Fate.PARTITION else self._delay(rule)
+            way = stream._ways[sender.name]
+            at_ms = max(way.last_at_ms, self._clock.now_ms + delay_ms)
+            self._clock.at(at_ms, partial(stream.closes, process))
+
+    # --- single messages ------------------------------------------------------------------------------------------
+
+    def message(self, source: Process, target: Process, deliver: Callable[[], None], lost: Callable[[], None]) -> None:
+        """Move one message; `deliver` happens in the target, or `lost` in the source."""
+        rule = self._rule(source.name, target.name)
+        arrives_ms = self._move(source, target, deliver, lost, rule)
+        if arrives_ms is None:
+            return
+        way = (source.name, target.name)
+        if arrives_ms < self._newest_arrival_ms.get(way, 0):
+            self._marks.hit("a call overtook another")
+        self._newest_arrival_ms[way] = max(arrives_ms, self._newest_arrival_ms.get(way, 0))
+        if rule.fate is Fate.DUPLICATE:
+            self._marks.hit("a call came twice")
+            again_ms = arrives_ms + self._rng.randint(rule.low_ms, rule.high_ms)
+            self._clock.at(again_ms, lambda: target.run(deliver))
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _move(
+        self, source: Process, target: Process, deliver: Callable[[], None], lost: Callable[[], None], rule: Rule
+    ) -> int | None:
+        """Send one message on its way; when it arrives, if it does."""
+        if rule.fate is Fate.HOLD:
+            self._held.append((source, target, deliver, lost))
+            return None
+        delay_ms = self._keepalive_ms if rule.fate is Fate.PARTITION else self._delay(rule)
+        if rule.fate in (Fate.DROP, Fate.PARTITION):
+            self._clock.after(delay_ms, lambda: source.run(lost))
+            return None
+        self._clock.after(delay_ms, lambda: self._arrive(source, target, deliver, lost))
+        return self._clock.now_ms + delay_ms
+
+    def _arrive(self, source: Process, target: Process, deliver: Callable[[], None], lost: Callable[[], None]) -> None:
+        if target.alive:
+            target.run(deliver)
+        else:
+            wait_ms = self._keepalive_ms if target.state is State.VANISHED else 0
+            self._clock.after(wait_ms, lambda: source.run(lost))
+
+    def _deliver(self, stream: Stream, sender: Process, message: Any, delay_ms: int) -> None:
+        target = stream.other(sender)
+        way = stream._ways[sender.name]
+        way.last_at_ms = max(way.last_at_ms, self._clock.now_ms + delay_ms)
+        self._clock.at(way.last_at_ms, lambda: target.run(lambda: stream.hear(target, message)))
+
+    def _rule(self, source: str, target: str) -> Rule:
+        for rule in reversed(self._rules):
+            if rule.fits(source, target):
+                return rule
+        return Rule("*", "*", Fate.PASS)
+
+    def _for_streams(self, source: Process, target: Process) -> Rule:
+        """The rule that counts, as a connection feels it."""
+        rule = self._rule(source.name, target.name)
+        if rule.fate is Fate.LAG:
+            return replace(rule, fate=Fate.DELAY)
+        return Rule("*", "*", Fate.PASS) if rule.fate in (Fate.DUPLICATE, Fate.REORDER) else rule
+
+    def _delay(self, rule: Rule, rng: random.Random | None = None) -> int:
+        own = rule.fate in (Fate.DELAY, Fate.REORDER)
+        low_ms, high_ms = (rule.low_ms, rule.high_ms) if own else self._delay_ms
+        return (rng or self._rng).randint(low_ms, high_ms)
+
+    def _cut(self, stream: Stream) -> bool:
+        both = ((stream.client, stream.server), (stream.server, stream.client))
+        return any(self._rule(source.name, target.name).fate is Fate.PARTITION for source, target in both)
+
+    def _watch(self, stream: Stream) -> None:
+        """A cut either way ends a stream: what is not acknowledged within the keep-alive breaks it for both."""
+        if not self._cut(stream):
+            return
+
+        def judge() -> None:
+            if stream.open and self._cut(stream):
+                stream.open = False
+                self._streams.pop(stream.number, None)
+                stream.closes(stream.client)
+                stream.closes(stream.server)
+
+        self._clock.after(self._keepalive_ms, judge)
+
+    def _release(self) -> None:
+        for stream in list(self._streams.values()):
+            for sender in (stream.client, stream.server):
+                way = stream._ways[sender.name]
+                rule = self._for_streams(sender, stream.other(sender))
+                if rule.fate not in (Fate.PARTITION, Fate.HOLD):
+                    waiting, way.waiting = way.waiting, []
+                    for message in waiting:
+                        self._deliver(stream, sender, message, self._delay(rule))
+        held, self._held = self._held, []
+        for source, target, deliver, lost in held:
+            self.message(source, target, deliver, lost)

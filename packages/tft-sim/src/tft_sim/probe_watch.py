@@ -1,0 +1,224 @@
+"""The watch over silence while others wait: who is lost by a second of it, and who should have been.
+
+Law of this file: looking on, as in `invariants.py`; it looks at messages and at the clock, and where a stop
+is said, at the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tft_coord.core import effects, events
+from tft_coord.core.assignment import assign
+from tft_coord.core.suspicion import LOST_SILENT, LOST_STOPPED
+from tft_coord.core.types import Quorum
+from tft_coord.errors import ProtocolError
+from tft_coord.timeouts import Timeouts
+from tft_sim.invariants import InvariantBroken
+
+SILENT_MS = 1_000
+UNANSWERED_MS = 500
+PROBE_EVERY_MS = 500
+SAID_FOR_MS = 2_500
+STOPPED_MS = 400
+BOUND_MS = 1_300  # of silence while most others wait: a second, a wait that is said late, two ticks
+CALM_MS = 250  # answers that take no longer show a way on which nothing is late
+HEARD_MS = 300  # ago at most: a witness
+FLAPS_MOST = 3
+
+
+@dataclass(slots=True)
+class _Known:
+    """Of one replica, on its newest stream."""
+
+    job: str
+    answers_probes: bool
+    sign_ms: int
+    sent_ms: dict[int, int] = field(default_factory=dict)
+    answers_ms: list[tuple[int, int]] = field(default_factory=list)
+    probed_ms: int | None = None
+    asked_ms: int | None = None
+    said_ms: int | None = None
+    stands: bool = True
+
+
+class ProbeWatch:
+    """Whether one life of a lighthouse loses by a second of silence those that are silent, and soon, P5 (protocol.md
+    section 1).
+
+    Args:
+        timeouts: of the lighthouse.
+        now_ms: when it starts.
+        lives: whether a session of a replica of that job stands.
+        is_stopped: whether a replica of that id was stopped just now, and for so long, by what its processes do.
+    """
+
+    def __init__(
+        self,
+        timeouts: Timeouts,
+        now_ms: int,
+        lives: Callable[[str, str], bool],
+        is_stopped: Callable[[str, int], bool],
+    ) -> None:
+        self._timeouts = timeouts
+        self._lives = lives
+        self._is_stopped = is_stopped
+        self._looked_ms = now_ms  # when it was last awake
+        self._late_ms = now_ms  # when it was held up last
+        self._hellos: dict[int, events.HelloReceived] = {}
+        self._streams: dict[int, str] = {}  # the newest of each replica that is welcome
+        self._known: dict[str, _Known] = {}
+        self._members: dict[str, tuple[frozenset[str], int]] = {}  # of each job, and when they were answered last
+        self._holders: dict[str, frozenset[str]] = {}  # who held the state that they started from
+        self._broke_ms: dict[str, list[int]] = {}
+
+    def heard(self, event: events.LighthouseEvent, now_ms: int) -> None:
+        """It hears something, and is about to decide."""
+        self.looks(now_ms)
+        if isinstance(event, events.HelloReceived):
+            self._hellos[event.stream] = event
+            return
+        known = self._known.get(self._streams.get(event.stream, ""))
+        if known is None:
+            return
+        if isinstance(event, events.StreamClosed):
+            known.stands, known.asked_ms = False, None
+            return
+        known.sign_ms = now_ms
+        match event:
+            case events.QuorumRequested():
+                known.asked_ms, known.said_ms = now_ms, None
+            case events.RequestWithdrawn():
+                known.asked_ms = None
+            case events.BeatReceived():
+                known.said_ms = now_ms if event.waits else None
+            case events.ProbeAnswered() if event.number in known.sent_ms:
+                known.answers_ms.append((now_ms, now_ms - known.sent_ms[event.number]))
+                known.sent_ms = {number: at for number, at in known.sent_ms.items() if number > event.number}
+
+    def decided(self, order: effects.LighthouseEffect, now_ms: int) -> None:
+        """It decides something."""
+        match order:
+            case effects.Welcome():
+                hello = self._hellos[order.stream].hello
+                self._streams = {each: name for each, name in self._streams.items() if name != hello.replica_id}
+                self._streams[order.stream] = hello.replica_id
+                self._known[hello.replica_id] = _Known(hello.job, hello.answers_probes, now_ms)
+            case effects.Probe():
+                name = self._streams[order.stream]
+                if not self._known[name].answers_probes:
+                    raise InvariantBroken("P5", f"{name} does not know probes, and is sent one")
+                self._probed(name, order.number, now_ms)
+            case effects.QuorumFormed():
+                self._members[order.job] = frozenset(order.quorum.replica_ids), now_ms
+                self._holders[order.job] = _holders(order.quorum)
+            case effects.AnswerQuorum() | effects.AnswerUnchanged() | effects.RefuseRequest():
+                self._answered(order, now_ms)
+            case effects.ReplicaLeft():
+                self._known.pop(order.replica_id, None)
+            case effects.RefuseSession():
+                self._known.pop(self._streams.pop(order.stream, ""), None)
+            case effects.ReplicaLost():
+                if order.reason.startswith("its stream broke"):
+                    self._broke_ms.setdefault(order.replica_id, []).append(now_ms)
+                if order.reason.startswith(LOST_SILENT):
+                    self._lost(order.replica_id, now_ms)
+                if order.reason.startswith(LOST_STOPPED) and not self._is_stopped(order.replica_id, STOPPED_MS):
+                    raise InvariantBroken("P5", f"{order.replica_id} is lost by a stop, and runs")
+                if order.reason.startswith(LOST_SILENT) and self._is_spared(order.job, order.replica_id):
+                    raise InvariantBroken(
+                        "P5", f"{order.replica_id} is lost by silence, and is the last with its state"
+                    )
+                self._known.pop(order.replica_id, None)
+
+    def _probed(self, name: str, number: int, now_ms: int) -> None:
+        known = self._known[name]
+        if known.probed_ms is not None and now_ms - known.probed_ms < PROBE_EVERY_MS:
+            raise InvariantBroken("P5", f"{name} is probed again after {now_ms - known.probed_ms} ms")
+        known.probed_ms = known.sent_ms[number] = now_ms
+
+    def _answered(
+        self, order: effects.AnswerQuorum | effects.AnswerUnchanged | effects.RefuseRequest, now_ms: int
+    ) -> None:
+        known = self._known.get(self._streams.get(order.stream, ""))
+        if known is None:
+            return
+        known.asked_ms = None
+        if isinstance(order, effects.RefuseRequest) or known.job not in self._members:
+            return
+        members, _ = self._members[known.job]
+        self._members[known.job] = members, now_ms
+        self._holders[known.job] = _holders(order.quorum) if isinstance(order, effects.AnswerQuorum) else members
+
+    def _is_spared(self, job: str, name: str) -> bool:
+        """Whether it is the last that holds the state of its job."""
+        return {each for each in self._holders.get(job, ()) if self._lives(job, each)} == {name}
+
+    def looks(self, now_ms: int) -> None:
+        """It is awake, and about to look at the clock."""
+        if now_ms - self._looked_ms >= self._timeouts.quorum_tick_ms + self._timeouts.reconnect_grace_ms:
+            self._late_ms = now_ms
+            for known in self._known.values():
+                known.sent_ms.clear()
+        self._looked_ms = now_ms
+
+    def ticked(self, now_ms: int) -> None:
+        """It has looked at the clock: nobody is silent for long any more while most others wait for it."""
+        for job, (members, _) in self._members.items():
+            here = [name for name in sorted(members) if name in self._known]
+            for name in here:
+                suspect = self._known[name]
+                asked = [
+                    other
+                    for other in here
+                    if other != name and now_ms - self._known[other].sign_ms <= HEARD_MS
+                    if now_ms - (self._known[other].asked_ms or now_ms) >= BOUND_MS
+                ]
+                calm = [late_ms for _, late_ms in suspect.answers_ms]
+                if suspect.asked_ms is not None or suspect.said_ms is not None or not suspect.stands or not calm:
+                    continue
+                if max(calm) > CALM_MS or now_ms - self._late_ms < BOUND_MS + SILENT_MS or self._flaps(name, now_ms):
+                    continue
+                silent_ms = now_ms - suspect.sign_ms
+                if silent_ms >= BOUND_MS and 2 * len(asked) > len(members) - 1 and not self._is_spared(job, name):
+                    raise InvariantBroken(
+                        "P5", f"{name} is silent for {silent_ms} ms, most wait for it, and it is not lost"
+                    )
+
+    def _lost(self, name: str, now_ms: int) -> None:
+        suspect = self._known[name]
+        oldest_ms = next(iter(suspect.sent_ms.values()), now_ms)
+        recent = [late_ms for at_ms, late_ms in suspect.answers_ms[-16:] if now_ms - at_ms < 60_000]
+        bound_ms = max(UNANSWERED_MS, 2 * max(recent, default=0))
+        if now_ms - max(suspect.sign_ms, self._late_ms) < SILENT_MS or now_ms - oldest_ms < bound_ms:
+            raise InvariantBroken(
+                "P5", f"{name} is lost by silence: heard at {suspect.sign_ms} ms, probed at {oldest_ms} ms"
+            )
+        if not suspect.answers_probes or not suspect.answers_ms or self._flaps(name, now_ms):
+            raise InvariantBroken("P5", f"{name} is lost by silence, and is one to be judged by heartbeat_timeout")
+        if suspect.job not in self._members:
+            return  # it has formed no quorum itself, and was told of one
+        members, formed_ms = self._members[suspect.job]
+        others = [self._known[each] for each in members if each in self._known and each != name]
+        waited = sum(1 for each in others if each.sign_ms > oldest_ms and self._waits(each, formed_ms, now_ms))
+        if 2 * waited <= len(others):
+            raise InvariantBroken("P5", f"{name} is lost by silence, and only {waited} of {len(others)} others waited")
+
+    @staticmethod
+    def _waits(each: _Known, formed_ms: int, now_ms: int) -> bool:
+        if each.asked_ms is not None:
+            return True  # for how long only who has seen the request before this one knows
+        return each.said_ms is not None and each.said_ms > formed_ms and now_ms - each.said_ms < SAID_FOR_MS
+
+    def _flaps(self, name: str, now_ms: int) -> bool:
+        recent = [at_ms for at_ms in self._broke_ms.get(name, ()) if now_ms - at_ms < self._timeouts.flap_window_ms]
+        return len(recent) >= FLAPS_MOST
+
+
+def _holders(quorum: Quorum) -> frozenset[str]:
+    try:
+        common = assign(quorum)
+    except ProtocolError:
+        return frozenset()  # all of them are torn
+    return frozenset(quorum.replica_ids[rank] for rank in common.up_to_date) if common.step > 0 else frozenset()

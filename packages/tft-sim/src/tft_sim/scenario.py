@@ -1,0 +1,649 @@
+"""Scenarios as transcripts: a command, four dashes, what happened.
+
+A transcript is a test and a page of documentation at once. The commands drive a simulated cluster (real cores, virtual
+time, nothing left to chance); the output tells who formed a quorum and why, who healed from whom, who committed. When
+the behaviour changes on purpose, the transcripts are written anew and the change is read as a difference of texts.
+
+Law of this file: parsing commands, calling the cluster's verbs, telling what happened.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from tft_coord.core import effects
+from tft_coord.core.stragglers import StragglerAction, StragglerPolicy
+from tft_coord.core.types import Member, Quorum, QuorumKey, Via
+from tft_sim.cluster import Chance, Cluster, ClusterConfig, Replica
+from tft_sim.lighthouse_process import JOB, LEFT_OUT, STUCK
+from tft_sim.links import Link, both_ways
+from tft_sim.network import Fate, Rule
+from tft_sim.process import Process
+from tft_sim.trainer import Trainer, TrainerSettings
+
+SEPARATOR = "----"
+MOST_MS = 120_000  # no `until` waits longer than this
+LIGHTHOUSES = ("lighthouse", "lighthouse2")
+PATIENT = StragglerPolicy(patience_ms=2_000)  # its beats come every 500 ms
+QUIET = ("commits step", "stands unchanged", "offers step", "has taken its state early in vain")
+MOMENT_MS = 20  # what several tell within it is told together
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One command of a transcript, the comment before it, and its output."""
+
+    comment: str
+    command: str
+    output: str
+
+
+class ScenarioError(AssertionError):
+    """A transcript has a command that does not exist or can't be done; the message names it."""
+
+
+def parse(text: str) -> list[Block]:
+    """Read a transcript: blocks of comment lines (`# …`), one command line, `----`, output up to an empty line."""
+    blocks: list[Block] = []
+    for paragraph in text.strip().split("\n\n"):
+        lines = paragraph.split("\n")
+        comment = [line for line in lines if line.startswith("#")]
+        rest = lines[len(comment) :]
+        if not rest:
+            blocks.append(Block("\n".join(comment), "", ""))
+            continue
+        if SEPARATOR not in rest or rest.index(SEPARATOR) != 1:
+            raise ScenarioError(f"a block needs one command and {SEPARATOR!r} below it, not {rest[:2]}")
+        blocks.append(Block("\n".join(comment), rest[0], "\n".join(rest[2:])))
+    return blocks
+
+
+def play(text: str) -> str:
+    """Run a transcript's commands; returns the transcript with what really happened as output.
+
+    Raises: ScenarioError: a command is unknown. InvariantBroken: what happened is against the protocol.
+    """
+    scenario = Scenario()
+    parts = []
+    for block in parse(text):
+        lines = [block.comment] if block.comment else []
+        if block.command:
+            lines += [block.command, SEPARATOR, *scenario.do(block.command)]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+class Scenario:
+    """A cluster that does what it is told and tells what happened."""
+
+    def __init__(self) -> None:
+        self._cluster: Cluster | None = None
+        self._forget()
+        self._commands: dict[str, Callable[[list[str]], Iterable[str]]] = {
+            name.removeprefix("_do_").replace("_", "-"): getattr(self, name)
+            for name in dir(self)
+            if name.startswith("_do_")
+        }
+
+    def _forget(self) -> None:
+        self._told: list[tuple[int, str, list[str]]] = []
+        self._wanted = ""
+        self._quiet = False
+        self._heard: set[str] = set()
+        self._numbers: dict[QuorumKey, int] = {}
+        self._lineages: dict[int | None, str] = {None: "?"}
+        self._weights: dict[str, str] = {}
+        self._step_ms: dict[str, int] = {}
+        self._chunk_ms: dict[str, int] = {}
+        self._spreads_ms: list[int] = []
+        self._rules: dict[str, list[Rule]] = {}
+        self._refusals: set[str] = set()
+        self._given: set[tuple[str, tuple[QuorumKey, tuple[Member, ...]]]] = set()
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster; the first command makes it."""
+        if self._cluster is None:
+            raise ScenarioError("the first command of a transcript is `cluster`")
+        return self._cluster
+
+    def do(self, command: str) -> list[str]:
+        """Run one command; returns the lines of its output."""
+        words = shlex.split(command)
+        run = self._commands.get(words[0])
+        if run is None:
+            raise ScenarioError(f"there is no command {words[0]!r}; there are {', '.join(sorted(self._commands))}")
+        lines = [*run(words[1:])]
+        told = self.told()
+        self._told.clear()
+        return [*told, *lines] or ["ok"]
+
+    def attend(self, cluster: Cluster) -> None:
+        """Tell from now on what happens in that cluster."""
+        self._cluster = cluster
+        cluster.observer = self._of_lighthouse
+        cluster.foreign_observer = self._of_foreign_lighthouse
+        cluster.teller = self._of_trainer
+
+    def told(self) -> list[str]:
+        """What has been told since the last command, line by line."""
+        return [self._line(at_ms, text, names) for at_ms, text, names in self._told]
+
+    # --- telling ----------------------------------------------------------------------------------------------------
+
+    def _tell(self, name: str, text: str) -> None:
+        """One more thing happened; the same of several members within a moment is one line."""
+        now_ms = self.cluster.clock.now_ms
+        if self._wanted and self._wanted in text:
+            self._heard.add(name)
+        if self._quiet and any(words in text for words in QUIET):
+            return
+        for at_ms, known, names in reversed(self._told):
+            if now_ms - at_ms > MOMENT_MS:
+                break
+            if known == text:
+                if name not in names:
+                    names.append(name)
+                return
+        self._told.append((now_ms, text, [name]))
+
+    @staticmethod
+    def _line(at_ms: int, text: str, names: list[str]) -> str:
+        who = " ".join(sorted(names))
+        return f"{at_ms:6d}  {who}: {text}"
+
+    def _of_trainer(self, name: str, text: str) -> None:
+        life, rank = name.split("/")
+        self._tell(life if self.cluster.config.world_size == 1 else f"{life}/{rank}", text)
+
+    def _of_lighthouse(self, order: effects.LighthouseEffect) -> None:
+        match order:
+            case effects.PaceChanged():
+                self._tell(self.cluster.decides, order.news.sentence)
+            case effects.Warned():
+                self._tell(self.cluster.decides, f"warns: {order.sentence}")
+            case effects.QuorumFormed():
+                self._tell(self.cluster.decides, f"quorum {self._quorum(order.quorum)}, because {order.reason}")
+            case effects.ReplicaLost():
+                self._tell(self.cluster.decides, f"{order.replica_id} is lost: {order.reason}")
+            case effects.ReplicaLeft():
+                self._tell(self.cluster.decides, f"{order.replica_id} has left: {order.reason}")
+            case effects.JobEnded():
+                finished = " ".join(order.replica_ids)
+                self._tell(self.cluster.decides, f"the job has ended at step {order.step}, finished by {finished}")
+            case effects.RefuseSession() | effects.RefuseRequest():
+                if order.message not in self._refusals:  # whoever is refused may try again and again
+                    self._refusals.add(order.message)
+                    self._tell(self.cluster.decides, f"refuses: {order.message}")
+            case effects.NotifyLoss() if order.notice.reason.startswith((STUCK, LEFT_OUT)):
+                self._tell(self.cluster.decides, str(order.notice).replace(str(order.notice.key), self._name(order)))
+            case effects.TryPeers():
+                who = self.cluster.replica_of_stream(order.stream)
+                name = who.replica_id if who is not None else "somebody"
+                peers = " ".join(peer.replica_id for peer in order.peers)
+                self._tell(self.cluster.decides, f"asks {name} to try {peers}")
+            case effects.AskForQuorum():
+                who = self.cluster.replica_of_stream(order.stream)
+                name = who.replica_id if who is not None else "somebody"
+                self._tell(self.cluster.decides, f"asks {name} who is in quorum {self._number(order.key)}")
+            case effects.Release():
+                who = self.cluster.replica_of_stream(order.stream)
+                if who is not None:
+                    self._tell(self.cluster.decides, f"nobody heals from {who.replica_id}, which may end")
+            case effects.AnswerUnchanged():
+                self._tell(self.cluster.decides, f"quorum {self._number(order.key)} stands unchanged")
+            case effects.AnswerQuorum():
+                self._given_whole(order)
+
+    def _of_foreign_lighthouse(self, answer: Quorum) -> None:
+        members = " ".join(f"{member.replica_id}@{member.step}" for member in answer.members)
+        self._tell("lighthouse", f"torchft's: quorum id {answer.key.quorum_id} = {members}")
+
+    def _given_whole(self, order: effects.AnswerQuorum) -> None:
+        who = self.cluster.replica_of_stream(order.stream)
+        if who is None:
+            return
+        name, key, formed = who.replica_id, order.quorum.key, (order.quorum.key, order.quorum.members)
+        if (name, formed) in self._given:
+            self._tell("lighthouse", f"gives {name} quorum {self._number(key)} again")
+        elif any(other == formed for _, other in self._given):
+            pass
+        elif any(other[0] == key for _, other in self._given):
+            self._tell("lighthouse", f"quorum {self._quorum(order.quorum)} stands, and is told anew")
+        self._given.add((name, formed))
+
+    def _name(self, order: effects.NotifyLoss) -> str:
+        return str(self._number(order.notice.key))
+
+    def _number(self, key: QuorumKey) -> int:
+        return self._numbers.setdefault(key, len(self._numbers) + 1)
+
+    def _quorum(self, quorum: Quorum) -> str:
+        members = " ".join(f"{member.replica_id}@{member.step}" for member in quorum.members)
+        return f"{self._number(quorum.key)} = {members}"
+
+    # --- naming -----------------------------------------------------------------------------------------------------
+
+    def _replica(self, name: str) -> Replica:
+        try:
+            return self.cluster.replicas[name]
+        except KeyError:
+            raise ScenarioError(f"there is no replica {name!r}") from None
+
+    def _trainers(self, words: list[str]) -> list[Trainer]:
+        """`a` is all ranks of a, `a/1` is one."""
+        found: list[Trainer] = []
+        for word in words:
+            name, _, rank = word.partition("/")
+            trainers = self._replica(name).trainers
+            found += [trainers[int(rank)]] if rank else trainers
+        return found
+
+    def _processes(self, words: list[str]) -> list[Process]:
+        found: list[Process] = []
+        for word in words:
+            name, _, part = word.partition("/")
+            if word in LIGHTHOUSES:
+                found.append(self.cluster.lighthouse_at(LIGHTHOUSES.index(word)))
+            elif part == "manager":
+                manager = self._replica(name).manager
+                if manager is None:
+                    raise ScenarioError(f"{name} has no manager server now")
+                found.append(manager)
+            elif part == "":
+                found += self._replica(name).processes()
+            else:
+                found += self._trainers([word])
+        return found
+
+    # --- commands ---------------------------------------------------------------------------------------------------
+
+    def _do_cluster(self, words: list[str]) -> Iterable[str]:
+        """cluster [world_size=1] [min_replicas=1] [step=0] [synchronous] [trials] [foreign] [standby] [strangers]: an
+        empty cluster with a lighthouse: torchft's (`foreign`), or a second one besides, `lighthouse2`, of the same
+        cluster (`standby`) or of another (`strangers`). With `fragments=4 in_flight=2` trainers synchronize now and
+        then. With `stragglers=leave-out` (or `warn`, `shrink`) the lighthouse looks at their paces. With `quiet`
+        nothing is told of steps that go well. With `trials` newcomers try their peers first. Manager servers of before
+        the probes are `without-probes`; `together`: all ranks of a group run on its manager server's host.
+        With `lost_state_ms=8000` the lighthouse waits so long for a state whose holders fell silent."""
+        numbers = dict(word.split("=", 1) for word in words if "=" in word)
+        config = ClusterConfig(
+            names=(),
+            world_size=int(numbers.get("world_size", 1)),
+            min_replicas=int(numbers.get("min_replicas", 1)),
+            foreign="foreign" in words,
+            trials="trials" in words,
+            cluster_id="ours" if "standby" in words or "strangers" in words else "",
+            standby="ours" if "standby" in words else "theirs" if "strangers" in words else "",
+            delay_ms=(1, 1),
+            stragglers=replace(PATIENT, action=StragglerAction(numbers.get("stragglers", "off"))),
+            probes="without-probes" not in words,
+            ranks_together="together" in words,
+            lost_state_ms=int(numbers.get("lost_state_ms", 0)),
+            trainers=TrainerSettings(
+                step=int(numbers.get("step", 0)),
+                use_async_quorum="synchronous" not in words,
+                init_sync=True,
+                num_fragments=int(numbers.get("fragments", 0)),
+                most_in_flight=int(numbers.get("in_flight", 1)),
+            ),
+        )
+        chance = Chance(
+            nonces=itertools.count(1).__next__,
+            step_ms=lambda name: self._step_ms.get(name, 200),
+            spread_ms=lambda: self._spreads_ms.pop(0) if self._spreads_ms else 1,
+            chunk_ms=lambda name: self._chunk_ms.get(name, 20),
+        )
+        self._forget()
+        self._quiet = "quiet" in words
+        self.attend(Cluster(config, chance))
+        # The lighthouse's first grace is over before anybody comes.
+        self.cluster.clock.run_until(1_000)
+        return []
+
+    def _do_start(self, words: list[str]) -> Iterable[str]:
+        """start a b [step=5000] [loading] [replaces] [world_size=2] [min_replica_size=2] [spares] [synchronous]
+        [seeded]: new lives of these replica groups, with settings of their own; `seeded` is without init_sync."""
+        options = ("loading", "replaces", "spares", "synchronous", "seeded")
+        numbers = {name: int(value) for name, _, value in (word.partition("=") for word in words) if value}
+        settings = self.cluster.config.trainers
+        settings = replace(
+            settings,
+            step=numbers.get("step", settings.step),
+            min_replica_size=numbers.get("min_replica_size", settings.min_replica_size),
+            fixed_with_spares="spares" in words or settings.fixed_with_spares,
+            use_async_quorum="synchronous" not in words and settings.use_async_quorum,
+            init_sync="seeded" not in words and settings.init_sync,
+        )
+        for word in [word for word in words if "=" not in word and word not in options]:
+            before = self.cluster.replicas.get(word)
+            replaces = before.replica_id if before is not None and "replaces" in words else ""
+            self.cluster.start(
+                word,
+                settings=settings,
+                replaces=replaces,
+                loading="loading" in words,
+                world_size=numbers.get("world_size", 0),
+            )
+        return []
+
+    def _do_torchft(self, words: list[str]) -> Iterable[str]:
+        """torchft t [step=7]: a replica group of torchft's comes to this lighthouse; `torchft t ends` kills it."""
+        if "ends" in words:
+            self.cluster.end_process(self.cluster.torchft[words[0]])
+            return []
+        step = next((int(word.removeprefix("step=")) for word in words if word.startswith("step=")), 0)
+        self.cluster.start_torchft(words[0], step=step)
+        return []
+
+    def _do_twin(self, words: list[str]) -> Iterable[str]:
+        """twin a x: another process starts under the replica id of a, elsewhere; it is called x from now on."""
+        self.cluster.start(words[1], twin_of=words[0])
+        return []
+
+    def _do_ready(self, words: list[str]) -> Iterable[str]:
+        """ready c: a replica that was loading begins to train."""
+        for trainer in self._trainers(words):
+            trainer.start()
+        return []
+
+    def _do_run(self, words: list[str]) -> Iterable[str]:
+        """run 500: let so many milliseconds pass."""
+        self.cluster.clock.run_until(self.cluster.clock.now_ms + int(words[0]))
+        return []
+
+    def _do_until(self, words: list[str]) -> Iterable[str]:
+        """until [a b] WORDS: let time pass until each of these (or anybody) tells something with these words."""
+        num_names = next((i for i, word in enumerate(words) if word.split("/")[0] not in self.cluster.replicas), 0)
+        names = {self._life(word) for word in words[:num_names]}
+        wanted = " ".join(words[num_names:])
+        self._wanted = wanted
+        self._heard.clear()
+
+        def stop() -> bool:
+            return names <= self._heard if names else bool(self._heard)
+
+        if not self.cluster.clock.run_until(self.cluster.clock.now_ms + MOST_MS, stop):
+            raise ScenarioError(f"nothing like {' '.join(words)!r} happened within {MOST_MS} ms")
+        self._wanted = ""
+        return []
+
+    def _life(self, word: str) -> str:
+        name, slash, rank = word.partition("/")
+        return self._replica(name).host + slash + rank
+
+    def _do_kill(self, words: list[str]) -> Iterable[str]:
+        """kill a | a/1 | a/manager | lighthouse: kill -9."""
+        for word in words:
+            name, _, part = word.partition("/")
+            if word in LIGHTHOUSES:
+                self.cluster.end_process(self.cluster.lighthouse_at(LIGHTHOUSES.index(word)))
+            elif part == "manager":
+                self.cluster.kill_manager(self._replica(name))
+            else:
+                self.cluster.kill_trainer(self._replica(name), int(part or 0))
+        return []
+
+    def _do_vanish(self, words: list[str]) -> Iterable[str]:
+        """vanish a | a/1: its host, or that of one rank, is gone; nobody is told."""
+        for word in words:
+            name, _, rank = word.partition("/")
+            if rank:
+                self.cluster.vanish_rank(self._replica(name), int(rank))
+            else:
+                self.cluster.vanish(self._replica(name))
+        return []
+
+    def _do_stop(self, words: list[str]) -> Iterable[str]:
+        """stop a | a/1 | a/manager | lighthouse: SIGSTOP."""
+        for process in self._processes(words):
+            process.stop()
+        return []
+
+    def _do_hold_lock(self, words: list[str]) -> Iterable[str]:
+        """hold-lock a/1: it holds its interpreter's lock, and says and hears nothing, until `resume`."""
+        for trainer in self._trainers(words):
+            trainer.hold_lock()
+        return []
+
+    def _do_resume(self, words: list[str]) -> Iterable[str]:
+        """resume …: SIGCONT."""
+        for process in self._processes(words):
+            process.resume()
+        return []
+
+    def _do_revive(self, words: list[str]) -> Iterable[str]:
+        """revive lighthouse: start one with an empty memory at the address of the dead one."""
+        self.cluster.revive_lighthouse()
+        return []
+
+    def _do_break(self, words: list[str]) -> Iterable[str]:
+        """break a | a/1: its manager server's stream to the lighthouse, or a rank's to its manager server, breaks; it
+        is dialed again."""
+        for word in words:
+            name, _, rank = word.partition("/")
+            host = self._replica(name).host
+            if rank:
+                self.cluster.network.break_streams(f"{host}/{rank}", f"{host}/manager*")
+            else:
+                self.cluster.network.break_streams(f"{host}/manager*", "lighthouse*")
+        return []
+
+    def _do_flap(self, words: list[str]) -> Iterable[str]:
+        """flap a 400 2000 5: its stream to the lighthouse breaks for 400 ms, every 2000 ms, 5 times; time must run."""
+        pattern = f"{self._replica(words[0]).host}/manager*"
+        for_ms, every_ms, times = (int(word) for word in words[1:])
+        network, clock = self.cluster.network, self.cluster.clock
+
+        def break_once() -> None:
+            rule = network.add(Rule(pattern, "lighthouse", Fate.DROP))
+            network.break_streams(pattern, "lighthouse")
+            clock.after(for_ms, lambda: network.remove(rule))
+
+        for number in range(times):
+            clock.after(number * every_ms, break_once)
+        return []
+
+    def _do_beat(self, words: list[str]) -> Iterable[str]:
+        """beat a: its manager server gives a sign of life, out of turn."""
+        for word in words:
+            manager = self._replica(word).manager
+            if manager is None:
+                raise ScenarioError(f"{word} has no manager server now")
+            manager.beat()
+        return []
+
+    def _do_drop(self, words: list[str]) -> Iterable[str]:
+        """drop FROM TO: what is sent from one process to another is lost, until `mend`."""
+        return self._rule(words, Fate.DROP)
+
+    def _do_hold(self, words: list[str]) -> Iterable[str]:
+        """hold FROM TO: what is sent from one process to another waits, until `mend`."""
+        return self._rule(words, Fate.HOLD)
+
+    def _do_cut(self, words: list[str]) -> Iterable[str]:
+        """cut FROM TO: nothing comes through that way, as with a cut cable, until `mend`."""
+        return self._rule(words, Fate.PARTITION)
+
+    def _do_cut_link(self, words: list[str]) -> Iterable[str]:
+        """cut-link a b [store|state|group] [one-way]: a and b, or all (`*`), can't reach each other for that, until
+        `mend-link …`; the process group, both ways, unless said. A store is reached or not by whoever is named first.
+        """
+        self.cluster.links.cut(self._links(words))
+        return []
+
+    def _do_mend_link(self, words: list[str]) -> Iterable[str]:
+        """mend-link a b …: end of `cut-link`."""
+        self.cluster.links.mend(self._links(words))
+        return []
+
+    def _links(self, words: list[str]) -> list[Link]:
+        vias = [via for via in Via if via.value in words]
+        via = vias[0] if vias else Via.GROUP
+        names = sorted(self.cluster.replicas)
+        sources, targets = (names if word == "*" else [self._replica(word).name] for word in words[:2])
+        pairs = [(one, other) for one in sources for other in targets]
+        if via is Via.GROUP and "one-way" not in words:
+            return [link for one, other in pairs if one != other for link in both_ways(one, other)]
+        return [(one, other, via) for one, other in pairs]
+
+    def _do_late_calls(self, words: list[str]) -> Iterable[str]:
+        """late-calls FROM TO 300: single messages that way take so long, and streams do not, until `mend FROM TO`."""
+        return self._rule(words[:2], Fate.REORDER, int(words[2]))
+
+    def _do_late_streams(self, words: list[str]) -> Iterable[str]:
+        """late-streams FROM TO 300: what streams carry that way takes so long, and calls do not, until `mend …`."""
+        return self._rule(words[:2], Fate.LAG, int(words[2]))
+
+    def _do_mend(self, words: list[str]) -> Iterable[str]:
+        """mend FROM TO: end of `drop`, `hold`, `cut`, `late-calls` or `late-streams`."""
+        for rule in self._rules.pop(" ".join(words), []):
+            self.cluster.network.remove(rule)
+        return []
+
+    def _rule(self, words: list[str], fate: Fate, late_ms: int = 0) -> Iterable[str]:
+        source, target = ("*" if word == "*" else self._processes([word])[0].name for word in words)
+        rule = self.cluster.network.add(Rule(source, target, fate, late_ms, late_ms))
+        self._rules.setdefault(" ".join(words), []).append(rule)
+        return []
+
+    def _do_slow(self, words: list[str]) -> Iterable[str]:
+        """slow a 5000: its forward and backward take so long from the next step on; `slow a` ends it."""
+        if len(words) > 1:
+            self._step_ms[words[0]] = int(words[1])
+        else:
+            self._step_ms.pop(words[0], None)
+        return []
+
+    def _do_slow_transfer(self, words: list[str]) -> Iterable[str]:
+        """slow-transfer a/1 1500: each of the four chunks that it fetches takes so long from now on."""
+        for trainer in self._trainers(words[:1]):
+            self._chunk_ms[trainer.name] = int(words[1])
+        return []
+
+    def _do_silent_source(self, words: list[str]) -> Iterable[str]:
+        """silent-source a: its state server accepts whoever comes, and sends nothing."""
+        for trainer in self._trainers(words[:1]):
+            trainer.is_silent_source = True
+        return []
+
+    def _do_late(self, words: list[str]) -> Iterable[str]:
+        """late a 5000: it takes so long before its next request (evaluation, a checkpoint, compiling)."""
+        for trainer in self._trainers(words[:1]):
+            trainer.late_ms = int(words[1])
+        return []
+
+    def _do_hang(self, words: list[str]) -> Iterable[str]:
+        """hang a | a/1 | a optimizer: it hangs in its next forward, or in its optimizer, in a step that is not excused,
+        until `wake a`."""
+        names = [word for word in words if word != "optimizer"]
+        for trainer in self._trainers(names):
+            trainer.will_hang = "optimizer" if len(names) < len(words) else "forward"
+        return []
+
+    def _do_wake(self, words: list[str]) -> Iterable[str]:
+        """wake a: end of `hang a`."""
+        for trainer in self._trainers(words):
+            trainer.wake()
+        return []
+
+    def _do_stick(self, words: list[str]) -> Iterable[str]:
+        """stick: no reduction of the newest quorum ends any more."""
+        self.cluster.stick()
+        return []
+
+    def _do_spread(self, words: list[str]) -> Iterable[str]:
+        """spread 1 1 500: after how many ms each member learns that the next reductions are complete."""
+        self._spreads_ms = [int(word) for word in words]
+        return []
+
+    def _do_fail(self, words: list[str]) -> Iterable[str]:
+        """fail a: it has an error of its own in the step that runs."""
+        for trainer in self._trainers(words):
+            trainer.fails_once = True
+        return []
+
+    def _do_tear(self, words: list[str]) -> Iterable[str]:
+        """tear a/1: its optimizer raises after the next commit."""
+        for trainer in self._trainers(words):
+            trainer.tears_once = True
+        return []
+
+    def _do_set_clock(self, words: list[str]) -> Iterable[str]:
+        """set-clock -600000: somebody sets the clock on the wall, by so many milliseconds."""
+        self.cluster.wall_offset_ms += int(words[0])
+        return []
+
+    def _do_abort(self, words: list[str]) -> Iterable[str]:
+        """abort a: its process group is aborted."""
+        for trainer in self._trainers(words):
+            trainer.leave_group()
+        return []
+
+    def _do_shrink_only(self, words: list[str]) -> Iterable[str]:
+        """shrink-only a: from its next request on it wants no newcomers; `shrink-only a off` ends it."""
+        for trainer in self._trainers([word for word in words if word != "off"]):
+            trainer.shrink_only = "off" not in words
+        return []
+
+    def _do_snapshot_late(self, words: list[str]) -> Iterable[str]:
+        """snapshot-late a: as a mistake, it takes its snapshots after its optimizer has stepped."""
+        for trainer in self._trainers(words):
+            trainer.snapshots_late = True
+        return []
+
+    def _do_leave(self, words: list[str]) -> Iterable[str]:
+        """leave a | a/1: these are told to leave (SIGTERM, perhaps); they do after the running step."""
+        for trainer in self._trainers(words):
+            trainer.leave()
+        return []
+
+    def _do_finish(self, words: list[str]) -> Iterable[str]:
+        """finish a b step=4: the training loops of these end when they have committed that step."""
+        (step,) = (int(word.removeprefix("step=")) for word in words if word.startswith("step="))
+        for trainer in self._trainers([word for word in words if "=" not in word]):
+            trainer.finishes_at = step
+        return []
+
+    def _do_drain(self, words: list[str]) -> Iterable[str]:
+        """drain a: somebody asks the lighthouse that it leave."""
+        for word in words:
+            self._replica(word)
+            self.cluster.drain(word)
+        return []
+
+    def _do_give_up(self, words: list[str]) -> Iterable[str]:
+        """give-up a 100: it gives its next request up after so many milliseconds."""
+        for trainer in self._trainers(words[:1]):
+            trainer.gives_up_after_ms = int(words[1])
+        return []
+
+    def _do_load(self, words: list[str]) -> Iterable[str]:
+        """load a step=3: a state is loaded into it by hand before its next request."""
+        for trainer in self._trainers(words[:1]):
+            trainer.loads_step = int(words[1].removeprefix("step="))
+        return []
+
+    def _do_state(self, words: list[str]) -> Iterable[str]:
+        """state [a b]: what every rank holds. Equal letters are equal lineages, equal w-numbers equal weights."""
+        names = words or sorted(self.cluster.replicas)
+        for trainer in self._trainers(names):
+            state = trainer.state_held
+            lineage = self._lineages.setdefault(state.lineage, chr(ord("A") + len(self._lineages) - 1))
+            weights = self._weights.setdefault(state.weights, f"w{len(self._weights) + 1}")
+            phase = trainer.phase if trainer.alive else "dead"
+            yield f"{trainer.name}: step {state.step}, lineage {lineage}, weights {weights}, {phase}"
+
+    def _do_held(self, words: list[str]) -> Iterable[str]:
+        """held [a b]: the id of the quorum that each group holds."""
+        for name in words or sorted(self.cluster.replicas):
+            manager = self._replica(name).manager
+            quorum = manager.group.quorum if manager is not None else None
+            yield f"{name}: holds {quorum.key.quorum_id if quorum is not None else 'none'}"
+
+    def _do_waiting(self, words: list[str]) -> Iterable[str]:
+        """waiting: what the lighthouse's next quorum waits for."""
+        yield self.cluster.lighthouse.waiting_for(JOB)

@@ -1,0 +1,109 @@
+"""The watch over losses: how long a replica was silent, or its stream away, before it was taken for lost.
+
+Law of this file: looking on, as in `invariants.py`; it looks at messages and at the clock alone.
+"""
+
+from __future__ import annotations
+
+from tft_coord.core import effects, events
+from tft_coord.core.types import Refusal
+from tft_coord.timeouts import Timeouts
+from tft_sim.invariants import InvariantBroken
+
+FLAPS_MOST = 3
+SICK_STREAMS_LEAST = 4
+
+
+class Silence:
+    """Whether one life of a lighthouse takes those for lost that are, and soon, P1 (protocol.md section 1). One that
+    forgets everything, or begins to stand in for a newer one, begins another life.
+
+    Args:
+        timeouts: of the lighthouse.
+        now_ms: when it starts.
+    """
+
+    def __init__(self, timeouts: Timeouts, now_ms: int) -> None:
+        self._timeouts = timeouts
+        self._last_ms = now_ms
+        self._away_until_ms = now_ms  # whose silence or break was before that is excused
+        self._sick_ms = now_ms  # streams have broken, and so many stand that it may be taken for its own fault
+        self._hellos: dict[int, str] = {}
+        self._streams: dict[str, int] = {}  # the newest of each replica that is welcome
+        self._sign_ms: dict[str, int] = {}
+        self._closed_ms: dict[str, int] = {}  # since when the newest is gone
+        self._broke_ms: dict[str, list[int]] = {}  # when each was lost by its stream alone
+        self._left: set[str] = set()  # the job; their end is no loss from then on, or soon
+        self._watched: set[str] = set()
+
+    def heard(self, event: events.LighthouseEvent, now_ms: int) -> None:
+        """It hears something, and is about to decide."""
+        self._note_the_time(now_ms)
+        name = self._hellos.get(event.stream, "")
+        newest = self._streams.get(name) == event.stream
+        match event:
+            case events.HelloReceived():
+                self._hellos[event.stream] = event.hello.replica_id
+            case events.StreamClosed() if newest:
+                if not event.told and len(self._streams) + len(self._closed_ms) >= SICK_STREAMS_LEAST:
+                    self._sick_ms = now_ms
+                del self._streams[name]
+                self._closed_ms[name] = now_ms
+            case _ if newest:
+                self._sign_ms[name] = now_ms
+
+    def decided(self, order: effects.LighthouseEffect, now_ms: int) -> None:
+        """It decides something."""
+        match order:
+            case effects.Welcome():
+                name = self._hellos[order.stream]
+                self._streams[name], self._sign_ms[name] = order.stream, now_ms
+                self._closed_ms.pop(name, None)
+                if name not in self._left:  # its manager server may have been started anew since
+                    self._watched.add(name)
+            case effects.ReplicaLeft():
+                self._left.add(order.replica_id)
+                self._watched.discard(order.replica_id)
+            case effects.ReplicaLost():
+                self._lost(order, now_ms)
+            case effects.RefuseSession() if order.refusal is Refusal.OTHER_KIND:
+                self._watched.clear()  # it has forgotten the job
+
+    def ticked(self, now_ms: int) -> None:
+        """It has looked at the clock: who is silent for long is lost now, and who has been away."""
+        slack_ms, grace_ms = 2 * self._timeouts.quorum_tick_ms, self._timeouts.reconnect_grace_ms
+        for name in sorted(self._watched):
+            since_ms = max(self._sign_ms[name], self._away_until_ms, self._sick_ms)
+            if now_ms - since_ms >= self._timeouts.heartbeat_timeout_ms + slack_ms:
+                raise InvariantBroken("P1", f"{name} is silent since {since_ms} ms, and not lost")
+            closed_ms = self._closed_ms.get(name, now_ms)
+            excused = max(self._away_until_ms, self._sick_ms) >= closed_ms or self._flaps(name, now_ms) >= FLAPS_MOST
+            if not excused and now_ms - closed_ms >= grace_ms + slack_ms:
+                raise InvariantBroken("P1", f"the stream of {name} is gone since {closed_ms} ms, and it is not lost")
+
+    def looks(self, now_ms: int) -> None:
+        """It is about to look at the clock."""
+        self._note_the_time(now_ms)
+
+    def _note_the_time(self, now_ms: int) -> None:
+        if now_ms - self._last_ms >= self._timeouts.quorum_tick_ms + self._timeouts.reconnect_grace_ms:
+            self._away_until_ms = now_ms
+        self._last_ms = now_ms
+
+    def _flaps(self, name: str, now_ms: int) -> int:
+        return sum(now_ms - at_ms < self._timeouts.flap_window_ms for at_ms in self._broke_ms.get(name, ()))
+
+    def _lost(self, order: effects.ReplicaLost, now_ms: int) -> None:
+        name = order.replica_id
+        self._watched.discard(name)
+        sign_ms = max(self._sign_ms.get(name, 0), self._away_until_ms)
+        if order.reason.startswith("silent") and now_ms - sign_ms < self._timeouts.heartbeat_timeout_ms:
+            raise InvariantBroken("P1", f"{name} is lost by its silence since {sign_ms} ms")
+        closed_ms = self._closed_ms.pop(name, now_ms)
+        if not order.reason.startswith("its stream broke"):
+            return
+        if closed_ms < self._away_until_ms or now_ms - closed_ms < self._timeouts.reconnect_grace_ms:
+            raise InvariantBroken("P1", f"{name} is lost by its stream, which is gone since {closed_ms} ms")
+        if self._flaps(name, now_ms) >= FLAPS_MOST:
+            raise InvariantBroken("P1", f"{name} is lost by its stream once more, after {self._broke_ms[name]}")
+        self._broke_ms.setdefault(name, []).append(now_ms)

@@ -1,0 +1,935 @@
+"""The simulator: a cluster, a seed, faults at random, and the invariants looked at all the time.
+
+First faults of every kind fall for a while; then they stop, everything that was stopped goes on, and the job must
+commit a step within a bound, with all replicas in it. A seed says everything that happens, so one that fails is run
+again as often as one likes: `python -m tft_sim --seed 17 --trace`.
+
+Law of this file: choosing by chance, from one seed that is split per concern, so that another fault does not change
+the network's delays. Source: design.md sections 4 and 10.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from tft_coord.core.stragglers import StragglerAction, StragglerPolicy
+from tft_coord.timeouts import Timeouts
+from tft_sim.cluster import Chance, Cluster, ClusterConfig, Replica
+from tft_sim.invariants import InvariantBroken
+from tft_sim.lighthouse_process import JOB
+from tft_sim.link_faults import LinkFaults
+from tft_sim.marks import Marks
+from tft_sim.network import Fate, Rule
+from tft_sim.process import Process, State
+from tft_sim.trainer import TrainerSettings
+
+PAUSE_FIRST_MS = 5_000  # before one that could not be reached is tried again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationConfig:
+    """How long, how many, how bad.
+
+    Args:
+        faults_ms: how long faults fall.
+        fault_every_ms: bounds of the time between two faults.
+        most_replicas: largest cluster.
+        foreign: whether the lighthouse is torchft's; None: in one job of ten.
+        standby: whether there is a second lighthouse of the same cluster; None: in one job of ten.
+        stragglers: replicas become slow for a while, and the lighthouse does something about it.
+        links: whether links between members fail; None: in one job of eight.
+        lost_state_ms: how long the lighthouse waits for a state whose holders fell silent; None: in one job of four
+            longer than heartbeat_timeout.
+        probes: whether manager servers answer probes; None: all but in one job of ten, where they are older ones.
+        verbose_lines: lines of the trace that a failure shows.
+    """
+
+    faults_ms: int = 12_000
+    fault_every_ms: tuple[int, int] = (200, 2_500)
+    most_replicas: int = 5
+    foreign: bool | None = None
+    standby: bool | None = None
+    stragglers: bool = False
+    links: bool | None = None
+    probes: bool | None = None
+    lost_state_ms: int | None = None
+    verbose_lines: int = 60
+
+
+# Paces are what changes most, and long enough to be seen.
+STRAGGLERS = SimulationConfig(
+    stragglers=True, foreign=False, standby=False, faults_ms=30_000, fault_every_ms=(1_500, 12_000)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one seed did.
+
+    Args:
+        seed: of the run.
+        num_commits: of all ranks.
+        calm_to_commit_ms: virtual time from the last fault to the first commit after it.
+        calm_to_whole_ms: until all replicas committed one step together.
+        num_events: of the run.
+        trace_digest: of every event and effect: the same for the same seed, always.
+        marks: what it came by.
+    """
+
+    seed: int
+    num_commits: int
+    calm_to_commit_ms: int
+    calm_to_whole_ms: int
+    num_events: int
+    trace_digest: str
+    marks: Marks = field(compare=False)
+
+
+FOREIGN_SHARE = 0.1  # of the jobs run on torchft's lighthouse
+STANDBY_SHARE = 0.1  # have two lighthouses
+LINKS_SHARE = 0.125  # have bad links
+LONG_WAIT_SHARE = 0.25  # wait long for a state whose holders fell silent
+WITHOUT_PROBES_SHARE = 0.1  # have manager servers that answer no probes
+TRIALS_SHARE = 0.5  # of those with bad links, have managers that try their peers
+LOAD_ERRORS = 0.1  # of the loads on a rank of a group of several
+SYNCS_SHARE = 0.2  # synchronize now and then
+TWIN = "twin"  # whoever was started a second time under one replica id
+STRANGER = "stranger"  # whoever was started with other settings than the rest
+TORCHFT = "torchft"  # a group of torchft's kind
+
+
+class SimulationFailed(AssertionError):
+    """A seed failed; the message says how to run it again and what happened last."""
+
+    def __init__(self, seed: int, cause: Exception, log: list[str], with_what: str = "") -> None:
+        lines = "\n".join(log)
+        super().__init__(
+            f"seed {seed} failed: {cause}\nrun it again: python -m tft_sim --seed {seed} --trace{with_what}\n"
+            f"the last events:\n{lines}"
+        )
+        self.seed = seed
+        self.cause = cause
+
+
+def commit_bound_ms(timeouts: Timeouts) -> int:
+    """I6: within this after the last fault a step commits; twice that, and all replicas commit one together.
+
+    A trainer may just have entered a rendezvous, a transfer or a reduction that can't end, and a vote after it: each
+    ends by `timeout_ms`. Or it asks on behalf of a group whose other rank does not: by `quorum_timeout_ms`. Then the
+    quorum waits for the silent until they are lost, for the state that they held for as long again, and for the late
+    until `join_timeout_ms`.
+    """
+    stuck_ms = 2 * timeouts.timeout_ms + timeouts.quorum_timeout_ms
+    return stuck_ms + 2 * timeouts.heartbeat_timeout_ms + timeouts.join_timeout_ms
+
+
+def simulate(
+    seed: int, config: SimulationConfig | None = None, *, on_line: Callable[[str], None] | None = None
+) -> Report:
+    """Run one seed.
+
+    Args:
+        seed: says everything.
+        config: how long and how bad.
+        on_line: given every line of the trace.
+    Returns: what it did.
+    Raises: SimulationFailed: an invariant broke, a core or the model raised, or somebody went round in circles.
+    """
+    simulation = Simulation(seed, config or SimulationConfig(), on_line=on_line)
+    try:
+        return simulation.run()
+    except Exception as error:  # whatever it is, the seed must be told
+        with_what = " --stragglers" if config == STRAGGLERS else ""
+        raise SimulationFailed(seed, error, list(simulation.cluster.log), with_what) from error
+
+
+class Simulation:
+    """One seed's cluster and faults."""
+
+    def __init__(self, seed: int, config: SimulationConfig, *, on_line: Callable[[str], None] | None = None) -> None:
+        self._seed = seed
+        self._config = config
+        self._faults = self._rng("faults")
+        self._compiles = self._rng("compiles")
+        self._loads = self._rng("loads")
+        self._hangs = self._rng("hangs")
+        workload = self._rng("workload")
+        nonces = self._rng("nonces")
+        words = self._rng("words")
+        jitter = self._rng("jitter")
+        groups = self._rng("groups")
+        # In one job of eight transfers are slow, in another one a process is started twice, in a third a link flaps;
+        # while faults fall.
+        rare = self._rng("rare")
+        slow_chunk_ms = 1_400 if rare.random() < 0.125 else 120
+        self._twin_after_ms = rare.randint(2_000, 9_000) if rare.random() < 0.125 else None
+        self._flaps_always = rare.random() < 0.125
+        self._rare = rare
+        # And in one of eight, a replica with other settings comes, and in another one a member of torchft's.
+        others = self._rng("others")
+        self._stranger_after_ms = others.randint(0, 9_000) if others.random() < 0.125 else None
+        self._stranger_is_larger = others.random() < 0.5
+        self._torchft_after_ms = others.randint(0, 9_000) if others.random() < 0.125 else None
+        size = self._rng("size")
+        num_replicas = size.randint(2, config.most_replicas)
+        world_size = size.choice((1, 1, 1, 2, 2, 3))
+        # One job in five goes on from a checkpoint, one in four is synchronous, a few have spares.
+        settings = TrainerSettings(
+            use_async_quorum=size.random() < 0.75,
+            init_sync=size.random() < 0.8,
+            fixed_with_spares=size.random() < 0.15,
+            min_replica_size=size.choice((1, 1, 2)),
+            step=100 if size.random() < 0.2 else 0,
+        )
+        kind = self._rng("kind").random()
+        foreign = kind < FOREIGN_SHARE if config.foreign is None else config.foreign
+        # torchft's knows no clusters: where it serves there is one address.
+        standby = not foreign and (kind > 1 - STANDBY_SHARE if config.standby is None else config.standby)
+        if foreign or standby:
+            # torchft's has one job, of one kind, and compares nothing; two lighthouses may each know another one.
+            self._stranger_after_ms = self._torchft_after_ms = None
+        cluster_config = ClusterConfig(
+            names=tuple("abcdefgh"[:num_replicas]),
+            world_size=world_size,
+            min_replicas=settings.min_replica_size,
+            foreign=foreign,
+            standby="ours" if standby else "",
+            cluster_id="ours" if standby else "",
+            trainers=settings,
+            wall_start_ms=1_000_000_000,  # so that there is room to set the clock back
+        )
+        # One job in five synchronizes now and then, with one sync in flight or several. It asks in the background.
+        syncs = self._rng("syncs")
+        if syncs.random() < SYNCS_SHARE:
+            num_fragments = syncs.choice((1, 2, 4))
+            most_in_flight = min(num_fragments, syncs.choice((1, 2, 2, 3)))
+            settings = replace(
+                settings, use_async_quorum=True, num_fragments=num_fragments, most_in_flight=most_in_flight
+            )
+            cluster_config = replace(cluster_config, trainers=settings)
+        # One job in ten has older manager servers, which answer no probes; one in two has all ranks of a group on one
+        # host.
+        silence = self._rng("silence")
+        has_probes = silence.random() > WITHOUT_PROBES_SHARE if config.probes is None else config.probes
+        cluster_config = replace(cluster_config, probes=has_probes, ranks_together=silence.random() < 0.5)
+        links = self._rng("links")
+        has_links = links.random() < LINKS_SHARE if config.links is None else config.links
+        # In half of those with bad links newcomers are tried first.
+        cluster_config = replace(cluster_config, trials=has_links and self._rng("trials").random() < TRIALS_SHARE)
+        waits_ms = silence.randint(3_000, 9_000) if silence.random() < LONG_WAIT_SHARE else 0
+        lost_state_ms = waits_ms if config.lost_state_ms is None else config.lost_state_ms
+        cluster_config = replace(cluster_config, lost_state_ms=lost_state_ms)
+        self._raising = False
+        self._paces = self._rng("paces")
+        self._slower_ms: dict[str, int] = {}  # a replica's own part of a step, for a while
+        if config.stragglers:
+            cluster_config = replace(cluster_config, stragglers=self._straggler_policy())
+        # One job in seven has another beside it on its lighthouse. In half of those that go on from a checkpoint each
+        # group has that of a run of its own.
+        beside = self._rng("beside")
+        num_others = max(beside.randint(1, 2), settings.min_replica_size) if beside.random() < 0.14 else 0
+        self._of_other_runs = beside.random() < 0.5
+        cluster_config = replace(cluster_config, other_names=() if foreign else ("p", "q")[:num_others])
+        chance = Chance(
+            network=self._rng("network"),
+            extra=self._rng("extra"),
+            jitter=jitter.random,
+            nonces=lambda: nonces.getrandbits(64),
+            words=lambda: words.getrandbits(64),
+            step_ms=lambda name: workload.randint(50, 400) + self._compile_ms(name) + self._slower_ms.get(name, 0),
+            spread_ms=lambda: groups.randint(1, 60),
+            chunk_ms=lambda _: groups.randint(5, 120 if self._calm else slow_chunk_ms),
+            optimizer_raises=self._optimizer_raises,
+            load_raises=lambda _: not self._calm and self._loads.random() < LOAD_ERRORS,
+        )
+        self.cluster = Cluster(
+            cluster_config, chance, on_end=self._ended, on_line=on_line, log_lines=config.verbose_lines
+        )
+        self._calm = False
+        self._num_faults = 0
+        # torchft's lighthouse knows no reports.
+        self._links = LinkFaults(self.cluster, links, lambda: self._calm) if has_links and not foreign else None
+
+    def run(self) -> Report:
+        """All of it."""
+        cluster, clock = self.cluster, self.cluster.clock
+        for name in itertools.chain(*cluster.jobs.values()):
+            clock.after(self._faults.randint(0, 1_500), partial(self._appear, name))
+        clock.after(self._faults.randint(1_000, 3_000), self._next_fault)
+        if self._twin_after_ms is not None:
+            clock.after(self._twin_after_ms, self._start_twin)
+        if self._flaps_always:
+            clock.after(2_000, self._flap_on)
+        if self._stranger_after_ms is not None:
+            clock.after(self._stranger_after_ms, self._start_stranger)
+        if self._torchft_after_ms is not None:
+            clock.after(self._torchft_after_ms, self._start_torchft)
+        if self._config.stragglers:
+            clock.after(self._paces.randint(1_000, 3_000), self._change_pace)
+        if self._links is not None:
+            self._links.begin()
+        clock.run_until(self._config.faults_ms)
+        to_commit_ms, to_whole_ms = self._demand_progress()
+        return Report(
+            seed=self._seed,
+            num_commits=sum(cluster.invariants_of(job).num_commits for job in cluster.jobs),
+            calm_to_commit_ms=to_commit_ms,
+            calm_to_whole_ms=to_whole_ms,
+            num_events=clock.num_events,
+            trace_digest=cluster.trace_digest,
+            marks=cluster.marks,
+        )
+
+    def _appear(self, name: str) -> None:
+        self._start(name)
+
+    def _start(self, name: str, *, replaces: str = "", loading: bool = False) -> Replica:
+        settings = self.cluster.config.trainers
+        if self._of_other_runs and settings.step > 0:
+            settings = replace(settings, run=f" by {name}")
+        return self.cluster.start(name, settings=settings, replaces=replaces, loading=loading)
+
+    def _rng(self, concern: str) -> random.Random:
+        return random.Random(f"{self._seed}/{concern}")
+
+    # --- I6 ---------------------------------------------------------------------------------------------------------
+
+    def _demand_progress(self) -> tuple[int, int]:
+        cluster, clock = self.cluster, self.cluster.clock
+        self._calm = True
+        self._slower_ms.clear()
+        cluster.trace("faults", "stop")
+        cluster.network.clear()
+        cluster.revive_lighthouse()
+        if TWIN in cluster.replicas:
+            cluster.shut_down(cluster.replicas[TWIN], "there are two of it")
+        if STRANGER in cluster.replicas:
+            cluster.shut_down(cluster.replicas[STRANGER], "it was a mistake")
+        for stranger in cluster.torchft.values():
+            cluster.end_process(stranger)
+        cluster.unstick()
+        for each in cluster.replicas.values():
+            for trainer in each.trainers:
+                trainer.wake()
+        for process in [cluster.lighthouse, *(p for r in cluster.replicas.values() for p in r.processes())]:
+            process.resume()
+        if self._links is not None and self._links.stay():
+            self._demand_progress_of_the_connected()
+        cluster.links.mend()
+        calm_ms = clock.now_ms
+        bound_ms = commit_bound_ms(cluster.timeouts) + cluster.config.lost_state_ms
+        # R3: who could not be reached is tried again after a pause, which is as long as it was away at most.
+        pause_ms = self._links.lasted_ms() + PAUSE_FIRST_MS if self._links is not None else 0
+        watched = [cluster.invariants_of(job) for job in cluster.jobs]
+        before = [each.num_commits for each in watched]
+
+        def all_commit() -> bool:
+            return all(each.num_commits > num for each, num in zip(watched, before, strict=True))
+
+        if cluster.config.foreign:
+            # On torchft's lighthouse the end of one that leaves costs the others what a loss does, and who was told to
+            # leave while faults fell does so when its step ends: that is the last fault.
+            clock.run_until(calm_ms + bound_ms, lambda: all_commit() or not self._somebody_leaves())
+        over_ms = clock.now_ms
+        if not all_commit() and not clock.run_until(over_ms + bound_ms, all_commit):
+            raise InvariantBroken("I6", f"no step within {bound_ms} ms after the last fault; {self._why()}")
+        to_commit_ms = clock.now_ms - calm_ms
+        if not clock.run_until(over_ms + 2 * bound_ms + pause_ms, self._whole):
+            raise InvariantBroken(
+                "R3" if pause_ms else "I6",
+                f"not all replicas train together {2 * bound_ms + pause_ms} ms after the last fault; {self._why()}",
+            )
+        return to_commit_ms, clock.now_ms - calm_ms
+
+    def _demand_progress_of_the_connected(self) -> None:
+        """R1: a few links stay bad, and all else is well: those go on that reach one another."""
+        clock, watched = self.cluster.clock, self.cluster.invariants_of(JOB)
+        bound_ms = commit_bound_ms(self.cluster.timeouts)
+        before = watched.num_commits
+        if not clock.run_until(clock.now_ms + bound_ms, lambda: watched.num_commits > before):
+            bad = sorted(f"{one}-{other} {via.value}" for one, other, via in self.cluster.links.bad)
+            raise InvariantBroken("R1", f"no step within {bound_ms} ms while {', '.join(bad)} are bad; {self._why()}")
+
+    def _somebody_leaves(self) -> bool:
+        """Whether one that was told to leave is still there."""
+        trainers = itertools.chain(*(replica.trainers for replica in self.cluster.replicas.values() if replica.alive))
+        return any(trainer.leaving_since_ms is not None for trainer in trainers)
+
+    def _whole(self) -> bool:
+        """In each job all replica groups have committed the newest step, in one quorum, and hold one state."""
+        return all(self._is_whole(job, names) for job, names in self.cluster.jobs.items())
+
+    def _is_whole(self, job: str, names: tuple[str, ...]) -> bool:
+        replicas = [self.cluster.replicas.get(name) for name in names]
+        if any(replica is None or not replica.alive for replica in replicas):
+            return False
+        trainers = [trainer for replica in replicas if replica is not None for trainer in replica.trainers]
+        first = trainers[0]
+        return (
+            not any(each.left for each in trainers)
+            and self.cluster.invariants_of(job).newest_commit == (first.step - 1, len(replicas))
+            and len({(each.step, each.lineage) for each in trainers}) == 1
+            and not any(each.torn for each in trainers)
+        )
+
+    def _why(self) -> str:
+        trainers = [
+            f"{trainer.name} {trainer.phase} at step {trainer.step}"
+            for replica in self.cluster.replicas.values()
+            for trainer in replica.trainers
+        ]
+        lighthouse = self.cluster.lighthouse
+        waits = [lighthouse.waiting_for(job) for job in self.cluster.jobs]
+        return f"{'; '.join(trainers)}; the lighthouse waits: {waits}"
+
+    # --- faults -----------------------------------------------------------------------------------------------------
+
+    def _ended(self, replica: Replica) -> None:
+        """A life is over; the supervisor starts the next, with fresh or loaded state."""
+        if replica.name in (TWIN, STRANGER):
+            return
+        delay_ms = self._faults.randint(300, 3_000)
+        loading_ms = self._faults.randint(-6_000, 3_000)
+        replaces = replica.replica_id if self._faults.random() < 0.3 else ""
+
+        def again() -> None:
+            self.cluster.marks.hit("a replica was started again")
+            if self._calm or loading_ms < 0:
+                self._start(replica.name, replaces=replaces)
+                return
+            self.cluster.marks.hit("a replica loaded for a while")
+            new = self._start(replica.name, replaces=replaces, loading=True)
+            for trainer in new.trainers:
+                trainer.after(loading_ms, trainer.start)
+
+        self.cluster.clock.after(delay_ms, again)
+
+    def _start_twin(self) -> None:
+        """A group's processes are started a second time, elsewhere; the first live, or their host has just gone."""
+        living = [replica for replica in self.cluster.replicas.values() if replica.alive]
+        if living and not self._calm:
+            first = self._rare.choice(living)
+            if self._rare.random() < 0.5:
+                self.cluster.vanish(first)
+            self.cluster.marks.hit("a process was started twice")
+            self.cluster.start(TWIN, twin_of=first.name)
+
+    def _start_stranger(self) -> None:
+        """A replica is started with another setting or another world size than the others have."""
+        if self._calm:
+            return
+        if self._stranger_is_larger:
+            self.cluster.marks.hit("a replica came with another world size")
+            self.cluster.start(STRANGER, world_size=self.cluster.config.world_size + 1)
+        else:
+            settings = self.cluster.config.trainers
+            other = replace(settings, use_async_quorum=not settings.use_async_quorum)
+            self.cluster.marks.hit("a replica came with other settings")
+            self.cluster.start(STRANGER, settings=other)
+
+    def _start_torchft(self) -> None:
+        """A group of torchft's comes to the same lighthouse."""
+        if not self._calm:
+            self.cluster.marks.hit("a member of torchft's came")
+            self.cluster.start_torchft(TORCHFT)
+
+    def _flap_on(self) -> None:
+        """The link of the first group breaks every two seconds, most often for longer than the grace."""
+        replica = self.cluster.replicas.get(self.cluster.config.names[0])
+        if self._calm:
+            return
+        if replica is not None and replica.alive:
+            self._break(replica, self._rare.randint(200, 700))
+        self.cluster.clock.after(2_000, self._flap_on)
+
+    def _straggler_policy(self) -> StragglerPolicy:
+        actions = (StragglerAction.LEAVE_OUT, StragglerAction.LEAVE_OUT, StragglerAction.WARN, StragglerAction.SHRINK)
+        return StragglerPolicy(
+            action=self._paces.choice(actions), patience_ms=1_500, first_pause_ms=1_000, longest_pause_ms=4_000
+        )
+
+    def _change_pace(self) -> None:
+        """A replica becomes slow, or keeps up again."""
+        if self._calm:
+            return
+        name = self._paces.choice(self.cluster.config.names)
+        self._slower_ms[name] = self._paces.choice((0, 500, 1_500, 2_500))
+        self.cluster.trace("paces", (name, self._slower_ms[name]))
+        self.cluster.clock.after(self._paces.randint(500, 12_000), self._change_pace)
+
+    def _compile_ms(self, name: str) -> int:
+        """In a few lives the first step takes longer than any other may."""
+        replica = self.cluster.replicas[name]
+        first = all(trainer.num_requests == 1 for trainer in replica.trainers)
+        if not first or self._calm or self._compiles.random() > 0.1:
+            return 0
+        return self.cluster.timeouts.slowest_step_ms + self._compiles.randint(0, 2_000)
+
+    def _optimizer_raises(self, _name: str) -> bool:
+        raises, self._raising = self._raising, False
+        return raises
+
+    def _next_fault(self) -> None:
+        if self._calm:
+            return
+        self._num_faults += 1
+        fault = self._faults.choice(FAULTS)
+        self.cluster.trace("fault", fault.__name__)
+        self.cluster.marks.hit(f"fault: {fault.__name__.strip('_')}")
+        fault(self)
+        # Faults come in bursts: what breaks a protocol is most often the second one.
+        low_ms, high_ms = self._config.fault_every_ms
+        if self._faults.random() < 0.3:
+            low_ms, high_ms = 1, 400
+        self.cluster.clock.after(self._faults.randint(low_ms, high_ms), self._next_fault)
+
+    def _some_replica(self) -> Replica | None:
+        living = [replica for replica in self.cluster.replicas.values() if replica.alive]
+        return self._faults.choice(living) if living else None
+
+    def _on_replica(self, action: Callable[[Replica], None]) -> None:
+        replica = self._some_replica()
+        if replica is not None:
+            action(replica)
+
+    def _for_a_while(self, rules: list[Rule], low_ms: int, high_ms: int) -> None:
+        for rule in rules:
+            self.cluster.network.add(rule)
+        duration_ms = self._faults.randint(low_ms, high_ms)
+
+        def over() -> None:
+            for rule in rules:
+                self.cluster.network.remove(rule)
+
+        self.cluster.clock.after(duration_ms, over)
+
+    def _stop(self, processes: list[Process], low_ms: int, high_ms: int) -> None:
+        for process in processes:
+            process.stop()
+            self.cluster.clock.after(self._faults.randint(low_ms, high_ms), process.resume)
+
+    # Each fault is a method below; FAULTS says how often each falls.
+
+    def _kill_rank_0(self) -> None:
+        self._on_replica(lambda replica: self.cluster.kill_trainer(replica, 0))
+
+    def _kill_some_rank(self) -> None:
+        """Of a group of several ranks one dies alone, on a host of its own."""
+
+        def kill(replica: Replica) -> None:
+            self.cluster.kill_trainer(replica, self._faults.randrange(len(replica.trainers)))
+
+        self._on_replica(kill)
+
+    def _vanish_rank(self) -> None:
+        """The host of one rank is gone, and that of rank 0 and its manager server stands."""
+
+        def vanish(replica: Replica) -> None:
+            if len(replica.trainers) > 1:
+                self.cluster.vanish_rank(replica, self._faults.randrange(1, len(replica.trainers)))
+
+        self._on_replica(vanish)
+
+    def _vanish(self) -> None:
+        self._on_replica(self.cluster.vanish)
+
+    def _kill_manager(self) -> None:
+        self._on_replica(self.cluster.kill_manager)
+
+    def _stop_trainer(self) -> None:
+        self._on_replica(lambda replica: self._stop([self._faults.choice(replica.trainers)], 100, 9_000))
+
+    def _stop_manager(self) -> None:
+        def stop(replica: Replica) -> None:
+            if replica.manager is not None:
+                self._stop([replica.manager], 100, 5_000)
+
+        self._on_replica(stop)
+
+    def _stop_group(self) -> None:
+        self._on_replica(lambda replica: self._stop(replica.processes(), 2_500, 2_500))
+
+    def _stop_lighthouse(self) -> None:
+        self._stop([self.cluster.lighthouse], 100, 6_000)
+
+    def _blink(self) -> None:
+        """One stream breaks, and is redialed at once."""
+        self._on_replica(lambda replica: self._break(replica, 0))
+
+    def _break_for_long(self) -> None:
+        """One stream breaks, and dials fail for longer than the grace."""
+        self._on_replica(lambda replica: self._break(replica, self._faults.randint(350, 1_500)))
+
+    def _break(self, replica: Replica, for_ms: int) -> None:
+        pattern = f"{replica.replica_id}/manager*"
+        if for_ms:
+            self._for_a_while(
+                [Rule(pattern, "lighthouse", Fate.DROP), Rule("lighthouse", pattern, Fate.DROP)], for_ms, for_ms
+            )
+        self.cluster.network.break_streams(pattern, "lighthouse")
+
+    def _half_open(self) -> None:
+        """One stream breaks, and the lighthouse learns of it when the next one stands."""
+
+        def half(replica: Replica) -> None:
+            late_ms = self._faults.randint(100, 1_000)
+            pattern = f"{replica.replica_id}/manager*"
+            self.cluster.network.break_streams(pattern, "lighthouse", server_late_ms=late_ms)
+
+        self._on_replica(half)
+
+    def _blink_all(self) -> None:
+        """All streams break at once: a sick network."""
+        if self._faults.random() < 0.5:
+            self._for_a_while([Rule("*", "lighthouse", Fate.DROP)], 50, 1_200)
+        self.cluster.network.break_streams("*/manager*", "lighthouse")
+
+    def _cut(self) -> None:
+        """A cable is cut, both ways or one way, between a manager server and the lighthouse."""
+
+        def cut(replica: Replica) -> None:
+            pattern = f"{replica.replica_id}/manager*"
+            ways = [Rule(pattern, "lighthouse", Fate.PARTITION), Rule("lighthouse", pattern, Fate.PARTITION)]
+            chosen = self._faults.choice((ways, ways[:1], ways[1:]))
+            self._for_a_while(chosen, 100, 5_000)
+
+        self._on_replica(cut)
+
+    def _slow(self) -> None:
+        """Messages are late, from or to one process or all."""
+        name = self._faults.choice(["*", *(replica.replica_id + "/*" for replica in self.cluster.replicas.values())])
+        high_ms = self._faults.choice((50, 200, 800))
+        rules = [Rule(name, "*", Fate.DELAY, 1, high_ms), Rule("*", name, Fate.DELAY, 1, high_ms)]
+        self._for_a_while(rules, 300, 3_000)
+
+    def _lose_calls(self) -> None:
+        """Calls and answers between a rank and its manager server are lost for a moment."""
+
+        def lose(replica: Replica) -> None:
+            rank, manager = f"{replica.replica_id}/?", f"{replica.replica_id}/manager*"
+            ways = [Rule(rank, manager, Fate.DROP), Rule(manager, rank, Fate.DROP)]
+            self._for_a_while(self._faults.choice((ways, ways[:1], ways[1:])), 20, 1_500)
+
+        self._on_replica(lose)
+
+    def _break_rank_stream(self) -> None:
+        def cut(replica: Replica) -> None:
+            rank = self._faults.choice(replica.trainers).name
+            if self._faults.random() < 0.3:
+                self._for_a_while([Rule(rank, "*", Fate.DROP)], 350, 800)
+            self.cluster.network.break_streams(rank, "*")
+
+        self._on_replica(cut)
+
+    def _swallow_answers(self) -> None:
+        """What the lighthouse says to one group for a moment goes down with the stream."""
+
+        def swallow(replica: Replica) -> None:
+            pattern = f"{replica.replica_id}/manager*"
+            rule = self.cluster.network.add(Rule("lighthouse", pattern, Fate.HOLD))
+
+            def sink() -> None:
+                self.cluster.network.break_streams(pattern, "lighthouse")
+                self.cluster.network.remove(rule)
+
+            self.cluster.clock.after(self._faults.randint(10, 700), sink)
+
+        self._on_replica(swallow)
+
+    def _delay_notices(self) -> None:
+        """What the lighthouse says to one group comes late, all of it, on a stream that stands."""
+
+        def delay(replica: Replica) -> None:
+            self._for_a_while([Rule("lighthouse", f"{replica.replica_id}/manager*", Fate.HOLD)], 20, 1_500)
+
+        self._on_replica(delay)
+
+    def _disturb_a_notice(self) -> None:
+        """A group dies, and just then another can't be told as on a good day."""
+        living = [replica for replica in self.cluster.replicas.values() if replica.alive]
+        if len(living) < 2:
+            return
+        victim, other = self._faults.sample(living, 2)
+        host, manager = f"{other.replica_id}/?", f"{other.replica_id}/manager*"
+        dropped, late = self._faults.randint(20, 250), self._faults.randint(50, 1_500)
+        ways: tuple[Callable[[], None], ...] = (
+            lambda: self._drop_streams(host, manager, dropped),
+            lambda: self._drop_streams(manager, "lighthouse", dropped),
+            lambda: self._for_a_while([Rule(manager, host, Fate.LAG, late, late)], late, late),
+            lambda: self._for_a_while([Rule(manager, host, Fate.REORDER, 20, 400)], late, late),
+            lambda: self._for_a_while([Rule("lighthouse", manager, Fate.HOLD)], late, late),
+        )
+        self._faults.choice(ways)()
+        self.cluster.clock.after(self._faults.randint(0, 300), partial(self._kill_if_alive, victim))
+
+    def _kill_if_alive(self, replica: Replica) -> None:
+        if replica.alive:
+            self.cluster.kill_trainer(replica, 0)
+
+    def _drop_streams(self, source: str, target: str, for_ms: int) -> None:
+        self._for_a_while([Rule(source, target, Fate.DROP)], for_ms, for_ms)
+        self.cluster.network.break_streams(source, target)
+
+    def _flap(self) -> None:
+        """One link breaks every two seconds, each time for another while."""
+        self._on_replica(lambda replica: self._flap_again(replica, 5))
+
+    def _flap_again(self, replica: Replica, times: int) -> None:
+        if self._calm or not replica.alive or times == 0:
+            return
+        self._break(replica, self._faults.choice((0, 200, 400, 600)))
+        self.cluster.clock.after(2_000, lambda: self._flap_again(replica, times - 1))
+
+    def _cut_rank(self) -> None:
+        """Nothing comes through between a rank and its manager server, both ways or one way."""
+
+        def cut(replica: Replica) -> None:
+            rank, manager = self._faults.choice(replica.trainers).name, f"{replica.replica_id}/manager*"
+            ways = [Rule(rank, manager, Fate.PARTITION), Rule(manager, rank, Fate.PARTITION)]
+            self._for_a_while(self._faults.choice((ways, ways[:1], ways[1:])), 100, 5_000)
+
+        self._on_replica(cut)
+
+    def _cut_host(self) -> None:
+        """A group's host is cut off from everybody, its process groups' traffic included; inside it all is well."""
+
+        def cut(replica: Replica) -> None:
+            host = f"{replica.replica_id}/*"
+            ways = [Rule(host, "*", Fate.PARTITION), Rule("*", host, Fate.PARTITION)]
+            chosen = self._faults.choice((ways, ways[:1], ways[1:]))
+            self._for_a_while([*chosen, Rule(host, host, Fate.PASS)], 100, 6_000)
+
+        self._on_replica(cut)
+
+    def _cut_in_two(self) -> None:
+        """Some groups can't reach the others, both ways or one way; the lighthouse reaches all."""
+        living = [replica.replica_id for replica in self.cluster.replicas.values() if replica.alive]
+        self._faults.shuffle(living)
+        half = self._faults.randint(1, max(1, len(living) - 1))
+        pairs = [(f"{one}/*", f"{other}/*") for one in living[:half] for other in living[half:]]
+        rules = [Rule(one, other, Fate.PARTITION) for one, other in pairs]
+        if self._faults.random() < 0.5:
+            rules += [Rule(other, one, Fate.PARTITION) for one, other in pairs]
+        self._for_a_while(rules, 100, 6_000)
+
+    def _duplicate_calls(self) -> None:
+        """Calls and answers between ranks and manager servers come twice."""
+        self._on_calls(Fate.DUPLICATE, self._faults.choice((5, 300)))
+
+    def _reorder_calls(self) -> None:
+        """Calls and answers between ranks and manager servers overtake one another."""
+        self._on_calls(Fate.REORDER, self._faults.choice((20, 300)))
+        self._give_up()  # what takes a request back may come before it
+
+    def _on_calls(self, fate: Fate, high_ms: int) -> None:
+        rules = [Rule("*/?", "*/manager*", fate, 1, high_ms), Rule("*/manager*", "*/?", fate, 1, high_ms)]
+        self._for_a_while(rules, 300, 3_000)
+
+    def _stop_ranks(self) -> None:
+        """All ranks of a group are stopped, and its manager server runs."""
+        self._on_replica(lambda replica: self._stop(list(replica.trainers), 100, 5_000))
+
+    def _set_clock(self) -> None:
+        """The clock on the wall is set, back or forward, a little or a lot. Quorum ids and sessions are told by it."""
+        jump_ms = self._faults.choice((-600_000, -3_000, -200, 200, 3_000, 600_000))
+        if self.cluster.standby is not None:
+            return  # which of the two is the newer is told by their clocks
+        self.cluster.wall_offset_ms += jump_ms
+        if self._faults.random() < 0.5:
+            self._restart_lighthouse()
+
+    def _restart_lighthouse(self) -> None:
+        for replica in self.cluster.replicas.values():
+            for trainer in replica.trainers if replica.alive else ():
+                if trainer.phase == "quorum" and trainer.plan is None:
+                    self.cluster.marks.hit("the lighthouse died while somebody joined")
+                if trainer.phase == "heal":
+                    self.cluster.marks.hit("the lighthouse died while somebody healed")
+                if trainer.leaving_since_ms is not None and not trainer.left:
+                    self.cluster.marks.hit("the lighthouse died while somebody was about to leave")
+                if trainer.left:
+                    self.cluster.marks.hit("the lighthouse died while one that has left served")
+                if trainer.hangs or (trainer.state is State.STOPPED and trainer.phase == "forward"):
+                    self.cluster.marks.hit("the lighthouse died while a trainer hung")
+        self.cluster.restart_lighthouse(self._faults.choice((0, 50, 500, 3_000)))
+
+    def _give_up(self) -> None:
+        """The next request of some ranks is given up early."""
+
+        def impatient(replica: Replica) -> None:
+            for trainer in replica.trainers:
+                trainer.gives_up_after_ms = self._faults.randint(1, 300)
+
+        self._on_replica(impatient)
+
+    def _raise_in_optimizer(self) -> None:
+        self._raising = True
+
+    def _be_late(self) -> None:
+        """A group takes long between two steps, once."""
+
+        def late(replica: Replica) -> None:
+            late_ms = self._faults.randint(500, 7_000)
+            for trainer in replica.trainers:
+                trainer.late_ms = late_ms
+
+        self._on_replica(late)
+
+    def _hang(self) -> None:
+        """A rank hangs in its forward pass or its optimizer, once, for a while."""
+
+        def hang(replica: Replica) -> None:
+            trainer = self._faults.choice(replica.trainers)
+            trainer.will_hang = "optimizer" if self._hangs.random() < 0.3 else "forward"
+            self.cluster.clock.after(self._faults.randint(1_000, 9_000), trainer.wake)
+
+        self._on_replica(hang)
+
+    def _hold_lock(self) -> None:
+        """A rank holds its interpreter's lock for longer than a step may take: it says nothing, and hears nothing."""
+
+        def hold(replica: Replica) -> None:
+            trainer = self._faults.choice(replica.trainers)
+            trainer.hold_lock()
+            self.cluster.clock.after(self._faults.randint(3_000, 9_000), trainer.resume)
+
+        self._on_replica(hold)
+
+    def _stick(self) -> None:
+        """No reduction of the newest quorum ends."""
+        self.cluster.stick()
+
+    def _fail(self) -> None:
+        """A rank has an error of its own in a step."""
+
+        def fail(replica: Replica) -> None:
+            self._faults.choice(replica.trainers).fails_once = True
+
+        self._on_replica(fail)
+
+    def _abort(self) -> None:
+        """A rank's process group is aborted, whatever it does."""
+        self._on_replica(lambda replica: self._faults.choice(replica.trainers).leave_group())
+
+    def _load_by_hand(self) -> None:
+        """A state is loaded into a group: an older one, one of this step, or one far ahead."""
+
+        def load(replica: Replica) -> None:
+            step = max(0, replica.trainers[0].step + self._faults.choice((-3, 0, 0, 1_000)))
+            for trainer in replica.trainers:
+                trainer.loads_step = step
+
+        self._on_replica(load)
+
+    def _leave(self) -> None:
+        """A group is told to leave: one rank of it, or all at different moments."""
+
+        def leave(replica: Replica) -> None:
+            chosen = replica.trainers if self._faults.random() < 0.7 else [self._faults.choice(replica.trainers)]
+            for trainer in chosen:
+                trainer.after(self._faults.randint(0, 600), trainer.leave)
+
+        self._on_replica(leave)
+
+    def _drain(self) -> None:
+        """Somebody asks the lighthouse that a group leave."""
+        if self.cluster.lighthouse.alive and not self.cluster.config.foreign:
+            self._on_replica(lambda replica: self.cluster.drain(replica.name))
+
+    def _leave_and_die(self) -> None:
+        """A group is told to leave, and one of its ranks dies a little later, while it serves perhaps."""
+
+        def leave(replica: Replica) -> None:
+            for trainer in replica.trainers:
+                trainer.leave()
+            rank = self._faults.randrange(len(replica.trainers))
+            die = partial(self._kill_rank_if_alive, replica, rank)
+            self.cluster.clock.after(self._faults.randint(1, 2_500), die)
+
+        self._on_replica(leave)
+
+    def _kill_rank_if_alive(self, replica: Replica, rank: int) -> None:
+        if replica.alive:
+            self.cluster.kill_trainer(replica, rank)
+
+    def _leave_the_newcomers(self) -> None:
+        """All are told to leave but those that heal just then: the only source leaves."""
+        for replica in self.cluster.replicas.values():
+            if replica.alive and not any(each.phase == "heal" for each in replica.trainers):
+                for trainer in replica.trainers:
+                    trainer.after(self._faults.randint(0, 300), trainer.leave)
+
+    def _shrink_only(self) -> None:
+        """A group wants no newcomers for a while."""
+
+        def shrink(replica: Replica) -> None:
+            for trainer in replica.trainers:
+                trainer.shrink_only = True
+                trainer.after(self._faults.randint(500, 3_000), partial(setattr, trainer, "shrink_only", False))
+
+        self._on_replica(shrink)
+
+
+FAULTS: tuple[Callable[[Simulation], None], ...] = (
+    Simulation._kill_rank_0,
+    Simulation._kill_rank_0,
+    Simulation._kill_some_rank,
+    Simulation._kill_some_rank,
+    Simulation._vanish,
+    Simulation._vanish_rank,
+    Simulation._set_clock,
+    Simulation._kill_manager,
+    Simulation._stop_trainer,
+    Simulation._stop_trainer,
+    Simulation._stop_manager,
+    Simulation._stop_group,
+    Simulation._stop_lighthouse,
+    Simulation._blink,
+    Simulation._blink,
+    Simulation._break_for_long,
+    Simulation._half_open,
+    Simulation._blink_all,
+    Simulation._cut,
+    Simulation._cut,
+    Simulation._slow,
+    Simulation._slow,
+    Simulation._lose_calls,
+    Simulation._lose_calls,
+    Simulation._break_rank_stream,
+    Simulation._swallow_answers,
+    Simulation._swallow_answers,
+    Simulation._delay_notices,
+    Simulation._disturb_a_notice,
+    Simulation._disturb_a_notice,
+    Simulation._flap,
+    Simulation._cut_rank,
+    Simulation._cut_host,
+    Simulation._cut_host,
+    Simulation._cut_in_two,
+    Simulation._duplicate_calls,
+    Simulation._reorder_calls,
+    Simulation._stop_ranks,
+    Simulation._restart_lighthouse,
+    Simulation._restart_lighthouse,
+    Simulation._give_up,
+    Simulation._raise_in_optimizer,
+    Simulation._be_late,
+    Simulation._be_late,
+    Simulation._hang,
+    Simulation._hold_lock,
+    Simulation._stick,
+    Simulation._fail,
+    Simulation._abort,
+    Simulation._load_by_hand,
+    Simulation._shrink_only,
+    Simulation._leave,
+    Simulation._leave,
+    Simulation._drain,
+    Simulation._leave_and_die,
+    Simulation._leave_the_newcomers,
+)
+FAULT_NAMES: tuple[str, ...] = tuple(dict.fromkeys(f"fault: {fault.__name__.strip('_')}" for fault in FAULTS))

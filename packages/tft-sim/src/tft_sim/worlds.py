@@ -1,0 +1,614 @@
+"""Small worlds around a core, for a search that leaves nothing to chance.
+
+Replicas that only say hello, ask and hear stand around a lighthouse, or the ranks of one group around its manager
+server. They live as badly as they like; what the core owes them is looked at after every event.
+
+Law of this file: worlds only; nothing is left to chance, and nothing but events changes a world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tft_coord.core import effects, events
+from tft_coord.core.assignment import assign
+from tft_coord.core.group import GroupCore
+from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
+from tft_coord.core.lineage import fold_lineage, initial_lineage
+from tft_coord.core.progress import Phase, Progress
+from tft_coord.core.types import (
+    Hello,
+    LossNotice,
+    Member,
+    Purpose,
+    Quorum,
+    QuorumKey,
+    RankRequest,
+    Refusal,
+)
+from tft_coord.testing import frozen
+from tft_coord.timeouts import Timeouts
+from tft_sim.invariants import Attendance, Attendances, InvariantBroken, Invariants
+
+JOB = "job"
+TIMEOUTS = Timeouts(
+    heartbeat_timeout_ms=900,
+    join_timeout_ms=1_200,
+    reconnect_grace_ms=300,
+    quorum_tick_ms=300,
+    beat_interval_ms=300,
+)
+BUSY_FOR_LONG = Progress(0, Phase.OWN, TIMEOUTS.slowest_step_ms, slowest_step_ms=TIMEOUTS.slowest_step_ms)
+WALL_MS = 1_000_000
+STARTS = ("fresh", "trained", "joining", "restarted")
+# What happens to a replica, and what to all.
+KINDS = (
+    *("hello", "ask", "withdraw", "break", "die", "silence", "deafen", "echo", "leave", "hang", "wake"),
+    *("grace", "join", "restart"),
+)
+
+
+# --- the lighthouse ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Replica:
+    """One replica group as the lighthouse sees it: what it says, and what it has heard."""
+
+    name: str
+    number: int
+    stream: int | None = None
+    num_streams: int = 0
+    session: int = WALL_MS
+    welcomed: bool = False
+    ready: bool = False
+    deaf: bool = False  # what is sent to it goes down with its stream
+    dead: bool = False  # its end was reported
+    left: bool = False
+    hangs: bool = False
+    hung_ms: int = 0  # since when nothing says that it should not be lost by that
+    told_busy: bool = False  # its newest beat said that it hangs
+    held_back: bool = False  # it was lost by that, and opens no newer session
+    refused: bool = False
+    request: int | None = None
+    num_requests: int = 0
+    step: int = 0
+    lineage: int | None = field(default_factory=lambda: initial_lineage(JOB))
+    live: bool = False
+    quorum: Quorum | None = None
+    held: QuorumKey | None = None
+    notices: set[tuple[QuorumKey, str]] = field(default_factory=set)
+
+
+class LighthouseWorld:
+    """A lighthouse, and up to three replicas that live as badly as they like.
+
+    Args:
+        names: of the replicas, in order.
+        start: `fresh`: nobody has come. `trained`: all have committed a step together. `joining`: all but the last
+            have, and that one asks. `restarted`: all have, and the lighthouse is new and has heard of nobody.
+        min_replicas: of the lighthouse.
+    """
+
+    def __init__(self, names: str = "abc", *, start: str = "fresh", min_replicas: int = 1) -> None:
+        self._config = LighthouseConfig(min_replicas=min_replicas, timeouts=TIMEOUTS)
+        self._now_ms = 0
+        self._num_lighthouses = 0
+        self._num_quorums = 0
+        self._replicas = {name: _Replica(name, number) for number, name in enumerate(names, 1)}
+        self._invariants = Invariants()
+        self._broken: set[tuple[QuorumKey, str]] = set()
+        self._lost_by_hang_ms = -TIMEOUTS.heartbeat_timeout_ms
+        self._new_lighthouse()
+        self._pass(2)
+        trained = {"fresh": "", "trained": names, "joining": names[:-1], "restarted": names}[start]
+        for name in trained:
+            self._replicas[name].ready = True  # or the first to ask would have trained before the others came
+            self._say_hello(self._replicas[name])
+        for _ in range(2):
+            for name in trained:
+                self._ask(self._replicas[name])
+        if start == "joining":
+            self._say_hello(self._replicas[names[-1]])
+            self._ask(self._replicas[names[-1]])
+        if start == "restarted":
+            self._restart()
+
+    # --- what can happen --------------------------------------------------------------------------------------------
+
+    def choices(self) -> Sequence[str]:
+        found = []
+        for replica in self._replicas.values():
+            if replica.refused:
+                continue
+            found.append(f"hello {replica.name}")  # of the dead too: a message that comes late
+            if replica.stream is None:
+                continue
+            found += [f"break {replica.name}", f"die {replica.name}"]
+            if not replica.dead:
+                found += [f"silence {replica.name}"]
+                found += [f"deafen {replica.name}"] if not replica.deaf else []
+            if replica.hangs:
+                found.append(f"wake {replica.name}")
+            elif not replica.dead and not replica.left:
+                found += [f"ask {replica.name}" if replica.request is None else f"withdraw {replica.name}"]
+                found.append(f"leave {replica.name}")
+                # Who waits for a quorum does not hang, and who has never trained is in no step.
+                found += [f"hang {replica.name}"] if replica.request is None and replica.quorum is not None else []
+            if replica.num_streams > 1 and not replica.held_back:  # the newest may not have taken the older's place
+                found.append(f"echo {replica.name}")
+        return [*found, "grace", "join", "restart"]
+
+    def happen(self, choice: str) -> None:
+        what, _, name = choice.partition(" ")
+        replica = self._replicas.get(name)
+        match what:
+            case "grace":
+                self._pass(2)
+            case "join":
+                self._pass(TIMEOUTS.join_timeout_ms // TIMEOUTS.quorum_tick_ms)
+            case "restart":
+                self._restart()
+            case _:
+                assert replica is not None, f"nobody of that name: {choice}"
+                self._of_replica(what, replica)
+        self._look()
+
+    def _of_replica(self, what: str, replica: _Replica) -> None:
+        match what:
+            case "hello":
+                self._say_hello(replica)
+            case "ask":
+                self._ask(replica)
+            case "withdraw":
+                assert replica.request is not None
+                request, replica.request = replica.request, None
+                self._give(events.RequestWithdrawn(self._stream(replica), request))
+            case "break":
+                self._close(replica)
+            case "die":
+                replica.dead = True
+                self._give(events.DeathReported(self._stream(replica), "rank 0 ended"))
+            case "deafen":
+                replica.deaf = True
+            case "leave":
+                replica.left, replica.request = True, None
+                if replica.welcomed:
+                    self._say_that_it_has_left(replica)
+            case "hang":  # for as long as no step may take; all else stands still meanwhile
+                replica.hangs, replica.hung_ms = True, self._now_ms
+                self._pass(2)
+            case "wake":
+                self._wake(replica)
+            case "silence":
+                self._pass(TIMEOUTS.heartbeat_timeout_ms // TIMEOUTS.quorum_tick_ms, silent=replica.name)
+                self._look_anew_who_hangs()
+            case "echo":  # what the stream before the newest one said last arrives now
+                older = 100 * replica.number + replica.num_streams - 1
+                member = self._member(replica)
+                self._give(events.QuorumRequested(older, replica.num_requests + 1, member, replica.held))
+                self._give(events.DeathReported(older, "an echo"))
+                self._give(events.StreamClosed(older))
+            case _:
+                raise AssertionError(f"no such event: {what}")
+
+    def state(self) -> object:
+        return frozen((self._core, self._replicas, self._now_ms, self._broken))
+
+    def calm_down(self) -> None:
+        """All that live come back and ask again and again: soon they are in one quorum, and at one state."""
+        living = [each for each in self._replicas.values() if not (each.dead or each.refused or each.left)]
+        names = tuple(replica.name for replica in living)
+        if len(names) < self._config.min_replicas:
+            return
+        for replica in self._replicas.values():  # what is left of the dead ends, and what hears nothing is noticed
+            if (replica.dead or replica.deaf or replica.left) and replica.stream is not None:
+                self._close(replica)
+            if replica.hangs:
+                self._wake(replica)
+        num_ticks = (2 * TIMEOUTS.heartbeat_timeout_ms + TIMEOUTS.join_timeout_ms) // TIMEOUTS.quorum_tick_ms + 2
+        for _ in range(num_ticks):
+            for replica in living:
+                if replica.stream is None:
+                    self._say_hello(replica)
+                if replica.request is None and not replica.refused:
+                    self._ask(replica)
+            self._pass(1)
+            self._look()
+            newest = self._core.quorum(JOB)
+            one_state = len({(replica.step, replica.lineage) for replica in living}) == 1
+            together = newest is not None and newest.replica_ids == names
+            if together and one_state and {replica.held for replica in living} == {newest.key if newest else None}:
+                return
+        newest = self._core.quorum(JOB)
+        shown = newest.replica_ids if newest is not None else "none"
+        raise InvariantBroken("I6", f"{names} live, and the quorum is {shown}: {self._core.waiting_for(JOB)}")
+
+    # --- what happens -----------------------------------------------------------------------------------------------
+
+    def _new_lighthouse(self) -> None:
+        self._num_lighthouses += 1
+        self._core = LighthouseCore(
+            self._config,
+            started_ms=WALL_MS + self._now_ms,
+            cluster_id=f"cluster-{self._num_lighthouses}",
+            nonces=self._nonce,
+            now_ms=self._now_ms,
+        )
+        self._born_ms = self._now_ms
+        self._attendances = Attendances(self._new_attendance)
+        self._broken.clear()
+
+    def _new_attendance(self) -> Attendance:
+        return Attendance(self._config.min_replicas, on_broken=self._note_broken, timeouts=TIMEOUTS)
+
+    def _note_broken(self, key: QuorumKey, who: str) -> None:
+        self._broken.add((key, who))
+
+    def _nonce(self) -> int:
+        self._num_quorums += 1
+        return self._num_quorums
+
+    def _restart(self) -> None:
+        self._now_ms += TIMEOUTS.quorum_tick_ms
+        self._new_lighthouse()
+        for replica in self._replicas.values():
+            replica.stream, replica.welcomed, replica.deaf = None, False, False
+
+    def _pass(self, num_ticks: int, *, silent: str = "") -> None:
+        for _ in range(num_ticks):
+            self._now_ms += TIMEOUTS.quorum_tick_ms
+            self._perform(self._core.tick(self._now_ms, WALL_MS + self._now_ms))
+            for replica in self._replicas.values():
+                if replica.stream is not None and replica.welcomed and replica.name != silent:
+                    progress = BUSY_FOR_LONG if replica.hangs else None
+                    replica.told_busy = replica.hangs
+                    self._give(events.BeatReceived(replica.stream, progress=progress))
+            waits = self._core.waiting_for(JOB)
+            starts = self._now_ms - self._born_ms < TIMEOUTS.reconnect_grace_ms
+            if not starts and not waits.startswith("the members of quorum"):
+                self._attendances.of(JOB).nobody_else_is_waited_for(waits, self._now_ms)
+
+    def _stream(self, replica: _Replica) -> int:
+        assert replica.stream is not None
+        return replica.stream
+
+    def _say_hello(self, replica: _Replica) -> None:
+        """On a new stream; the lighthouse may not have noticed that the older one is gone."""
+        replica.num_streams += 1
+        replica.stream = 100 * replica.number + replica.num_streams
+        replica.deaf = False
+        self._hello(replica)
+
+    def _hello(self, replica: _Replica) -> None:
+        replica.welcomed = False
+        address, held, left = f"{replica.name}:1", replica.held, replica.left
+        hello = Hello(JOB, replica.name, replica.session, address, ready=replica.ready, held=held, left=left)
+        self._give(events.HelloReceived(self._stream(replica), hello))
+
+    def _close(self, replica: _Replica) -> None:
+        stream, replica.stream = self._stream(replica), None
+        replica.welcomed, replica.deaf = False, False
+        self._give(events.StreamClosed(stream))
+
+    def _say_that_it_has_left(self, replica: _Replica) -> None:
+        self._give(events.LeaveReceived(self._stream(replica), "it was told to", serve_ms=10_000))
+
+    def _wake(self, replica: _Replica) -> None:
+        """It goes on; if it was lost meanwhile it opens a newer session."""
+        replica.hangs, replica.hung_ms = False, 0
+        if replica.held_back:
+            self._open_newer(replica)
+
+    def _open_newer(self, replica: _Replica) -> None:
+        replica.session += 1
+        replica.held_back = False
+        if replica.stream is not None:
+            self._hello(replica)
+
+    def _member(self, replica: _Replica) -> Member:
+        return Member(
+            replica.name,
+            address=f"{replica.name}:1",
+            step=replica.step,
+            lineage=replica.lineage,
+            live=replica.live,
+            needs_configure=any(key == replica.held for key, _ in replica.notices),
+            init_sync=False,
+        )
+
+    def _ask(self, replica: _Replica) -> None:
+        replica.ready = True
+        replica.num_requests += 1
+        replica.request = replica.num_requests
+        if replica.welcomed:
+            self._say_request(replica)
+
+    def _say_request(self, replica: _Replica) -> None:
+        assert replica.request is not None
+        member = self._member(replica)
+        replica.told_busy = False
+        self._give(events.QuorumRequested(self._stream(replica), replica.request, member, replica.held))
+
+    def _give(self, event: events.LighthouseEvent) -> None:
+        self._attendances.heard(event, self._now_ms)
+        self._perform(self._core.handle(event, self._now_ms, WALL_MS + self._now_ms))
+
+    def _perform(self, orders: list[effects.LighthouseEffect]) -> None:
+        """Everything is told at once, in order; what is said in answer comes after all of it."""
+        for order in orders:
+            self._attendances.decided(order, self._now_ms)
+        for order in orders:
+            match order:
+                case effects.QuorumFormed():
+                    self._invariants.formed(order.quorum)
+                    self._look_anew_who_hangs()
+                case effects.ReplicaLost():
+                    self._lost(order)
+                case effects.ReplicaLeft() | effects.JobEnded() | effects.Warned() | effects.TellWait():
+                    pass
+                case effects.JobFailed():
+                    raise order.error
+                case _:
+                    self._hear(order)
+
+    def _lost(self, order: effects.ReplicaLost) -> None:
+        if not order.reason.startswith("its trainer hangs"):
+            return
+        self._lost_by_hang_ms = self._now_ms
+        if not self._replicas[order.replica_id].told_busy:
+            raise InvariantBroken("H1", f"{order.replica_id} is lost by a hang, and does not")
+
+    def _hear(self, order: Any) -> None:
+        replica = next((each for each in self._replicas.values() if each.stream == order.stream), None)
+        if replica is None:
+            return
+        if isinstance(order, effects.AnswerQuorum):
+            self._invariants.answered(replica.name, order.quorum)
+        if isinstance(order, effects.Welcome):
+            self._look_anew_who_hangs()  # it has come, whether it hears of that or not
+        if replica.deaf:
+            return
+        match order:
+            case effects.Welcome():
+                replica.welcomed, replica.held_back = True, False
+                if replica.left:
+                    self._say_that_it_has_left(replica)
+                if replica.request is not None:
+                    self._say_request(replica)
+            case effects.TellLost():
+                if order.session == replica.session and not replica.hangs:
+                    self._open_newer(replica)
+                elif order.session == replica.session:
+                    replica.welcomed, replica.held_back = False, True
+            case effects.RefuseSession():
+                replica.refused = order.refusal is Refusal.DEAD
+                if not replica.dead and not replica.refused:
+                    raise InvariantBroken("I9", f"{replica.name} lives and is refused: {order.message}")
+                self._close(replica)
+            case effects.RefuseRequest():
+                if order.request == replica.request:
+                    replica.request = None
+            case effects.AskForQuorum():
+                held = replica.quorum if replica.quorum is not None and replica.quorum.key == order.key else None
+                self._give(events.QuorumReported(order.stream, held))
+            case effects.NotifyLoss():
+                replica.notices.add((order.notice.key, order.notice.replica_id))
+            case effects.AnswerQuorum():
+                if order.request == replica.request:
+                    self._commit(replica, order.quorum)
+            case effects.AnswerUnchanged():
+                if order.request == replica.request:
+                    if replica.quorum is None or replica.quorum.key != order.key:
+                        raise InvariantBroken("I2", f"{replica.name} is told that {order.key} stands, and lacks it")
+                    self._commit(replica, Quorum(order.key, tuple(self._as_own(replica, replica.quorum))))
+
+    def _as_own(self, replica: _Replica, quorum: Quorum) -> list[Member]:
+        """Unchanged: every member is where the asker is."""
+        own = self._member(replica)
+        return [
+            Member(
+                each.replica_id,
+                session=each.session,
+                address=each.address,
+                step=own.step,
+                lineage=own.lineage,
+                live=True,
+                init_sync=False,
+            )
+            for each in quorum.members
+        ]
+
+    def _commit(self, replica: _Replica, quorum: Quorum) -> None:
+        """It heals if it must, reduces, and commits, all at once."""
+        self._invariants.received(replica.name, quorum.key)
+        common = assign(quorum)
+        replica.request, replica.quorum, replica.held = None, quorum, quorum.key
+        replica.step, replica.live = common.step + 1, True
+        replica.lineage = fold_lineage(common.lineage, quorum.key, replica.step)
+        replica.notices = {(key, who) for key, who in replica.notices if key >= quorum.key}
+
+    def _look(self) -> None:
+        """Whoever holds a quorum that is broken, and can be told, has been told; and who hangs is lost."""
+        for replica in self._replicas.values():
+            self._look_if_hung(replica)
+        for key, who in self._broken:
+            for replica in self._replicas.values():
+                reached = replica.welcomed and not replica.deaf and not replica.dead and replica.name != who
+                if reached and replica.held == key and not any(key == broken for broken, _ in replica.notices):
+                    raise InvariantBroken("P3", f"{replica.name} holds {key}, which {who} has left, and was not told")
+
+    def _look_anew_who_hangs(self) -> None:
+        """Somebody has come, or there is another quorum: who was spared as the last that holds the state is no more."""
+        for replica in self._replicas.values():
+            replica.hung_ms = self._now_ms if replica.hangs else 0
+
+    def _look_if_hung(self, replica: _Replica) -> None:
+        """One at a time is lost, and not the last that holds the state."""
+        if not replica.hangs or not replica.welcomed or replica.deaf or replica.dead:
+            return
+        attendance = self._attendances.of(JOB)
+        if not attendance.lives(replica.name) or attendance.is_last_holder(replica.name):
+            return
+        since_ms = max(replica.hung_ms, self._lost_by_hang_ms + TIMEOUTS.heartbeat_timeout_ms)
+        if self._now_ms - since_ms >= 2 * TIMEOUTS.quorum_tick_ms:  # a beat has told it, and a tick has come since
+            raise InvariantBroken("H2", f"{replica.name} hangs since {since_ms} ms, within reach, and is not lost")
+
+
+# --- the group --------------------------------------------------------------------------------------------------------
+
+
+class GroupWorld:
+    """A manager server and the two ranks of its group; the lighthouse answers when it is told to."""
+
+    def __init__(self) -> None:
+        self._timeouts = TIMEOUTS
+        self._core = GroupCore(
+            replica_id="a", address="a:1", store_address="a:2", world_size=2, timeouts=self._timeouts
+        )
+        self._now_ms = 0
+        self._calls = 0
+        self._open: dict[int, tuple[int, str, QuorumKey | None]] = {}  # call -> (rank, what it asks, in which quorum)
+        self._streams: dict[int, int] = {0: 1, 1: 2}
+        self._num_streams = 2
+        self._request: int | None = None
+        self._id = 0
+        self._key: QuorumKey | None = None
+        self._votes: dict[QuorumKey | None, dict[int, bool]] = {}
+        self._verdicts: dict[QuorumKey | None, bool] = {}
+        self._planned: set[int] = set()  # ranks that have a plan and have not asked for the next
+        self._dead: set[int] = set()
+        for rank in (0, 1):
+            self._give(events.RankConnected(rank, self._streams[rank], session=1))
+
+    def choices(self) -> Sequence[str]:
+        found = []
+        for rank in (0, 1):
+            if rank in self._dead:
+                continue
+            found += [f"ask {rank}", f"die {rank}"]
+            found += [f"yes {rank}", f"no {rank}"] if rank in self._planned else []
+            found.append(f"break {rank}" if rank in self._streams else f"connect {rank}")
+            if any(whose == rank for whose, *_ in self._open.values()):
+                found.append(f"withdraw {rank}")
+        if self._request is not None:
+            found += ["quorum", "unchanged", "refuse"]
+        return [*found, "notice", "grace", "deadline"]
+
+    def happen(self, choice: str) -> None:
+        what, _, rank = choice.partition(" ")
+        if rank:
+            self._of_rank(what, int(rank))
+            return
+        match what:
+            case "quorum":
+                self._id += 1
+                member = Member("a", address="a:1", step=3, lineage=1, world_size=2, init_sync=False)
+                self._key = QuorumKey(self._id, 1)
+                self._give(events.QuorumArrived(self._taken(), Quorum(self._key, (member,))))
+            case "unchanged":
+                self._give(events.UnchangedArrived(self._taken(), QuorumKey(self._id, 1)))
+            case "refuse":
+                self._give(events.RequestRefused(self._taken(), "lost", "it was lost"))
+            case "notice":
+                self._give(events.LossNoticed(LossNotice(QuorumKey(self._id + 1, 1), "b", 1, "gone")))
+            case "grace" | "deadline":
+                self._now_ms += self._timeouts.reconnect_grace_ms if what == "grace" else 5_000
+                self._perform(self._core.tick(self._now_ms))
+            case _:
+                raise AssertionError(f"no such event: {choice}")
+
+    def _taken(self) -> int:
+        assert self._request is not None
+        request, self._request = self._request, None
+        return request
+
+    def _of_rank(self, what: str, rank: int) -> None:
+        match what:
+            case "ask":
+                self._planned.discard(rank)
+                call = self._call(rank, "quorum")
+                request = RankRequest(step=3, lineage=1, held=self._key)
+                self._give(events.RankAsked(rank, call, request, self._now_ms + 5_000))
+            case "yes" | "no":
+                known = self._votes.setdefault(self._key, {})
+                known.setdefault(rank, what == "yes")
+                call = self._call(rank, "vote")
+                deadline_ms = self._now_ms + 5_000
+                vote = events.RankVoted(rank, call, self._key, 3, Purpose.COMMIT, what == "yes", deadline_ms)
+                self._give(vote)
+            case "die":
+                self._dead.add(rank)
+                self._streams.pop(rank, None)
+                self._give(events.RankDied(rank, "killed"))
+            case "break":
+                self._give(events.RankDisconnected(rank, self._streams.pop(rank)))
+            case "connect":
+                self._num_streams += 1
+                self._streams[rank] = self._num_streams
+                self._give(events.RankConnected(rank, self._num_streams, session=1))
+            case "withdraw":
+                for call in [call for call, (whose, *_) in self._open.items() if whose == rank]:
+                    del self._open[call]
+                    self._give(events.RankWithdrew(rank, call))
+
+    def _call(self, rank: int, what: str) -> int:
+        self._calls += 1
+        if what == "vote":  # whoever says its vote again has given the older call up
+            self._open = {call: each for call, each in self._open.items() if each[:2] != (rank, what)}
+        self._open[self._calls] = rank, what, self._key
+        return self._calls
+
+    def state(self) -> object:
+        own = (self._now_ms, self._id, self._request, self._planned, self._dead, self._streams, self._open)
+        return frozen((self._core, own, self._votes, self._verdicts))
+
+    def calm_down(self) -> None:
+        """Every deadline passes: nobody is left without an answer."""
+        self._now_ms += 5_000 + self._timeouts.reconnect_grace_ms
+        self._perform(self._core.tick(self._now_ms))
+        waiting = [what for _, what, _ in self._open.values()]
+        if waiting:
+            raise InvariantBroken("I5", f"calls are never answered: {waiting}")
+        due_ms = self._core.next_deadline_ms()
+        if due_ms is not None:
+            raise InvariantBroken("I5", f"nobody waits, and there is a deadline at {due_ms}, now {self._now_ms}")
+
+    def _give(self, event: events.GroupEvent) -> None:
+        self._perform(self._core.handle(event, self._now_ms))
+
+    def _perform(self, orders: list[effects.GroupEffect]) -> None:
+        for order in orders:
+            match order:
+                case effects.AskLighthouse():
+                    asking = {rank for rank, what, _ in self._open.values() if what == "quorum"}
+                    if asking != {0, 1} or self._core.lost is not None:
+                        raise InvariantBroken("I2", f"the group asks, and of its ranks {asking} do")
+                    self._request = order.request
+                case effects.WithdrawFromLighthouse():
+                    self._request = None
+                case effects.AnswerPlan() | effects.AnswerRankUnchanged():
+                    self._answered(order.call, order.rank)
+                    self._planned.add(order.rank)
+                case effects.FailRank():
+                    self._answered(order.call, order.rank)
+                case effects.AnswerVote():
+                    self._decided(self._answered(order.call, order.rank), order.verdict.yes)
+                case _:
+                    pass
+
+    def _answered(self, call: int, rank: int) -> QuorumKey | None:
+        """Each call has one answer, and its own rank's; one that gave up is told nothing. Returns: its quorum."""
+        whose, _, key = self._open.pop(call, (None, "", None))
+        if whose != rank:
+            raise InvariantBroken("I5", f"call {call} of {whose} is answered to rank {rank}")
+        return key
+
+    def _decided(self, key: QuorumKey | None, verdict: bool) -> None:
+        votes = self._votes.get(key, {})
+        if verdict and not (len(votes) == 2 and all(votes.values())):
+            raise InvariantBroken("I5", f"a yes of votes {votes} in {key}")
+        if self._verdicts.setdefault(key, verdict) != verdict:
+            raise InvariantBroken("I5", f"both verdicts in {key}")
