@@ -6,6 +6,7 @@ Nobody is lost by a beat that is late: with busy loops beside the job on every c
 from __future__ import annotations
 
 import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,8 @@ MINUTE: Final = timedelta(minutes=1)
 GOAL_S: Final = 1.5
 TIMES: Final = 20
 CALM_BETWEEN_S: Final = 2.5  # nobody is probed and no process looked at any more, as in a job at peace
-CALM_S: Final = 60.0
+PART_S: Final = 20.0  # less than a job waits for an event
+CALM_S: Final = float(os.environ.get("SECONDS", "60"))
 
 
 @pytest.fixture
@@ -179,11 +181,18 @@ def test_survivors_of_a_cut_cable_commit_again_within_a_second_and_a_half(
         pytest.skip(reason)
     took_s: list[float] = []
     woken_s = 0.0
-    settings = {"min_replicas": 1, "join_timeout_ms": 60_000, "heartbeat_timeout_ms": int(HEARTBEAT_TIMEOUT_S * 1_000)}
-    with hosts("lighthouse", *"abc") as cluster, job_on_hosts(cluster, spawn, **settings) as job:
-        place = {name: {"environment": ENVIRONMENT, "hostname": cluster.address(name)} for name in "abc"}
-        everybody = a, b, c = [
-            job.start(name, faults=(), timeout=MINUTE, batch_s=0.02, **place[name]) for name in "abc"
+    timeouts_ms = {"join_timeout_ms": 60_000, "heartbeat_timeout_ms": int(HEARTBEAT_TIMEOUT_S * 1_000)}
+    with hosts("lighthouse", *"abc") as cluster, job_on_hosts(cluster, spawn, min_replicas=1, **timeouts_ms) as job:
+        everybody = [
+            job.start(
+                name,
+                faults=(),
+                timeout=MINUTE,
+                batch_s=0.02,
+                environment=ENVIRONMENT,
+                hostname=cluster.address(name),
+            )
+            for name in "abc"
         ]
 
         def all_train() -> bool:
@@ -193,7 +202,7 @@ def test_survivors_of_a_cut_cable_commit_again_within_a_second_and_a_half(
             job.until(all_train, "all three commit together")
             since_s = time.time()
             cluster.cut("b")
-            took_s.append(goes_on_after(job, (a, c), since_s))
+            took_s.append(goes_on_after(job, (everybody[0], everybody[2]), since_s))
             cluster.mend("b")
             woken_s = time.time()
         job.finish()
@@ -204,18 +213,19 @@ def test_survivors_of_a_cut_cable_commit_again_within_a_second_and_a_half(
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1_200)
+@pytest.mark.timeout(CALM_S + 300)
 def test_nobody_is_lost_beside_busy_loops(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    """For SECONDS of the environment."""
     everybody = [job.start(name, timeout=MINUTE, batch_s=0.3 if name == "c" else 0.0) for name in "abc"]
     job.until(lambda: all(each.committed_with(3) for each in everybody), "all three commit together")
     since_s = time.time()
     with busy_loops(3):
-        job.until(lambda: everybody[0].committed_with(3, 1, since_s=since_s + CALM_S / 3), "a third of the time passes")
-        job.until(lambda: everybody[0].committed_with(3, 1, since_s=since_s + CALM_S * 2 / 3), "two thirds of it pass")
-        job.until(lambda: everybody[0].committed_with(3, 1, since_s=since_s + CALM_S), "the time passes")
+        while (passed_s := time.time() - since_s) < CALM_S:
+            job.until(lambda: everybody[0].committed_with(3, 1, since_s=since_s + passed_s + PART_S), "a while passes")
     alarms = [event for each in everybody for event in each.of_kind("failed") if event.at_s > since_s]
     steps = sum(1 for event in everybody[0].of_kind("commit") if event.at_s > since_s)
     with capsys.disabled():
-        print(f"\n{steps} steps beside 3 busy loops in {CALM_S:g} s, {len(alarms)} failed")
+        load = os.getloadavg()[0]
+        print(f"\n{steps} steps beside 3 busy loops in {CALM_S:g} s, load {load:.1f}, {len(alarms)} failed")
     assert alarms == []
     job.finish()
