@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 from tft_algos.errors import SettingError, UnknownSetting
 from tft_algos.manager.config import ManagerConfig, ResolvedConfig, WorldSizeMode, config_of, from_environment
 from tft_algos.manager.group_store import own_host
+from tft_algos.manager.settings import ManagerSettings
 from tft_algos.testing import MemoryTransport
 from tft_ckpt import HTTPTransport
 from tft_coord.timeouts import Timeouts
@@ -114,6 +115,13 @@ def test_an_unknown_setting_names_the_nearest_one() -> None:
         config_of(None, {"min_replicas_size": 2})
     assert isinstance(raised.value, TypeError)
     assert raised.value.nearest == "min_replica_size"
+
+
+def test_the_settings_by_keyword_are_those_of_the_config() -> None:
+    of_config = get_type_hints(ManagerConfig)
+    del of_config["min_replica_size"]  # an argument of its own
+    assert get_type_hints(ManagerSettings) == of_config
+    assert ManagerSettings.__required_keys__ == frozenset()
 
 
 def test_single_settings_lie_over_a_config() -> None:

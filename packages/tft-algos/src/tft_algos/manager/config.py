@@ -297,8 +297,10 @@ def check_part(name: str, part: object, *methods: str) -> None:
     raise SettingError(f"{name} is {what}; give an object that has {' and '.join(methods)}, or leave it out")
 
 
-def config_of(config: ManagerConfig | None, settings: Mapping[str, object]) -> ManagerConfig:
-    """A config, with single settings laid over it.
+def config_of(
+    config: ManagerConfig | None, settings: Mapping[str, object], min_replica_size: int | None = None
+) -> ManagerConfig:
+    """A config, with single settings laid over it. `min_replica_size`: also, if it was said.
 
     Raises: UnknownSetting: a name that is none of ManagerConfig's; SettingError: a value can't work.
     """
@@ -312,7 +314,8 @@ def config_of(config: ManagerConfig | None, settings: Mapping[str, object]) -> M
             )
     if config is not None and not isinstance(config, ManagerConfig):
         raise SettingError(f"config is a {type(config).__name__}; give a ManagerConfig")
-    return replace(config if config is not None else ManagerConfig(), **settings)  # type: ignore[arg-type]
+    said = {**settings, "min_replica_size": min_replica_size} if min_replica_size is not None else settings
+    return replace(config if config is not None else ManagerConfig(), **said)  # type: ignore[arg-type]
 
 
 def from_environment(

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -68,6 +68,7 @@ from tft_algos.manager.parts import Clock, Coordinator, Group, ServerRestarted
 from tft_algos.manager.reducer import Reducer
 from tft_algos.manager.reduction import check_weight
 from tft_algos.manager.reports import Reports
+from tft_algos.manager.settings import ManagerSettings
 from tft_algos.manager.shared import Shared
 from tft_algos.manager.signals import SignalHandlers
 from tft_algos.manager.state_check import StateCheck
@@ -95,6 +96,9 @@ from tft_coord.news import News
 from tft_coord.timeouts import LONGEST_MS
 from tft_pg.threads import join_within
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # of typing since Python 3.11
+
 T = TypeVar("T")
 
 LEAVE_TAKEN_WITHIN = timedelta(seconds=5)
@@ -118,7 +122,8 @@ class Manager:
             ranks of the group at the same step, so it may run collectives over them. Who heals calls it too if the
             peer's state has DTensors, to find its own meshes.
         min_replica_size: participants without whom no step commits.
-        config: all other settings; single ones may be given by keyword instead, see `ManagerConfig`.
+        config: all other settings.
+        settings: single ones, laid over the config: its fields by name, see `ManagerConfig`.
         coordinator: speaks for this replica group, or makes what does from the resolved config; None: GroupCoordinator.
         clock: tells the time, waits and wakes; None: the system's.
     Attributes:
@@ -141,17 +146,16 @@ class Manager:
         config: ManagerConfig | None = None,
         coordinator: Coordinator | Callable[[ResolvedConfig], Coordinator] | None = None,
         clock: Clock | None = None,
-        **settings: Any,
+        **settings: Unpack[ManagerSettings],
     ) -> None:
-        if min_replica_size is not None:
-            settings["min_replica_size"] = min_replica_size
         _check_group(pg)
         if (load_state_dict is None) != (state_dict is None):
             raise SettingError("load_state_dict and state_dict belong together; give both or neither")
         if not callable(coordinator):
             check_part("coordinator", coordinator, *COORDINATOR_METHODS)
         check_part("clock", clock, "monotonic", "wait", "after")
-        self._config: ResolvedConfig = from_environment(config_of(config, settings), os.environ, own_host=own_host)
+        said = config_of(config, settings, min_replica_size)
+        self._config: ResolvedConfig = from_environment(said, os.environ, own_host=own_host)
         check_transport(self._config)
         pg = Bystander(pg) if self._config.stands_by else pg
         self._pg = pg
