@@ -689,6 +689,21 @@ def test_one_that_does_not_reach_them_is_kept_out_and_told_why() -> None:
     assert job.members == "abn"
 
 
+def test_whom_the_holder_of_the_newest_state_does_not_reach_goes_in_its_place_and_is_told_why() -> None:
+    job = a_job("ab")
+    job.come("n", tries_peers=True)
+    job.ask("n", step=9, works=False)
+    job.wait(100)
+    job.tried("n", "b")
+    for name in "ab":
+        job.ask(name, step=3)
+    assert job.members == "an"
+    (warned,) = [order.sentence for order in job.said if isinstance(order, effects.Warned)]
+    assert warned.startswith("b is left out of the next quorum: it can't be reached by n (no answer)")
+    told = [chr(order.stream) for order in job.said if isinstance(order, effects.TellWait)]
+    assert sorted(told) == ["b", "n"]
+
+
 def test_two_newcomers_that_miss_one_member_do_not_put_it_out() -> None:
     job = a_job("ab")
     for name in "mn":

@@ -71,8 +71,10 @@ class ReachTruth:
 
     def excused(self, ids: Collection[str], now_ms: int) -> set[str]:
         """Who need not be in a quorum of these, nor be waited for: it has a bad link to one of them, or has not shown
-        that it has none."""
+        that it has none. A newcomer that holds the newest state may have been taken in place of whom it did not reach.
+        """
         tried = {name for name, unreached in self._failed.items() if unreached.intersection(ids)} | self.in_trial()
+        tried.update(*(unreached for name, unreached in self._failed.items() if name in ids))
         return tried.difference(ids) | {
             name
             for pair, (at_ms, _) in self._said.items()
@@ -105,6 +107,9 @@ class ReachTruth:
             return f"{sorted(newcomers)} did not reach all of {sorted(rest)}, and could have been left out"
         # Who has not passed its trial is left out before any other one is.
         free = {name for name in left_out if name in self._trials or self._failed.get(name)}
+        # One that is in the quorum all the same holds the newest state: whom it did not reach goes in its place.
+        for name in set(ids).intersection(self._failed):
+            pairs += [frozenset((name, other)) for other in self._failed[name].intersection(waiting)]
         left_out -= free
         if not left_out or len(waiting) > ALL_SETS_MOST:
             return None

@@ -419,7 +419,11 @@ class Reach:
     def _said_of_trial(self, name: str, now_ms: int) -> str:
         unreached = self.trials.failed().get(name)
         if unreached is None:
-            return "tries to reach its peers" if name in self.trials.running() else ""
+            if name in self.trials.running():
+                return "tries to reach its peers"
+            missed_by = self._missed_by(name)
+            why = next(iter(sorted(missed_by.values())), "")
+            return f"can't be reached by {_names(missed_by)} ({why})" if missed_by else ""
         seconds = -(-self.trials.again_in_ms(name, now_ms) // 1_000)
         why = next(iter(sorted(unreached.values())), "")
         return f"can't reach {_names(unreached)} ({why}; it tries again in {seconds} s)"
@@ -427,7 +431,11 @@ class Reach:
     def ends_of(self, name: str) -> list[str]:
         """List those that have no link to it."""
         tried = self.trials.failed().get(name, {})
-        return [*tried, *sorted(self._links.ends_of(name))]
+        return [*tried, *self._missed_by(name), *sorted(self._links.ends_of(name))]
+
+    def _missed_by(self, name: str) -> dict[str, str]:
+        """Give who did not reach this one in its trial, and why."""
+        return {other: missed[name] for other, missed in self.trials.failed().items() if name in missed}
 
     # --- reports ------------------------------------------------------------------------------------------------------
 
