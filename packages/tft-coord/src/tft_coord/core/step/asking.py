@@ -1,0 +1,220 @@
+"""How a step begins: what has to end before, what to ask for, and what the answer means.
+
+Law of this file: the events from the wish to begin a step to a process group that is built for its quorum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import final
+
+from tft_coord.core.step import effects as do
+from tft_coord.core.step import events as on
+from tft_coord.core.step.books import Books
+from tft_coord.core.step.effects import Effects
+from tft_coord.core.step.errors import StepAbandoned, UsageError
+from tft_coord.core.step.values import Healing, Phase
+from tft_coord.core.types import Plan, RankRequest, Refusal
+from tft_coord.errors import Refused, StaleQuorum
+
+
+@final
+class Asking:
+    """The beginnings of one rank's steps.
+
+    Args:
+        books: what the rank knows.
+    """
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._request: RankRequest | None = None  # of the open attempt
+        self._stands: Plan | None = None  # the plan of the key that is held
+
+    # --- before the request -------------------------------------------------------------------------------------------
+
+    def start_asked(self, event: on.StartAsked, now_ms: int) -> Effects:
+        """Raises: UsageError: an attempt is open beside others that are in flight."""
+        books = self._books
+        if books.leaving.left:
+            return (do.EndLoop(books.leaving.reason),)
+        if books.flights.deferred and books.flights.phase is not Phase.IDLE:
+            raise UsageError(
+                "start_quorum was called in a step that is open, beside others that are in flight; call defer() first"
+            )
+        books.failed_between = True  # until the attempt has begun, whatever is raised before that
+        return ()
+
+    def attempt_settled(self, event: on.AttemptSettled, now_ms: int) -> Effects:
+        last = self._books.flights.last
+        plan = last.plan
+        if plan is None:
+            return ()
+        if plan.heal:
+            return (do.EndFetch(),)
+        if plan.serve and not last.exchanged and not event.offers:
+            return (do.RefuseState(plan, f"its step {plan.step} ended before it took its state"),)
+        return ()
+
+    def start_ready(self, event: on.StartReady, now_ms: int) -> Effects:
+        books = self._books
+        own, last = books.own, books.flights.last
+        # The lighthouse hears at once of who can't be reached: the next quorum may do without.
+        pause_ms = 0 if event.urgent else books.flights.pause_ms
+        pauses = (do.Pause(pause_ms),) if pause_ms else ()
+        if own.is_due(books.settings.check_every):
+            return (*pauses, do.CompareState(f"check {own.step}, attempt {last.name.attempt + 1}"))
+        return pauses
+
+    def state_compared(self, event: on.StateCompared, now_ms: int) -> Effects:
+        self._books.own.compared(event.digest)
+        return ()
+
+    # --- the request --------------------------------------------------------------------------------------------------
+
+    def step_started(self, event: on.StepStarted, now_ms: int) -> Effects:
+        books, settings = self._books, self._books.settings
+        own, flights = books.own, books.flights
+        asynchronous = settings.use_async_quorum if event.use_async_quorum is None else event.use_async_quorum
+        left_others = flights.begin(own.step, is_asynchronous=asynchronous)
+        books.pends = True
+        books.failed_between = False
+        # Without a key there is nothing that could be unusable: the first plan configures.
+        usable = event.group_usable and books.configured == books.held and books.losses.broken is None
+        self._request = RankRequest(
+            step=own.step,
+            lineage=own.lineage,
+            live=own.live,
+            torn=own.torn,
+            held=books.held,
+            checkpoint_metadata=event.checkpoint_metadata,
+            # Said once, where others are in flight that were begun since: each time it is said the id rises, and fails
+            # them.
+            commit_failures=flights.commit_failures if flights.failure_is_news or not flights.deferred else 0,
+            needs_configure=books.held is not None and (left_others or not usable),
+            failed_heals=books.failed_heals,
+            poor_sources=event.poor_sources,
+            shrink_only=event.shrink_only,
+            init_sync=settings.init_sync,
+            allow_heal=event.allow_heal,
+            use_async_quorum=asynchronous,
+            fixed_with_spares=settings.fixed_with_spares,
+            min_replica_size=settings.min_replica_size,
+            attempt=flights.last.name.attempt,
+            fingerprint=event.fingerprint,
+            unreached=event.unreached,
+        )
+        return (do.Ask(flights.last.name.attempt, self._request),)
+
+    def server_restarted(self, event: on.ServerRestarted, now_ms: int) -> Effects:
+        """A new manager server holds no quorum, so neither does this rank."""
+        books = self._books
+        books.hold(None)
+        books.configured = None
+        self._stands = None
+        if books.flights.phase is not Phase.ASKED or self._request is None:
+            return ()
+        self._request = replace(self._request, held=None, needs_configure=False)
+        return (do.Ask(books.flights.last.name.attempt, self._request),)
+
+    # --- the answer ---------------------------------------------------------------------------------------------------
+
+    def plan_arrived(self, event: on.PlanArrived, now_ms: int) -> Effects:
+        return self._planned(event.plan) if self._is_asked(event.attempt) else ()
+
+    def unchanged_arrived(self, event: on.UnchangedArrived, now_ms: int) -> Effects:
+        """Raises: StaleQuorum: this rank does not hold that quorum. Nothing has changed then."""
+        if not self._is_asked(event.attempt):
+            return ()
+        books, before = self._books, self._stands
+        if before is None or before.key != event.key or books.own.lineage is None:
+            raise StaleQuorum(
+                f"the answer names quorum {event.key} and this rank holds {books.held}; the next step asks again"
+            )
+        everyone = tuple(range(before.replica_world_size))
+        needed = books.settings.min_replica_size
+        counted = everyone[:needed] if books.settings.fixed_with_spares else everyone
+        own = before.replica_rank
+        plan = replace(
+            before,
+            step=books.own.step,
+            lineage=books.own.lineage,
+            heal=False,
+            sources=(),
+            recover_dst_replica_ranks=(),
+            serve=False,
+            up_to_date=everyone,
+            participants=counted,
+            participating_rank=counted.index(own) if own in counted else None,
+            min_replica_size=needed,
+            commit_failures=0,
+        )
+        return self._planned(plan)
+
+    def _is_asked(self, attempt: int) -> bool:
+        flights = self._books.flights
+        return flights.phase is Phase.ASKED and flights.last.name.attempt == attempt
+
+    def _planned(self, plan: Plan) -> Effects:
+        books, flights = self._books, self._books.flights
+        flights.failure_is_news = flights.failure_is_news and plan.key == books.held
+        books.hold(plan.key)
+        books.own.planned(plan)
+        books.is_left_out = False
+        books.leaving.planned(plan)
+        self._stands = plan
+        flights.planned(plan, books.own.step)
+        last = flights.last
+        # The group is never configured twice under one key: its rendezvous was used.
+        configures = books.configured != plan.key
+        books.pends = configures
+        books.excused = configures or plan.heal or books.healed_in == last.name.attempt - 1
+        orders: list[do.Effect] = [do.UsePlan(last.name, plan)]
+        if books.excused:
+            orders.append(do.ForgetPace())
+        if plan.heal:
+            last.healing = Healing.FETCHING
+            if not books.settings.stands_by:
+                orders.append(do.Fetch(last.name.attempt, plan))
+        orders += [do.BreakQuorum(notice) for notice in books.losses.of_held]  # the notice came before its quorum
+        if configures:
+            orders.append(do.Configure(last.name.attempt, plan))
+        return tuple(orders)
+
+    def quorum_failed(self, event: on.QuorumFailed, now_ms: int) -> Effects:
+        """The attempt can't commit, nor can those in flight; the next one asks afresh."""
+        books, flights, error = self._books, self._books.flights, event.error
+        if flights.phase is Phase.IDLE or flights.last.name.attempt != event.attempt:
+            return ()
+        if isinstance(error, Refused) and error.code == Refusal.LEFT.value:
+            # Another rank of this group had no quorum to go on in, and has left with all of them.
+            books.leaving.told()
+            error = StepAbandoned(str(error))
+        flights.without_quorum(error, others_go_on=books.by_strategy)
+        books.pends = False
+        books.excused = True
+        return (do.ForgetPace(), do.ReportNoQuorum(flights.last.name, error))
+
+    # --- the process group --------------------------------------------------------------------------------------------
+
+    def group_configured(self, event: on.GroupConfigured, now_ms: int) -> Effects:
+        books = self._books
+        if event.key == books.held:
+            books.configured = event.key
+            books.flights.left_others = False
+            self._is_built(event.attempt)
+        return ()
+
+    def configure_failed(self, event: on.ConfigureFailed, now_ms: int) -> Effects:
+        """The next request says that the process group is unusable, and the id rises."""
+        books = self._books
+        books.configured = None
+        if self._is_built(event.attempt):
+            books.flights.last.note(event.error)
+        return ()
+
+    def _is_built(self, attempt: int) -> bool:
+        if self._books.flights.last.name.attempt != attempt:
+            return False
+        self._books.pends = False
+        return True

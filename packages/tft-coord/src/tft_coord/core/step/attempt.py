@@ -1,0 +1,100 @@
+"""One attempt at a step: its name, its plan, how far it is, and what went wrong in it.
+
+An attempt begins with the question for a quorum and ends with a verdict. A strategy may have several at once, each
+begun before the one before it has ended; an error belongs to exactly one of them, whenever it comes.
+
+Law of this file: one attempt's facts. What they mean for the others, and for the state, is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Final, final
+
+from tft_coord.core.step.errors import UsageError
+from tft_coord.core.step.status import AttemptStatus
+from tft_coord.core.step.values import Healing, StepName
+from tft_coord.core.types import Plan
+from tft_coord.errors import Closed, GroupLost, ProtocolError, Refused
+
+# Nothing can be done about these inside this process: a lost group, a wrong peer, calls that can't work.
+FATAL: Final = (GroupLost, Refused, ProtocolError, Closed, UsageError)
+MAX_ERRORS_KEPT: Final = 16
+
+
+@final
+class Attempt:
+    """What is known of one attempt.
+
+    Args:
+        name: what it is called until its plan is here.
+        is_asynchronous: a member that heals gives zeros in it.
+    Attributes:
+        name, plan: None is the plan until there is one.
+        healing: how far its recovery is.
+        exchanged: state was given or taken in it, or nobody wanted any.
+        abandoned: why it has failed with others, as all ranks of the group know alike, so that none votes on it.
+        fatal: the first error with which this process can't go on, however many others came before it.
+        num_reductions, weight: of this rank; `is_weighted`: a reduction has used the weight.
+    """
+
+    __slots__ = (
+        "_errors",
+        "abandoned",
+        "exchanged",
+        "fatal",
+        "healing",
+        "is_asynchronous",
+        "is_weighted",
+        "name",
+        "num_reductions",
+        "plan",
+        "weight",
+    )
+
+    def __init__(self, name: StepName, *, is_asynchronous: bool = True) -> None:
+        self.name = name
+        self.is_asynchronous = is_asynchronous
+        self.plan: Plan | None = None
+        self.healing = Healing.NONE
+        self.exchanged = False
+        self.abandoned: Exception | None = None
+        self.fatal: Exception | None = None
+        self.num_reductions = 0
+        self.weight: float | None = None
+        self.is_weighted = False
+        self._errors: list[Exception] = []
+
+    def note(self, error: Exception) -> None:
+        """Keep an error of this attempt."""
+        if self.fatal is None and isinstance(error, FATAL):
+            self.fatal = error
+        if len(self._errors) < MAX_ERRORS_KEPT:
+            self._errors.append(error)
+
+    @property
+    def errors(self) -> tuple[Exception, ...]:
+        """Return all errors, oldest first; what it was abandoned for is the last."""
+        return (*self._errors, self.abandoned) if self.abandoned is not None else tuple(self._errors)
+
+    @property
+    def error(self) -> Exception | None:
+        """Return the first error."""
+        return self._errors[0] if self._errors else self.abandoned
+
+    @property
+    def own_error(self) -> Exception | None:
+        """Return the first error that is its own."""
+        return self._errors[0] if self._errors else None
+
+    @property
+    def is_participating(self) -> bool:
+        """Whether this group's gradients count. A synchronous member counts once its recovery has succeeded."""
+        plan = self.plan
+        if plan is None or plan.participating_rank is None:
+            return False
+        return self.healing is Healing.NONE or self.healing is Healing.LOADED
+
+    @property
+    def status(self) -> AttemptStatus:
+        """Return it as a frozen value."""
+        return AttemptStatus(self.name, self.plan, self.error, self.abandoned)

@@ -1,0 +1,121 @@
+"""All that one rank knows of its steps, in one place for the handlers of the step's events.
+
+Law of this file: what is kept, and what follows from several parts of it. The handlers change it, one event at a time;
+nothing outside this package sees it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+from tft_coord.core.step.flights import Flights
+from tft_coord.core.step.leaving import Leaving
+from tft_coord.core.step.losses import Losses
+from tft_coord.core.step.own_state import OwnState
+from tft_coord.core.step.status import StepStatus
+from tft_coord.core.types import QuorumKey
+from tft_coord.errors import GroupLost
+
+if TYPE_CHECKING:
+    from tft_coord.core.step.attempt import Attempt
+    from tft_coord.core.step.values import StepSettings
+
+
+@final
+class Books:
+    """What one rank knows.
+
+    Attributes:
+        settings: what the decisions depend on.
+        own: the state that this rank holds.
+        flights: its attempts.
+        losses: of other members.
+        leaving: whether it leaves.
+        held, configured: keys of the quorum that it was given last, and that its process group is built for.
+        group_lost: why this replica group can't go on, or None.
+        failed_heals: recoveries in a row that failed.
+        healed_in: the last attempt in which the state came from a source, or None.
+        is_left_out: as a straggler: no quorum comes, and that is no failure.
+        by_strategy: a strategy decides when state is exchanged, and begins steps before earlier ones have ended.
+        pends: the plan of the open attempt is not here, or its process group is not built.
+        excused: the attempt is the first after a start, a recovery or a reconfiguration, or has no quorum.
+        failed_between: an error was raised or reported since the last verdict and before the next start was done.
+    """
+
+    def __init__(self, settings: StepSettings) -> None:
+        self.settings = settings
+        self.own = OwnState(settings.job)
+        self.flights = Flights()
+        self.losses = Losses()
+        self.leaving = Leaving()
+        self.held: QuorumKey | None = None
+        self.configured: QuorumKey | None = None
+        self.group_lost: GroupLost | None = None
+        self.failed_heals = 0
+        self.healed_in: int | None = None
+        self.is_left_out = False
+        self.by_strategy = False
+        self.pends = False
+        self.excused = True
+        self.failed_between = False
+
+    def hold(self, key: QuorumKey | None) -> None:
+        """Hold the quorum of that key from now on."""
+        self.held = key
+        self.losses.hold(key)
+
+    def fatal_of(self, attempt: Attempt) -> Exception | None:
+        """Return why this process can't go on with that attempt, and with nothing else; or None."""
+        if isinstance(attempt.fatal, GroupLost):
+            return self.group_lost or attempt.fatal  # the manager server knows which rank was lost
+        return attempt.fatal or self.group_lost
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the others of this plan wait in the rendezvous for this rank, which has failed there by itself.
+
+        They are told once this rank asks again. Until then no source comes to the end of its step, where it serves.
+        """
+        plan = self.flights.last.plan
+        return plan is not None and self.configured != plan.key and self.losses.broken is None
+
+    def status(self) -> StepStatus:
+        """Return all of it as a frozen value."""
+        own, flights, leaving = self.own, self.flights, self.leaving
+        last = flights.last
+        return StepStatus(
+            own.step,
+            own.batches_committed,
+            own.lineage,
+            own.live,
+            own.torn,
+            own.check,
+            own.divergences,
+            last.name,
+            flights.phase,
+            last.plan,
+            last.healing,
+            last.is_asynchronous,
+            last.is_participating,
+            last.num_reductions > 0,
+            last.abandoned is not None,
+            last.errors,
+            flights.verdict,
+            last.exchanged,
+            self.fatal_of(last),
+            self.losses.broken,
+            self.held,
+            self.configured,
+            self.pends,
+            self.excused,
+            self.healed_in,
+            len(flights.deferred),
+            tuple(attempt.status for attempt in flights.aside.values()) if flights.aside else (),
+            flights.failed_quorums,
+            flights.commit_failures,
+            self.is_left_out,
+            self.by_strategy,
+            leaving.is_wished,
+            leaving.left,
+            leaving.reason,
+        )

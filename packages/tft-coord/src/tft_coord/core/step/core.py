@@ -1,0 +1,110 @@
+"""One rank's steps as a state machine: events in, effects out.
+
+A step is a transaction. It starts when the trainer asks for a quorum, it lives under a plan, it ends with a verdict,
+and only a yes changes the state. What goes wrong on the way is an error of exactly one attempt; what belongs to an
+earlier one comes too late to count.
+
+A strategy that trains on while it reduces may put the open attempt aside and begin another. Those in flight together
+belong to one quorum and end in the order in which they were begun.
+
+Law of this folder: decisions only. No tensors, no threads, no clock, no I/O. The shell tells what happened, one event
+at a time, and performs what is decided, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+from tft_coord.core.step import events as on
+from tft_coord.core.step.asking import Asking
+from tft_coord.core.step.books import Books
+from tft_coord.core.step.effects import Effects
+from tft_coord.core.step.ending import Ending
+from tft_coord.core.step.events import Event
+from tft_coord.core.step.recovery import Recovery
+from tft_coord.core.step.reducing import Reducing
+from tft_coord.core.step.status import StepStatus
+from tft_coord.core.step.troubles import Troubles
+from tft_coord.core.step.values import StepSettings
+
+Handler = Callable[[Any, int], Effects]
+
+
+@final
+class StepCore:
+    """The steps of one rank.
+
+    Args:
+        settings: what the decisions depend on.
+    """
+
+    def __init__(self, settings: StepSettings) -> None:
+        self._books = Books(settings)
+        self._status: StepStatus | None = None
+        self._handlers = _handlers_of(self._books)
+
+    def handle(self, event: Event, now_ms: int) -> Effects:
+        """Take one event.
+
+        Args:
+            event: what happened.
+            now_ms: milliseconds of a clock that never goes back.
+        Returns: what to do, in this order.
+        Raises: UsageError, StateUnavailable, StaleQuorum: the rules forbid the event; nothing has changed.
+        """
+        effects = self._handlers[type(event)](event, now_ms)
+        self._status = None
+        return effects
+
+    @property
+    def status(self) -> StepStatus:
+        """Return what the step is like now, as a frozen value; made when it is asked for."""
+        status = self._status
+        if status is None:
+            status = self._status = self._books.status()
+        return status
+
+
+def _handlers_of(books: Books) -> dict[type, Handler]:
+    asking, reducing, recovery = Asking(books), Reducing(books), Recovery(books)
+    ending, troubles = Ending(books), Troubles(books)
+    return {
+        on.StartAsked: asking.start_asked,
+        on.AttemptSettled: asking.attempt_settled,
+        on.StartReady: asking.start_ready,
+        on.StateCompared: asking.state_compared,
+        on.StepStarted: asking.step_started,
+        on.PlanArrived: asking.plan_arrived,
+        on.UnchangedArrived: asking.unchanged_arrived,
+        on.QuorumFailed: asking.quorum_failed,
+        on.GroupConfigured: asking.group_configured,
+        on.ConfigureFailed: asking.configure_failed,
+        on.ServerRestarted: asking.server_restarted,
+        on.WeightSet: reducing.weight_set,
+        on.ReductionAsked: reducing.reduction_asked,
+        on.DeferAsked: ending.defer_asked,
+        on.EndAsked: ending.end_asked,
+        on.ReductionsEnded: ending.reductions_ended,
+        on.DeviceSynchronized: ending.device_synchronized,
+        on.VoteAsked: ending.vote_asked,
+        on.VerdictArrived: ending.verdict_arrived,
+        on.FlightsDropped: ending.flights_dropped,
+        on.FlightsGivenUp: ending.flights_given_up,
+        on.ExchangeAsked: recovery.exchange_asked,
+        on.StateServed: recovery.state_served,
+        on.StageEnded: recovery.stage_ended,
+        on.Agreed: recovery.agreed,
+        on.DivergenceExplained: recovery.divergence_explained,
+        on.StateTorn: recovery.state_torn,
+        on.StateRegistered: recovery.state_registered,
+        on.StateLoaded: recovery.state_loaded,
+        on.ErrorReported: troubles.error_reported,
+        on.UserReportedError: troubles.user_reported_error,
+        on.LossNoticed: troubles.loss_noticed,
+        on.GroupWasLost: troubles.group_was_lost,
+        on.PaceHeard: troubles.pace_heard,
+        on.LeaveWished: ending.leave_wished,
+        on.Looked: ending.looked,
+        on.EndingAsked: ending.ending_asked,
+    }

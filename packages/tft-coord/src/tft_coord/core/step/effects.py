@@ -1,0 +1,479 @@
+"""What the step decides: orders to the shell, frozen, performed in the order given.
+
+An effect names what it is about by an id: the attempt, the quorum's key, the reduction's number. Two threads may
+perform theirs in another order than that of the decisions, so whoever performs one about a quorum or an attempt that
+is over does nothing.
+
+Law of this file: frozen dataclasses without behaviour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from tft_coord.core.step.values import StepName
+from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest
+
+Effects: TypeAlias = "tuple[Effect, ...]"
+
+# --- a step begins ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EndLoop:
+    """Begin no step: this replica has left the job."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseState:
+    """Tell those that wait for this replica's state that it can't be had from here."""
+
+    plan: Plan
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndFetch:
+    """End the fetch of the last attempt, if it still runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Wait before asking again: what fails again and again fails as fast as it is tried."""
+
+    ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class CompareState:
+    """Reduce the user's state to a digest on all ranks of this group, and tell `StateCompared`.
+
+    `name`: of this comparison, another one each time and the same on every rank.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Send the request to the manager server, and tell what it answers."""
+
+    attempt: int
+    request: RankRequest
+
+
+# --- the quorum -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class UsePlan:
+    """The plan of this attempt is known; tell whoever needs to know."""
+
+    name: StepName
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Fetch the plan's reference from its sources, in the background."""
+
+    attempt: int
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Configure:
+    """Build the process group for the plan's key, and tell `GroupConfigured` or `ConfigureFailed`.
+
+    Where the quorum is broken by then (`StepStatus.broken`), tell that as the failure, and build nothing.
+    """
+
+    attempt: int
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetPace:
+    """What was measured of this rank's own part of a step does not count any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class BreakQuorum:
+    """Abort what runs in that quorum, soon; the notice says why. A fetch from who is lost ends."""
+
+    notice: LossNotice
+
+
+@dataclass(frozen=True, slots=True)
+class ReportLateLoss:
+    """Log a loss in a quorum that is over, or still to come, where it explains a failure."""
+
+    notice: LossNotice
+
+
+@dataclass(frozen=True, slots=True)
+class BreakAll:
+    """Abort whatever runs: this replica group is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class AbortGroup:
+    """Abort the process group, so that the others wait for nothing of this rank's."""
+
+
+# --- reductions -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Start a reduction.
+
+    Args:
+        name: of the attempt that fails with it.
+        number: of the reduction in its attempt, from 1.
+        gives: this rank gives its tensor; otherwise what changes nothing.
+        factor: the tensor is multiplied by this before a mean's sum; 1.0 for any other operation.
+        divide_by: the sum is divided by this; 1.0 where the sum of the weights divides it, and for other operations.
+        weight: what this rank enters into the sum of the weights; None: the mean has no weights.
+        shared: the sum of the weights is that of the step, reduced once for all its means.
+        inside: it belongs to the open attempt. Otherwise it fails none, and a process group that has failed loses it.
+        num_others: members beside this group.
+    """
+
+    name: StepName
+    number: int
+    gives: bool
+    factor: float
+    divide_by: float
+    weight: float | None
+    shared: bool
+    inside: bool
+    num_others: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceAlone:
+    """The tensor is the result: this group is the only member. With a weight of zero there is no mean."""
+
+    name: StepName
+    weight: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class KeepTensor:
+    """The tensor stays as it is: another rank of this island reduces in this one's place."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoseReduction:
+    """Start nothing; the result is lost. `aborts`: the others may wait in it, so end it for them."""
+
+    aborts: bool = False
+
+
+# --- live state -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Take the user's state and offer it to those that heal, with `own` beside it; then tell `StateServed`."""
+
+    attempt: int
+    plan: Plan
+    own: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StageState:
+    """Wait for the fetch and look whether the state fits what is registered here; tell `StageEnded(FETCH)`.
+
+    `in_vain`: end the fetch instead, and tell this as the error.
+    """
+
+    plan: Plan
+    in_vain: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Agree:
+    """Vote in this group on a stage, and tell `Agreed`."""
+
+    plan: Plan
+    purpose: Purpose
+    yes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadState:
+    """Give the other ranks of the island what rank 0 has fetched; tell `StageEnded(SPREAD)`."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class MatchState:
+    """Take this rank's own state to find where the fetched parts belong; tell `StageEnded(MATCH)`."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainDivergence:
+    """Say what differs between this replica's state and the source's.
+
+    Args:
+        plan: that says to heal.
+        stops: raise `StateDiverged`; otherwise log it, and tell `DivergenceExplained`.
+        again: the last recovery has not cured it.
+    """
+
+    plan: Plan
+    stops: bool
+    again: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LoadState:
+    """Apply the staged state by the user's functions; tell `StageEnded(LOAD)`."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class ReportHealed:
+    """Log that this rank has loaded the plan's reference."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class ReportHealFailed:
+    """Log that this rank has not healed. `is_over`: the same error is raised next, so the log has no traceback."""
+
+    name: StepName
+    error: Exception
+    is_over: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HealAgain:
+    """Log that this replica heals again, because state was registered after it had healed."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarnLateState:
+    """Log that state was registered after the first step, so that nothing makes it alike on all replicas."""
+
+
+# --- the end of a step ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PutAside:
+    """The open attempt goes on beside later ones, under its number."""
+
+    name: StepName
+
+
+@dataclass(frozen=True, slots=True)
+class SynchronizeDevice:
+    """Wait until the device has done what the attempt asked of it; tell `DeviceSynchronized`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeState:
+    """Give or take state (`ExchangeAsked`), then tell `VoteAsked`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CastVote:
+    """Vote in this group, and tell `VerdictArrived`.
+
+    Args:
+        attempt: as in `EndAsked`.
+        step: committed steps of this rank.
+        key: of the quorum.
+        yes: the vote.
+        leaving: this rank wishes that the group leaves after this step.
+        enough_replicas: there are min_replica_size participants.
+        error: the first of the attempt, or None.
+    """
+
+    attempt: int
+    step: int
+    key: QuorumKey
+    yes: bool
+    leaving: bool
+    enough_replicas: bool
+    error: Exception | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReportTooFew:
+    """Log, once, that too few replicas take part for any step to commit."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class ReportAbandoned:
+    """Log that an attempt ends without a vote, because it has failed with others."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class RecordCommit:
+    """The attempt is over. `excused`: its time says nothing about this rank's pace."""
+
+    name: StepName
+    plan: Plan | None
+    committed: bool
+    excused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Concluded:
+    """What the training loop is told.
+
+    Args:
+        committed: the optimizer steps.
+        failures: attempts in a row that did not commit.
+        exhausted: they exceed max_retries.
+        error: the first of the attempt.
+        plan: of the attempt.
+    """
+
+    committed: bool
+    failures: int
+    exhausted: bool
+    error: Exception | None
+    plan: Plan | None
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReportError:
+    """Log and record an error. `counts`: the attempt fails by it; otherwise it came when that was over."""
+
+    name: StepName
+    error: Exception
+    counts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReportNoQuorum:
+    """Log and record that the attempt has no quorum."""
+
+    name: StepName
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class ReportGroupLost:
+    """Log and record that this replica group is lost."""
+
+    name: StepName
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Raise:
+    """Raise the error in the training loop. `cause`: what it follows from."""
+
+    error: Exception
+    cause: Exception | None = None
+
+
+# --- leaving ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReportLeft:
+    """Log that this replica leaves."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TellLeaving:
+    """Tell the manager server that this group leaves.
+
+    Args:
+        reason: one phrase.
+        serve_ms: for how long it serves its state to those that heal.
+        finished_step: the training is finished at that step; None: it is not.
+        waits: False: not on the thread that is told this, which must not wait.
+    """
+
+    reason: str
+    serve_ms: int
+    finished_step: int | None = None
+    waits: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOn:
+    """Stay until nobody heals from this group any more.
+
+    Args:
+        until_ms: at the latest; in the past: nobody does.
+        meets: then wait for the other ranks of this group, unless this process can't go on.
+    """
+
+    until_ms: int
+    meets: bool
+
+
+Effect: TypeAlias = (
+    EndLoop
+    | RefuseState
+    | EndFetch
+    | Pause
+    | CompareState
+    | Ask
+    | UsePlan
+    | Fetch
+    | Configure
+    | ForgetPace
+    | BreakQuorum
+    | ReportLateLoss
+    | BreakAll
+    | AbortGroup
+    | Reduce
+    | ReduceAlone
+    | KeepTensor
+    | LoseReduction
+    | Serve
+    | StageState
+    | Agree
+    | SpreadState
+    | MatchState
+    | ExplainDivergence
+    | LoadState
+    | ReportHealed
+    | ReportHealFailed
+    | HealAgain
+    | WarnLateState
+    | PutAside
+    | SynchronizeDevice
+    | ExchangeState
+    | CastVote
+    | ReportTooFew
+    | ReportAbandoned
+    | RecordCommit
+    | Concluded
+    | ReportError
+    | ReportNoQuorum
+    | ReportGroupLost
+    | Raise
+    | ReportLeft
+    | TellLeaving
+    | ServeOn
+)

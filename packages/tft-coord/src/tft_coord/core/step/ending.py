@@ -1,0 +1,214 @@
+"""How a step ends: what is waited for, what this rank votes, what a verdict changes; and how the job ends for it.
+
+A step is a transaction. Only a yes changes the state: one step more, the participants added, the lineage folded.
+Everything that goes wrong on the way is an error of exactly one attempt.
+
+Law of this file: the events from the end of the reductions to the verdict, and leaving.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+from tft_coord.core.step import effects as do
+from tft_coord.core.step import events as on
+from tft_coord.core.step.attempt import Attempt
+from tft_coord.core.step.books import Books
+from tft_coord.core.step.effects import Effects
+from tft_coord.core.step.errors import StepAbandoned, SyncAbandoned, UsageError
+from tft_coord.core.step.values import Phase, StepName
+
+
+@final
+class Ending:
+    """The ends of one rank's steps, and of the rank.
+
+    Args:
+        books: what the rank knows.
+    """
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._said_too_few: int | None = None  # participants, when that was logged the last time
+
+    # --- the open attempt, and those that were put aside --------------------------------------------------------------
+
+    def defer_asked(self, event: on.DeferAsked, now_ms: int) -> Effects:
+        """Raises: UsageError: no attempt is open."""
+        flights = self._books.flights
+        if flights.phase is Phase.IDLE:
+            raise UsageError(
+                "defer was called outside a step; call it after start_quorum, when its reductions have begun"
+            )
+        return (do.PutAside(flights.defer().name),)
+
+    def end_asked(self, event: on.EndAsked, now_ms: int) -> Effects:
+        """Raises: UsageError: no attempt is open; or there are older ones in flight."""
+        books, flights = self._books, self._books.flights
+        if event.attempt == 0:
+            if flights.phase is Phase.IDLE:
+                raise UsageError("should_commit was called without a start_quorum before it; call start_quorum first")
+            if flights.deferred:
+                raise UsageError(
+                    f"should_commit was called while {len(flights.deferred)} earlier steps are in flight; end those "
+                    "first"
+                )
+            return ()
+        attempt = flights.aside.get(event.attempt)
+        if attempt is None:
+            return ()
+        fatal = books.fatal_of(attempt)
+        if fatal is not None:
+            return (do.Raise(fatal),)
+        if attempt.abandoned is None and flights.deferred[0] is not attempt:
+            raise UsageError(f"{attempt.name} is not the oldest that is in flight; end the older ones first")
+        return ()
+
+    def reductions_ended(self, event: on.ReductionsEnded, now_ms: int) -> Effects:
+        """One that has failed with others, or had no quorum, ends without a vote."""
+        books = self._books
+        attempt = self._attempt(event.attempt)
+        if attempt is None:
+            return self._concluded(event.attempt, yes=False, leaves=False, now_ms=now_ms)
+        fatal = books.fatal_of(attempt)
+        if fatal is not None:
+            return (do.Raise(fatal),)
+        if attempt.abandoned is not None:
+            reports = (do.ReportAbandoned(attempt.abandoned),) if event.attempt else ()
+            return (*reports, *self._concluded(event.attempt, yes=False, leaves=False, now_ms=now_ms))
+        if attempt.plan is None:
+            leaves = books.leaving.is_due(now_ms)
+            return self._concluded(event.attempt, yes=False, leaves=leaves, now_ms=now_ms)
+        return (do.SynchronizeDevice(),)
+
+    def device_synchronized(self, event: on.DeviceSynchronized, now_ms: int) -> Effects:
+        attempt = self._attempt(event.attempt)
+        if attempt is None:
+            return ()
+        reports: Effects = ()
+        # On the CPU each reduction has told its own end by now; the abort of a broken quorum leaves the gradients of
+        # those that succeeded alone. On a device it may have torn what was only queued.
+        counts = event.on_device or (event.attempt == 0 and self._books.losses.broken is None)
+        if event.group_error is not None and attempt.error is None and counts:
+            attempt.note(event.group_error)
+            reports = (do.ReportError(attempt.name, event.group_error, True),)
+        if event.attempt == 0 and not attempt.exchanged:
+            return (*reports, do.ExchangeState())
+        return (*reports, *self._cast(event.attempt, attempt, now_ms))
+
+    def vote_asked(self, event: on.VoteAsked, now_ms: int) -> Effects:
+        books, flights = self._books, self._books.flights
+        if flights.phase is not Phase.PLANNED:
+            return ()
+        fatal = books.fatal_of(flights.last)
+        return (do.Raise(fatal),) if fatal is not None else self._cast(0, flights.last, now_ms)
+
+    def _cast(self, number: int, attempt: Attempt, now_ms: int) -> Effects:
+        plan = attempt.plan
+        assert plan is not None, "a vote without a quorum"
+        # The plan's number is this group's own, save at step 0, where who heals would never count otherwise.
+        enough = plan.num_participants >= plan.min_replica_size
+        reports: Effects = ()
+        if enough:
+            self._said_too_few = None
+        elif self._said_too_few != plan.num_participants:
+            self._said_too_few = plan.num_participants
+            reports = (do.ReportTooFew(plan),)
+        error = attempt.error
+        yes = enough and error is None
+        leaving = self._books.leaving.is_due(now_ms)
+        return (*reports, do.CastVote(number, self._books.own.step, plan.key, yes, leaving, enough, error))
+
+    def verdict_arrived(self, event: on.VerdictArrived, now_ms: int) -> Effects:
+        if event.attempt == 0 and self._books.flights.phase is Phase.IDLE:
+            return ()
+        return self._concluded(event.attempt, yes=event.yes, leaves=event.leaves, now_ms=now_ms)
+
+    def _concluded(self, number: int, *, yes: bool, leaves: bool, now_ms: int) -> Effects:
+        books, flights = self._books, self._books.flights
+        attempt = self._attempt(number)
+        name, plan, error = StepName(number, books.own.step), None, None  # one that was dropped
+        if attempt is not None:
+            name, plan, error = attempt.name, attempt.plan, attempt.error
+        committed = yes and plan is not None
+        if yes and plan is not None:
+            books.own.committed(plan)
+        if number:
+            flights.aside_ended(attempt, yes=committed, is_left_out=books.is_left_out)
+        else:
+            flights.open_ended(yes=committed, is_left_out=books.is_left_out)
+        orders: list[do.Effect] = [do.RecordCommit(name, plan, committed, books.excused)]
+        if leaves:
+            orders += self._leaves(now_ms)
+        limit = books.settings.max_retries
+        exhausted = limit is not None and flights.failures > limit
+        orders.append(do.Concluded(committed, flights.failures, exhausted, error, plan))
+        return tuple(orders)
+
+    def _attempt(self, number: int) -> Attempt | None:
+        """Return the attempt of that number; 0: the open one. None: it is over."""
+        flights = self._books.flights
+        if number:
+            return flights.aside.get(number)
+        return flights.last if flights.phase is not Phase.IDLE else None
+
+    def flights_dropped(self, event: on.FlightsDropped, now_ms: int) -> Effects:
+        self._books.flights.drop(event.attempts)
+        return ()
+
+    def flights_given_up(self, event: on.FlightsGivenUp, now_ms: int) -> Effects:
+        replica_id = self._books.settings.replica_id
+        self._books.flights.give_up(SyncAbandoned(f"replica {replica_id} gave up what it had in flight"))
+        return ()
+
+    # --- leaving ------------------------------------------------------------------------------------------------------
+
+    def leave_wished(self, event: on.LeaveWished, now_ms: int) -> Effects:
+        self._books.leaving.wished(event.reason, event.by_ms)
+        return ()
+
+    def looked(self, event: on.Looked, now_ms: int) -> Effects:
+        """Leave without a quorum where none comes: the manager server refuses the request that waits."""
+        books = self._books
+        if not books.pends or not books.leaving.gives_up(now_ms, is_left_out=event.hears_left_out):
+            return ()
+        return (do.TellLeaving(books.leaving.reason, books.leaving.serve_ms(now_ms), waits=False),)
+
+    def ending_asked(self, event: on.EndingAsked, now_ms: int) -> Effects:
+        books, leaving = self._books, self._books.leaving
+        finished = event.clean and self._has_finished()
+        if finished:
+            leaving.wished(f"finished at step {books.own.step}", now_ms + event.serve_ms)
+        orders: list[do.Effect] = []
+        if leaving.is_wished and not leaving.left and books.flights.phase is Phase.IDLE:
+            orders += self._leaves(now_ms, books.own.step if finished else None)
+        if leaving.left:
+            until_ms = leaving.serves_until_ms()
+            serves = until_ms is not None and until_ms > now_ms
+            meets = books.settings.world_size > 1 and (serves or not finished)
+            orders.append(do.ServeOn(until_ms if serves and until_ms is not None else now_ms, meets))
+        return tuple(orders)
+
+    def _has_finished(self) -> bool:
+        """Whether the training loop has ended by itself, as far as this shows it."""
+        books, flights, own = self._books, self._books.flights, self._books.own
+        return (
+            not books.leaving.is_wished
+            and not books.leaving.left
+            and not books.failed_between
+            and flights.phase is Phase.IDLE
+            and not flights.deferred
+            and own.step > 0
+            and flights.verdict is True
+            and books.fatal_of(flights.last) is None
+            and not own.torn
+        )
+
+    def _leaves(self, now_ms: int, finished_step: int | None = None) -> Effects:
+        books, leaving = self._books, self._books.leaving
+        leaving.left = True
+        books.flights.abandon_all(
+            StepAbandoned(f"replica {books.settings.replica_id} has left the job while this step was in flight")
+        )
+        reason = leaving.reason
+        return do.ReportLeft(reason), do.TellLeaving(reason, leaving.serve_ms(now_ms), finished_step)

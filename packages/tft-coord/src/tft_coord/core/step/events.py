@@ -1,0 +1,408 @@
+"""What happens to a step: facts from the shell, frozen, handled one at a time in the order in which they come.
+
+An event names the attempt that it is about. One about an attempt that is over changes nothing. An event that the rules
+forbid raises `UsageError` and changes nothing.
+
+Law of this file: frozen dataclasses without behaviour. No tensor, group, future or file is in them; a mapping is the
+Manager's own part of a state, plain numbers and text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from tft_coord.core.fingerprint import Fingerprint
+from tft_coord.core.step.values import Stage, StepName
+from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, Unreached
+from tft_coord.errors import GroupLost
+
+# --- a step begins: the training thread -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StartAsked:
+    """The training loop wants to begin a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptSettled:
+    """Nothing of the last attempt runs any more: its request was answered, its reductions have ended.
+
+    `offers`: the state that its plan wants was offered to those that heal before the reductions ended.
+    """
+
+    offers: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StartReady:
+    """The last attempt is settled, and the next may begin. `urgent`: there is news for the lighthouse, so no pause."""
+
+    urgent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StateCompared:
+    """The user's state was reduced to a digest.
+
+    `digest`: of the whole group's state; None: a rank could not give its own. Then the lineage stays, and this group
+    heals from those that could.
+    """
+
+    digest: bytes | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStarted:
+    """The next attempt begins; what an earlier one left open is over.
+
+    Args:
+        checkpoint_metadata: where this rank's live state can be fetched.
+        group_usable: the process group has not failed since it was configured.
+        allow_heal, shrink_only, use_async_quorum: as in `Manager.start_quorum`.
+        poor_sources: replicas that hung, lied or were slow when this one healed from them.
+        unreached: peers that this rank could not reach since its last request.
+        fingerprint: what the manager server was not told yet.
+    """
+
+    checkpoint_metadata: str = ""
+    group_usable: bool = True
+    allow_heal: bool = True
+    shrink_only: bool = False
+    use_async_quorum: bool | None = None
+    poor_sources: tuple[str, ...] = ()
+    unreached: tuple[Unreached, ...] = ()
+    fingerprint: Fingerprint = ()
+
+
+# --- the quorum: the thread that asks ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PlanArrived:
+    """The whole answer came."""
+
+    attempt: int
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class UnchangedArrived:
+    """The short answer came: the quorum of that key stands, everyone in it is at this rank's step, nobody heals."""
+
+    attempt: int
+    key: QuorumKey
+
+
+@dataclass(frozen=True, slots=True)
+class QuorumFailed:
+    """Nobody gave a plan."""
+
+    attempt: int
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class GroupConfigured:
+    """The process group was built for that quorum."""
+
+    attempt: int
+    key: QuorumKey
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigureFailed:
+    """The process group could not be built."""
+
+    attempt: int
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class ServerRestarted:
+    """A new manager server speaks for this group; it holds no quorum."""
+
+
+# --- reductions: whichever thread reduces -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSet:
+    """The user said how much this replica group weighs in the means of the open step."""
+
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReductionAsked:
+    """A tensor is to be reduced; the plan is known, or there is none.
+
+    Args:
+        average: the result is a mean.
+        weight: of this replica group in this mean alone; None: the step's, if it has one.
+    """
+
+    average: bool = True
+    weight: float | None = None
+
+
+# --- the end of a step: the training thread ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DeferAsked:
+    """The open attempt is to go on beside later ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndAsked:
+    """The training loop wants to end an attempt. `attempt`: one that was put aside; 0: the open one."""
+
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReductionsEnded:
+    """All reductions of that attempt have ended on the CPU."""
+
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSynchronized:
+    """The device has done what that attempt asked of it.
+
+    Args:
+        attempt: as in `EndAsked`.
+        group_error: why the process group can't be used any more, or None.
+        on_device: reductions run on a device, where the end of a call is not the end of the work.
+    """
+
+    attempt: int = 0
+    group_error: Exception | None = None
+    on_device: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class VoteAsked:
+    """State was given or taken where that had to be; the open attempt is ready for its vote."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictArrived:
+    """The group has decided.
+
+    Args:
+        attempt: as in `EndAsked`.
+        yes: what all ranks of the group were told.
+        leaves: the group leaves the job after this step.
+    """
+
+    attempt: int
+    yes: bool
+    leaves: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FlightsDropped:
+    """Attempts that were put aside and have failed with others will never be ended; nothing of them runs."""
+
+    attempts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FlightsGivenUp:
+    """A strategy ends: nothing that is in flight here shall commit, the open attempt included."""
+
+
+# --- live state: the training thread ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeAsked:
+    """State is to be given or taken now, if the plan says so and it was not done yet.
+
+    Args:
+        offers: as in `AttemptSettled`.
+        by_strategy: a strategy asks, whose state does not change before its step ends.
+    """
+
+    offers: bool = False
+    by_strategy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StateServed:
+    """The state was offered, or those that want it were told that it can't be had from here."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageEnded:
+    """A stage of the recovery has ended on this rank.
+
+    Args:
+        stage: which.
+        error: why it failed; None: it succeeded.
+        own: the source's own part of the state (`StepStatus.own_state` there); of FETCH and SPREAD.
+        needs_own: this rank's own state has to say where the fetched parts belong; of FETCH and SPREAD.
+        again: a sentence; where the next failure has the same one, a further attempt would fail in the same way.
+            Empty: the failure may pass.
+    """
+
+    stage: Stage
+    error: Exception | None = None
+    own: Mapping[str, Any] | None = None
+    needs_own: bool = False
+    again: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """The ranks of this group have decided on a stage. `yes`: all said yes."""
+
+    purpose: Purpose
+    yes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DivergenceExplained:
+    """The log says what differs between this replica's state and the source's."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateTorn:
+    """The state here is half written: what was committed could not be applied."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateRegistered:
+    """The user registered a piece of state. `compared`: it is the same on every replica."""
+
+    compared: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StateLoaded:
+    """The user loaded a state from outside this job, such as a durable checkpoint."""
+
+    state: Mapping[str, Any]
+
+
+# --- errors and losses: any thread ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReported:
+    """Something of an attempt failed. `name`: of the attempt; None: the open one."""
+
+    error: Exception
+    name: StepName | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UserReportedError:
+    """The user says that the open step has failed, or that something went wrong between two steps."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class LossNoticed:
+    """A member of a quorum was lost, or can't go on in it."""
+
+    notice: LossNotice
+
+
+@dataclass(frozen=True, slots=True)
+class GroupWasLost:
+    """This replica group was lost, for this and every attempt to come."""
+
+    error: GroupLost
+
+
+@dataclass(frozen=True, slots=True)
+class PaceHeard:
+    """The lighthouse judged this replica's pace. `left_out`: as a straggler, it gets no quorum."""
+
+    left_out: bool
+
+
+# --- leaving: any thread, and signal handlers -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveWished:
+    """Somebody wishes that this replica leaves.
+
+    Args:
+        reason: one phrase.
+        by_ms: when it waits for nobody any more.
+    """
+
+    reason: str
+    by_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """A beat is due. `hears_left_out`: the others train without this replica, as the lighthouse has just said."""
+
+    hears_left_out: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EndingAsked:
+    """The user shuts this rank down.
+
+    Args:
+        clean: no error passes, as far as the shell sees.
+        serve_ms: for how long a replica that has finished serves its state to those that heal.
+    """
+
+    clean: bool
+    serve_ms: int
+
+
+Event: TypeAlias = (
+    StartAsked
+    | AttemptSettled
+    | StartReady
+    | StateCompared
+    | StepStarted
+    | PlanArrived
+    | UnchangedArrived
+    | QuorumFailed
+    | GroupConfigured
+    | ConfigureFailed
+    | ServerRestarted
+    | WeightSet
+    | ReductionAsked
+    | DeferAsked
+    | EndAsked
+    | ReductionsEnded
+    | DeviceSynchronized
+    | VoteAsked
+    | VerdictArrived
+    | FlightsDropped
+    | FlightsGivenUp
+    | ExchangeAsked
+    | StateServed
+    | StageEnded
+    | Agreed
+    | DivergenceExplained
+    | StateTorn
+    | StateRegistered
+    | StateLoaded
+    | ErrorReported
+    | UserReportedError
+    | LossNoticed
+    | GroupWasLost
+    | PaceHeard
+    | LeaveWished
+    | Looked
+    | EndingAsked
+)

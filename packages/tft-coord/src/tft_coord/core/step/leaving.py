@@ -1,0 +1,83 @@
+"""A replica that leaves the job on purpose: after a whole step, and not before those that heal from it are done.
+
+The wish travels in the vote on the running step, and what the group answers makes every rank leave after the same one.
+A replica that alone holds the state stays until others hold it too, or its time is over.
+
+Law of this file: the wish, and what it means for a plan.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+from tft_coord.core.types import Plan
+
+
+@final
+class Leaving:
+    """What is known of one rank's leaving.
+
+    Attributes:
+        left: it has left; no step begins any more.
+    """
+
+    def __init__(self) -> None:
+        self.left = False
+        self._reason: str | None = None
+        self._by_ms = 0
+        self._plan: Plan | None = None
+        self._told = False  # another rank has left, and the group with it
+        self._gave_up = False
+
+    def wished(self, reason: str, by_ms: int) -> None:
+        """Keep the first wish."""
+        if self._reason is None:
+            self._reason, self._by_ms = reason, by_ms
+
+    def told(self) -> None:
+        """Note that the group has left without this rank's vote."""
+        self._told = True
+
+    def planned(self, plan: Plan) -> None:
+        """Note the plan of the step that runs."""
+        self._plan = plan
+
+    @property
+    def is_wished(self) -> bool:
+        """Whether somebody wishes it."""
+        return self._reason is not None
+
+    @property
+    def reason(self) -> str:
+        """Return why, one phrase."""
+        return self._reason if self._reason is not None else "another rank of the group was told to"
+
+    def is_due(self, now_ms: int) -> bool:
+        """Whether this rank votes to leave after the step that runs, or leaves where there is none to vote on."""
+        if self._told or self._reason is None:
+            return self._told
+        plan = self._plan
+        alone = plan is not None and plan.replica_world_size > 1 and plan.up_to_date == (plan.replica_rank,)
+        return not alone or now_ms >= self._by_ms
+
+    def gives_up(self, now_ms: int, *, is_left_out: bool) -> bool:
+        """Whether this rank waits for its quorum in vain, so that it leaves without one; true once.
+
+        A replica that is left out has no step that others run with it, and they hold the state.
+        """
+        overdue = self._reason is not None and now_ms >= self._by_ms
+        if self._gave_up or not (overdue or (self._reason is not None and is_left_out and self.is_due(now_ms))):
+            return False
+        self._gave_up = True
+        return True
+
+    def serves_until_ms(self) -> int | None:
+        """Return until when this rank serves its state to those that heal from it; None where nobody does."""
+        if self._plan is None or not self._plan.serve or self._reason is None:
+            return None
+        return self._by_ms
+
+    def serve_ms(self, now_ms: int) -> int:
+        """Return for how long from now."""
+        until_ms = self.serves_until_ms()
+        return 0 if until_ms is None else max(0, until_ms - now_ms)

@@ -1,0 +1,64 @@
+"""Losses of other members, by the quorum that each of them breaks.
+
+Law of this file: keeping notices; who aborts what is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Final, final
+
+from tft_coord.core.step.errors import QuorumBroken
+from tft_coord.core.types import LossNotice, QuorumKey
+
+MAX_NOTICES_KEPT: Final = 1024
+
+
+@final
+class Losses:
+    """The notices that one rank has heard, of the quorum that it holds and of those that are still to come."""
+
+    def __init__(self) -> None:
+        self._notices: list[LossNotice] = []
+        self._held: QuorumKey | None = None
+        self.broken: QuorumBroken | None = None  # why nothing can be started in the quorum that is held
+
+    def hold(self, key: QuorumKey | None) -> None:
+        """From now on this rank holds that quorum; those before it are over."""
+        self._held = key
+        if key is not None and self._notices:
+            self._notices = [notice for notice in self._notices if notice.key >= key]
+        self._judge()
+
+    def heard(self, notice: LossNotice) -> bool:
+        """Keep a notice.
+
+        One that comes before its quorum is kept for it. One of a quorum that is over, or one that was heard already, in
+        whatever words, changes nothing. Where they are too many, those of the newest quorums are dropped.
+
+        Returns: whether it breaks the quorum that is held: what runs in it must be aborted.
+        """
+        if (self._held is not None and notice.key < self._held) or _identity(notice) in map(_identity, self._notices):
+            return False
+        self._notices = sorted([*self._notices, notice], key=lambda kept: kept.key)[:MAX_NOTICES_KEPT]
+        if notice.key != self._held:
+            return False
+        self._judge()
+        return True
+
+    @property
+    def of_held(self) -> tuple[LossNotice, ...]:
+        """Return what has broken the quorum that is held; empty while it stands."""
+        return tuple(notice for notice in self._notices if notice.key == self._held) if self._notices else ()
+
+    def _judge(self) -> None:
+        first = next(iter(self.of_held), None)
+        self.broken = (
+            None
+            if first is None
+            else QuorumBroken(f"{first}; the next step asks for another", replica_id=first.replica_id)
+        )
+
+
+def _identity(notice: LossNotice) -> tuple[QuorumKey, str, int, bool]:
+    """Return what a notice tells; the reason is a sentence for people."""
+    return notice.key, notice.replica_id, notice.session, notice.lives

@@ -1,0 +1,131 @@
+"""Who gives what to a reduction, and what divides it.
+
+Inside a step a member either gives or, while it heals or is a spare, takes part with what changes nothing. After an
+error of the step it stays out, and ends for the others what they would wait for in vain. Between a verdict and the next
+quorum nothing is at stake any more: whoever has a usable group takes part, and gives if it has committed the step, so
+that a mean is over those that did. How many they are nobody knows beforehand, so that mean is always a weighted one.
+
+Law of this file: numbers about a reduction; tensors are the shell's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final, final
+
+from tft_coord.core.step import effects as do
+from tft_coord.core.step import events as on
+from tft_coord.core.step.books import Books
+from tft_coord.core.step.effects import Effects
+from tft_coord.core.step.errors import UsageError
+from tft_coord.core.step.values import Phase, StepName
+from tft_coord.core.types import Plan
+
+# Weights are counts (samples, tokens), and their sum is known only after the reduction. This factor keeps products with
+# any float32 or bfloat16 in range as long as the weights sum to at most 2**32. A power of two rounds nothing.
+WEIGHT_SCALE: Final = 2.0**-32
+
+_LOST: Final[Effects] = (do.LoseReduction(),)
+_STAYS_OUT: Final[Effects] = (do.LoseReduction(aborts=True),)
+_KEPT: Final[Effects] = (do.KeepTensor(),)
+
+
+def mean_factors(num_participants: int) -> tuple[float, float]:
+    """Return what each participant's tensor is multiplied by before a sum, and what the sum is divided by after it.
+
+    A sum overflows where its mean does not, so the scaling comes first. It is a power of two, which rounds nothing, so
+    that the mean is bit for bit that of a sum divided afterwards, as torch's hybrid sharding makes it. For 2, 4 or 8
+    participants nothing is left to do after the sum: there is one pass over the memory.
+    """
+    number = max(num_participants, 1)
+    power = 1 << (number - 1).bit_length()  # the least that is not below
+    return 1.0 / power, number / power
+
+
+@final
+class Reducing:
+    """The reductions of one rank.
+
+    Args:
+        books: what the rank knows.
+    """
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+
+    def weight_set(self, event: on.WeightSet, now_ms: int) -> Effects:
+        """Raises: UsageError: outside a step, or another weight than that which a reduction of this step has used."""
+        flights = self._books.flights
+        attempt = flights.last
+        if flights.phase is Phase.IDLE:
+            raise UsageError("set_weight was called outside a step; call it after start_quorum, before backward")
+        if attempt.is_weighted and event.weight != attempt.weight:
+            raise UsageError(
+                f"set_weight was called with {event.weight:g} after a reduction of this step was weighted with "
+                f"{attempt.weight:g}; say one weight a step, before its first reduction"
+            )
+        attempt.weight = event.weight
+        return ()
+
+    def reduction_asked(self, event: on.ReductionAsked, now_ms: int) -> Effects:
+        books, flights = self._books, self._books.flights
+        attempt = flights.last
+        plan, name = attempt.plan, attempt.name
+        inside = flights.phase is not Phase.IDLE
+        if inside:
+            attempt.num_reductions += 1
+        else:
+            name = replace(name, attempt=0)  # of no attempt: the last one may be in flight, and does not fail by it
+        if plan is None:
+            return _LOST
+        if inside and attempt.error is not None:
+            return _STAYS_OUT if plan.replica_world_size > 1 else _LOST
+        if books.settings.stands_by:
+            return _KEPT
+        gives = attempt.is_participating and (inside or flights.verdict is True)
+        weight = None
+        if event.average:
+            weight = self._enters(event.weight, plan, gives=gives, inside=inside)
+        if gives and plan.replica_world_size == 1:
+            return (do.ReduceAlone(name, weight),)
+        broken = books.losses.broken
+        if broken is not None:
+            return self._lost_with(broken, name, inside=inside)
+        if weight is not None:
+            factor, divide_by = weight, 1.0
+        else:
+            factor, divide_by = mean_factors(plan.num_participants) if event.average else (1.0, 1.0)
+        shared = inside and weight is not None and event.weight is None
+        attempt.is_weighted = attempt.is_weighted or shared
+        return (
+            do.Reduce(
+                name,
+                attempt.num_reductions,
+                gives,
+                factor,
+                divide_by,
+                weight,
+                shared,
+                inside,
+                plan.replica_world_size - 1,
+            ),
+        )
+
+    def _lost_with(self, error: Exception, name: StepName, *, inside: bool) -> Effects:
+        if inside:
+            self._books.flights.last.note(error)
+        return do.ReportError(name, error, inside), *_LOST
+
+    def _enters(self, weight: float | None, plan: Plan, *, gives: bool, inside: bool) -> float | None:
+        """Return what this member enters into the sum of the weights of a mean, scaled; None: the mean has no weights.
+
+        The only participant's gradient is the mean, to the last bit, whatever its weight; so that weight is one.
+        """
+        if weight is None and not inside:  # how many give shows in the sum, and nowhere else
+            return 1.0 / max(plan.num_participants, 1) if gives else 0.0
+        weight = self._books.flights.last.weight if weight is None else weight
+        if weight is None:
+            return None
+        if not gives:
+            return 0.0
+        return weight * WEIGHT_SCALE if plan.num_participants != 1 else float(weight > 0.0)

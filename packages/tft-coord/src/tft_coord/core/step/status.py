@@ -1,0 +1,147 @@
+"""What the step is like, as a frozen value for every reader.
+
+Law of this file: facts, and what follows from them alone; nothing is decided.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tft_coord.core.step.errors import QuorumBroken
+from tft_coord.core.step.values import Check, Healing, Phase, StepName
+from tft_coord.core.types import Plan, QuorumKey
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptStatus:
+    """One attempt that was put aside and is not over.
+
+    Args:
+        name, plan: None is the plan if there was no quorum for it.
+        error: the first thing that failed in it or with it; None: nothing.
+        abandoned: why it has failed with others, on all ranks of the group; None: it may still commit, or fail alone.
+    """
+
+    name: StepName
+    plan: Plan | None
+    error: Exception | None
+    abandoned: Exception | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepStatus:
+    """One rank's step, between two events.
+
+    Args:
+        step, batches_committed, lineage, live, torn: of the state that this rank holds, as in `Member`.
+        check: the last comparison of the user's state, or None.
+        divergences: comparisons in a row at which this replica's state was not that of the others.
+        name, phase, plan, healing, is_asynchronous, is_participating, has_reduced, is_abandoned, errors: of the attempt
+            that was begun last, whether it is open or not.
+        verdict: of that attempt; None while there is none.
+        exchanged: state was given or taken in it, or nobody wanted any.
+        fatal: why this process can't go on, or None.
+        broken: why nothing can be started in the quorum that is held, or None.
+        held, configured: keys of the quorum that this rank was given last, and that its process group is built for.
+        pends: the plan is not here, or the process group is not built.
+        excused: the attempt is the first after a start, a recovery or a reconfiguration, or has no quorum.
+        healed_in: the last attempt in which the state came from a source, or None.
+        num_deferred: attempts beside the open one that may still commit.
+        aside: all that were put aside and are not over, oldest first.
+        failed_quorums, commit_failures: attempts in a row that had no quorum, or that did not commit.
+        is_left_out: as a straggler; no quorum comes.
+        by_strategy: a strategy decides when state is exchanged.
+        wishes: somebody wishes that this replica leaves.
+        left: it has left; no step begins any more.
+        leave_reason: one phrase.
+    """
+
+    step: int
+    batches_committed: int
+    lineage: int | None
+    live: bool
+    torn: bool
+    check: Check | None
+    divergences: int
+    name: StepName
+    phase: Phase
+    plan: Plan | None
+    healing: Healing
+    is_asynchronous: bool
+    is_participating: bool
+    has_reduced: bool
+    is_abandoned: bool
+    errors: tuple[Exception, ...]
+    verdict: bool | None
+    exchanged: bool
+    fatal: Exception | None
+    broken: QuorumBroken | None
+    held: QuorumKey | None
+    configured: QuorumKey | None
+    pends: bool
+    excused: bool
+    healed_in: int | None
+    num_deferred: int
+    aside: tuple[AttemptStatus, ...]
+    failed_quorums: int
+    commit_failures: int
+    is_left_out: bool
+    by_strategy: bool
+    wishes: bool
+    left: bool
+    leave_reason: str
+
+    @property
+    def error(self) -> Exception | None:
+        """Return the first error of the attempt that was begun last."""
+        return self.errors[0] if self.errors else None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an attempt is open."""
+        return self.phase is not Phase.IDLE
+
+    @property
+    def num_participants(self) -> int:
+        """Return how many members' gradients count in this step; 0 before the first quorum."""
+        return self.plan.num_participants if self.plan is not None else 0
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether the open attempt is as it was begun: nothing reduced, nothing failed, nothing voted."""
+        is_open = self.phase is Phase.ASKED or self.phase is Phase.PLANNED
+        return is_open and not self.errors and self.broken is None and not self.has_reduced
+
+    def attempt(self, number: int) -> AttemptStatus | None:
+        """Return the attempt of that number that was put aside; None if it is over."""
+        for each in self.aside:
+            if each.name.attempt == number:
+                return each
+        return None
+
+    def own_state(self) -> dict[str, Any]:
+        """Return this rank's own part of what a replica that heals receives.
+
+        It fits a plan whose reference is this rank's own step and lineage. To be asked where the lineage is known.
+        """
+        assert self.lineage is not None, "the state of a boundary without a lineage"
+        return own_state(self.step, self.lineage, self.batches_committed, self.check)
+
+    def state_dict(self) -> dict[str, int | str]:
+        """Return what a durable checkpoint keeps: step, batches_committed, and the lineage in hexadecimal if known."""
+        state: dict[str, int | str] = {"step": self.step, "batches_committed": self.batches_committed}
+        lineage = self.lineage
+        if self.check is not None and lineage == self.check.after:
+            lineage = self.check.before  # whoever loads it compares anew, at this very step
+        if lineage is not None:
+            state["lineage"] = f"{lineage:016x}"
+        return state
+
+
+def own_state(step: int, lineage: int, batches_committed: int, check: Check | None) -> dict[str, Any]:
+    """Return the step's own part of a state that travels between replicas."""
+    state: dict[str, Any] = {"step": step, "batches_committed": batches_committed, "lineage": f"{lineage:016x}"}
+    if check is not None:
+        state["check"] = [check.step, f"{check.before:016x}", f"{check.after:016x}"]
+    return state

@@ -1,0 +1,57 @@
+"""What goes wrong, whoever tells it: errors of an attempt, losses of members, the loss of this group.
+
+Law of this file: which attempt an error counts for, and what a loss breaks.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+from tft_coord.core.step import effects as do
+from tft_coord.core.step import events as on
+from tft_coord.core.step.books import Books
+from tft_coord.core.step.effects import Effects
+from tft_coord.core.step.values import Phase, StepName
+
+
+@final
+class Troubles:
+    """The errors and losses that one rank is told.
+
+    Args:
+        books: what the rank knows.
+    """
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+
+    def error_reported(self, event: on.ErrorReported, now_ms: int) -> Effects:
+        return self._noted(event.error, event.name)
+
+    def user_reported_error(self, event: on.UserReportedError, now_ms: int) -> Effects:
+        """An error between two steps fails none; a shutdown before the next one is then no finish."""
+        self._books.failed_between = self._books.flights.phase is Phase.IDLE
+        return self._noted(event.error, None)
+
+    def _noted(self, error: Exception, name: StepName | None) -> Effects:
+        flights = self._books.flights
+        attempt = flights.counting(name)
+        if attempt is not None:
+            attempt.note(error)
+        return (do.ReportError(name or flights.last.name, error, attempt is not None),)
+
+    def loss_noticed(self, event: on.LossNoticed, now_ms: int) -> Effects:
+        if self._books.losses.heard(event.notice):
+            return (do.BreakQuorum(event.notice),)
+        return (do.ReportLateLoss(event.notice),)
+
+    def group_was_lost(self, event: on.GroupWasLost, now_ms: int) -> Effects:
+        books, flights = self._books, self._books.flights
+        books.group_lost = books.group_lost or event.error
+        if flights.phase is not Phase.IDLE:
+            flights.last.note(event.error)
+        return do.ReportGroupLost(flights.last.name, event.error), do.BreakAll()
+
+    def pace_heard(self, event: on.PaceHeard, now_ms: int) -> Effects:
+        self._books.is_left_out = event.left_out
+        return ()

@@ -1,0 +1,98 @@
+"""The values that the step speaks about: its phases, its names, its settings.
+
+Law of this file: frozen values without behaviour beyond comparing and printing themselves.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from tft_coord.core.types import QuorumKey
+
+
+class Phase(enum.Enum):
+    """Where the open attempt is."""
+
+    IDLE = "idle"  # no attempt is open: before the first start, and after a verdict
+    ASKED = "asked"  # a quorum was asked for
+    PLANNED = "planned"  # the plan is known
+    FAILED = "failed"  # there is no quorum for this attempt
+
+
+class Healing(enum.Enum):
+    """How far this attempt's recovery is."""
+
+    NONE = "none"
+    FETCHING = "fetching"
+    LOADED = "loaded"
+    FAILED = "failed"
+
+
+class Stage(enum.Enum):
+    """The stages of a recovery, in their order."""
+
+    FETCH = "fetch"  # the state is fetched from a source
+    SPREAD = "spread"  # an island's rank 0 has given it to the other ranks
+    MATCH = "match"  # this rank's own state says where the fetched parts belong
+    LOAD = "load"  # the user's functions have applied it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSettings:
+    """What the decisions depend on; the same on every rank of a group, but for `rank` and `stands_by`.
+
+    Args:
+        replica_id, rank, world_size: of this process; for sentences, and for whether a group has to agree.
+        job, min_replica_size, use_async_quorum, fixed_with_spares, init_sync, max_retries: as in ManagerConfig.
+        check_every: committed steps between two comparisons of the user's state; 0: none.
+        heals_divergence: a replica whose state differs heals once before it stops.
+        is_island: rank 0 fetches, serves and reduces for all ranks of this group.
+        stands_by: another rank of this island does so for this one.
+    """
+
+    replica_id: str = ""
+    rank: int = 0
+    world_size: int = 1
+    job: str = "default"
+    min_replica_size: int = 1
+    use_async_quorum: bool = True
+    fixed_with_spares: bool = False
+    init_sync: bool = True
+    max_retries: int | None = None
+    check_every: int = 0
+    heals_divergence: bool = True
+    is_island: bool = False
+    stands_by: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepName:
+    """What a reduction, an error and a vote belong to.
+
+    Args:
+        attempt: counts the starts; makes the name unique even where there was no quorum. 0: no attempt's.
+        step: committed steps before it, those that are in flight before it counted as if they were.
+        key: of the quorum; None until there is one.
+    """
+
+    attempt: int
+    step: int
+    key: QuorumKey | None = None
+
+    def __str__(self) -> str:
+        return f"step {self.step}, quorum {self.key}" if self.key is not None else f"step {self.step}, without a quorum"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What the last comparison of the user's state did to the lineage, here or at the source of a recovery.
+
+    Args:
+        step: at which it was.
+        before, after: the lineage.
+    """
+
+    step: int
+    before: int
+    after: int
