@@ -45,8 +45,9 @@ from integration_tests.sharded import (
 )
 from tft_algos import extend_mesh, reduce_across
 from tft_algos.manager.clock import SystemClock
-from tft_algos.manager.reduction import Reduction, mean_factors
+from tft_algos.manager.reduction import Reduction
 from tft_algos.testing import digest
+from tft_coord.core.step.reducing import mean_factors
 from tft_lighthouse import LighthouseServer
 from tft_pg import DummyWork, ManagedProcessGroup, ProcessGroup, ProcessGroupGloo, extend_device_mesh
 from tft_pg.testing import Bench

@@ -31,19 +31,13 @@ BELOW: Final = {
 }
 
 # A pure core takes the time and the dice as arguments: it imports nothing that has a clock, dice, I/O or threads.
-CORES: Final = (
-    "tft-coord/src/tft_coord/core",
-    "tft-algos/src/tft_algos/manager/core.py",
-    "tft-algos/src/tft_algos/manager/attempt.py",
-)
+CORES: Final = ("tft-coord/src/tft_coord/core",)
 IMPURE: Final = {
     "asyncio", "concurrent", "datetime", "http", "io", "logging", "multiprocessing", "os", "pathlib", "random",
     "secrets", "select", "signal", "socket", "ssl", "subprocess", "sys", "tempfile", "threading", "time", "urllib",
     "uuid",
 }  # fmt: skip
-PURE_OF_OURS: Final = (
-    "tft_coord.core", "tft_coord.errors", "tft_coord.timeouts", "tft_algos.errors", "tft_algos.manager.attempt",
-)  # fmt: skip
+PURE_OF_OURS: Final = ("tft_coord.core", "tft_coord.errors", "tft_coord.timeouts")
 
 
 def project_of(package: str) -> dict[str, Any]:

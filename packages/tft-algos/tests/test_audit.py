@@ -29,11 +29,11 @@ from tft_algos import (
 from tft_algos.manager.divergence import StateDigester, difference, differences
 from tft_algos.manager.early import look_at
 from tft_algos.manager.healing import state_key
-from tft_algos.manager.repeats import Repeats
 from tft_algos.testing import MemoryTransport, plan_of
 from tft_ckpt import StateKey
 from tft_ckpt.manifest import check_state
 from tft_ckpt.tree import Limits
+from tft_coord.core.step.repeats import Repeats
 from tft_coord.core.types import Plan
 
 AGAIN = plan_of(8, step=6, lineage=10, size=2, rank=1, healing=[1])
@@ -436,9 +436,9 @@ def test_who_diverges_again_blames_the_load_function_only_where_it_is_to_blame(
     rig = rigs(HEALING, AGAIN, checkpoint_transport=offered({"x": {"lr": 1}}, HEALING, AGAIN), registers=False)
     rig.manager.register_state_dict_fn("x", load, take)
     assert rig.step()
-    core = rig.manager._core
-    core.divergences = 2
-    core.diverged_from = lambda fetched: True
+    own = rig.manager._step._core._books.own
+    own.divergences = 2
+    own.diverges_from = lambda fetched: True
     with pytest.raises(StateDiverged) as raised:
         rig.step()
     assert f"healing did not cure it the last time, {says}" in str(raised.value)

@@ -13,10 +13,10 @@ import torch
 from tft_algos import Closed, DeferredStep, StateUnavailable, SyncAbandoned, TooManyFailures, UsageError
 from tft_algos.manager import ServerRestarted
 from tft_algos.manager.healing import state_key
-from tft_algos.manager.reduction import WEIGHT_SCALE
 from tft_algos.testing import ManualClock, MemoryTransport, plan_of
 from tft_coord.core.lineage import fold_lineage, initial_lineage
 from tft_coord.core.progress import Phase
+from tft_coord.core.step.reducing import WEIGHT_SCALE
 from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest, Verdict
 from tft_coord.errors import DeadlinePassed, GroupLost, Refused
 

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tft_algos import SettingError, StateDiverged, StateUnavailable
-from tft_algos.manager.core import CoreSettings, StepCore
 from tft_algos.manager.divergence import (
     CHUNK_WORDS,
     StateDigester,
@@ -180,120 +179,6 @@ def test_of_a_dtensor_the_part_that_is_here_counts() -> None:
         assert differences({"a": one}, {"a": one.clone()}) == []
     finally:
         dist.destroy_process_group()
-
-
-# --- the core --------------------------------------------------------------------------------------------------------
-
-
-def at_step(step: int) -> StepCore:
-    """A core that committed that many steps alone, all in one quorum."""
-    core = StepCore(CoreSettings())
-    for _ in range(step):
-        ask(core)
-        core.plan_arrived(plan_of(step=core.step, lineage=core.lineage))
-        core.verdict_arrived(True)
-    return core
-
-
-def ask(core: StepCore) -> int | None:
-    return core.quorum_started(checkpoint_metadata="", group_usable=True).lineage
-
-
-def test_a_check_is_due_once_at_every_multiple() -> None:
-    assert [step for step in range(8) if at_step(step).check_is_due(3)] == [3, 6]
-    assert not any(at_step(step).check_is_due(0) for step in range(3))
-    core = at_step(3)
-    core.state_checked(None)
-    assert not core.check_is_due(3)
-
-
-def test_a_quorum_that_failed_is_asked_for_again_with_the_same_lineage() -> None:
-    core = at_step(2)
-    before = core.lineage or 0
-    core.state_checked(b"state")
-    first = ask(core)
-    core.quorum_failed(DeadlinePassed("nobody"))
-    core.verdict_arrived(False)
-    assert not core.check_is_due(2)
-    assert ask(core) == first == checked_lineage(before, b"state") != before
-
-
-def test_a_durable_checkpoint_has_the_lineage_from_before_the_check() -> None:
-    core = at_step(2)
-    before = core.state_dict()
-    core.state_checked(b"state")
-    assert core.state_dict() == before
-    again = StepCore(CoreSettings())
-    again.state_loaded(core.state_dict())
-    assert again.check_is_due(2)
-    again.state_checked(b"state")
-    assert again.lineage == core.lineage
-
-
-def heal(core: StepCore, source: StepCore) -> bool:
-    """Core heals from source in a quorum of both; whether a check was the reason."""
-    plan = plan_of(3, step=source.step, lineage=source.lineage, rank=1, size=2, healing=[1])
-    for one, own in ((source, plan_of(3, step=source.step, lineage=source.lineage, size=2, healing=[1])), (core, plan)):
-        ask(one)
-        one.plan_arrived(own)
-    state = source.snapshot_state()
-    core.check_staged(state)
-    diverged = core.diverged_from(state)
-    core.load_began()
-    core.healed(state)
-    for one in (source, core):
-        one.verdict_arrived(True)
-    assert core.lineage == source.lineage
-    return diverged
-
-
-def test_only_what_a_check_told_apart_has_diverged() -> None:
-    source, same, astray, late, other_history = at_step(2), at_step(2), at_step(2), at_step(1), at_step(2)
-    other_history.lineage = 5
-    for core, state in ((source, b"a"), (same, b"a"), (astray, b"b"), (other_history, b"b")):
-        core.state_checked(state)
-    assert same.lineage == source.lineage
-    assert heal(astray, source)
-    assert not heal(late, source)
-    assert not heal(other_history, source)
-
-
-def test_a_divergence_is_known_as_such_after_a_failed_fetch_and_counted_once() -> None:
-    source, astray = at_step(2), at_step(2)
-    source.state_checked(b"a")
-    astray.state_checked(b"b")
-    ask(source)
-    source.plan_arrived(plan_of(step=2, lineage=source.lineage))
-    snapshot = source.snapshot_state()
-    for _ in range(2):
-        ask(astray)
-        astray.plan_arrived(plan_of(3, step=2, lineage=source.lineage, rank=1, size=2, healing=[1]))
-        assert astray.diverged_from(snapshot)
-        astray.verdict_arrived(False)
-    assert astray.divergences == 1
-
-
-def test_a_check_that_finds_no_difference_forgives_the_one_before() -> None:
-    source, astray = at_step(2), at_step(2)
-    for states in ((b"a", b"b"), (b"c", b"c"), (b"d", b"e"), (b"f", b"g")):
-        for core, state in zip((source, astray), states, strict=True):
-            core.state_checked(state)
-        if source.lineage != astray.lineage:
-            heal(astray, source)
-            continue
-        for rank, core in enumerate((source, astray)):
-            ask(core)
-            core.plan_arrived(plan_of(4, step=core.step, lineage=core.lineage, rank=rank, size=2))
-            core.verdict_arrived(True)
-        assert astray.divergences == 0
-    assert astray.divergences == 2
-
-
-@pytest.mark.parametrize("check", [None, 3, [1], [1, "x", "y"], [1, 2, 3]])
-def test_a_check_that_can_t_be_read_is_none(check: Any) -> None:
-    core = at_step(2)
-    core.state_checked(b"a")
-    assert not core.diverged_from({"check": check})
 
 
 # --- the Manager -----------------------------------------------------------------------------------------------------

@@ -26,8 +26,8 @@ from tft_algos import (
     reduce_across,
 )
 from tft_algos.backward import reductions_of
-from tft_algos.manager.reduction import WEIGHT_SCALE
 from tft_algos.testing import FakeGroup, plan_of
+from tft_coord.core.step.reducing import WEIGHT_SCALE
 from tft_pg import ManagedProcessGroup
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tft_algos import QuorumBroken, UsageError
-from tft_algos.manager.attempt import MAX_ERRORS_KEPT
 from tft_algos.manager.healing import state_key
 from tft_algos.testing import ManualClock, MemoryTransport, plan_of
+from tft_coord.core.step.attempt import MAX_ERRORS_KEPT
 from tft_coord.core.types import LossNotice, Purpose, QuorumKey
 from tft_coord.errors import GroupLost, Refused
 from tft_pg.errors import Aborted, ConfigureFailed, PeerFailed

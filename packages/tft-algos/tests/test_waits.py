@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tft_algos.manager.core import Healing
-from tft_algos.manager.core import Phase as StepPhase
 from tft_algos.manager.waits import WaitWatch
 from tft_algos.testing import plan_of
 from tft_coord.core.progress import Phase
+from tft_coord.core.step import Healing
+from tft_coord.core.step import Phase as StepPhase
 
 
 class Watched:
@@ -27,16 +27,17 @@ class Watched:
             healing=Healing.NONE,
             plan=plan_of(7, size=3),
             failed_quorums=0,
+            pends=False,
         )
         self.at = Phase.OUTSIDE
-        self.where = SimpleNamespace(quorum_pends=False, phase=lambda: self.at)
+        self.where = SimpleNamespace(phase=lambda _: self.at)
         limits = {"quorum_timeout": 70, "timeout": 60, "heal_timeout": 600}
         config: Any = SimpleNamespace(world_size=2, **{name: timedelta(seconds=s) for name, s in limits.items()})
         reports: Any = SimpleNamespace(log=lambda _, message, *args: self.lines.append(message % args))
-        core: Any = self.core
+        step: Any = SimpleNamespace(status=self.core)
         where: Any = self.where
         self.failure = ""
-        self.watch = WaitWatch(core, where, config, reports, lambda: self.now_s, failed_before=lambda: self.failure)
+        self.watch = WaitWatch(step, where, config, reports, lambda: self.now_s, failed_before=lambda: self.failure)
 
     def run(self, seconds: int, reductions: int = 0) -> list[str]:
         """Returns: the lines of this time."""
@@ -49,7 +50,7 @@ class Watched:
 
 def waits(watched: Watched, kind: str) -> None:
     watched.at = Phase.REDUCING if kind == "a reduction" else Phase.WAITING
-    watched.where.quorum_pends = kind in ("a quorum", "the process group of the new quorum")
+    watched.core.pends = kind in ("a quorum", "the process group of the new quorum")
     watched.core.phase = StepPhase.ASKED if kind == "a quorum" else StepPhase.PLANNED
     watched.core.healing = Healing.FETCHING if kind == "live state" else Healing.NONE
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from tft_algos import NoWeight, SettingError, UsageError
-from tft_algos.manager.reduction import WEIGHT_SCALE
 from tft_algos.testing import ManualClock, plan_of
+from tft_coord.core.step.reducing import WEIGHT_SCALE
 from tft_coord.core.types import QuorumKey
 from tft_coord.errors import DeadlinePassed
 from tft_pg import ManagedProcessGroup

@@ -1,7 +1,8 @@
 """The errors of training, one class for each thing that a caller can do next.
 
 Errors of the packages below (tft_coord, tft_pg, tft_ckpt) reach the caller as they are where their own names already
-say what to do: a lost group stays `tft_coord.errors.GroupLost`.
+say what to do: a lost group stays `tft_coord.errors.GroupLost`. Those that the step itself decides on are defined with
+it, in `tft_coord.core.step.errors`.
 
 Law of this file: error classes only. Each carries its facts as fields and a message of one sentence that says what
 happened, where, and what to do.
@@ -12,16 +13,36 @@ from __future__ import annotations
 import traceback
 
 from tft_coord.core.names import shorten
+from tft_coord.core.step.errors import (
+    HealingFailed,
+    QuorumBroken,
+    StateUnavailable,
+    StepAbandoned,
+    SyncAbandoned,
+    TrainingError,
+    UsageError,
+)
 
-
-class TrainingError(Exception):
-    """Base of every error that tft-algos raises on purpose.
-
-    Its text has short replica ids, its `args` have whole ones.
-    """
-
-    def __str__(self) -> str:
-        return shorten(super().__str__())
+__all__ = [
+    "CheckpointFailed",
+    "Closed",
+    "ExceptionWithTraceback",
+    "HealingFailed",
+    "LeftJob",
+    "LoadFailed",
+    "NoWeight",
+    "QuorumBroken",
+    "SettingError",
+    "StateDiverged",
+    "StateUnavailable",
+    "StepAbandoned",
+    "SyncAbandoned",
+    "TooManyFailures",
+    "TrainingError",
+    "UnknownSetting",
+    "Unsupported",
+    "UsageError",
+]
 
 
 class SettingError(TrainingError, ValueError):
@@ -35,10 +56,6 @@ class UnknownSetting(SettingError, TypeError):
         super().__init__(message)
         self.name = name
         self.nearest = nearest
-
-
-class UsageError(TrainingError, RuntimeError):
-    """The calls came in an order that can't work: change the training loop as the message says."""
 
 
 class Unsupported(TrainingError, NotImplementedError):
@@ -65,26 +82,9 @@ class LeftJob(SystemExit):
         self.code = 0  # or the message would be the exit code: printed, and 1
 
 
-class StepAbandoned(TrainingError, RuntimeError):
-    """This step can't commit, because its replica has left the job while it ran."""
-
-
 class NoWeight(TrainingError, ArithmeticError):
     """The weights of all that gave something sum to zero, or to no finite number, so there is no mean: give other
     weights in the next step."""
-
-
-class HealingFailed(TrainingError, RuntimeError):
-    """The live state could not be fetched or loaded; the next quorum tries again, with another source if there is one.
-
-    Args:
-        message: one sentence.
-        sources: replica ids that were asked.
-    """
-
-    def __init__(self, message: str, *, sources: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.sources = sources
 
 
 class LoadFailed(HealingFailed):
@@ -92,25 +92,6 @@ class LoadFailed(HealingFailed):
 
     What a load function of the user's raised is attached as the cause; without a cause the state does not fit what is
     registered here."""
-
-
-class QuorumBroken(TrainingError, RuntimeError):
-    """A member of this quorum was lost or can't go on in it, so nothing more can be reduced in it: the next step asks
-    for another quorum.
-
-    Args:
-        message: one sentence.
-        replica_id: of that member.
-    """
-
-    def __init__(self, message: str, *, replica_id: str) -> None:
-        super().__init__(message)
-        self.replica_id = replica_id
-
-
-class SyncAbandoned(TrainingError, RuntimeError):
-    """A step that was in flight beside others has failed with them: another quorum came, or an earlier one of them was
-    not committed. Restore what it was about; later steps go on."""
 
 
 class StateDiverged(TrainingError, RuntimeError):
@@ -146,10 +127,6 @@ class CheckpointFailed(TrainingError, RuntimeError):
         super().__init__(message)
         self.path = path
         self.step = step
-
-
-class StateUnavailable(TrainingError, RuntimeError):
-    """The user's state can't be taken or loaded now: change what the message names."""
 
 
 class TooManyFailures(TrainingError, RuntimeError):

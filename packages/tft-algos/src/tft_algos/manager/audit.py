@@ -72,7 +72,7 @@ class StateAudit:
         Raises: SettingError: the first step is over, something is wrapped and nothing registered. StateUnavailable: a
             leaf can't travel, or a state function raises.
         """
-        user, core = self._shared.user_state, self._shared.core
+        user, core = self._shared.user_state, self._shared.step.status
         now = len(self._wrapped), len(user.names)
         is_news = now != self._looked_at
         if not (is_news or self._is_due_again()) or core.torn or not user.readable:
@@ -101,7 +101,7 @@ class StateAudit:
     def _is_due_again(self) -> bool:
         """Whether a step was committed since the first look, or an optimizer has made its state since the last one."""
         if self._looked_at_step is not None:
-            return self._shared.core.step != self._looked_at_step
+            return self._shared.step.status.step != self._looked_at_step
         # The ranks of a larger group may get their first gradients in different steps, and a state function may gather.
         return self._shared.config.world_size == 1 and any(map(_has_state, self._stateless))
 
@@ -117,7 +117,7 @@ class StateAudit:
     def _check_coverage(self, state: Mapping[str, Any]) -> None:
         """Warn of what the state lacks. An error of a user's class ends no step here, where nothing depends on it."""
         looks = [self._check_tensors]
-        if self._shared.core.name.attempt > 0:
+        if self._shared.step.status.name.attempt > 0:
             looks.append(self._check_schedulers)  # one may be registered when the first step is over
         for look in looks:
             try:

@@ -11,11 +11,11 @@ from typing import TypeAlias, TypeVar, final
 
 import torch
 
-from tft_algos.manager.attempt import StepName
 from tft_algos.manager.parts import Clock
+from tft_coord.core.step import StepName
 
 T = TypeVar("T")
-Report: TypeAlias = Callable[[Exception, StepName], None]
+Report: TypeAlias = Callable[[Exception, StepName], object]
 
 
 @final

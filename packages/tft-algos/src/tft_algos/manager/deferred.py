@@ -4,7 +4,7 @@ A strategy that trains on while it reduces need not end a step before it begins 
 this: what the step was, what was started in it, and its end.
 
 Law of this file: the handle that a strategy holds. How a step ends is the Manager's, and what a verdict means for the
-others `core`'s.
+others is decided by the step's core.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, final
 
-from tft_algos.manager.attempt import Attempt
+from tft_algos.manager.mailbox import StepMailbox
+from tft_coord.core.step import AttemptStatus, StepName
+from tft_coord.core.step import events as on
 from tft_coord.core.types import Plan
 
 if TYPE_CHECKING:
@@ -25,30 +27,43 @@ class DeferredStep:
     """What `Manager.defer` returns.
 
     Args:
-        attempt: what the step is.
+        name: of its attempt.
+        step: the mailbox of the steps.
         started: its reductions.
         end: ends it.
-        report: told of an error that is this step's.
     """
 
     def __init__(
         self,
-        attempt: Attempt,
+        name: StepName,
+        step: StepMailbox,
         started: Started,
         *,
         end: Callable[[DeferredStep, timedelta | None], bool],
-        report: Callable[[Exception, Attempt], None],
     ) -> None:
-        self.attempt = attempt
         self.started = started
         self.is_over = False
+        self._number = name.attempt
+        self._step = step
         self._end = end
-        self._report = report
+        self._newest = step.status.attempt(name.attempt) or AttemptStatus(name, None, None, None)
+
+    def look(self) -> AttemptStatus:
+        """Return what is known of it; when it is over, what was known at the last look."""
+        found = self._step.status.attempt(self._number)
+        if found is not None:
+            self._newest = found
+        return self._newest
+
+    @property
+    def name(self) -> StepName:
+        """Return the name of its attempt."""
+        return self._newest.name
 
     @property
     def plan(self) -> Plan | None:
         """The plan that it was begun with; None if there was no quorum for it."""
-        return self.attempt.plan
+        return self.look().plan
 
     @property
     def failure(self) -> Exception | None:
@@ -56,17 +71,17 @@ class DeferredStep:
 
         Other ranks of the group may not know it. It counts in flight until it ends, or `is_abandoned`.
         """
-        return self.attempt.error
+        return self.look().error
 
     @property
     def is_abandoned(self) -> bool:
         """It has failed with others, on all ranks of the group: there was another quorum, or an earlier one's no. When
         that is known of a quorum, all that were in flight before it are."""
-        return self.attempt.abandoned is not None
+        return self.look().abandoned is not None
 
     def report_error(self, error: Exception) -> None:
         """Say that this step has failed, whatever was begun since: it votes no."""
-        self._report(error, self.attempt)
+        self._step.tell(on.ErrorReported(error, self.name))
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """End this step: wait for its reductions and vote, as `Manager.should_commit` does.

@@ -1,11 +1,10 @@
 """Live state between replicas: given to those that heal, or taken from one that has it.
 
-Both happen on the training thread, at a step boundary, whole groups at a time: all ranks of a group have staged what
-they fetched, and found where it belongs, before one of them loads, and all have loaded before one goes on. Only the
+Both happen on the training thread, at a step boundary, stage after stage as the step's core orders them. Only the
 fetching itself runs in the background.
 
-Law of this file: one step's exchange. Whether there is one is said by the plan; what a healing means for the step is
-`core`'s, and how a state crosses is the transport's.
+Law of this file: performing one step's exchange. Its stages, and what a failure means, are decided by the core; how
+a state crosses is the transport's.
 """
 
 from __future__ import annotations
@@ -16,12 +15,9 @@ from typing import Any, Final, final
 
 from tft_algos.errors import HealingFailed, LoadFailed, StateUnavailable
 from tft_algos.manager.audit import StateAudit
-from tft_algos.manager.core import Healing
 from tft_algos.manager.early import EarlyState
 from tft_algos.manager.healing import Fetch, state_key, takers
 from tft_algos.manager.island import spread, whole
-from tft_algos.manager.parts import Group
-from tft_algos.manager.repeats import Repeats
 from tft_algos.manager.shards import cut_whole, has_shards, place_shards
 from tft_algos.manager.shared import Shared
 from tft_algos.manager.state_check import StateCheck
@@ -29,6 +25,10 @@ from tft_algos.manager.unreached import UnreachedPeers
 from tft_algos.manager.user_state import refusal_in
 from tft_algos.manager.whereabouts import Whereabouts
 from tft_ckpt import StateUnavailable as TransportStateUnavailable
+from tft_coord.core.step import Event, Stage
+from tft_coord.core.step import effects as do
+from tft_coord.core.step import events as on
+from tft_coord.core.step.repeats import Repeats
 from tft_coord.core.types import POOR_SOURCES_MOST, LossNotice, Plan, Purpose
 from tft_coord.errors import DeadlinePassed
 
@@ -42,64 +42,50 @@ class StateExchange:
 
     Args:
         shared: what all parts share.
-        group: the process group across replicas, ended where others count on a replica that could not heal.
         early: states for newcomers that were taken before.
         check: says what differs where a replica heals because its state is not that of the others.
         audit: compares what was loaded with what was received.
         where: told while this rank waits for state.
         unreached: told of the sources that answer no connection.
-    Attributes:
-        done: state was given or taken in this step, or nobody wanted any.
-        healed_in: the last attempt in which the user's state came from a source.
     """
 
     def __init__(
         self,
         shared: Shared,
         *,
-        group: Group,
         early: EarlyState,
         check: StateCheck,
         audit: StateAudit,
         where: Whereabouts,
         unreached: UnreachedPeers,
     ) -> None:
-        self.done = False
-        self.healed_in: int | None = None
         self._config = shared.config
-        self._core = shared.core
+        self._step = shared.step
         self._coordinator = shared.coordinator
         self._transport = shared.transport
         self._user = shared.user_state
         self._reports = shared.reports
         self._clock = shared.clock
         self._closing = shared.closing
-        self._group = group
         self._early = early
         self._check = check
         self._audit = audit
         self._where = where
         self._unreached = unreached
         self._fetch: Fetch | None = None
+        self._staged: Mapping[str, Any] = {}  # what was fetched, until it was loaded
         self._received: Mapping[str, Any] = {}  # what is loaded, by path, until it was compared
         self._healed_bytes = 0
         self._silent: dict[str, tuple[str, float]] = {}  # sources whose manager server did not answer, and when
         self._metadata: dict[str, str] = {}  # of sources that were asked, by replica id
         self._poor: frozenset[str] = frozenset()
         self._untakeable = Repeats()  # why this replica's own state could not be given
-        self._unloadable = Repeats()  # why a state could not be loaded here
-
-    @property
-    def has_just_healed(self) -> bool:
-        """Whether this replica healed in the attempt before the one that was begun last."""
-        return self.healed_in == self._core.name.attempt - 1
 
     # --- the fetch, in the background ---------------------------------------------------------------------------------
 
-    def start_fetch(self, plan: Plan) -> None:
+    def start_fetch(self, order: do.Fetch) -> None:
         """On the quorum thread: a plan says to heal."""
-        if self._config.stands_by:
-            return
+        plan = order.plan
         fetch = Fetch(
             plan,
             coordinator=self._coordinator,
@@ -117,11 +103,8 @@ class StateExchange:
         if fetch is not None and fetch.plan.key == notice.key and not notice.lives:
             fetch.source_lost(notice.replica_id)
 
-    def settle(self) -> None:
-        """End what an attempt has left running, and what its peers may still wait for."""
-        plan = self._core.plan
-        if plan is not None and plan.serve and not self.done and not self._early.serves(plan):
-            self._refuse(plan, f"its step {plan.step} ended before it took its state")
+    def end_fetch(self, order: do.EndFetch) -> None:
+        """End the fetch that an attempt has left running."""
         if self._fetch is not None:
             self._fetch.cancel()
             self._fetch = None
@@ -156,42 +139,58 @@ class StateExchange:
 
     # --- one step's exchange, on the training thread ------------------------------------------------------------------
 
-    def step_begins(self) -> None:
-        """A quorum is asked for: nothing was exchanged yet."""
-        self.done = False
-
     def perform(self) -> None:
         """Serve those that heal, or heal; once a step, when its plan is here."""
         before, self._where.waits = self._where.waits, True
-        plan = self._core.plan
-        if plan is not None and plan.serve:
-            if not self._early.serves(plan):
-                self._serve(plan)
-        elif plan is not None and self._core.healing is Healing.FETCHING:
-            self._heal(plan)
+        plan = self._step.status.plan
+        effects = self._step.tell(on.ExchangeAsked(offers=plan is not None and self._early.serves(plan)))
+        while effects:
+            (order,) = effects
+            effects = self._step.tell(self._done(order))
         self._where.waits = before
-        self.done = True
+
+    def _done(self, order: do.Effect) -> Event:
+        """Do one thing, and tell how it ended."""
+        match order:
+            case do.Serve():
+                self._serve(order)
+                return on.StateServed(order.attempt)
+            case do.StageState(plan, in_vain):
+                return self._stage(plan, in_vain)
+            case do.Agree(plan, purpose, yes):
+                return on.Agreed(purpose, self._agree(plan, yes, purpose))
+            case do.SpreadState(plan):
+                return self._spread(plan)
+            case do.MatchState():
+                return self._match()
+            case do.ExplainDivergence():
+                self._check.explain(order, self._staged)
+                return on.DivergenceExplained()
+            case do.LoadState():
+                return self._load()
+        raise AssertionError(f"an exchange of state has no {order}")
 
     # --- giving -------------------------------------------------------------------------------------------------------
 
-    def _serve(self, plan: Plan) -> None:
+    def _serve(self, order: do.Serve) -> None:
+        plan = order.plan
         if not self._user.readable:
             sentence = (
                 f"replicas {list(plan.recover_dst_replica_ranks)} heal from replica {self._coordinator.replica_id}, "
                 "whose state was declared half written by disallow_state_dict_read; call allow_state_dict_read first"
             )
-            self._refuse(plan, sentence)  # they go on without it, for nobody knows when it is allowed again
+            self.refuse(plan, sentence)  # they go on without it, for nobody knows when it is allowed again
             raise StateUnavailable(sentence)
         begun = self._clock.monotonic()
         try:
-            state = {"user": self._take_for_others(plan), "tft": self._core.snapshot_state()}
+            state = {"user": self._take_for_others(plan), "tft": order.own}
         except StateUnavailable as error:
             sentence = f"can't serve step {plan.step}: {error}"
             if error.__cause__ is None or self._untakeable.again(str(error)):
                 self._reports.log(logging.ERROR, "%s", sentence)
             else:
                 self._reports.log_traceback(error.__cause__, "%s", sentence)
-            self._refuse(plan, str(error))
+            self.refuse(plan, str(error))
             return
         self._untakeable.forget()
         if self._config.stands_by:
@@ -207,7 +206,7 @@ class StateExchange:
             spare = isinstance(error, TransportStateUnavailable) and not plan.recover_dst_replica_ranks
             level = logging.WARNING if spare else logging.ERROR
             self._reports.log(level, "can't serve step %d %s: %s", plan.step, takers(plan), error)
-            self._refuse(plan, f"its transport could not offer it: {str(error) or type(error).__name__}")
+            self.refuse(plan, f"its transport could not offer it: {str(error) or type(error).__name__}")
             return
         self._reports.log(
             logging.INFO,
@@ -217,7 +216,7 @@ class StateExchange:
             1_000 * (self._clock.monotonic() - begun),
         )
 
-    def _refuse(self, plan: Plan, sentence: str) -> None:
+    def refuse(self, plan: Plan, sentence: str) -> None:
         """Tell those that wait for this replica's state that it can't be had from here."""
         if self._config.stands_by:
             return
@@ -252,152 +251,94 @@ class StateExchange:
 
     # --- taking -------------------------------------------------------------------------------------------------------
 
-    def _heal(self, plan: Plan) -> None:
-        """Stage, agree inside the group that all have staged, load, agree that all have loaded; all or none."""
-        fetch = self._fetch  # which stays until `settle`: the loss of its source must reach it, and it may end late
-        assert fetch is not None or self._config.stands_by, "a plan that heals has no fetch"
-        error: Exception | None = None
-        state: Mapping[str, Any] = {}
-        in_vain = self._core.is_awaited
-        try:
-            if in_vain:
-                if fetch is not None:
-                    fetch.cancel()
-                raise HealingFailed(
-                    f"replica {plan.replica_id} does not wait for the state of step {plan.step}, because its source "
-                    "waits for a process group that could not be configured here; the next quorum tries again",
-                    sources=tuple(source.replica_id for source in plan.sources),
-                )
-            if fetch is not None:
-                state = self._check_staged(fetch.result())
-        except HealingFailed as failure:
-            error = failure
-        if fetch is not None:
-            self._healed_bytes += fetch.received_bytes
-            self._learn_of_sources(fetch)
-            if error is not None:
-                self._unreached.sources_failed(fetch.unreached)
-        if not self._agree(plan, error is None, Purpose.STAGED):
-            error = error or self._other_rank_failed(plan, "fetch")
-        if error is None:
+    def _stage(self, plan: Plan, in_vain: Exception | None) -> on.StageEnded:
+        """Wait for what is fetched. `in_vain`: why not."""
+        fetch = self._fetch  # which stays until its step is over: the loss of its source must reach it
+        if fetch is None:
+            assert self._config.stands_by, "a plan that heals has no fetch"
+            return on.StageEnded(Stage.FETCH, in_vain)
+        ended = on.StageEnded(Stage.FETCH, in_vain)
+        if in_vain is not None:
+            fetch.cancel()
+        else:
             try:
-                state = self._place(plan, self._spread(plan, state))
-            except HealingFailed as failure:
-                error = failure
-        if error is None:
-            error = self._load(plan, state)
-        if error is not None:
-            self._did_not_heal(plan, error, by_source=not in_vain)
-            return
-        self._core.healed(state["tft"])
-        self._unloadable.forget()
-        self.healed_in = self._core.name.attempt
-        source, by = plan.sources[0].replica_id, "through rank 0"
-        if fetch is not None:
-            by = f"{fetch.received_bytes} bytes in {fetch.seconds:.2f} s"
-        self._reports.log(logging.INFO, "healed from %s to step %d: %s", source, plan.step, by)
-        self._audit.loaded(self._received, source)
-        self._received = {}
+                ended = self._checked(Stage.FETCH, fetch.result())
+            except HealingFailed as error:
+                ended = _failed(Stage.FETCH, error)
+        self._healed_bytes += fetch.received_bytes
+        self._learn_of_sources(fetch)
+        if ended.error is not None:
+            self._unreached.sources_failed(fetch.unreached)
+        return ended
 
-    def _load(self, plan: Plan, state: Mapping[str, Any]) -> HealingFailed | None:
-        """Load a staged state. Returns: why not all ranks of this group have."""
-        self._check.explain(plan, state)
-        self._received = self._audit.received(state["user"])
-        self._core.load_began()
-        error: HealingFailed | None = self._user.load(state["user"])
-        # Who has loaded would vote on another step than who has not, and each would wait for the other.
-        if not self._agree(plan, error is None, Purpose.LOADED):
-            self._reports.raise_fatal()
-            error = error or self._other_rank_failed(plan, "load")
-        return error
-
-    def _did_not_heal(self, plan: Plan, error: Exception, *, by_source: bool) -> None:
-        """Report it, or raise it where the next attempt would fail in the same way.
-
-        Raises: StateUnavailable: for the same reason twice in a row, a state could not be loaded here, or a source's
-            state_dict raised.
-        """
-        self._received = {}
-        cause = error.__cause__ if isinstance(error, LoadFailed) else None
-        repeated = str(error) if isinstance(error, LoadFailed) else refusal_in(str(error))
-        is_over = bool(repeated) and self._unloadable.again(repeated)
-        self._reports.heal_failed(error, by_source=by_source, traceback_of=None if is_over else cause)
-        if not self._core.is_asynchronous:
-            # The others count on this group's gradients: end the reduction for them, rather than let them wait.
-            self._group.abort()
-        if is_over:
-            raise StateUnavailable(
-                f"replica {self._coordinator.replica_id}, rank {self._config.rank}, could not take over step "
-                f"{plan.step} for the same reason as the last time: {error}. It ends, so that the others are not "
-                "disturbed by further attempts; mend what is named, and start this replica again"
-            ) from (cause or error)
-
-    def _check_staged(self, state: Any) -> Mapping[str, Any]:
-        """Raises: HealingFailed: the fetched state does not fit what is registered here. Nothing was loaded."""
+    def _checked(self, stage: Stage, state: Any) -> on.StageEnded:
+        """Keep a state that has come. Raises: HealingFailed: it does not fit what is registered here."""
         if not isinstance(state, Mapping) or not all(isinstance(state.get(key), Mapping) for key in ("user", "tft")):
             raise LoadFailed("the fetched state is none of a Manager's; run the same release on every replica")
-        self._core.check_staged(state["tft"])
         theirs, ours = set(state["user"]), self._user.names
         if theirs != ours:
             raise LoadFailed(
                 f"the source has state registered under {sorted(theirs)} and this replica under {sorted(ours)}; "
                 "register the same keys on every replica"
             )
-        return state
+        self._staged = state
+        return on.StageEnded(stage, own=state["tft"], needs_own=has_shards(state["user"]))
 
-    def _spread(self, plan: Plan, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A staged state; on an island that which rank 0 has staged, on every rank.
-
-        Raises: HealingFailed: on this rank or another one, it did not come, or does not fit what is registered there.
-        """
-        if not self._config.rank0_synchronization_only or self._config.world_size == 1:
-            return state
-        error: HealingFailed | None = None
+    def _spread(self, plan: Plan) -> on.StageEnded:
+        """Have what rank 0 of this island has staged on every rank."""
         try:
             state = spread(
-                state,
+                self._staged,
                 plan,
                 config=self._config,
                 coordinator=self._coordinator,
                 transport=self._transport,
                 received_before=self._healed_bytes,
-                cancelled=lambda: self._closing.is_set() or self._core.fatal is not None,
+                cancelled=lambda: self._closing.is_set() or self._step.status.fatal is not None,
             )
-            self._check_staged(state)
-        except HealingFailed as failure:
-            error = failure
-        if not self._agree(plan, error is None, Purpose.SPREAD):
-            self._reports.raise_fatal()
-            raise error or self._other_rank_failed(plan, "take over")
-        return state
+            return self._checked(Stage.SPREAD, state)
+        except HealingFailed as error:
+            return _failed(Stage.SPREAD, error)
 
-    def _place(self, plan: Plan, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A staged state with DTensors on this process's own meshes; nothing is loaded.
+    def _match(self) -> on.StageEnded:
+        """Put the DTensors of a staged state on this process's own meshes; nothing is loaded.
 
         The meshes are those of the user's own state. The functions that give it may run collectives over the ranks of
-        this group, so all ranks call them, at the same time, or none does; and all have found their meshes before one
-        of them loads.
-
-        Raises: HealingFailed: on this rank or another one, the state does not fit.
+        this group. On an island nothing in the staged state says what is cut here.
         """
-        whole_only = self._config.rank0_synchronization_only  # and then nothing in it says what is sharded here
-        if not whole_only and self._agree(plan, not has_shards(state["user"]), Purpose.WITHOUT_OWN):
-            return state
-        # A rank that was lost makes it a no as well, and there is nobody to run a collective with.
-        self._reports.raise_fatal()
-        error: HealingFailed | None = None
-        user: Any = None
+        place = cut_whole if self._config.rank0_synchronization_only else place_shards
         try:
-            user = (cut_whole if whole_only else place_shards)(state["user"], self._user.take())
+            self._staged = {**self._staged, "user": place(self._staged["user"], self._user.take())}
         except HealingFailed as failure:
-            error = LoadFailed(str(failure))
+            error: HealingFailed = LoadFailed(str(failure))
             error.__cause__ = failure.__cause__
+            return _failed(Stage.MATCH, error)
         except StateUnavailable as failure:
             error = HealingFailed(f"the meshes for the fetched state can't be found: {failure}")
             error.__cause__ = failure
-        if not self._agree(plan, error is None, Purpose.MATCHED):
-            raise error or self._other_rank_failed(plan, "find the meshes for")
-        return {**state, "user": user}
+            return _failed(Stage.MATCH, error)
+        return on.StageEnded(Stage.MATCH)
+
+    def _load(self) -> on.StageEnded:
+        self._received = self._audit.received(self._staged["user"])
+        error = self._user.load(self._staged["user"])
+        return on.StageEnded(Stage.LOAD) if error is None else _failed(Stage.LOAD, error)
+
+    def healed(self, order: do.ReportHealed) -> None:
+        """Say that this rank has healed, and look at what was loaded."""
+        plan, fetch = order.plan, self._fetch
+        source, by = plan.sources[0].replica_id, "through rank 0"
+        if fetch is not None:
+            by = f"{fetch.received_bytes} bytes in {fetch.seconds:.2f} s"
+        self._reports.log(logging.INFO, "healed from %s to step %d: %s", source, plan.step, by)
+        self._audit.loaded(self._received, source)
+        self._received = self._staged = {}
+
+    def heal_failed(self, order: do.ReportHealFailed) -> None:
+        """Say that this rank has not healed."""
+        self._received = self._staged = {}
+        cause = order.error.__cause__ if isinstance(order.error, LoadFailed) and not order.is_over else None
+        self._reports.heal_failed(order.name, order.error, traceback_of=cause)
 
     # --- the group ----------------------------------------------------------------------------------------------------
 
@@ -411,9 +352,8 @@ class StateExchange:
             self._reports.raise_fatal()  # why nobody answered, where that was told while we waited
             raise
 
-    def _other_rank_failed(self, plan: Plan, what: str) -> HealingFailed:
-        return HealingFailed(
-            f"another rank of replica {self._coordinator.replica_id} could not {what} step {plan.step}; a group heals "
-            "whole, so the next quorum tries again",
-            sources=tuple(source.replica_id for source in plan.sources),
-        )
+
+def _failed(stage: Stage, error: HealingFailed) -> on.StageEnded:
+    """A stage that failed. What could not be loaded here, or given by a function of the user's, may not pass."""
+    again = str(error) if isinstance(error, LoadFailed) else refusal_in(str(error))
+    return on.StageEnded(stage, error, again=again)

@@ -1,87 +1,79 @@
-"""A replica that leaves the job on purpose: after a whole step, and not before those that heal from it are done.
+"""The calls and waits of a replica that leaves the job on purpose.
 
-Somebody wishes it, from any thread or a signal handler. The wish travels in the vote on the running step, and what the
-group answers makes every rank leave after the same one. Who alone holds the state stays until others hold it too.
-
-Law of this file: the wish, and what it means for a plan; no calls, no waiting. `wish` takes no lock and writes no log,
-because a signal handler calls it.
+Law of this file: telling the manager server, and waiting for those that heal from here. Whether and when this replica
+leaves is decided by the step's core.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
-from dataclasses import dataclass
-from typing import final
+from datetime import timedelta
+from typing import Final, final
 
-from tft_coord.core.types import Plan
+from tft_algos.manager.parts import ServerRestarted
+from tft_algos.manager.shared import Shared
+from tft_coord.core.step.effects import ReportLeft, ServeOn, TellLeaving
+from tft_coord.errors import CoordinationError, DeadlinePassed
+from tft_pg.threads import join_within
 
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """Somebody wishes that this replica leaves. `by_s` is when it waits for nobody any more, of the Manager's clock."""
-
-    reason: str
-    by_s: float
+LEAVE_TAKEN_WITHIN: Final = timedelta(seconds=5)
 
 
 @final
-class Leaving:
-    """What is known of one rank's leaving.
+class GracefulShutdown:
+    """The leave of one rank.
 
+    Args:
+        shared: what all parts share.
     Attributes:
-        left: it has left; no step begins any more.
         released: set when nobody heals from this group any more.
     """
 
-    def __init__(self) -> None:
-        self.left = False
+    def __init__(self, shared: Shared) -> None:
         self.released = threading.Event()
-        self._wish: Wish | None = None
-        self._plan: Plan | None = None
-        self._told = False  # another rank has left, and the group with it
+        self._shared = shared
+        self._teller: threading.Thread | None = None
 
-    def wish(self, wish: Wish) -> None:
-        """The first wish stands."""
-        if self._wish is None:
-            self._wish = wish
+    def left(self, order: ReportLeft) -> None:
+        """Log that this replica leaves."""
+        self._shared.reports.log(logging.INFO, "leaves: %s", order.reason)
 
-    def told(self) -> None:
-        """The group has left without this rank's vote."""
-        self._told = True
+    def tell(self, order: TellLeaving) -> None:
+        """Tell the manager server that this group leaves."""
+        if order.waits:
+            self._call(order)
+        elif not self._shared.closing.is_set():
+            self._teller = threading.Thread(target=self._call, args=[order], name="tft-leave", daemon=True)
+            self._teller.start()
 
-    def plan_arrived(self, plan: Plan) -> None:
-        """The plan of the step that runs."""
-        self._plan = plan
+    def _call(self, order: TellLeaving) -> None:
+        config, serve = self._shared.config, timedelta(milliseconds=order.serve_ms)
+        within = min(LEAVE_TAKEN_WITHIN, config.timeout)
+        try:
+            self._shared.coordinator.leave(order.reason, serve, within, finished_step=order.finished_step)
+        except (CoordinationError, ServerRestarted) as error:
+            # The others find out that this process ends, and lose the step that runs then. Of a group that has
+            # finished one rank is enough to tell it, and the manager server may have ended with rank 0.
+            level = logging.WARNING if order.finished_step is None or config.world_size == 1 else logging.DEBUG
+            self._shared.reports.log(level, "nobody was told that this replica leaves: %s", error)
+            self.released.set()
 
-    @property
-    def wished(self) -> bool:
-        """Whether somebody wishes it."""
-        return self._wish is not None
+    def serve_on(self, order: ServeOn) -> None:
+        """Wait until those that heal from here have their state, and then for this group's other ranks."""
+        shared = self._shared
+        remaining_s = order.until_ms / 1_000 - shared.clock.monotonic()
+        if remaining_s > 0 and not shared.clock.wait(self.released, remaining_s):
+            shared.reports.log(
+                logging.WARNING, "ends though others may still heal from it: its deadline to leave has passed"
+            )
+        if order.meets and shared.step.status.fatal is None:
+            # The manager server, which says where each rank's state is, ends with rank 0.
+            with contextlib.suppress(DeadlinePassed, CoordinationError):
+                shared.coordinator.gather("left", "", shared.config.timeout)
 
-    @property
-    def reason(self) -> str:
-        """Why, one phrase."""
-        if self._wish is not None:
-            return self._wish.reason
-        return "another rank of the group was told to"
-
-    def wishes(self, now_s: float) -> bool:
-        """Whether this rank votes to leave after the step that runs, or leaves where there is none to vote on.
-
-        The last holder of the state stays until the next plan shows that others hold it too, or its time is over.
-        """
-        if self._told or self._wish is None:
-            return self._told
-        plan = self._plan
-        alone = plan is not None and plan.replica_world_size > 1 and plan.up_to_date == (plan.replica_rank,)
-        return not alone or now_s >= self._wish.by_s
-
-    def is_overdue(self, now_s: float) -> bool:
-        """Whether its time is over, so that it waits for no quorum any more."""
-        return self._wish is not None and now_s >= self._wish.by_s
-
-    def remaining_s(self, now_s: float) -> float:
-        """For how long it serves its state to those that heal from it: nothing where nobody does."""
-        if self._plan is None or not self._plan.serve or self._wish is None:
-            return 0.0
-        return max(0.0, self._wish.by_s - now_s)
+    def close(self) -> None:
+        """Wait until nothing is told any more."""
+        if self._teller is not None:
+            join_within(self._teller)

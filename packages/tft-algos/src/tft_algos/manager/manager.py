@@ -6,8 +6,8 @@ has ended, gives or takes live state where a member heals, and says whether the 
 
 The user's state is touched by the training thread alone, inside `start_quorum` and `should_commit`.
 
-Law of this file: the surface, and the order of a step as `core` decides it. How each part does its work stands in a
-file of its own.
+Law of this file: the surface, and the calls of a step in their order. What is decided about a step stands in
+`tft_coord.core.step`; how each part does its work stands in a file of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, final
@@ -32,8 +31,6 @@ from tft_algos.errors import (
     ExceptionWithTraceback,
     LeftJob,
     SettingError,
-    StepAbandoned,
-    SyncAbandoned,
     TooManyFailures,
     Unsupported,
     UsageError,
@@ -54,15 +51,16 @@ from tft_algos.manager.config import (
     from_environment,
 )
 from tft_algos.manager.coordinator import GroupCoordinator
-from tft_algos.manager.core import CoreSettings, Healing, Phase, StepCore, Vote
 from tft_algos.manager.deferred import DeferredStep
 from tft_algos.manager.early import EarlyState
 from tft_algos.manager.exchange import StateExchange
 from tft_algos.manager.fingerprint import USER, OwnFingerprint
 from tft_algos.manager.group_store import own_host
 from tft_algos.manager.island import Bystander, check_transport
-from tft_algos.manager.leaving import Leaving, Wish
+from tft_algos.manager.leaving import GracefulShutdown
+from tft_algos.manager.mailbox import StepMailbox
 from tft_algos.manager.negotiation import Negotiation
+from tft_algos.manager.orders import Orders
 from tft_algos.manager.own_time import OwnTime
 from tft_algos.manager.parts import Clock, Coordinator, Group, ServerRestarted
 from tft_algos.manager.reducer import Reducer
@@ -79,6 +77,9 @@ from tft_algos.manager.waits import WaitWatch
 from tft_algos.manager.whereabouts import Whereabouts
 from tft_ckpt import CheckpointTransport, HTTPTransport
 from tft_coord.core.progress import Progress
+from tft_coord.core.step import Effects, Healing, StepSettings
+from tft_coord.core.step import effects as do
+from tft_coord.core.step import events as on
 from tft_coord.core.stragglers import StragglerNews
 from tft_coord.core.types import (
     KillOrder,
@@ -91,17 +92,16 @@ from tft_coord.core.types import (
     Verdict,
     WaitsFor,
 )
-from tft_coord.errors import CoordinationError, DeadlinePassed, GroupLost
+from tft_coord.errors import DeadlinePassed, GroupLost
 from tft_coord.news import News
 from tft_coord.timeouts import LONGEST_MS
-from tft_pg.threads import join_within
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # of typing since Python 3.11
 
 T = TypeVar("T")
 
-LEAVE_TAKEN_WITHIN = timedelta(seconds=5)
+MILLISECOND = timedelta(milliseconds=1)
 LONGEST_TIMEOUT = timedelta(milliseconds=LONGEST_MS)
 LAST_WORDS_S = 1.0
 # In its first step, and in the one in which it catches up, all wait for a replica that is new or has healed: it has
@@ -161,9 +161,7 @@ class Manager:
         self._pg = pg
         self._pid = os.getpid()
         self._fingerprint = OwnFingerprint(self._config)
-        self._leaving = Leaving()
         self._unreached = UnreachedPeers()
-        self._core = StepCore(_core_settings(self._config))
         self._user = UserState(is_island=self._config.rank0_synchronization_only)
         if load_state_dict is not None and state_dict is not None:
             self._user.register("default", load_state_dict, state_dict)
@@ -171,25 +169,13 @@ class Manager:
         self._breaker = Breaker(pg, self._clock)
         self._deferred: list[DeferredStep] = []  # that have not ended
         self._strategy: str | None = None  # whose syncs the steps are
-        self._strategy_exchanges = False  # it calls exchange_state
-        self._said_too_few: int | None = None  # participants, when that was logged the last time
-        self._giver_up: threading.Thread | None = None  # leaves where no quorum comes before the deadline to leave
         self._signals = SignalHandlers()
         self._closing = threading.Event()
         self._exits = False  # the interpreter does, and has shut this Manager down
-        self._failed_between_steps = False  # an error was raised or reported outside a step
         self._synchronize: Callable[[], None] | None = (
             torch.accelerator.synchronize if torch.accelerator.is_available() else None
         )
         self._own_time = OwnTime(self._clock.monotonic)
-        self._where = Whereabouts(
-            self._core,
-            slowest_step_ms=self._config.timeouts.slowest_step_ms,
-            num_reductions=lambda: self._reducer.num_started,
-            reduces=lambda: self._reducer.reduces or any(step.started.runs for step in tuple(self._deferred)),
-            monotonic=self._clock.monotonic,
-            own_time=self._own_time,
-        )
         if self._config.timeout_was_said:
             pg.set_timeout(self._config.timeout)
         self._transport = self._config.checkpoint_transport or _own_transport(self._config)
@@ -202,24 +188,29 @@ class Manager:
             self._transport.shutdown()
             raise
         # From here on a process of ours runs: nothing below waits, or asks anything that can fail.
+        self._step = StepMailbox(_settings(self._config, self._coordinator.replica_id), self._clock.monotonic)
+        self._where = Whereabouts(
+            self._step,
+            slowest_step_ms=self._config.timeouts.slowest_step_ms,
+            num_reductions=lambda: self._reducer.num_started,
+            reduces=lambda: self._reducer.reduces or any(step.started.runs for step in tuple(self._deferred)),
+            monotonic=self._clock.monotonic,
+            own_time=self._own_time,
+        )
         self._reports = Reports(
-            self._core, job_id=self._config.job, replica_id=self._coordinator.replica_id, rank=self._config.rank
+            lambda: self._step.status,
+            job_id=self._config.job,
+            replica_id=self._coordinator.replica_id,
+            rank=self._config.rank,
         )
         self.quorum_logger = self._reports.records.quorums
         self.commits_logger = self._reports.records.commits
         self.errors_logger = self._reports.records.errors
-        self._futures = BoundedFutures(self._clock, self._reports.error)
-        self._reducer = Reducer(
-            pg,
-            self._core,
-            self._clock,
-            self._reports.error,
-            own_time=self._own_time,
-            stands_by=self._config.stands_by,
-        )
+        self._futures = BoundedFutures(self._clock, lambda error, name: self._step.tell(on.ErrorReported(error, name)))
+        self._reducer = Reducer(pg, self._step, self._clock, own_time=self._own_time)
         shared = Shared(
             config=self._config,
-            core=self._core,
+            step=self._step,
             coordinator=self._coordinator,
             transport=self._transport,
             user_state=self._user,
@@ -237,7 +228,6 @@ class Manager:
         )
         self._exchange = StateExchange(
             shared,
-            group=pg,
             early=self._early,
             check=self._check,
             audit=self._audit,
@@ -245,28 +235,30 @@ class Manager:
             unreached=self._unreached,
         )
         self._negotiation = Negotiation(
-            shared,
-            group=pg,
-            breaker=self._breaker,
-            early=self._early,
-            exchange=self._exchange,
-            leaving=self._leaving,
-            where=self._where,
-            fingerprint=self._fingerprint,
-            unreached=self._unreached,
-            broke=self._quorum_broke,
-            others_go_on=lambda: self._strategy_exchanges,
+            shared, group=pg, breaker=self._breaker, fingerprint=self._fingerprint, unreached=self._unreached
         )
+        self._farewell = GracefulShutdown(shared)
         self._straggling = Straggling(self._reports)
         self._waits = WaitWatch(
-            self._core,
+            self._step,
             self._where,
             self._config,
             self._reports,
             self._clock.monotonic,
             failed_before=lambda: self._unreached.last,
-            left_out=lambda: self._straggling.left_out if self._core.is_left_out else "",
+            left_out=lambda: self._straggling.left_out if self._step.status.is_left_out else "",
         )
+        orders = Orders(
+            shared,
+            pg,
+            self._breaker,
+            self._early,
+            self._exchange,
+            self._check,
+            self._farewell,
+            self._own_time,
+        )
+        self._step.performs(orders.performers())
         self._coordinator.listen(self._told)
         self._next_look_s = 0.0
         self._coordinator.follow(self._look_often)
@@ -293,19 +285,19 @@ class Manager:
         """
         self._check_open()
         self._user.register(key, load_state_dict, state_dict, compared=compared)
-        if self.attempt > 1 and self._exchange.healed_in != self.attempt and compared:
-            self._reports.log(
-                logging.WARNING,
-                "state was registered under %r in attempt %d: it has to be the same on all replicas already, for only "
-                "who heals later takes it from another; register it before the first step",
-                key,
-                self.attempt,
-            )
-        if self._exchange.healed_in == self.attempt:
-            self._core.optimizer_raised()
-            self._reports.log(
-                logging.INFO, "state was registered under %r after the healing, so this replica heals again", key
-            )
+        for order in self._step.tell(on.StateRegistered(compared)):
+            if isinstance(order, do.HealAgain):
+                self._reports.log(
+                    logging.INFO, "state was registered under %r after the healing, so this replica heals again", key
+                )
+            elif isinstance(order, do.WarnLateState):
+                self._reports.log(
+                    logging.WARNING,
+                    "state was registered under %r in attempt %d: it has to be the same on all replicas already, for "
+                    "only who heals later takes it from another; register it before the first step",
+                    key,
+                    self.attempt,
+                )
 
     def add_to_fingerprint(self, name: str, value: str) -> None:
         """Add a part in which all replicas of the job have to be alike; who differs is refused by name.
@@ -364,7 +356,7 @@ class Manager:
 
     def state_dict(self) -> dict[str, Any]:
         """This Manager's own state, for a durable checkpoint: step, batches_committed, lineage."""
-        return dict(self._core.state_dict())
+        return dict(self._step.status.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a Manager's state from a durable checkpoint, together with the user's own.
@@ -372,7 +364,7 @@ class Manager:
         Raises: StateUnavailable: it is no state of a Manager; nothing has changed then.
         """
         self._settle()
-        self._core.state_loaded(state_dict)
+        self._step.tell(on.StateLoaded(state_dict))
 
     # --- the quorum ----------------------------------------------------------------------------------------------
 
@@ -403,55 +395,46 @@ class Manager:
         """
         self._check_open()
         self.raise_if_left()
-        self._failed_between_steps = True  # until the step has begun, whatever is raised before that
+        self._step.tell(on.StartAsked())
         limit = self._limit(timeout, self._config.quorum_timeout)
         for name, said in (("allow_heal", allow_heal), ("shrink_only", shrink_only)):
             if not isinstance(said, bool):
                 raise SettingError(f"{name} is {said!r}; give True or False")
         if use_async_quorum is not None and not isinstance(use_async_quorum, bool):
             raise SettingError(f"use_async_quorum is {use_async_quorum!r}; give True, False or None")
-        if self._core.num_deferred and self._core.phase is not Phase.IDLE:
-            raise UsageError(
-                "start_quorum was called in a step that is open, beside others that are in flight; call defer() first"
-            )
         with self._own_time:
             self._settle()
         self._audit.step_begins()
-        if self._core.error is not None:
-            silent = self._unreached.step_failed(self._core.plan, self._core.errors)
+        last = self._step.status
+        if last.errors:
+            silent = self._unreached.step_failed(last.plan, last.errors)
             if silent:
                 self._reports.log(logging.WARNING, "%s", silent)
-        # The lighthouse hears at once of who can't be reached: the next quorum may do without.
-        pause_ms = 0 if self._unreached.has_unsaid else self._core.pause_ms
-        if pause_ms:
-            with self._own_time:
-                self._clock.wait(self._closing, pause_ms / 1_000)
-            self._check_open()
         self._reducer.step_begins()
-        self._check.compare()
-        request = self._core.quorum_started(
-            checkpoint_metadata=self._transport.metadata(),
-            group_usable=self._pg.errored() is None,
-            allow_heal=allow_heal,
-            shrink_only=shrink_only,
-            use_async_quorum=use_async_quorum,
-            poor_sources=self._exchange.poor_sources(),
-            unreached=self._unreached.take(),
+        self._step.tell(on.StartReady(urgent=self._unreached.has_unsaid))
+        (ask,) = self._step.tell(
+            on.StepStarted(
+                checkpoint_metadata=self._transport.metadata(),
+                group_usable=self._pg.errored() is None,
+                allow_heal=allow_heal,
+                shrink_only=shrink_only,
+                use_async_quorum=use_async_quorum,
+                poor_sources=self._exchange.poor_sources(),
+                unreached=self._unreached.take(),
+                fingerprint=self._fingerprint.unsaid(),
+            )
         )
-        self._exchange.step_begins()
-        unsaid = self._fingerprint.unsaid()
-        if unsaid:
-            request = replace(request, fingerprint=unsaid)
-        takes_early = self._takes_early()
+        assert isinstance(ask, do.Ask), ask
+        status = self._step.status
+        own_state = status.own_state() if self._takes_early() else None
         self._where.step_begins()
         self._waits.quorum_limit = limit
-        self._negotiation.start(request, limit)
-        self._failed_between_steps = False
-        if takes_early:
-            self._early.take(self._core.boundary_state())
-        if self.attempt - (self._exchange.healed_in or 1) == PREPARED_AFTER_ATTEMPTS:
+        self._negotiation.start(ask, limit)
+        if own_state is not None:
+            self._early.take(own_state)
+        if ask.attempt - (status.healed_in or 1) == PREPARED_AFTER_ATTEMPTS:
             self._transport.prepare_to_send()
-        if not self._core.is_asynchronous:
+        if not status.is_asynchronous:
             self.wait_quorum()
             self._exchange.perform()
             self._reports.raise_fatal()  # who was told meanwhile that its group is lost has nobody to train with
@@ -462,12 +445,11 @@ class Manager:
         The ranks of a larger group can't know alike that somebody asks. A synchronous quorum serves here anyway, and so
         does a strategy that exchanges state as soon as the plan is here.
         """
-        core, config = self._core, self._config
-        if not core.is_asynchronous or self._strategy_exchanges or config.world_size > 1:
+        status = self._step.status
+        if not status.is_asynchronous or status.by_strategy or self._config.world_size > 1:
             return False
-        readable = self._user.readable and not core.torn
-        lineage = core.lineage if readable else None
-        return self._early.step_begins(core.name.attempt, core.step, lineage, len(self._user.names))
+        lineage = status.lineage if self._user.readable and not status.torn else None
+        return self._early.step_begins(status.name.attempt, status.step, lineage, len(self._user.names))
 
     def wait_quorum(self) -> None:
         """Wait until the plan is here and the process group is configured.
@@ -492,12 +474,16 @@ class Manager:
     def _settle(self) -> None:
         """End what an attempt has left running: its quorum, its fetch, its reductions."""
         self._negotiation.settle()
-        self._exchange.settle()
+        plan = self._step.status.plan
+        self._step.tell(on.AttemptSettled(offers=plan is not None and self._early.serves(plan)))
         self._reducer.finish()
         self._reducer.release()
-        for step in [step for step in self._deferred if step.is_abandoned and not step.started.runs]:
+        dropped = [step for step in self._deferred if step.is_abandoned and not step.started.runs]
+        for step in dropped:
             step.started.let_go()
             self._deferred.remove(step)
+        if dropped:
+            self._step.tell(on.FlightsDropped(tuple(step.name.attempt for step in dropped)))
 
     def _plan(self) -> Plan | None:
         """The plan of this step, waited for; None if there is none. Never raises what the quorum raised."""
@@ -569,13 +555,14 @@ class Manager:
             if not average:
                 raise SettingError(f"a weight belongs to ReduceOp.AVG, and this reduction is {reduce_op}; leave it out")
         limit = None if timeout is None else self._limit(timeout, timeout)
-        if self._strategy is not None and (self._core.phase is not Phase.IDLE or self._core.num_deferred):
+        if self._strategy is not None and (self._step.status.is_open or self.num_deferred):
             raise UsageError(
                 f"allreduce was called while a sync of {self._strategy} is in flight, whose reductions may begin "
                 "before or after it on other members; call it where none is in flight, as behind the inner step in "
                 "which current_step() has risen, with fragment_sync_delay below a period"
             )
-        return self._reducer.reduce(tensor, reduce_op, plan=self._plan(), weight=weight, limit=limit)
+        self._plan()
+        return self._reducer.reduce(tensor, reduce_op, weight=weight, limit=limit)
 
     def attach_strategy(self, name: str) -> None:
         """Say that this Manager's steps are the syncs of a strategy, which reduces by `reduce_in_sync`.
@@ -596,7 +583,8 @@ class Manager:
 
     def reduce_in_sync(self, tensor: torch.Tensor) -> dist.Work:
         """The mean of a tensor over the participants, as `allreduce`, in the open step of an attached strategy."""
-        return self._reducer.reduce(tensor, dist.ReduceOp.AVG, plan=self._plan(), weight=None, limit=None)
+        self._plan()
+        return self._reducer.reduce(tensor, dist.ReduceOp.AVG, weight=None, limit=None)
 
     def set_weight(self, weight: float) -> None:
         """Say how much this replica group weighs in every AVG of the current step that says no weight itself.
@@ -658,7 +646,7 @@ class Manager:
         if not isinstance(fut, torch.futures.Future):
             raise UsageError(f"wrap_future was given a {type(fut).__name__}; give a torch.futures.Future")
         limit = self._limit(timeout, self._config.timeout)
-        return self._futures.wrap(fut, default, limit.total_seconds(), self._core.name)
+        return self._futures.wrap(fut, default, limit.total_seconds(), self._step.status.name)
 
     # --- errors --------------------------------------------------------------------------------------------------
 
@@ -671,17 +659,16 @@ class Manager:
         """
         if not isinstance(e, BaseException):
             raise UsageError(f"report_error was given a {type(e).__name__}; give the exception: RuntimeError(...)")
-        self._failed_between_steps = self._core.phase is Phase.IDLE
-        self._reports.error(e, None)
+        self._step.tell(on.UserReportedError(e))
 
     def errored(self) -> ExceptionWithTraceback | None:
         """The first error of this step, or None."""
-        error = self._core.error
+        error = self._step.status.error
         return None if error is None else ExceptionWithTraceback(error)
 
     def errors(self) -> tuple[Exception, ...]:
         """The errors of this step, in order; at most 16 are kept."""
-        return self._core.errors
+        return self._step.status.errors
 
     # --- losses of others ----------------------------------------------------------------------------------------
 
@@ -695,7 +682,7 @@ class Manager:
                 self._reports.log(logging.WARNING, "asked to leave: %s", reason)
                 self.leave(timedelta(milliseconds=serve_ms) if serve_ms else None, reason=reason)
             case Released():
-                self._leaving.released.set()
+                self._farewell.released.set()
             case WaitsFor(sentence, warns):
                 if warns:
                     self._reports.log(logging.WARNING, "%s", sentence)
@@ -703,7 +690,7 @@ class Manager:
                     self._waits.told(sentence)
             case StragglerNews():
                 self._straggling.told(news)
-                self._core.is_left_out = bool(self._straggling.left_out)
+                self._step.tell(on.PaceHeard(bool(self._straggling.left_out)))
             case KillOrder(message):
                 self._end_process(message)
 
@@ -722,26 +709,14 @@ class Manager:
 
     def _told_of_others(self, news: LossNotice | NewcomerAsks | GroupLost) -> None:
         if isinstance(news, GroupLost):
-            self._leaving.released.set()
-            self._reports.group_lost(news)
-            self._breaker.break_all()
+            self._step.tell(on.GroupWasLost(news))
             return
         if isinstance(news, NewcomerAsks):
             self._early.heard(news.replica_id)
             return
         if not news.lives:
             self._early.lost()
-        with self._reports.lock:
-            breaks = self._core.loss_noticed(news)
-        if breaks:
-            self._quorum_broke(news)
-        elif not self._closing.is_set():
-            self._reports.loss_came_late(news)
-
-    def _quorum_broke(self, notice: LossNotice) -> None:
-        self._reports.quorum_broke(notice, is_closing=self._closing.is_set())
-        self._breaker.break_quorum(notice.key)
-        self._exchange.source_lost(notice)
+        self._step.tell(on.LossNoticed(news))
 
     # --- the vote ------------------------------------------------------------------------------------------------
 
@@ -765,37 +740,26 @@ class Manager:
         """
         self._check_open()
         limit = self._vote_limit(timeout)
-        core = self._core
-        if core.phase is Phase.IDLE or not self._negotiation.has_begun:
-            raise UsageError("should_commit was called without a start_quorum before it; call start_quorum first")
-        if core.num_deferred:
-            raise UsageError(
-                f"should_commit was called while {core.num_deferred} earlier steps are in flight; end those first"
-            )
+        self._step.tell(on.EndAsked())
         self._own_time.finishes()
-        plan = self._plan()
+        self._plan()
         self._wait_for(self._reducer.finish)
-        self._reports.raise_fatal()
-        if core.is_abandoned:
-            self._reducer.release()
-            return self._conclude(Verdict(yes=False))
-        if plan is None:
-            return self._conclude(Verdict(yes=False, leaves=self._leaving.wishes(self._clock.monotonic())))
+        effects = self._step.tell(on.ReductionsEnded())
+        if isinstance(effects[-1], do.Concluded):
+            self._reducer.let_go()
+            return self._concluded(effects[-1])
         if self._synchronize is not None:
             self._synchronize()
         self._reducer.release()
         self._where.waits = True  # for state, and for the verdict
-        failure = self._pg.errored()
-        # On the CPU each reduction has told its own end by now; the abort of a broken quorum leaves the gradients of
-        # those that succeeded alone. On a device it may have torn what was only queued.
-        if failure is not None and core.error is None and (core.broken is None or self._synchronize is not None):
-            self._reports.error(failure, core.name)
-        if not self._exchange.done:
+        effects = self._step.tell(
+            on.DeviceSynchronized(group_error=self._pg.errored(), on_device=self._synchronize is not None)
+        )
+        if isinstance(effects[-1], do.ExchangeState):
             self._early.reductions_ended(readable=self._user.readable)
             self._exchange.perform()
-            self._reports.raise_fatal()  # who was told meanwhile that its group is lost has nobody to vote with
-        verdict = self._vote(core.vote(), plan, limit)
-        return self._conclude(verdict)
+            effects = self._step.tell(on.VoteAsked())
+        return self._concluded(self._vote(effects, limit))
 
     def _wait_for(self, finish: Callable[[], None]) -> None:
         """Wait for what was begun in a step."""
@@ -811,70 +775,46 @@ class Manager:
             limit += self._config.timeout  # rank 0 votes when its reductions have ended, which may take so long
         return limit
 
-    def _vote(self, vote: Vote, plan: Plan, limit: timedelta) -> Verdict:
-        """Raises: DeadlinePassed, and what else the coordinator raises: there is no verdict."""
-        core = self._core
-        if vote.enough_replicas:
-            self._said_too_few = None
-        elif self._said_too_few != plan.num_participants:
-            self._said_too_few = plan.num_participants
-            self._reports.log(
-                logging.WARNING,
-                "%d replicas take part, and min_replica_size is %d, so no step commits until more have joined",
-                plan.num_participants,
-                plan.min_replica_size,
-            )
-        if not vote.yes:
+    def _vote(self, effects: Effects, limit: timedelta) -> do.Effect:
+        """Vote, and end the step with the verdict.
+
+        Raises: DeadlinePassed, and what else the coordinator raises: there is no verdict.
+        """
+        (cast,) = effects
+        assert isinstance(cast, do.CastVote), cast
+        if not cast.yes:
             # An error has a line of its own, with the loss that has caused it.
             self._reports.log(
-                logging.INFO if vote.error is None else logging.DEBUG,
+                logging.INFO if cast.error is None else logging.DEBUG,
                 "should_commit=False enough_replicas=%s errored=%s",
-                vote.enough_replicas,
-                None if vote.error is None else type(vote.error).__name__,
+                cast.enough_replicas,
+                None if cast.error is None else type(cast.error).__name__,
             )
         try:
-            return self._coordinator.vote(
-                core.step,
-                vote.yes,
-                limit,
-                key=plan.key,
-                purpose=Purpose.COMMIT,
-                leaving=self._leaving.wishes(self._clock.monotonic()),
+            verdict = self._coordinator.vote(
+                cast.step, cast.yes, limit, key=cast.key, purpose=Purpose.COMMIT, leaving=cast.leaving
             )
         except ServerRestarted:
-            core.server_restarted()
+            self._step.tell(on.ServerRestarted())
             self._reports.log(logging.WARNING, "the manager server ended during the vote, which counts as no")
-            return Verdict(yes=False)
+            verdict = Verdict(yes=False)
         except DeadlinePassed:
             self._reports.raise_fatal()  # why nobody answered, where that was told while we waited
             raise
+        (end,) = self._step.tell(on.VerdictArrived(cast.attempt, verdict.yes, verdict.leaves))
+        return end
 
-    def _conclude(self, verdict: Verdict, step: DeferredStep | None = None) -> bool:
-        """The step that is open is over, or one that was put aside."""
-        core = self._core
-        error, name, plan = core.error, core.name, core.plan
-        if step is not None:
-            error, name, plan = step.failure, step.attempt.name, step.plan
-            step.is_over = True
-            if step in self._deferred:  # or nobody held it any more
-                self._deferred.remove(step)
-        self._reports.records.commit(
-            name, verdict.yes, num_participants=plan.num_participants if plan is not None else 0
-        )
-        self._own_time.step_ended(counts=verdict.yes and not self._where.excused)
-        if plan is not None:
-            self._early.step_ended(name.attempt, plan)
-        with self._reports.lock:
-            outcome = core.verdict_arrived(verdict.yes) if step is None else core.verdict_on(step.attempt, verdict.yes)
-        if verdict.leaves:
-            self._leave_now()
-        if outcome.exhausted:
+    def _concluded(self, end: do.Effect, failure: Exception | None = None) -> bool:
+        """A step is over. `failure`: of one that was put aside. Raises: TooManyFailures."""
+        assert isinstance(end, do.Concluded), end
+        error = failure or end.error
+        if end.exhausted:
             raise TooManyFailures(
-                f"replica {self.replica_id} failed to commit {outcome.failures} times in a row, and max_retries is "
-                f"{self._config.max_retries}; {self._last_failure(error, plan)}",
-                failures=outcome.failures,
+                f"replica {self.replica_id} failed to commit {end.failures} times in a row, and max_retries is "
+                f"{self._config.max_retries}; {self._last_failure(error, end.plan)}",
+                failures=end.failures,
             ) from error
-        return outcome.committed
+        return end.committed
 
     @staticmethod
     def _last_failure(error: BaseException | None, plan: Plan | None) -> str:
@@ -897,33 +837,23 @@ class Manager:
         Raises: Closed. UsageError: no step is open. What `exchange_state` raises; then the step is open still.
         """
         self._check_open()
-        core = self._core
-        if core.phase is Phase.IDLE:
-            raise UsageError(
-                "defer was called outside a step; call it after start_quorum, when its reductions have begun"
-            )
-        self._exchange_open()
-        with self._reports.lock:
-            attempt = core.defer()
-        step = DeferredStep(
-            attempt,
-            self._reducer.put_aside(),
-            end=self._end_deferred,
-            report=lambda e, of: self._reports.error(e, of.name),
-        )
+        if self._step.status.is_open:
+            self._exchange_open()
+        (aside,) = self._step.tell(on.DeferAsked())
+        assert isinstance(aside, do.PutAside), aside
+        step = DeferredStep(aside.name, self._step, self._reducer.put_aside(), end=self._end_deferred)
         self._deferred.append(step)
         return step
 
     @property
     def num_deferred(self) -> int:
         """Steps that were put aside and may still commit: in the open one's quorum, when that is known."""
-        return self._core.num_deferred
+        return self._step.status.num_deferred
 
     def give_up_deferred(self) -> None:
         """Fail all that is in flight, the open step included, as when a strategy ends: by all ranks of the group, after
         the same inner step. The next quorum is another one, and fails what the other members have in flight too."""
-        with self._reports.lock:
-            self._core.give_up(SyncAbandoned(f"replica {self.replica_id} gave up what it had in flight"))
+        self._step.tell(on.FlightsGivenUp())
 
     def inner_step_ended(self) -> None:
         """Say that the trainer goes on: a strategy's inner step has ended. May be called at any time.
@@ -935,47 +865,42 @@ class Manager:
 
     def _exchange_open(self) -> None:
         """What was put off in the step that is open: wait for its quorum, give or take state."""
-        core = self._core
-        if core.phase is Phase.IDLE:
-            return
-        self._strategy_exchanges = True
-        if self._plan() is not None and not self._exchange.done and core.fatal is None and not core.is_abandoned:
+        self._step.tell(on.StrategyExchanges())
+        if self._plan() is not None:
             self._exchange.perform()
 
     def _end_deferred(self, step: DeferredStep, timeout: timedelta | None) -> bool:
         """See `DeferredStep.should_commit`."""
         self._check_open()
         limit = self._vote_limit(timeout)
-        core, attempt = self._core, step.attempt
+        number = step.name.attempt
         if step.is_over:
-            raise UsageError(f"{attempt.name} has ended; should_commit is called once for each deferred step")
+            raise UsageError(f"{step.name} has ended; should_commit is called once for each deferred step")
         self._own_time.finishes()
-        self._exchange_open()
-        self._reports.raise_fatal(attempt)
-        if attempt.abandoned is None and not core.is_oldest(attempt):
-            raise UsageError(f"{attempt.name} is not the oldest that is in flight; end the older ones first")
+        if self._step.status.is_open:
+            self._exchange_open()
+        self._step.tell(on.EndAsked(number))
         self._wait_for(step.started.finish)
-        self._reports.raise_fatal(attempt)
-        plan = attempt.plan
-        if attempt.abandoned is not None:
+        step.look()
+        (end,) = self._step.tell(on.ReductionsEnded(number))
+        if isinstance(end, do.Concluded):
             step.started.let_go()
-            self._reports.log(logging.INFO, "should_commit=False: %s", attempt.abandoned)
-            return self._conclude(Verdict(yes=False), step)
-        if plan is None:
-            leaves = self._leaving.wishes(self._clock.monotonic())
-            return self._conclude(Verdict(yes=False, leaves=leaves), step)
-        if self._synchronize is not None:
-            # Not the whole device: what was begun later may run for long. It runs on streams of the process group's.
-            torch.accelerator.current_stream().synchronize()
-        step.started.release()
-        failure = self._pg.errored()
-        # On the CPU each reduction has told its own end. On a device a later abort may have torn what was only queued.
-        if failure is not None and attempt.error is None and self._synchronize is not None:
-            self._reports.error(failure, attempt.name)
-        before, self._where.waits = self._where.waits, True
-        verdict = self._vote(core.vote_on(attempt), plan, limit)
-        self._where.waits = before
-        return self._conclude(verdict, step)
+        else:
+            if self._synchronize is not None:
+                # Not the whole device: what was begun later may run for long. It runs on streams of the group's.
+                torch.accelerator.current_stream().synchronize()
+            step.started.release()
+            effects = self._step.tell(
+                on.DeviceSynchronized(number, self._pg.errored(), on_device=self._synchronize is not None)
+            )
+            step.look()
+            before, self._where.waits = self._where.waits, True
+            end = self._vote(effects, limit)
+            self._where.waits = before
+        step.is_over = True
+        if step in self._deferred:  # or nobody held it any more
+            self._deferred.remove(step)
+        return self._concluded(end, step.failure)
 
     # --- live state ----------------------------------------------------------------------------------------------
 
@@ -993,16 +918,15 @@ class Manager:
             `should_commit`.
         """
         self._check_open()
-        core = self._core
-        if core.phase is Phase.IDLE:
-            raise UsageError("exchange_state was called outside a step; call it after start_quorum")
-        self._strategy_exchanges = True
-        if self._plan() is None or self._exchange.done or core.is_abandoned:
+        self._step.tell(on.StrategyExchanges())
+        self._plan()
+        status = self._step.status
+        if status.plan is None or status.exchanged or status.is_abandoned:
             return False
         self._reports.raise_fatal()
         self._exchange.perform()
         self._reports.raise_fatal()
-        return core.healing is Healing.LOADED
+        return self._step.status.healing is Healing.LOADED
 
     @contextlib.contextmanager
     def applying(self) -> Iterator[None]:
@@ -1023,6 +947,7 @@ class Manager:
         This group heals, whole, before its gradients count again. `Optimizer` calls it when the optimizer raises, and
         when the gradients were unscaled by another scale than the one that this replica healed to.
         """
+        self._step.tell(on.StateTorn())
         self._reports.torn(error)
 
     # --- facts ---------------------------------------------------------------------------------------------------
@@ -1040,32 +965,30 @@ class Manager:
     @property
     def attempt(self) -> int:
         """Calls of start_quorum so far; the number of the step that was begun last, committed or not."""
-        return self._core.name.attempt
+        return self._step.status.name.attempt
 
     @property
     def verdict(self) -> bool | None:
         """Whether that step was committed; None while should_commit has not said it."""
-        return self._core.verdict
+        return self._step.status.verdict
 
     @property
     def is_untouched(self) -> bool:
         """Whether that step is as it was begun: nothing was reduced in it, nothing has failed, nobody has voted."""
-        core = self._core
-        is_open = core.phase in (Phase.ASKED, Phase.PLANNED)
-        return is_open and core.error is None and core.broken is None and not self._reducer.has_reduced
+        return self._step.status.is_untouched
 
     @property
     def torn(self) -> bool:
         """Whether the state here is half written, because an optimizer or a load function raised, so that it heals."""
-        return self._core.torn
+        return self._step.status.torn
 
     def current_step(self) -> int:
         """Committed steps, 0 at the start."""
-        return self._core.step
+        return self._step.status.step
 
     def batches_committed(self) -> int:
         """Sum over the committed steps of their participants."""
-        return self._core.batches_committed
+        return self._step.status.batches_committed
 
     @property
     def plan(self) -> Plan | None:
@@ -1077,14 +1000,15 @@ class Manager:
         if not self._negotiation.has_begun:
             return 0
         self._plan()
-        return self._core.num_participants
+        return self._step.status.num_participants
 
     def participating_rank(self) -> int | None:
         """This group's place among the participants; waits for the quorum; None if it gives zeros."""
         if not self._negotiation.has_begun:
             return None
         self._plan()
-        return self._core.participating_rank if self._core.is_participating else None
+        status = self._step.status
+        return status.plan.participating_rank if status.plan is not None and status.is_participating else None
 
     def is_participating(self) -> bool:
         """Whether this group's gradients count in this step; waits for the quorum."""
@@ -1108,7 +1032,8 @@ class Manager:
         limit = self._deadline(deadline)
         if not isinstance(reason, str):
             raise SettingError(f"reason is a {type(reason).__name__}; give a text")
-        self._leaving.wish(Wish(reason or "it was told to", self._clock.monotonic() + limit.total_seconds()))
+        by_ms = round((self._clock.monotonic() + limit.total_seconds()) * 1_000)
+        self._step.post(on.LeaveWished(reason or "it was told to", by_ms))
 
     def leave_on_signal(self, *signals: int, deadline: timedelta | None = None) -> None:
         """Leave when this process is sent one of these signals. `shutdown` gives them back their handlers.
@@ -1130,12 +1055,13 @@ class Manager:
     @property
     def leaving(self) -> bool:
         """Whether this replica has left, or somebody wishes it."""
-        return self._leaving.wished or self._leaving.left
+        status = self._step.status
+        return status.wishes or status.left
 
     @property
     def left(self) -> bool:
         """Whether this replica has left: no step begins any more."""
-        return self._leaving.left
+        return self._step.status.left
 
     def raise_if_left(self) -> None:
         """End a training loop that does not look at `left`: `start_quorum` calls this, and so does each inner step of
@@ -1143,9 +1069,10 @@ class Manager:
 
         Raises: LeftJob, a SystemExit with exit code 0: this replica has left.
         """
-        if self._leaving.left:
+        status = self._step.status
+        if status.left:
             self._reports.log(logging.INFO, "the training loop ends here, because this replica has left the job")
-            raise LeftJob(f"replica {self.replica_id} has left the job ({self._leaving.reason})")
+            raise LeftJob(f"replica {self.replica_id} has left the job ({status.leave_reason})")
 
     def _look_often(self) -> Progress:
         """Several times a beat, on a thread of the coordinator's: where this rank is. Once a beat also all the rest."""
@@ -1159,50 +1086,9 @@ class Manager:
         """Once a beat, on a thread of the coordinator's: where this rank is, and whether it waits in vain."""
         if not self._closing.is_set():
             self._waits.look(self._reducer.num_started)
-        now_s, leaving = self._clock.monotonic(), self._leaving
-        # Who is left out has no step that others run with it, and they hold the state.
-        vain = leaving.is_overdue(now_s) or (leaving.wished and leaving.wishes(now_s) and self._waits.is_left_out)
-        if vain and self._where.quorum_pends and self._giver_up is None and not self._closing.is_set():
-            self._giver_up = threading.Thread(target=self._tell_that_it_leaves, name="tft-leave", daemon=True)
-            self._giver_up.start()  # the manager server refuses the question that waits, and the step ends without one
+            self._step.tell(on.Looked(self._waits.is_left_out))
         self._reports.look()
         return self._where.look()
-
-    def _leave_now(self, finished_step: int | None = None) -> None:
-        leaving = self._leaving
-        leaving.left = True
-        self._reports.log(logging.INFO, "leaves: %s", leaving.reason)
-        with self._reports.lock:
-            self._core.abandon_all(
-                StepAbandoned(f"replica {self.replica_id} has left the job while this step was in flight")
-            )
-        self._tell_that_it_leaves(finished_step)
-
-    def _tell_that_it_leaves(self, finished_step: int | None = None) -> None:
-        leaving = self._leaving
-        serve = timedelta(seconds=leaving.remaining_s(self._clock.monotonic()))
-        try:
-            within = min(LEAVE_TAKEN_WITHIN, self._config.timeout)
-            self._coordinator.leave(leaving.reason, serve, within, finished_step=finished_step)
-        except (CoordinationError, ServerRestarted) as error:
-            # The others find out that this process ends, and lose the step that runs then. Of a group that has
-            # finished one rank is enough to tell it, and the manager server may have ended with rank 0.
-            level = logging.WARNING if finished_step is None or self._config.world_size == 1 else logging.DEBUG
-            self._reports.log(level, "nobody was told that this replica leaves: %s", error)
-            leaving.released.set()
-
-    def _serve_to_the_end(self, *, finished: bool) -> None:
-        """Those that heal from here have their state before this process ends; and so have the other ranks'."""
-        remaining_s = self._leaving.remaining_s(self._clock.monotonic())
-        serves = remaining_s > 0
-        if remaining_s > 0 and not self._clock.wait(self._leaving.released, remaining_s):
-            self._reports.log(
-                logging.WARNING, "ends though others may still heal from it: its deadline to leave has passed"
-            )
-        if self._config.world_size > 1 and self._core.fatal is None and (serves or not finished):
-            # The manager server, which says where each rank's state is, ends with rank 0.
-            with contextlib.suppress(DeadlinePassed, CoordinationError):
-                self._coordinator.gather("left", "", self._config.timeout)
 
     # --- the end -------------------------------------------------------------------------------------------------
 
@@ -1226,38 +1112,17 @@ class Manager:
         if self._closing.is_set() or os.getpid() != self._pid:
             return  # what a forked child has a copy of is its parent's
         try:
-            finished = finished and self._has_finished()
-            if finished:
-                limit_s = self._config.heal_timeout.total_seconds()
-                self._leaving.wish(Wish(f"finished at step {self._core.step}", self._clock.monotonic() + limit_s))
-            if self._leaving.wished and not self._leaving.left and self._core.phase is Phase.IDLE:
-                self._leave_now(self._core.step if finished else None)
-            if self._leaving.left:
-                self._serve_to_the_end(finished=finished)
+            # An error is set in an `except`, a `finally` and a `with` that it passes. And a script that ends without
+            # `shutdown` may have been told to exit; its end is a loss to the others.
+            clean = finished and not self._exits and sys.exc_info()[0] is None
+            for order in self._step.tell(on.EndingAsked(clean, round(self._config.heal_timeout / MILLISECOND))):
+                if isinstance(order, do.ServeOn):
+                    self._farewell.serve_on(order)
         finally:
             self._reports.write_held()  # what fails from now on fails by this end
             self._closing.set()
             self._end_parts(wait)
             at_exit.forget(self)
-
-    def _has_finished(self) -> bool:
-        """Whether the training loop has ended by itself, as far as this shows it.
-
-        A script that ends without `shutdown` may have been told to exit; its end is a loss to the others.
-        """
-        core = self._core
-        return (
-            not self._exits
-            and sys.exc_info()[0] is None  # set in an `except`, a `finally` and a `with` that an error passes
-            and not self.leaving
-            and not self._failed_between_steps
-            and core.phase is Phase.IDLE
-            and not core.num_deferred
-            and core.step > 0
-            and core.verdict is True
-            and core.fatal is None
-            and not core.torn
-        )
 
     def end_at_exit(self) -> None:
         """Shut down because the interpreter exits; called by `at_exit` alone."""
@@ -1265,8 +1130,7 @@ class Manager:
         self.shutdown()
 
     def _end_parts(self, wait: bool) -> None:
-        if self._giver_up is not None:
-            join_within(self._giver_up)
+        self._farewell.close()
         with contextlib.ExitStack() as rest:  # whatever one of them raises, the others end; the last one comes first
             # Not before: a launcher that sends a signal twice would end this process in the midst of it.
             rest.callback(self._signals.give_back)
@@ -1324,14 +1188,21 @@ def _check_group(pg: object) -> None:
         raise SettingError(f"pg is {what}; give a process group that can be configured: ProcessGroupGloo()")
 
 
-def _core_settings(config: ResolvedConfig) -> CoreSettings:
-    return CoreSettings(
+def _settings(config: ResolvedConfig, replica_id: str) -> StepSettings:
+    return StepSettings(
+        replica_id=replica_id,
+        rank=config.rank,
+        world_size=config.world_size,
         job=config.job,
         min_replica_size=config.min_replica_size,
         use_async_quorum=config.use_async_quorum,
         fixed_with_spares=config.world_size_mode is WorldSizeMode.FIXED_WITH_SPARES,
         init_sync=config.init_sync,
         max_retries=config.max_retries,
+        check_every=config.check_state_every,
+        heals_divergence=config.on_divergence == "heal",
+        is_island=config.rank0_synchronization_only,
+        stands_by=config.stands_by,
     )
 
 

@@ -2,7 +2,7 @@
 
 The training thread goes on meanwhile. It waits here when it needs to know who takes part.
 
-Law of this file: one question at a time, its thread and its end. What a plan means for the step is decided by the core.
+Law of this file: one question at a time, its thread and its end. What an answer means is decided by the step's core.
 """
 
 from __future__ import annotations
@@ -19,18 +19,15 @@ from typing import Final, final
 
 from tft_algos.errors import LeftJob, StepAbandoned
 from tft_algos.manager.breaking import Breaker
-from tft_algos.manager.core import Arrival
-from tft_algos.manager.early import EarlyState
-from tft_algos.manager.exchange import StateExchange
 from tft_algos.manager.fingerprint import OwnFingerprint
 from tft_algos.manager.island import global_ranks
-from tft_algos.manager.leaving import Leaving
 from tft_algos.manager.parts import Group, ServerRestarted
 from tft_algos.manager.reports import raise_told
 from tft_algos.manager.shared import Shared
 from tft_algos.manager.unreached import UnreachedPeers
-from tft_algos.manager.whereabouts import Whereabouts
-from tft_coord.core.types import LossNotice, Plan, QuorumKey, RankRequest, Refusal
+from tft_coord.core.step import effects as do
+from tft_coord.core.step import events as on
+from tft_coord.core.types import Plan, QuorumKey
 from tft_coord.errors import Closed, GroupLost, Refused
 
 
@@ -68,11 +65,8 @@ class Negotiation:
         shared: what all parts share.
         group: the process group across replicas; built here and nowhere else.
         breaker: knows for which quorum it is built.
-        early, exchange, leaving, where: told of the plan.
         fingerprint: said whole to a manager server that has heard none.
         unreached: told of each configure, so that the next request names whom it could not reach.
-        broke: told of each loss in a quorum whose notice came before its plan.
-        others_go_on: whether a step without a quorum lets those that are in flight go on, see `StepCore.quorum_failed`.
     """
 
     def __init__(
@@ -81,30 +75,18 @@ class Negotiation:
         *,
         group: Group,
         breaker: Breaker,
-        early: EarlyState,
-        exchange: StateExchange,
-        leaving: Leaving,
-        where: Whereabouts,
         fingerprint: OwnFingerprint,
         unreached: UnreachedPeers,
-        broke: Callable[[LossNotice], None],
-        others_go_on: Callable[[], bool],
     ) -> None:
         self._config = shared.config
-        self._core = shared.core
+        self._step = shared.step
         self._coordinator = shared.coordinator
         self._reports = shared.reports
         self._clock = shared.clock
         self._group = group
         self._breaker = breaker
-        self._early = early
-        self._exchange = exchange
-        self._leaving = leaving
-        self._where = where
         self._fingerprint = fingerprint
         self._unreached = unreached
-        self._broke = broke
-        self._others_go_on = others_go_on
         self._closing = shared.closing
         # Not an executor: the interpreter joins the threads of executors first when it ends, and a question may wait
         # for minutes. This thread is ended by `close`, which the Manager calls at exit.
@@ -114,14 +96,14 @@ class Negotiation:
 
     # --- the training thread ------------------------------------------------------------------------------------------
 
-    def start(self, request: RankRequest, timeout: timedelta) -> None:
+    def start(self, ask: do.Ask, timeout: timedelta) -> None:
         """Ask; to be called when the question before has ended."""
         if self._thread is None:
             self._thread = threading.Thread(target=_ask_all, args=[self._questions], name="tft-quorum", daemon=True)
             self._thread.start()
         future: Future[None] = Future()
         self._last = future
-        self._questions.put(_Question(future, lambda: self._negotiate(request, timeout)))
+        self._questions.put(_Question(future, lambda: self._negotiate(ask, timeout)))
 
     @property
     def has_begun(self) -> bool:
@@ -145,7 +127,7 @@ class Negotiation:
         """The plan of this step, waited for; None if there is none. Never raises what the quorum raised."""
         if not self.has_ended:
             self.settle()
-        return self._core.plan
+        return self._step.status.plan
 
     def settle(self) -> None:
         """Wait for the end, however it is."""
@@ -167,68 +149,62 @@ class Negotiation:
 
     # --- the quorum thread --------------------------------------------------------------------------------------------
 
-    def _negotiate(self, request: RankRequest, timeout: timedelta) -> None:
+    def _negotiate(self, ask: do.Ask, timeout: timedelta) -> None:
         """From the request to a configured group."""
         begun = self._clock.monotonic()
-        excused = True
         try:
-            arrival = self._ask(request, timeout)
-            excused = arrival.configure or arrival.heal or self._exchange.has_just_healed
-            self._reports.plan_arrived(arrival.plan)
-            self._early.plan_arrived(arrival.plan)
-            self._leaving.plan_arrived(arrival.plan)
-            if arrival.heal:
-                self._exchange.start_fetch(arrival.plan)
-            for loss in self._core.losses:
-                self._broke(loss)  # the notice came before its quorum
-            if arrival.configure:
-                self._configure(arrival.plan)
-            self._reports.records.quorum(
-                self._core.name,
-                arrival.plan,
-                reconfigured=arrival.configure and self._core.configured == arrival.plan.key,
-                duration_s=self._clock.monotonic() - begun,
-            )
+            configures = self._ask(ask, timeout)
+            if configures is not None:
+                self._configure(configures)
+            self._record(reconfigures=configures is not None, duration_s=self._clock.monotonic() - begun)
         except Exception as error:
-            left: StepAbandoned | None = None
-            if isinstance(error, Refused) and error.code == Refusal.LEFT.value:
-                # Another rank of this group had no quorum to go on in, and has left with all of them.
-                self._leaving.told()
-                left = StepAbandoned(str(error))
             if self._closing.is_set() and isinstance(error, Closed):
                 raise  # the end of this Manager ended the question, which is no fault to report
-            self._reports.no_quorum(left or error, others_go_on=self._others_go_on())
-            if left is None:
-                raise
-            raise LeftJob(str(error)) from error
-        finally:
-            self._where.planned(excused=excused)
+            for report in self._step.tell(on.QuorumFailed(ask.attempt, error)):
+                if isinstance(report, do.ReportNoQuorum):
+                    self._reports.no_quorum(report.name, report.error)
+                    if isinstance(report.error, StepAbandoned):
+                        raise LeftJob(str(report.error)) from error
+            raise
 
-    def _ask(self, request: RankRequest, timeout: timedelta) -> Arrival:
-        """Raises: what the coordinator raises; StaleQuorum: the answer names a quorum that is not held here."""
+    def _ask(self, ask: do.Ask, timeout: timedelta) -> do.Configure | None:
+        """Ask until there is an answer.
+
+        Returns: which process group is to be built for it, if one is.
+        Raises: what the coordinator raises; StaleQuorum: the answer names a quorum that is not held here.
+        """
         deadline = self._clock.monotonic() + timeout.total_seconds()
+        request = ask.request
         while True:
             remaining = timedelta(seconds=max(deadline - self._clock.monotonic(), 0.001))
             try:
                 answer = self._coordinator.quorum(request, remaining)
             except ServerRestarted:
-                self._core.server_restarted()
-                request = replace(request, held=None, needs_configure=False, fingerprint=self._fingerprint.whole())
+                for again in self._step.tell(on.ServerRestarted()):
+                    if isinstance(again, do.Ask):
+                        request = replace(again.request, fingerprint=self._fingerprint.whole())
                 continue
             self._fingerprint.was_said(request.fingerprint)
-            with self._reports.lock:
-                if not isinstance(answer, QuorumKey):
-                    return self._core.plan_arrived(answer)
-                return self._core.unchanged_arrived(answer)
+            if isinstance(answer, QuorumKey):
+                effects = self._step.tell(on.UnchangedArrived(ask.attempt, answer))
+            else:
+                effects = self._step.tell(on.PlanArrived(ask.attempt, answer))
+            return next((effect for effect in effects if isinstance(effect, do.Configure)), None)
 
-    def _configure(self, plan: Plan) -> None:
+    def _record(self, *, reconfigures: bool, duration_s: float) -> None:
+        status = self._step.status
+        if status.plan is not None:
+            reconfigured = reconfigures and status.configured == status.plan.key
+            self._reports.records.quorum(status.name, status.plan, reconfigured=reconfigured, duration_s=duration_s)
+
+    def _configure(self, order: do.Configure) -> None:
         """Build the process group for a plan. A failure is an error of the step, not of the quorum."""
-        config = self._config
+        config, plan = self._config, order.plan
         begun = self._clock.monotonic()
         store = f"{plan.store_address}/tft/{config.job}/{plan.key}/{config.rank}"
         try:
             with self._breaker.configuring(plan.key):
-                broken = self._core.broken
+                broken = self._step.status.broken
                 if broken is not None:
                     raise broken
                 self._group.configure(
@@ -243,10 +219,11 @@ class Negotiation:
                 )
         except Exception as error:
             found = self._unreached.configure_failed(plan, error)
-            self._reports.configure_failed(plan.key, found.error, warning=found.warning)
+            self._step.tell(on.ConfigureFailed(order.attempt, found.error))
+            self._reports.configure_failed(self._step.status.name, found.error, warning=found.warning)
             return
         self._unreached.group_configured()
-        self._core.group_configured()
+        self._step.tell(on.GroupConfigured(order.attempt, plan.key))
         self._reports.log(
             logging.INFO,
             "reconfigured: quorum %s, rank %d of %d, %d participants, %.0f ms",

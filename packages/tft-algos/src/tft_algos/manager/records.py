@@ -30,7 +30,7 @@ from __future__ import annotations
 import logging
 from typing import Final, final
 
-from tft_algos.manager.attempt import StepName
+from tft_coord.core.step import StepName
 from tft_coord.core.types import Plan
 
 QUORUMS: Final = "tft_quorums"

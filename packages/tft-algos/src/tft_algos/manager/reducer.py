@@ -1,41 +1,34 @@
-"""The reductions of one member: which of them it gives to, with what weight, and what they are divided by.
+"""The reductions of one member, as the step's core orders them.
 
-Inside a step a member either gives or, while it heals or is a spare, takes part with what changes nothing; after an
-error of the step it stays out, and ends for the others what they would wait for in vain. Between a verdict and the next
-quorum nothing is at stake any more: whoever has a usable group takes part, and gives if it has committed the step, so
-that a mean is over those that did. How many they are nobody knows beforehand, so that mean is always a weighted one.
-
-Law of this file: starting reductions and keeping what is in flight; how one ends is `reduction`'s, and what its failure
-means `core`'s.
+Law of this file: starting reductions and keeping what is in flight. Who gives what, and what divides it, is decided by
+the core; how one ends is `reduction`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from typing import Final, TypeAlias, final
 
 import torch
 import torch.distributed as dist
 
-from tft_algos.errors import NoWeight, Unsupported, UsageError
-from tft_algos.manager.attempt import StepName
-from tft_algos.manager.core import Phase, StepCore
+from tft_algos.errors import NoWeight, Unsupported
+from tft_algos.manager.mailbox import StepMailbox
 from tft_algos.manager.own_time import OwnTime
 from tft_algos.manager.parts import Clock, Group
 from tft_algos.manager.reduction import (
-    WEIGHT_SCALE,
     Denominator,
     LostReduction,
     Reduction,
     check_weight,
     check_writable,
     fill_with_nothing,
-    mean_factors,
     times,
 )
-from tft_coord.core.types import Plan
+from tft_coord.core.step import StepName
+from tft_coord.core.step import effects as do
+from tft_coord.core.step import events as on
 from tft_pg import DummyWork
 
 ReduceOp: TypeAlias = "dist.ReduceOp | dist.ReduceOp.RedOpType"
@@ -99,51 +92,33 @@ class Reducer:
 
     Args:
         group: the process group.
-        core: says where the step is; only asked.
+        step: decides on each reduction, and is told of each failure.
         clock: measures time-outs.
-        report: told of each failure and of the step that it belongs to.
         own_time: told when this member has given what it has to give.
-        stands_by: another rank reduces in this one's place; tensors stay as they are.
     """
 
     def __init__(
         self,
         group: Group,
-        core: StepCore,
+        step: StepMailbox,
         clock: Clock,
-        report: Report,
         *,
         own_time: OwnTime,
-        stands_by: bool = False,
     ) -> None:
         self._group = group
-        self._core = core
+        self._step = step
         self._clock = clock
-        self._report = report
         self._own_time = own_time
-        self._stands_by = stands_by
-        self._started = Started(report)
-        self.has_reduced = False  # in this step
+        self._started = Started(self._report)
         self.num_started = 0  # in this Manager's life
-        self._weight: float | None = None
-        self._denominators: dict[torch.device, Denominator] = {}  # of that weight
+        self._denominators: dict[torch.device, Denominator] = {}  # of the step's weight
 
     def set_weight(self, weight: float) -> None:
         """See `Manager.set_weight`."""
-        value = check_weight(weight)
-        if self._core.phase is Phase.IDLE:
-            raise UsageError("set_weight was called outside a step; call it after start_quorum, before backward")
-        if self._denominators and value != self._weight:
-            raise UsageError(
-                f"set_weight was called with {value:g} after a reduction of this step was weighted with "
-                f"{self._weight:g}; say one weight a step, before its first reduction"
-            )
-        self._weight = value
+        self._step.tell(on.WeightSet(check_weight(weight)))
 
     def step_begins(self) -> None:
         """A new step, whose weight nobody has said yet."""
-        self.has_reduced = False
-        self._weight = None
         self._denominators.clear()
 
     @property
@@ -166,63 +141,59 @@ class Reducer:
         self._started.release()
         self._denominators.clear()  # a backend's Work keeps connections
 
+    def let_go(self) -> None:
+        """Nobody asks any more how what was started has ended."""
+        self._started.let_go()
+        self._denominators.clear()
+
     def reduce(
-        self,
-        tensor: torch.Tensor,
-        reduce_op: ReduceOp,
-        *,
-        plan: Plan | None,
-        weight: float | None,
-        limit: timedelta | None,
+        self, tensor: torch.Tensor, reduce_op: ReduceOp, *, weight: float | None, limit: timedelta | None
     ) -> dist.Work:
-        """See `Manager.allreduce`.
+        """See `Manager.allreduce`; to be called when the plan is here, or there is none.
 
         Args:
-            plan: of the step; None where there is no quorum.
+            tensor: to be reduced.
+            reduce_op: how.
             weight: of this reduction alone; None: the step's, if it has one.
             limit: how long it may take.
         """
-        core, name = self._core, self._core.name
-        inside = core.phase is not Phase.IDLE
-        if not inside:
-            name = replace(name, attempt=0)  # of no attempt: the last one may be in flight, and does not fail by it
-        self.has_reduced = self.has_reduced or inside
-        if plan is None:
-            return LostReduction(tensor)
-        if inside and core.error is not None:
-            self._stay_out(plan)
-            return LostReduction(tensor)
-        if self._stands_by:
-            return DummyWork([tensor])
-        gives = core.is_participating and (inside or core.verdict is True)
-        shared = reduce_op == _AVG and weight is None and inside
-        weight = self._enters(weight, plan, gives=gives, inside=inside) if reduce_op == _AVG else None
-        if gives and plan.replica_world_size == 1:
-            return self._alone(tensor, weight, name)
-        if inside:
+        (order,) = self._step.tell(on.ReductionAsked(reduce_op == _AVG, weight))
+        match order:
+            case do.Reduce():
+                return self._start(order, tensor, reduce_op, limit)
+            case do.ReduceAlone():
+                return self._alone(tensor, order.weight, order.name)
+            case do.KeepTensor():
+                return DummyWork([tensor])
+            case do.LoseReduction(aborts):
+                if aborts:
+                    self._stay_out()
+        return LostReduction(tensor)
+
+    def _start(self, order: do.Reduce, tensor: torch.Tensor, reduce_op: ReduceOp, limit: timedelta | None) -> dist.Work:
+        name, average = order.name, reduce_op == _AVG
+        if order.inside:
             self._own_time.mark()
-        failure = core.broken or (None if inside else self._group.errored())
-        if failure is not None:
-            self._report(failure, name)
-            return LostReduction(tensor)
+        else:
+            failure = self._group.errored()
+            if failure is not None:
+                self._report(failure, name)
+                return LostReduction(tensor)
         try:
-            factor, divide_by = mean_factors(plan.num_participants) if reduce_op == _AVG else (1.0, 1.0)
-            denominator = None
-            if weight is not None:
-                factor = weight
-                denominator = self._denominator(weight, tensor.device, name, shared=shared, inside=inside)
-            if not gives:
+            denominator = None if order.weight is None else self._denominator(order, order.weight, tensor.device)
+            if not order.gives:
                 fill_with_nothing(tensor, reduce_op)
-            data = times(tensor, factor if gives else 1.0, widens=reduce_op == _AVG)
-            work = self._group.allreduce([data], _SUM if reduce_op == _AVG else reduce_op)
+            data = times(tensor, order.factor if order.gives else 1.0, widens=average)
+            work = self._group.allreduce([data], _SUM if average else reduce_op)
         except Exception as error:
             self._report(error, name)
-            self._stay_out(plan)
+            if order.num_others:
+                self._stay_out()
             return LostReduction(tensor)
         reduction = Reduction(
             work,
             data,
-            divide_by=denominator or divide_by,
+            divide_by=denominator or order.divide_by,
             report=lambda error: self._report(error, name),
             abort=self._group.abort,
             clock=self._clock,
@@ -235,34 +206,19 @@ class Reducer:
         self.num_started += 1
         return reduction
 
-    def _enters(self, weight: float | None, plan: Plan, *, gives: bool, inside: bool) -> float | None:
-        """Return what this member enters into the sum of the weights of a mean, scaled; None: the mean has no weights.
-
-        The only participant's gradient is the mean, to the last bit, whatever its weight; so that weight is one.
-        """
-        if weight is None and not inside:  # how many give shows in the sum, and nowhere else
-            return 1.0 / max(plan.num_participants, 1) if gives else 0.0
-        weight = self._weight if weight is None else weight
-        if weight is None:
-            return None
-        if not gives:
-            return 0.0
-        return weight * WEIGHT_SCALE if plan.num_participants != 1 else float(weight > 0.0)
-
-    def _denominator(
-        self, weight: float, device: torch.device, name: StepName, *, shared: bool, inside: bool
-    ) -> Denominator:
+    def _denominator(self, order: do.Reduce, weight: float, device: torch.device) -> Denominator:
         """Start the sum of the weights; the one of the step's own weight only once, for all its reductions."""
-        if shared and device in self._denominators:
+        if order.shared and device in self._denominators:
             return self._denominators[device]
         total = torch.full((1,), weight, dtype=torch.float64, device=device)
         # Outside a step somebody waits for one number, and may wait for the device as well.
-        read_later = inside and device.type != "cpu"
-        denominator = Denominator(self._group.allreduce([total], _SUM), total, name=str(name), read_later=read_later)
-        if shared:
+        read_later = order.inside and device.type != "cpu"
+        work = self._group.allreduce([total], _SUM)
+        denominator = Denominator(work, total, name=str(order.name), read_later=read_later)
+        if order.shared:
             self._denominators[device] = denominator
         if read_later:
-            self._started.read_later(denominator, name)
+            self._started.read_later(denominator, order.name)
         return denominator
 
     def _alone(self, tensor: torch.Tensor, weight: float | None, name: StepName) -> dist.Work:
@@ -286,7 +242,10 @@ class Reducer:
             return LostReduction(tensor)
         return DummyWork([tensor])
 
-    def _stay_out(self, plan: Plan) -> None:
+    def _stay_out(self) -> None:
         """The others are in this reduction already, or soon: end it for them, rather than let them wait."""
-        if plan.replica_world_size > 1 and self._group.errored() is None:
+        if self._group.errored() is None:
             self._group.abort()
+
+    def _report(self, error: Exception, name: StepName) -> None:
+        self._step.tell(on.ErrorReported(error, name))

@@ -31,9 +31,6 @@ MOST_WEIGHT: Final = 1e18  # so that neither the product with a gradient nor its
 # Means of these are reduced in a wider copy. In their own dtype a product with a number of tokens overflows, and a
 # small gradient that is scaled down before the sum underflows.
 _WIDER: Final = {torch.float16: torch.float32, torch.complex32: torch.complex64}
-# Weights are counts (samples, tokens), and their sum is known only after the reduction. This factor keeps products with
-# any float32 or bfloat16 in range as long as the weights sum to at most 2**32. A power of two rounds nothing.
-WEIGHT_SCALE: Final = 2.0**-32
 _UNTOLD: Final = contextlib.nullcontext()
 
 
@@ -91,18 +88,6 @@ def check_weight(weight: object) -> float:
             f"between {1.0 / MOST_WEIGHT:g} and {MOST_WEIGHT:g}"
         )
     return value
-
-
-def mean_factors(num_participants: int) -> tuple[float, float]:
-    """Return what each participant's tensor is multiplied by before a sum, and what the sum is divided by after it.
-
-    A sum overflows where its mean does not, so the scaling comes first. It is a power of two, which rounds nothing, so
-    that the mean is bit for bit that of a sum divided afterwards, as torch's hybrid sharding makes it. For 2, 4 or 8
-    participants nothing is left to do after the sum: there is one pass over the memory.
-    """
-    number = max(num_participants, 1)
-    power = 1 << (number - 1).bit_length()  # the least that is not below
-    return 1.0 / power, number / power
 
 
 def check_writable(tensor: torch.Tensor) -> None:

@@ -1,20 +1,20 @@
-"""What goes wrong in a step, told wherever it counts: to the core, to the records for machines and to the log.
+"""What goes wrong in a step, told to the records for machines and to the log.
 
-Law of this file: telling, from any thread. What an error means for the step is decided by the core.
+Law of this file: telling, from any thread. What an error means for the step is decided by its core.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Final, NoReturn, final
 
 from tft_algos.errors import QuorumBroken
-from tft_algos.manager.attempt import FATAL, MAX_ERRORS_KEPT, Attempt, StepName
-from tft_algos.manager.core import StepCore
 from tft_algos.manager.records import Records
 from tft_coord.core.names import shorten
+from tft_coord.core.step import StepName, StepStatus
+from tft_coord.core.step.attempt import FATAL, MAX_ERRORS_KEPT
 from tft_coord.core.stragglers import LEFT_OUT_REASON
 from tft_coord.core.types import LossNotice, Plan, QuorumKey
 from tft_coord.errors import GroupLost, Refused
@@ -49,17 +49,15 @@ class Reports:
     """Where the errors of one Manager go, and its lines of the log.
 
     Args:
-        core: is told first.
+        status: gives what the step is like.
         job_id, replica_id, rank: who tells.
     Attributes:
-        lock: guards the core where any thread may tell it something.
         records: for machines.
     """
 
-    def __init__(self, core: StepCore, *, job_id: str, replica_id: str, rank: int) -> None:
-        self.lock = threading.Lock()
+    def __init__(self, status: Callable[[], StepStatus], *, job_id: str, replica_id: str, rank: int) -> None:
         self.records = Records(job_id=job_id, replica_id=replica_id, rank=rank)
-        self._core = core
+        self._status = status
         self._loss = ""  # the last one that was logged
         self._broken: dict[
             QuorumKey, bool
@@ -76,23 +74,28 @@ class Reports:
     def log(self, level: int, message: str, *args: object) -> None:
         """A line that says who tells it, and in which step."""
         if logger.isEnabledFor(level):
-            self._log_of(self._core.step, level, message % args if args else message)
+            self._log_of(self._status().step, level, message % args if args else message)
 
     def _log_of(self, step: int, level: int, sentence: str) -> None:
         if logger.isEnabledFor(level):
             logger.log(level, "[%s - step %d] %s", self._who, step, shorten(sentence))
 
-    def error(self, error: Exception, name: StepName | None) -> None:
-        """Something of a step has failed: a reduction, a future, or what the user says. `name`: None: the open one."""
-        with self.lock:
-            counts = self._core.error_reported(error, name)
-        self.records.error(name or self._core.name, error, counts=counts)
+    def error(self, name: StepName, error: Exception, *, counts: bool, is_between: bool = False) -> None:
+        """Something of a step has failed: a reduction, a future, or what the user says.
+
+        Args:
+            name: of the step.
+            error: what failed.
+            counts: the step fails by it.
+            is_between: it came between two steps, and belongs to none.
+        """
+        self.records.error(name, error, counts=counts)
         if counts:
-            self._step_failed(name or self._core.name, error, f"this step will not commit: {error}")
+            self._step_failed(name, error, f"this step will not commit: {error}")
         else:
             with self._holding:
-                level = logging.DEBUG if self._is_explained(name or self._core.name, error) else logging.WARNING
-            self.log(level, "an error of %s came when that was over: %s", name or "a step", error)
+                level = logging.DEBUG if self._is_explained(name, error) else logging.WARNING
+            self.log(level, "an error of %s came when that was over: %s", "a step" if is_between else name, error)
 
     def quorum_broke(self, notice: LossNotice, *, is_closing: bool) -> None:
         """Log, once, that the quorum in which this replica trains can't go on. What fails by it is not logged again.
@@ -194,70 +197,63 @@ class Reports:
         """Whether an error only repeats the last loss."""
         return isinstance(error, QuorumBroken) or (bool(self._loss) and self._loss in shorten(str(error)))
 
-    def no_quorum(self, error: Exception, *, others_go_on: bool) -> None:
-        """The step has no quorum. `others_go_on`: see `StepCore.quorum_failed`."""
-        with self.lock:
-            self._core.quorum_failed(error, others_go_on=others_go_on)
+    def no_quorum(self, name: StepName, error: Exception) -> None:
+        """The step has no quorum."""
         # The training thread raises what this process can't go on with; its sentence is said there.
-        self._tell(logging.DEBUG if isinstance(error, FATAL) else logging.WARNING, error, "no quorum: %s", error)
+        self._tell(name, logging.DEBUG if isinstance(error, FATAL) else logging.WARNING, error, "no quorum: %s", error)
 
-    def configure_failed(self, key: QuorumKey, error: Exception, *, warning: str = "") -> None:
-        """The process group could not be built for a quorum.
+    def configure_failed(self, name: StepName, error: Exception, *, warning: str = "") -> None:
+        """The process group could not be built for the quorum of a step.
 
         Args:
+            name: of the step.
+            error: what failed.
             warning: names who could not be reached. It is written at once, because no loss explains that.
         """
-        with self.lock:
-            self._core.configure_failed(error)
-        self.records.error(self._core.name, error, counts=True)
-        name = replace(self._core.name, key=key)
+        self.records.error(name, error, counts=True)
         if warning:
             with self._holding:
                 self._is_news(name, error)  # what fails by it is not logged again
             self._log_of(name.step, logging.WARNING, f"this step will not commit: {warning}")
             return
-        self._step_failed(name, error, f"could not configure quorum {key}, so this step will not commit: {error}")
+        self._step_failed(name, error, f"could not configure quorum {name.key}, so this step will not commit: {error}")
 
-    def heal_failed(self, error: Exception, *, by_source: bool, traceback_of: BaseException | None = None) -> None:
+    def heal_failed(self, name: StepName, error: Exception, *, traceback_of: BaseException | None = None) -> None:
         """This replica did not heal.
 
         Args:
-            by_source: see `StepCore.heal_failed`.
+            name: of the step.
+            error: why.
             traceback_of: an error of a function of the user's, to be shown with its traceback.
         """
-        with self.lock:
-            self._core.heal_failed(error, by_source=by_source)
         if traceback_of is None:
-            self._tell(logging.WARNING, error, "%s", error)
+            self._tell(name, logging.WARNING, error, "%s", error)
         else:
-            self.records.error(self._core.name, error, counts=True)
+            self.records.error(name, error, counts=True)
             self.log_traceback(traceback_of, "%s", error)
 
     def log_traceback(self, error: BaseException, message: str, *args: object) -> None:
         """An error of a function of the user's, with the place in it at which it was raised."""
-        logger.error(f"[%s - step %d] {message}", self._who, self._core.step, *args, exc_info=error)
+        logger.error(f"[%s - step %d] {message}", self._who, self._status().step, *args, exc_info=error)
 
-    def group_lost(self, error: GroupLost) -> None:
+    def group_lost(self, name: StepName, error: Exception) -> None:
         """This replica group can't go on."""
-        with self.lock:
-            self._core.group_lost(error)
         with self._holding:
             self._group_is_lost = True
             self._held = None  # its reason
-        self._tell(logging.ERROR, error, "%s", error)
+        self._tell(name, logging.ERROR, error, "%s", error)
 
     def torn(self, error: BaseException) -> None:
         """What was committed could not be applied: the state here is half written."""
-        self._core.optimizer_raised()
-        self.records.error(self._core.name, error, counts=False)
+        self.records.error(self._status().name, error, counts=False)
         self.log(logging.WARNING, "the commit could not be applied here, so this replica heals: %r", error)
 
-    def raise_fatal(self, attempt: Attempt | None = None) -> None:
-        """Raise that with which this process can't go on, if there is such a thing. `attempt`: None: the open one."""
-        fatal = self._core.fatal if attempt is None else self._core.fatal_of(attempt)
+    def raise_fatal(self) -> None:
+        """Raise that with which this process can't go on, if there is such a thing."""
+        fatal = self._status().fatal
         if fatal is not None:
             raise_told(fatal)
 
-    def _tell(self, level: int, error: Exception, message: str, *args: object) -> None:
-        self.records.error(self._core.name, error, counts=True)
+    def _tell(self, name: StepName, level: int, error: Exception, message: str, *args: object) -> None:
+        self.records.error(name, error, counts=True)
         self.log(logging.DEBUG if self.follows_from_a_loss(error) else level, message, *args)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tft_algos.manager.config import ResolvedConfig
-from tft_algos.manager.core import StepCore
+from tft_algos.manager.mailbox import StepMailbox
 from tft_algos.manager.parts import Clock, Coordinator
 from tft_algos.manager.reports import Reports
 from tft_algos.manager.user_state import UserState
@@ -23,17 +23,17 @@ class Shared:
 
     Args:
         config: resolved.
-        core: what is known of the steps.
+        step: the mailbox of the steps.
         coordinator: speaks for this rank.
         transport: moves live state.
         user_state: what the user has registered.
-        reports: where errors and lines of the log go; it tells the core of errors.
+        reports: where errors and lines of the log go.
         clock: tells the time.
         closing: set when the Manager ends.
     """
 
     config: ResolvedConfig
-    core: StepCore
+    step: StepMailbox
     coordinator: Coordinator
     transport: CheckpointTransport[Any]
     user_state: UserState

@@ -15,7 +15,8 @@ from tft_algos.manager.audit import StateAudit
 from tft_algos.manager.divergence import StateDigester, combine, describe, differences
 from tft_algos.manager.island import island_digests
 from tft_algos.manager.shared import Shared
-from tft_coord.core.types import Plan
+from tft_coord.core.step.effects import CompareState, ExplainDivergence
+from tft_coord.core.step.events import StateCompared
 from tft_coord.errors import DeadlinePassed
 
 
@@ -33,14 +34,13 @@ class StateCheck:
         self._audit = audit
         self._digester = StateDigester()
 
-    def compare(self) -> None:
-        """Where it is due, make the user's state a part of the lineage that this group reports.
+    def compare(self, order: CompareState) -> None:
+        """Make the user's state a part of the lineage that this group reports.
 
-        Raises: StateUnavailable: it is due, and the user says that the state is half written.
+        Raises: StateUnavailable: the user says that the state is half written.
         """
-        core, config, user = self._shared.core, self._shared.config, self._shared.user_state
-        if not core.check_is_due(config.check_state_every):
-            return
+        core, config, user = self._shared.step.status, self._shared.config, self._shared.user_state
+        name = order.name
         if not user.readable:
             raise StateUnavailable(
                 f"the state of replica {self._shared.coordinator.replica_id} is to be compared at step {core.step}, "
@@ -48,7 +48,6 @@ class StateCheck:
             )
         own = ""  # what a rank gives that has no state to show: a group is compared whole
         state: dict[str, Any] | None = None
-        name = f"check {core.step}, attempt {core.name.attempt + 1}"
         digests: tuple[str, ...] = ("",)
         try:
             state = user.take_compared()  # on every rank, for it may be a collective of the group
@@ -72,19 +71,18 @@ class StateCheck:
                 digests = (own,)
         except (DeadlinePassed, StateUnavailable) as error:
             self._cannot_compare(error)
-        core.state_checked(combine(digests) if all(digests) else None)
+        self._shared.step.tell(StateCompared(combine(digests) if all(digests) else None))
 
-    def explain(self, plan: Plan, fetched: Mapping[str, Any]) -> None:
-        """Where this replica heals because its state is not that of the others: say what differs.
+    def explain(self, order: ExplainDivergence, fetched: Mapping[str, Any]) -> None:
+        """Say what differs where this replica heals because its state is not that of the others.
 
         Args:
-            plan: that says to heal.
+            order: of the step's core.
             fetched: the source's state.
         Raises: StateDiverged: healing is not wanted, or the last one did not cure it.
         """
-        core, config, user = self._shared.core, self._shared.config, self._shared.user_state
-        if not core.diverged_from(fetched["tft"]):
-            return
+        core, config, user = self._shared.step.status, self._shared.config, self._shared.user_state
+        plan = order.plan
         found: list[tuple[str, str]] = []
         if plan.step == core.step:
             try:
@@ -99,12 +97,12 @@ class StateCheck:
             f"the state of replica {replica_id}, rank {config.rank}, at step {core.step} is not that of {source} "
             f"({told})"
         )
-        if config.on_divergence == "heal" and core.divergences < 2:
+        if not order.stops:
             self._shared.reports.log(logging.ERROR, "%s; it heals", sentence)
             return
         advice = (
             f"healing did not cure it the last time, {self._why_not_cured()}"
-            if core.divergences > 1
+            if order.again
             else "on_divergence is stop; start this replica again to have it heal"
         )
         raise StateDiverged(

@@ -14,12 +14,13 @@ from datetime import timedelta
 from typing import Final, final
 
 from tft_algos.manager.config import ResolvedConfig
-from tft_algos.manager.core import Healing, StepCore
-from tft_algos.manager.core import Phase as StepPhase
+from tft_algos.manager.mailbox import StepMailbox
 from tft_algos.manager.reports import Reports
 from tft_algos.manager.whereabouts import Whereabouts
 from tft_coord.core.names import shorten
 from tft_coord.core.progress import Phase
+from tft_coord.core.step import Healing, StepStatus
+from tft_coord.core.step import Phase as StepPhase
 from tft_coord.core.waits import LEFT_OUT, NAMES_MOST, WaitNotice
 
 QUORUM: Final = "a quorum"
@@ -35,7 +36,7 @@ class WaitWatch:
     """The waits of one rank.
 
     Args:
-        core: says whether a step is open, planned, and heals.
+        step: says whether a step is open, planned, and heals.
         where: says where in it the training thread is.
         config: whose time-outs end the waits.
         reports: its log.
@@ -46,7 +47,7 @@ class WaitWatch:
 
     def __init__(
         self,
-        core: StepCore,
+        step: StepMailbox,
         where: Whereabouts,
         config: ResolvedConfig,
         reports: Reports,
@@ -55,7 +56,7 @@ class WaitWatch:
         failed_before: Callable[[], str] = lambda: "",
         left_out: Callable[[], str] = lambda: "",
     ) -> None:
-        self._core = core
+        self._step = step
         self._where = where
         self._config = config
         self._reports = reports
@@ -89,16 +90,17 @@ class WaitWatch:
     def look(self, reductions: int) -> None:
         """Write the line that is due, if one is. `reductions`: how many this Manager has started so far."""
         now_s = self._monotonic()
-        kind = self._kind_now()
-        key = (self._core.name.attempt, kind, reductions) if kind else ()
+        status = self._step.status
+        kind = self._kind_now(status)
+        key = (status.name.attempt, kind, reductions) if kind else ()
         if key != self._key:
             before, self._key, self._since_s = self._kind, key, now_s
             if before:
-                failed = self._core.phase is StepPhase.FAILED or self._core.failed_quorums > self._failed_before
+                failed = status.phase is StepPhase.FAILED or status.failed_quorums > self._failed_before
                 self._has_failed = before == QUORUM and failed
             self._write(None, before, now_s)
             if kind == QUORUM:
-                self._failed_before = self._core.failed_quorums
+                self._failed_before = status.failed_quorums
                 if not self._has_failed:
                     self._first_asked_s = now_s
             self._kind = kind
@@ -129,13 +131,13 @@ class WaitWatch:
             self._limit(kind),
         )
 
-    def _kind_now(self) -> str:
-        core, phase = self._core, self._where.phase()
+    def _kind_now(self, status: StepStatus) -> str:
+        phase = self._where.phase(status)
         if phase is not Phase.WAITING:
             return REDUCTION if phase is Phase.REDUCING else ""
-        if self._where.quorum_pends:
-            return QUORUM if core.phase is StepPhase.ASKED else GROUP
-        return STATE if core.healing is Healing.FETCHING else VOTE
+        if status.pends:
+            return QUORUM if status.phase is StepPhase.ASKED else GROUP
+        return STATE if status.healing is Healing.FETCHING else VOTE
 
     def _limit(self, kind: str) -> str:
         if kind == GROUP:
@@ -152,7 +154,7 @@ class WaitWatch:
         sentence, told_s = self._told
         if sentence and told_s >= self._since_s:
             return shorten(sentence)
-        plan = self._core.plan
+        plan = self._step.status.plan
         if kind == QUORUM:
             return "the lighthouse has not said yet for whom"
         if plan is None:

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import final
 
-from tft_algos.manager.core import Phase as StepPhase
-from tft_algos.manager.core import StepCore
+from tft_algos.manager.mailbox import StepMailbox
 from tft_algos.manager.own_time import OwnTime
 from tft_coord.core.progress import Phase, Progress
+from tft_coord.core.step import StepStatus
 
 
 @final
@@ -26,7 +26,7 @@ class Whereabouts:
     """One rank's place in its step.
 
     Args:
-        core: says whether a step is open and planned.
+        step: says whether a step is open and planned.
         slowest_step_ms: longest time that a step may take; 0: any.
         num_reductions: gives how many reductions this Manager has started so far.
         reduces: whether one of them is under way.
@@ -36,7 +36,7 @@ class Whereabouts:
 
     def __init__(
         self,
-        core: StepCore,
+        step: StepMailbox,
         *,
         slowest_step_ms: int,
         num_reductions: Callable[[], int],
@@ -44,7 +44,7 @@ class Whereabouts:
         monotonic: Callable[[], float],
         own_time: OwnTime,
     ) -> None:
-        self._core = core
+        self._step = step
         self.own_time = own_time
         self._slowest_step_ms = slowest_step_ms
         self._num_reductions = num_reductions
@@ -57,13 +57,10 @@ class Whereabouts:
         self._inner_steps = 0
         self.waits = False  # the training thread, in the vote or for state
         self.applies = False  # the training thread, what was committed: the optimizer steps
-        self.quorum_pends = False
-        self.excused = True
 
     def step_begins(self) -> None:
-        """A quorum is asked for; whether the step is excused shows when its plan is here."""
+        """A quorum is asked for."""
         self.waits = self._goes_on = False
-        self.quorum_pends = True
 
     def inner_step_ended(self) -> None:
         """The training thread goes on, whatever is reduced meanwhile."""
@@ -71,41 +68,29 @@ class Whereabouts:
         self._goes_on = True
         self._inner_steps += 1
 
-    def planned(self, *, excused: bool) -> None:
-        """The quorum is here and the group configured, or it failed.
-
-        Args:
-            excused: the step is the first after a start, a healing or a reconfiguration.
-        """
-        self.excused = excused
-        self.quorum_pends = False
-        if excused:
-            self.own_time.forget()
-
     def look(self) -> Progress:
         """For the next beat, or to find a long wait. Since when it is so, the first look that found it so tells."""
-        core, now_s = self._core, self._monotonic()
-        phase = self.phase()
-        plan = core.plan
-        here = (core.name.attempt, phase, self._num_reductions(), self._inner_steps)
+        status, now_s = self._step.status, self._monotonic()
+        phase = self.phase(status)
+        plan = status.plan
+        here = (status.name.attempt, phase, self._num_reductions(), self._inner_steps)
         if here != self._last:
             self._last, self._since_s = here, now_s
-        is_between = core.phase is StepPhase.IDLE and not core.num_deferred
+        is_between = not status.is_open and not status.num_deferred
         return Progress(
-            step=core.step if plan is None or is_between else plan.step,
+            step=status.step if plan is None or is_between else plan.step,
             phase=phase,
             since_ms=round((now_s - self._since_s) * 1_000),
-            excused=self.excused or self.quorum_pends,
+            excused=status.excused or status.pends,
             slowest_step_ms=self._slowest_step_ms,
             own_ms=self.own_time.median_ms,
         )
 
-    def phase(self) -> Phase:
-        """Where the training thread is just now."""
-        core = self._core
-        if core.phase is StepPhase.IDLE and not core.num_deferred:
+    def phase(self, status: StepStatus) -> Phase:
+        """Where the training thread is just now. `status`: of the step."""
+        if not status.is_open and not status.num_deferred:
             return Phase.OWN if self.applies else Phase.OUTSIDE
-        if self.waits or self.quorum_pends:
+        if self.waits or status.pends:
             return Phase.WAITING
-        goes_on = (self._goes_on or core.num_deferred) and not self.finishes
+        goes_on = (self._goes_on or status.num_deferred) and not self.finishes
         return Phase.REDUCING if self._reduces() and not goes_on else Phase.OWN

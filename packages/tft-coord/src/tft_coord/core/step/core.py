@@ -91,6 +91,7 @@ def _handlers_of(books: Books) -> dict[type, Handler]:
         on.VerdictArrived: ending.verdict_arrived,
         on.FlightsDropped: ending.flights_dropped,
         on.FlightsGivenUp: ending.flights_given_up,
+        on.StrategyExchanges: recovery.strategy_exchanges,
         on.ExchangeAsked: recovery.exchange_asked,
         on.StateServed: recovery.state_served,
         on.StageEnded: recovery.stage_ended,

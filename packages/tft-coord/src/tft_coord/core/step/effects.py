@@ -360,11 +360,19 @@ class Concluded:
 
 @dataclass(frozen=True, slots=True)
 class ReportError:
-    """Log and record an error. `counts`: the attempt fails by it; otherwise it came when that was over."""
+    """Log and record an error.
+
+    Args:
+        name: of the attempt; where it came between two steps, of the one before.
+        error: what failed.
+        counts: the attempt fails by it. Otherwise it came when that was over.
+        is_between: it belongs to no attempt.
+    """
 
     name: StepName
     error: Exception
     counts: bool
+    is_between: bool = False
 
 
 @dataclass(frozen=True, slots=True)

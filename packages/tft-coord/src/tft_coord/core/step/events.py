@@ -221,16 +221,18 @@ class FlightsGivenUp:
 
 
 @dataclass(frozen=True, slots=True)
-class ExchangeAsked:
-    """State is to be given or taken now, if the plan says so and it was not done yet.
+class StrategyExchanges:
+    """A strategy wants state to be exchanged in the open attempt as soon as its plan is here.
 
-    Args:
-        offers: as in `AttemptSettled`.
-        by_strategy: a strategy asks, whose state does not change before its step ends.
+    Such a strategy begins steps before earlier ones have ended, on every member.
     """
 
+
+@dataclass(frozen=True, slots=True)
+class ExchangeAsked:
+    """State is to be given or taken now, if the plan says so and it was not done yet. `offers`: see AttemptSettled."""
+
     offers: bool = False
-    by_strategy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,6 +391,7 @@ Event: TypeAlias = (
     | VerdictArrived
     | FlightsDropped
     | FlightsGivenUp
+    | StrategyExchanges
     | ExchangeAsked
     | StateServed
     | StageEnded

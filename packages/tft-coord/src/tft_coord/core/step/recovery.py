@@ -55,13 +55,20 @@ class Recovery:
 
     # --- beginning ----------------------------------------------------------------------------------------------------
 
+    def strategy_exchanges(self, event: on.StrategyExchanges, now_ms: int) -> Effects:
+        """Raises: UsageError: no attempt is open."""
+        self._check_open()
+        self._books.by_strategy = True
+        return ()
+
+    def _check_open(self) -> None:
+        if self._books.flights.phase is Phase.IDLE:
+            raise UsageError("exchange_state was called outside a step; call it after start_quorum")
+
     def exchange_asked(self, event: on.ExchangeAsked, now_ms: int) -> Effects:
         """Raises: UsageError: no attempt is open."""
-        books, flights = self._books, self._books.flights
-        if flights.phase is Phase.IDLE:
-            raise UsageError("exchange_state was called outside a step; call it after start_quorum")
-        books.by_strategy = books.by_strategy or event.by_strategy
-        last = flights.last
+        self._check_open()
+        books, last = self._books, self._books.flights.last
         plan = last.plan
         if plan is None or last.exchanged or last.abandoned is not None or books.fatal_of(last) is not None:
             return ()

@@ -38,7 +38,8 @@ class Troubles:
         attempt = flights.counting(name)
         if attempt is not None:
             attempt.note(error)
-        return (do.ReportError(name or flights.last.name, error, attempt is not None),)
+        is_between = name is None and attempt is None
+        return (do.ReportError(name or flights.last.name, error, attempt is not None, is_between),)
 
     def loss_noticed(self, event: on.LossNoticed, now_ms: int) -> Effects:
         if self._books.losses.heard(event.notice):

@@ -1,0 +1,116 @@
+"""The one way to a rank's step: every thread tells its events here, and here only.
+
+Whoever delivers an event takes the mailbox's lock, has the core handle it, lets go of the lock, and performs what was
+decided, in order. So nothing that blocks, and no code of the user's, ever runs under the lock. Readers get a frozen
+status, and wait for no lock unless an event has just changed it.
+
+A signal handler may interrupt a thread in the midst of an event. What it tells is then kept, and handled next.
+
+Law of this file: the lock of the step, and who performs what. What is decided stands in `tft_coord.core.step`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+from tft_coord.core.step import Effects, Event, StepCore, StepSettings, StepStatus
+
+Perform = Callable[[Any], object]
+
+
+@final
+class StepMailbox:
+    """The mailbox of one rank's step.
+
+    Args:
+        settings: of its core.
+        monotonic: the time, in seconds.
+    """
+
+    def __init__(self, settings: StepSettings, monotonic: Callable[[], float]) -> None:
+        self._monotonic = monotonic
+        self._core = StepCore(settings)
+        self._lock = threading.RLock()  # taken again only by a signal handler of the thread that holds it
+        self._handles = False  # the thread that holds the lock is in the midst of an event
+        self._posted: deque[Event] = deque()
+        self._performers: Mapping[type, Perform] = {}
+        self._last = self._core.status  # the newest that somebody has read
+        self._status: StepStatus | None = self._last  # None: an event has come since
+
+    def performs(self, performers: Mapping[type, Perform]) -> None:
+        """Say who performs which effects, whichever thread is told them. Call it once, before other threads know this.
+
+        Args:
+            performers: by kind of effect. Effects of all other kinds are returned to the thread that told the event.
+        """
+        self._performers = performers
+
+    @property
+    def now_ms(self) -> int:
+        """Return the core's time."""
+        return round(self._monotonic() * 1_000)
+
+    @property
+    def status(self) -> StepStatus:
+        """Return what the step is like. Inside a signal handler that interrupts an event: as it was before."""
+        status = self._status
+        return status if status is not None and not self._posted else self._read()
+
+    def post(self, event: Event) -> None:
+        """Leave an event to whoever comes next; takes no lock, so that a signal handler may call it."""
+        self._posted.append(event)
+
+    def tell(self, event: Event) -> Effects:
+        """Tell an event, and perform what follows from it.
+
+        Returns: the effects that the caller performs itself, in order.
+        Raises: what the core raises about the event; what performing an effect raises, and then the rest is not done.
+        """
+        if self._posted and not self._handles:
+            self._take_posted()
+        effects = self._handle(event)
+        return self._perform(effects) if effects else effects
+
+    def _handle(self, event: Event) -> Effects:
+        with self._lock:
+            if self._handles:
+                self._posted.append(event)
+                return ()
+            self._handles = True
+            try:
+                return self._core.handle(event, round(self._monotonic() * 1_000))
+            finally:
+                self._status = None
+                self._handles = False
+
+    def _perform(self, effects: Effects) -> Effects:
+        performers = self._performers
+        rest = None
+        for effect in effects:
+            perform = performers.get(type(effect))
+            if perform is not None:
+                perform(effect)
+            elif rest is None:
+                rest = [effect]
+            else:
+                rest.append(effect)
+        return tuple(rest) if rest is not None else ()
+
+    def _take_posted(self) -> None:
+        while self._posted:
+            try:
+                event = self._posted.popleft()
+            except IndexError:  # another thread took it
+                return
+            self._perform(self._handle(event))
+
+    def _read(self) -> StepStatus:
+        if self._posted and not self._handles:
+            self._take_posted()
+        with self._lock:
+            if not self._handles:
+                self._last = self._status = self._core.status
+            return self._last
