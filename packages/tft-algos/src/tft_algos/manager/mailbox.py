@@ -69,46 +69,49 @@ class StepMailbox:
         Returns: the effects that the caller performs itself, in order.
         Raises: what the core raises about the event; what performing an effect raises, and then the rest is not done.
         """
-        if self._posted and not self._handles:
+        if self._posted:
             self._take_posted()
-        effects = self._handle(event)
-        return self._perform(effects) if effects else effects
-
-    def _handle(self, event: Event) -> Effects:
+        # All of it in one function: a step tells some ten events, and calls are what they cost.
+        core = self._core
         with self._lock:
             if self._handles:
                 self._posted.append(event)
                 return ()
             self._handles = True
             try:
-                return self._core.handle(event, round(self._monotonic() * 1_000))
+                effects = core.handle(event, round(self._monotonic() * 1_000))
+            finally:
+                self._status = core.known_status
+                self._handles = False
+        return self._perform(effects) if effects else effects
+
+    def _perform(self, effects: Effects) -> Effects:
+        performers, rest = self._performers, []
+        for effect in effects:
+            perform = performers.get(type(effect))
+            if perform is None:
+                rest.append(effect)
+            else:
+                perform(effect)
+        return tuple(rest)
+
+    def _take_posted(self) -> None:
+        """Handle what was posted. Nobody waits for what follows from it."""
+        effects: Effects = ()
+        with self._lock:
+            if self._handles:
+                return  # a signal handler, in the midst of an event
+            self._handles = True
+            try:
+                while self._posted:
+                    effects += self._core.handle(self._posted.popleft(), self.now_ms)
             finally:
                 self._status = None
                 self._handles = False
-
-    def _perform(self, effects: Effects) -> Effects:
-        performers = self._performers
-        rest = None
-        for effect in effects:
-            perform = performers.get(type(effect))
-            if perform is not None:
-                perform(effect)
-            elif rest is None:
-                rest = [effect]
-            else:
-                rest.append(effect)
-        return tuple(rest) if rest is not None else ()
-
-    def _take_posted(self) -> None:
-        while self._posted:
-            try:
-                event = self._posted.popleft()
-            except IndexError:  # another thread took it
-                return
-            self._perform(self._handle(event))
+        self._perform(effects)
 
     def _read(self) -> StepStatus:
-        if self._posted and not self._handles:
+        if self._posted:
             self._take_posted()
         with self._lock:
             if not self._handles:

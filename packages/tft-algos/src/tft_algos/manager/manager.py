@@ -394,8 +394,8 @@ class Manager:
             usable. Asynchronous: nothing else, it is recorded, and should_commit raises it if this process can't go on.
         """
         self._check_open()
-        self.raise_if_left()
-        self._step.tell(on.StartAsked())
+        if self._step.tell(on.StartAsked()):
+            self.raise_if_left()
         limit = self._limit(timeout, self._config.quorum_timeout)
         for name, said in (("allow_heal", allow_heal), ("shrink_only", shrink_only)):
             if not isinstance(said, bool):
@@ -487,12 +487,16 @@ class Manager:
 
     def _plan(self) -> Plan | None:
         """The plan of this step, waited for; None if there is none. Never raises what the quorum raised."""
+        self._await_plan()
+        return self._step.status.plan
+
+    def _await_plan(self) -> None:
+        """Wait until the plan of this step is here, or it is known that there is none."""
         if not self._negotiation.has_begun:
             raise UsageError("a reduction needs a quorum; call start_quorum first")
-        if self._negotiation.has_ended:
-            return self._negotiation.plan()
-        with self._own_time:
-            return self._negotiation.plan()
+        if not self._negotiation.has_ended:
+            with self._own_time:
+                self._negotiation.settle()
 
     # --- reductions ----------------------------------------------------------------------------------------------
 
@@ -561,7 +565,7 @@ class Manager:
                 "before or after it on other members; call it where none is in flight, as behind the inner step in "
                 "which current_step() has risen, with fragment_sync_delay below a period"
             )
-        self._plan()
+        self._await_plan()
         return self._reducer.reduce(tensor, reduce_op, weight=weight, limit=limit)
 
     def attach_strategy(self, name: str) -> None:
@@ -583,7 +587,7 @@ class Manager:
 
     def reduce_in_sync(self, tensor: torch.Tensor) -> dist.Work:
         """The mean of a tensor over the participants, as `allreduce`, in the open step of an attached strategy."""
-        self._plan()
+        self._await_plan()
         return self._reducer.reduce(tensor, dist.ReduceOp.AVG, weight=None, limit=None)
 
     def set_weight(self, weight: float) -> None:
@@ -742,7 +746,7 @@ class Manager:
         limit = self._vote_limit(timeout)
         self._step.tell(on.EndAsked())
         self._own_time.finishes()
-        self._plan()
+        self._await_plan()
         self._wait_for(self._reducer.finish)
         effects = self._step.tell(on.ReductionsEnded())
         if isinstance(effects[-1], do.Concluded):
@@ -751,12 +755,12 @@ class Manager:
         if self._synchronize is not None:
             self._synchronize()
         self._reducer.release()
+        self._early.reductions_ended(readable=self._user.readable)
         self._where.waits = True  # for state, and for the verdict
         effects = self._step.tell(
             on.DeviceSynchronized(group_error=self._pg.errored(), on_device=self._synchronize is not None)
         )
         if isinstance(effects[-1], do.ExchangeState):
-            self._early.reductions_ended(readable=self._user.readable)
             self._exchange.perform()
             effects = self._step.tell(on.VoteAsked())
         return self._concluded(self._vote(effects, limit))
@@ -919,7 +923,7 @@ class Manager:
         """
         self._check_open()
         self._step.tell(on.StrategyExchanges())
-        self._plan()
+        self._await_plan()
         status = self._step.status
         if status.plan is None or status.exchanged or status.is_abandoned:
             return False

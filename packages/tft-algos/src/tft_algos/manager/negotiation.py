@@ -27,7 +27,7 @@ from tft_algos.manager.shared import Shared
 from tft_algos.manager.unreached import UnreachedPeers
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
-from tft_coord.core.types import Plan, QuorumKey
+from tft_coord.core.types import QuorumKey
 from tft_coord.errors import Closed, GroupLost, Refused
 
 
@@ -122,12 +122,6 @@ class Negotiation:
                 self._last.result()
             except (GroupLost, Refused) as error:
                 raise_told(error)
-
-    def plan(self) -> Plan | None:
-        """The plan of this step, waited for; None if there is none. Never raises what the quorum raised."""
-        if not self.has_ended:
-            self.settle()
-        return self._step.status.plan
 
     def settle(self) -> None:
         """Wait for the end, however it is."""

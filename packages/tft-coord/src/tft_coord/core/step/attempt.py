@@ -95,6 +95,11 @@ class Attempt:
         return self.healing is Healing.NONE or self.healing is Healing.LOADED
 
     @property
+    def has_to_exchange(self) -> bool:
+        """Whether the plan wants state of this rank, or for it."""
+        return self.healing is Healing.FETCHING or (self.plan is not None and self.plan.serve)
+
+    @property
     def status(self) -> AttemptStatus:
         """Return it as a frozen value."""
         return AttemptStatus(self.name, self.plan, self.error, self.abandoned)

@@ -14,7 +14,7 @@ at a time, and performs what is decided, in order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, Final, final
 
 from tft_coord.core.step import events as on
 from tft_coord.core.step.asking import Asking
@@ -30,6 +30,9 @@ from tft_coord.core.step.values import StepSettings
 
 Handler = Callable[[Any, int], Effects]
 
+# Events after which the status is what it was before.
+_QUIET: Final = frozenset({on.StartAsked, on.AttemptSettled, on.StartReady, on.EndAsked, on.Looked})
+
 
 @final
 class StepCore:
@@ -37,11 +40,13 @@ class StepCore:
 
     Args:
         settings: what the decisions depend on.
+    Attributes:
+        known_status: the status, if it was made since the last event that changed it; else None.
     """
 
     def __init__(self, settings: StepSettings) -> None:
         self._books = Books(settings)
-        self._status: StepStatus | None = None
+        self.known_status: StepStatus | None = None
         self._handlers = _handlers_of(self._books)
 
     def handle(self, event: Event, now_ms: int) -> Effects:
@@ -54,15 +59,16 @@ class StepCore:
         Raises: UsageError, StateUnavailable, StaleQuorum: the rules forbid the event; nothing has changed.
         """
         effects = self._handlers[type(event)](event, now_ms)
-        self._status = None
+        if type(event) not in _QUIET:
+            self.known_status = None
         return effects
 
     @property
     def status(self) -> StepStatus:
         """Return what the step is like now, as a frozen value; made when it is asked for."""
-        status = self._status
+        status = self.known_status
         if status is None:
-            status = self._status = self._books.status()
+            status = self.known_status = self._books.status()
         return status
 
 

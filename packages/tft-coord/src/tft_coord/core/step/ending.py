@@ -92,7 +92,7 @@ class Ending:
         if event.group_error is not None and attempt.error is None and counts:
             attempt.note(event.group_error)
             reports = (do.ReportError(attempt.name, event.group_error, True),)
-        if event.attempt == 0 and not attempt.exchanged:
+        if event.attempt == 0 and not attempt.exchanged and attempt.has_to_exchange:
             return (*reports, do.ExchangeState())
         return (*reports, *self._cast(event.attempt, attempt, now_ms))
 

@@ -6,7 +6,7 @@ Law of this file: facts, and what follows from them alone; nothing is decided.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tft_coord.core.step.errors import QuorumBroken
 from tft_coord.core.step.values import Check, Healing, Phase, StepName
@@ -29,9 +29,8 @@ class AttemptStatus:
     abandoned: Exception | None
 
 
-@dataclass(frozen=True, slots=True)
-class StepStatus:
-    """One rank's step, between two events.
+class StepStatus(NamedTuple):
+    """One rank's step, between two events. A tuple, because it is made several times a step.
 
     Args:
         step, batches_committed, lineage, live, torn: of the state that this rank holds, as in `Member`.
