@@ -719,7 +719,8 @@ def test_a_load_that_fails_twice_for_the_same_reason_ends_the_process() -> None:
         assert one(do.ReportHealFailed, effects).is_over is bool(ends[-1])
         member.end(False)
     assert ends[:3] == [[], [], []]
-    assert "replica a, rank 1, could not take over step 9 for the same reason" in ends[3][0]
+    (words,) = ends[3] or [""]
+    assert "replica a, rank 1, could not take over step 9 for the same reason" in words
 
 
 STAGES = [
@@ -1075,6 +1076,14 @@ def test_steps_in_flight_end_in_order_each_as_the_step_that_it_was_named_after()
         assert rank.vote(number).step == step
         assert rank.end(True, number).committed
     assert (rank.status.step, rank.status.num_deferred, rank.status.aside) == (3, 0, ())
+
+
+def test_steps_in_flight_are_named_after_the_step_that_they_will_be() -> None:
+    rank, _ = flying(2)
+    rank.ask()
+    assert rank.status.name.step == 2
+    rank.plan(QuorumKey(7, 7))
+    assert rank.status.name.step == 2
 
 
 def test_the_open_step_does_not_end_before_those_in_flight() -> None:
