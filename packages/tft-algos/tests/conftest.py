@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import random
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
+import tft_algos.manager
 from tft_algos import Manager
 from tft_algos.testing import FakeGroup, MemoryTransport, ScriptedCoordinator
 from tft_coord.core.types import Plan, QuorumKey
@@ -88,3 +96,54 @@ def rigs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 @pytest.fixture(params=[True, False], ids=["async", "sync"])
 def use_async_quorum(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
+
+
+# --- races ------------------------------------------------------------------------------------------------------------
+
+SHELL = str(Path(tft_algos.manager.__file__).parent)
+YIELDS_AT = 0.05  # of the shell's lines
+RACES = int(os.environ.get("TFT_RACES", "0"))
+
+
+@contextmanager
+def yielding(seed: int) -> Iterator[None]:
+    """Give way to other threads between any two lines of the shell, at random, and as often as Python can."""
+    dice = random.Random(seed)
+
+    def line(frame: FrameType, event: str, arg: object) -> Any:
+        if event == "line" and dice.random() < YIELDS_AT:
+            time.sleep(0 if dice.random() < 0.9 else 0.0005)
+        return line
+
+    def call(frame: FrameType, event: str, arg: object) -> Any:
+        return line if frame.f_code.co_filename.startswith(SHELL) else None
+
+    interval, before, before_here = sys.getswitchinterval(), threading.gettrace(), sys.gettrace()
+    sys.setswitchinterval(1e-6)
+    threading.settrace(call)
+    sys.settrace(call)
+    try:
+        yield
+    finally:
+        sys.settrace(before_here)
+        threading.settrace(before)  # type: ignore[arg-type]
+        sys.setswitchinterval(interval)
+
+
+@pytest.fixture
+def yields() -> Callable[[int], AbstractContextManager[None]]:
+    """Makes contexts in which other threads run between any two lines of the shell; `yields(seed)`."""
+    return yielding
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if RACES and "rigs" in metafunc.fixturenames:
+        metafunc.fixturenames.append("race")
+        metafunc.parametrize("race", range(RACES), indirect=True)
+
+
+@pytest.fixture
+def race(request: pytest.FixtureRequest) -> Iterator[None]:
+    """One run of a test in another order of threads, where TFT_RACES asks for it."""
+    with yielding(request.param):
+        yield
