@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -239,7 +240,39 @@ def test_what_a_signal_handler_says_in_the_midst_of_an_event_is_heard(rigs: Any)
     assert rig.manager.left
 
 
-@pytest.mark.parametrize("seed", range(3))
+def test_a_child_that_is_forked_in_the_midst_of_an_event_reads_on(rigs: Any) -> None:
+    """The thread that held the mailbox is not in the child, and nobody would ever let go of it."""
+    rig = rigs(plan_of(size=2))
+    assert rig.step()
+    box = rig.manager._step
+    assert box.status.step == 1
+    held, over = threading.Event(), threading.Event()
+
+    def holds() -> None:
+        with box._lock:
+            box._status = None
+            held.set()
+            over.wait(GUARD_S)
+
+    thread = threading.Thread(target=holds)
+    thread.start()
+    try:
+        assert held.wait(GUARD_S)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of newer Pythons: this process has threads
+            child = os.fork()
+        if child == 0:  # no test runs on in it, whatever happens
+            try:
+                os._exit(10 + rig.manager.current_step())
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 11
+    finally:
+        over.set()
+        thread.join(GUARD_S)
+
+
+@pytest.mark.parametrize("seed", range(2))
 def test_effects_of_two_threads_are_performed_once_each(quiet: None, yields: Any, seed: int) -> None:
     storm = Storm(seed)
     told: list[str] = []

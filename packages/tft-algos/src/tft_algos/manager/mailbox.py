@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, final
 
 from tft_coord.core.step import Effects, Event, StepCore, StepSettings, StepStatus
+from tft_pg.forks import Inheritance, let_go_in_child
 
 Perform = Callable[[Any], object]
 
@@ -39,6 +40,7 @@ class StepMailbox:
         self._performers: Mapping[type, Perform] = {}
         self._last = self._core.status  # the newest that somebody has read
         self._status: StepStatus | None = self._last  # None: an event has come since
+        let_go_in_child(self)
 
     def performs(self, performers: Mapping[type, Perform]) -> None:
         """Say who performs which effects, whichever thread is told them. Call it once, before other threads know this.
@@ -58,6 +60,14 @@ class StepMailbox:
         """Return what the step is like. Inside a signal handler that interrupts an event: as it was before."""
         status = self._status
         return status if status is not None and not self._posted else self._read()
+
+    def forked(self) -> Inheritance:
+        """In a forked child, which has a copy of a lock that another thread of its parent may hold: read on without."""
+        self._lock = threading.RLock()
+        self._handles = False
+        self._posted = deque()
+        self._status = self._last
+        return Inheritance()
 
     def post(self, event: Event) -> None:
         """Leave an event to whoever comes next; takes no lock, so that a signal handler may call it."""
