@@ -323,6 +323,32 @@ def test_the_first_attempt_of_a_quorum_is_excused_and_those_of_a_recovery_and_af
     assert rank.status.excused
 
 
+def test_a_rank_prepares_to_serve_a_few_attempts_after_it_began_or_healed() -> None:
+    rank = Rank()
+    prepares = []
+    for number in range(1, 13):
+        prepares.append(one(do.Ask, rank.tell(on.StepStarted())).prepares_to_serve)
+        rank.plan(plan_of(3, rank=1, size=2, healing=[1] if number == 7 else [], step=9, lineage=99))
+        if number == 7:
+            heals(rank)
+        rank.end(False)
+    assert [number for number, each in enumerate(prepares, start=1) if each] == [5, 11]
+
+
+def test_a_state_may_be_taken_early_where_no_other_rank_has_to_know() -> None:
+    def may(rank: Rank, **facts: Any) -> bool:
+        return one(do.Ask, rank.tell(on.StepStarted(**facts))).may_take_early
+
+    assert may(Rank())
+    assert not may(Rank(world_size=2))
+    assert not may(Rank(use_async_quorum=False))
+    assert may(Rank(use_async_quorum=False), use_async_quorum=True)
+    rank = Rank()
+    rank.ask()
+    rank.tell(on.StrategyExchanges())
+    assert not may(rank)
+
+
 def test_a_rank_waits_for_its_quorum_until_the_group_is_built() -> None:
     rank = Rank()
     assert not rank.status.pends

@@ -72,10 +72,13 @@ class StateAudit:
         Raises: SettingError: the first step is over, something is wrapped and nothing registered. StateUnavailable: a
             leaf can't travel, or a state function raises.
         """
-        user, core = self._shared.user_state, self._shared.step.status
+        user = self._shared.user_state
         now = len(self._wrapped), len(user.names)
         is_news = now != self._looked_at
-        if not (is_news or self._is_due_again()) or core.torn or not user.readable:
+        if not (is_news or self._is_due_again()):
+            return
+        core = self._shared.step.status
+        if core.torn or not user.readable:
             return
         if self._wrapped and not user.names:
             if core.name.attempt == 0:

@@ -104,9 +104,6 @@ T = TypeVar("T")
 MILLISECOND = timedelta(milliseconds=1)
 LONGEST_TIMEOUT = timedelta(milliseconds=LONGEST_MS)
 LAST_WORDS_S = 1.0
-# In its first step, and in the one in which it catches up, all wait for a replica that is new or has healed: it has
-# better to do then than to get ready to send what it has just received.
-PREPARED_AFTER_ATTEMPTS = 4
 LOOK_EVERY_BEATS = 0.9  # the next beat may come a little early
 
 
@@ -425,31 +422,26 @@ class Manager:
             )
         )
         assert isinstance(ask, do.Ask), ask
-        status = self._step.status
-        own_state = status.own_state() if self._takes_early() else None
+        own_state = self._step.status.own_state() if self._takes_early(ask) else None
         self._where.step_begins()
         self._waits.quorum_limit = limit
         self._negotiation.start(ask, limit)
         if own_state is not None:
             self._early.take(own_state)
-        if ask.attempt - (status.healed_in or 1) == PREPARED_AFTER_ATTEMPTS:
+        if ask.prepares_to_serve:
             self._transport.prepare_to_send()
-        if not status.is_asynchronous:
+        if not ask.request.use_async_quorum:
             self.wait_quorum()
             self._exchange.perform()
             self._reports.raise_fatal()  # who was told meanwhile that its group is lost has nobody to train with
 
-    def _takes_early(self) -> bool:
-        """Whether the state is taken at this step boundary, for a newcomer that asks.
-
-        The ranks of a larger group can't know alike that somebody asks. A synchronous quorum serves here anyway, and so
-        does a strategy that exchanges state as soon as the plan is here.
-        """
-        status = self._step.status
-        if not status.is_asynchronous or status.by_strategy or self._config.world_size > 1:
+    def _takes_early(self, ask: do.Ask) -> bool:
+        """Whether the state is taken at this step boundary, for a newcomer that asks."""
+        request = ask.request
+        if not ask.may_take_early:
             return False
-        lineage = status.lineage if self._user.readable and not status.torn else None
-        return self._early.step_begins(status.name.attempt, status.step, lineage, len(self._user.names))
+        lineage = request.lineage if self._user.readable and not request.torn else None
+        return self._early.step_begins(ask.attempt, request.step, lineage, len(self._user.names))
 
     def wait_quorum(self) -> None:
         """Wait until the plan is here and the process group is configured.

@@ -186,6 +186,8 @@ class Negotiation:
             return next((effect for effect in effects if isinstance(effect, do.Configure)), None)
 
     def _record(self, *, reconfigures: bool, duration_s: float) -> None:
+        if not self._reports.records.wants_quorums:
+            return
         status = self._step.status
         if status.plan is not None:
             reconfigured = reconfigures and status.configured == status.plan.key

@@ -52,6 +52,11 @@ class Records:
         self.commits = logging.getLogger(COMMITS)
         self.errors = logging.getLogger(ERRORS)
 
+    @property
+    def wants_quorums(self) -> bool:
+        """Whether anybody takes records of quorums."""
+        return self.quorums.isEnabledFor(logging.DEBUG)
+
     def quorum(self, name: StepName, plan: Plan, *, reconfigured: bool, duration_s: float) -> None:
         """A step's plan has come, and its group is built or could not be."""
         self._write(

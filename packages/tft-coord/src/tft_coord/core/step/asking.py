@@ -6,7 +6,7 @@ Law of this file: the events from the wish to begin a step to a process group th
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import final
+from typing import Final, final
 
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
@@ -16,6 +16,10 @@ from tft_coord.core.step.errors import StepAbandoned, UsageError
 from tft_coord.core.step.values import Healing, Phase
 from tft_coord.core.types import Plan, RankRequest, Refusal
 from tft_coord.errors import Refused, StaleQuorum
+
+# In its first step, and in the one in which it catches up, all wait for a replica that is new or has healed: it has
+# better to do then than to get ready to send what it has just received.
+PREPARED_AFTER_ATTEMPTS: Final = 4
 
 
 @final
@@ -104,7 +108,12 @@ class Asking:
             fingerprint=event.fingerprint,
             unreached=event.unreached,
         )
-        return (do.Ask(flights.last.name.attempt, self._request),)
+        # The ranks of a larger group can't know alike that somebody asks. A synchronous quorum serves before
+        # the reductions anyway, and so does a strategy that exchanges state as soon as the plan is here.
+        may_take_early = asynchronous and not books.by_strategy and settings.world_size == 1
+        attempt = flights.last.name.attempt
+        prepares = attempt - (books.healed_in or 1) == PREPARED_AFTER_ATTEMPTS
+        return (do.Ask(attempt, self._request, may_take_early, prepares),)
 
     def server_restarted(self, event: on.ServerRestarted, now_ms: int) -> Effects:
         """A new manager server holds no quorum, so neither does this rank."""

@@ -60,10 +60,19 @@ class CompareState:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Send the request to the manager server, and tell what it answers."""
+    """Send the request to the manager server, and tell what it answers.
+
+    Args:
+        attempt: that it begins.
+        request: to be sent.
+        may_take_early: the state may be taken while this is asked, for a newcomer that the plan may name.
+        prepares_to_serve: this rank has time to get ready to serve its state to others.
+    """
 
     attempt: int
     request: RankRequest
+    may_take_early: bool = False
+    prepares_to_serve: bool = False
 
 
 # --- the quorum -------------------------------------------------------------------------------------------------------
