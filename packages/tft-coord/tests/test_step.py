@@ -12,6 +12,7 @@ from tft_coord.core.lineage import checked_lineage, fold_lineage, initial_lineag
 from tft_coord.core.step import Effects, Healing, Phase, Stage, StepCore, StepName, StepSettings
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
+from tft_coord.core.step.asking import standing_plan
 from tft_coord.core.step.attempt import MAX_ERRORS_KEPT
 from tft_coord.core.step.errors import HealingFailed, StateUnavailable, StepAbandoned, SyncAbandoned, UsageError
 from tft_coord.core.step.losses import MAX_NOTICES_KEPT
@@ -175,6 +176,16 @@ def test_unchanged_means_the_plan_of_that_key_at_my_step() -> None:
     plan = one(do.UsePlan, effects).plan
     assert (plan.step, plan.lineage) == (1, rank.status.lineage)
     assert (plan.heal, plan.serve, plan.participants) == (False, False, (0, 1, 2))
+
+
+def test_a_quorum_that_stands_keeps_all_of_its_plan_but_the_step() -> None:
+    first = replace(
+        plan_of(7, size=3, rank=1, healing=[2]), reconfigure_handles=("a", "b", "c"), store_replica_id="replica_2"
+    )
+    plan = standing_plan(first, 5, 77, StepSettings(min_replica_size=2))
+    changes = {"step": 5, "lineage": 77, "serve": False, "up_to_date": (0, 1, 2), "participants": (0, 1, 2)}
+    assert plan == replace(first, **changes, min_replica_size=2)  # type: ignore[arg-type]
+    assert standing_plan(plan, 6, 78, StepSettings()).up_to_date is plan.up_to_date
 
 
 def test_unchanged_leaves_spares_out() -> None:

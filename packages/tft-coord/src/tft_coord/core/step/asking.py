@@ -13,7 +13,7 @@ from tft_coord.core.step import events as on
 from tft_coord.core.step.books import Books
 from tft_coord.core.step.effects import Effects
 from tft_coord.core.step.errors import StepAbandoned, UsageError
-from tft_coord.core.step.values import Healing, Phase
+from tft_coord.core.step.values import Healing, Phase, StepSettings
 from tft_coord.core.types import Plan, RankRequest, Refusal
 from tft_coord.errors import Refused, StaleQuorum
 
@@ -140,25 +140,7 @@ class Asking:
             raise StaleQuorum(
                 f"the answer names quorum {event.key} and this rank holds {books.held}; the next step asks again"
             )
-        everyone = tuple(range(before.replica_world_size))
-        needed = books.settings.min_replica_size
-        counted = everyone[:needed] if books.settings.fixed_with_spares else everyone
-        own = before.replica_rank
-        plan = replace(
-            before,
-            step=books.own.step,
-            lineage=books.own.lineage,
-            heal=False,
-            sources=(),
-            recover_dst_replica_ranks=(),
-            serve=False,
-            up_to_date=everyone,
-            participants=counted,
-            participating_rank=counted.index(own) if own in counted else None,
-            min_replica_size=needed,
-            commit_failures=0,
-        )
-        return self._planned(plan)
+        return self._planned(standing_plan(before, books.own.step, books.own.lineage, books.settings))
 
     def _is_asked(self, attempt: int) -> bool:
         flights = self._books.flights
@@ -227,3 +209,39 @@ class Asking:
             return False
         self._books.pends = False
         return True
+
+
+def standing_plan(before: Plan, step: int, lineage: int, settings: StepSettings) -> Plan:
+    """Return the plan of a quorum that stands: everyone in it is at this rank's step, and nobody heals.
+
+    Args:
+        before: any earlier plan of that quorum.
+        step, lineage: of this rank's state.
+        settings: say how many take part.
+    """
+    size, place = before.replica_world_size, before.replica_rank
+    everyone = before.up_to_date if len(before.up_to_date) == size else tuple(range(size))
+    needed = settings.min_replica_size
+    counted = everyone[:needed] if settings.fixed_with_spares else everyone
+    # Not by `replace`, which looks up each field by its name: this is made in every step.
+    return Plan(
+        key=before.key,
+        replica_id=before.replica_id,
+        replica_rank=place,
+        replica_world_size=size,
+        replica_ids=before.replica_ids,
+        step=step,
+        lineage=lineage,
+        heal=False,
+        sources=(),
+        recover_dst_replica_ranks=(),
+        serve=False,
+        store_address=before.store_address,
+        up_to_date=everyone,
+        participants=counted,
+        participating_rank=place if place < len(counted) else None,
+        min_replica_size=needed,
+        commit_failures=0,
+        reconfigure_handles=before.reconfigure_handles,
+        store_replica_id=before.store_replica_id,
+    )
