@@ -110,11 +110,13 @@ class Job:
         self.said: list[Any] = []
         self.keys: dict[str, QuorumKey] = {}
         self._requests = 0
+        self._here: set[str] = set()
         self._progress: dict[str, Progress] = {}
         for name in names:
             self.come(name)
 
     def come(self, name: str, *, tries_peers: bool = False) -> None:
+        self._here.add(name)
         hello = Hello("job", name, 1, f"{name}:1", ready=True, tries_peers=tries_peers)
         self._do(events.HelloReceived(ord(name), hello))
 
@@ -125,7 +127,8 @@ class Job:
 
     def tried(self, name: str, *unreached: str) -> None:
         missed = tuple(Unreached(each, Via.GROUP, "no answer") for each in unreached)
-        self._do(events.PeersTried(ord(name), self.trial.number, missed))
+        asked = [order for order in self.said if isinstance(order, effects.TryPeers) and order.stream == ord(name)]
+        self._do(events.PeersTried(ord(name), asked[-1].number, missed))
 
     def ask(self, name: str, *reports: Unreached, step: int = 1, works: bool = True, **other: Any) -> None:
         self._requests += 1
@@ -148,7 +151,7 @@ class Job:
     def wait(self, ms: int) -> None:
         for _ in range(0, ms, 100):
             self.now_ms += 100
-            for name in self.keys:
+            for name in self._here:
                 self._do(events.BeatReceived(ord(name), 0, self._progress.get(name)))
             self._take(self.core.tick(self.now_ms, STARTED_MS + self.now_ms))
 
@@ -702,6 +705,33 @@ def test_whom_the_holder_of_the_newest_state_does_not_reach_goes_in_its_place_an
     assert warned.startswith("b is left out of the next quorum: it can't be reached by n (no answer)")
     told = [chr(order.stream) for order in job.said if isinstance(order, effects.TellWait)]
     assert sorted(told) == ["b", "n"]
+
+
+def test_a_trial_that_may_find_a_set_is_waited_for_before_all_are_tried_again() -> None:
+    """c has to be in it, for it trained, and is torn; a has the newest whole state, and does not reach c."""
+    job = a_job("c")
+    a_newcomer(job, "a")
+    job.tried("a", "c")
+    job.ask("c", step=3, torn=True)
+    assert job.waits.startswith("a set of at least 1 replicas that reach one another and hold the newest state")
+    job.wait(800)
+    a_newcomer(job, "b")
+    job.wait(300)
+    assert job.waits == "the trial of b, with whom a set may be found"
+    job.tried("b")
+    job.wait(100)
+    assert job.members == "bc"
+
+
+def test_a_trial_that_finds_no_set_is_not_waited_for_longer_than_it_may_take() -> None:
+    job = a_job("c")
+    a_newcomer(job, "a")
+    job.tried("a", "c")
+    job.ask("c", step=3, torn=True)
+    job.wait(800)
+    a_newcomer(job, "b")
+    job.wait(5_400)
+    assert job.members == "abc"
 
 
 def test_two_newcomers_that_miss_one_member_do_not_put_it_out() -> None:

@@ -19,7 +19,7 @@ from typing import Final, final
 from tft_coord.core.bad_links import Around, BadLink, BadLinks, Pair, Pause
 from tft_coord.core.liveness import Replica
 from tft_coord.core.names import shorten
-from tft_coord.core.trial import Trials
+from tft_coord.core.trial import ANSWERED_WITHIN_MS, Trials
 from tft_coord.core.types import Member, Quorum, QuorumKey, Unreached, Via
 
 BOTH_ENDS_MS: Final = 1_000
@@ -360,6 +360,8 @@ class Reach:
                 f"{said}; all are tried again in {self._hold_until_ms - now_ms} ms"
             )
             return Kept(waits=reason)
+        if tried and now_ms < self._hold_until_ms + ANSWERED_WITHIN_MS:
+            return Kept(waits=f"the trial of {_names(tried)}, with whom a set may be found")
         self._hold_until_ms = None
         for name, others in plan.around.items():
             for other in others:
