@@ -25,6 +25,7 @@ from tft_pg import (
     Closed,
     ErrorSwallowingProcessGroupWrapper,
     FakeProcessGroupWrapper,
+    PeerFailed,
     ProcessGroup,
     ProcessGroupDummy,
     ProcessGroupGloo,
@@ -207,6 +208,18 @@ def test_peers_hear_of_a_death_though_a_child_lives(pair: Callable[..., Pair], p
 @pytest.mark.parametrize("group", [name for name in GROUPS if name != "gloo"])
 def test_peers_of_every_group_hear_of_a_death_though_a_child_lives(pair: Callable[..., Pair], group: str) -> None:
     check_that_a_death_is_heard_of(pair(GROUPS[group], "idle"))
+
+
+@pytest.mark.parametrize("group", ["gloo", "over shared memory"])
+def test_who_waits_for_a_word_hears_of_a_death_though_a_child_lives(pair: Callable[..., Pair], group: str) -> None:
+    found = pair(GROUPS[group], "idle")
+    exchange = found.group.exchange_word([1], round_number=1, timeout=HOUR)
+    begun_s = time.monotonic()
+    found.process.kill()
+    with pytest.raises(PeerFailed):
+        exchange.wait()
+    assert time.monotonic() - begun_s < SOON_S, "the peers hear of a death only when its children end"
+    assert all(os.path.exists(f"/proc/{child}") for child in found.children), "a child has ended by itself"
 
 
 @pytest.mark.parametrize("group", GROUPS)

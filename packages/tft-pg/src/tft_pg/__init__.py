@@ -24,6 +24,7 @@ from tft_pg.mesh import extend_device_mesh
 from tft_pg.ops import COLLECTIVES, Collective
 from tft_pg.replica_group import init_group
 from tft_pg.store import StoreAddress, create_store_client, format_store_addr, parse_store_addr
+from tft_pg.word import WORD_VALUES_MAX, WordExchange, exchange_word_by_allreduce
 from tft_pg.work import DummyWork
 from tft_pg.wrappers.dummy import ProcessGroupDummy
 from tft_pg.wrappers.faulty import FakeProcessGroupWrapper
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "COLLECTIVES",
+    "WORD_VALUES_MAX",
     "Aborted",
     "AcceleratorBackend",
     "AcceleratorProcessGroup",
@@ -63,10 +65,12 @@ __all__ = [
     "StoreAddressError",
     "StoreUnreachable",
     "Unsupported",
+    "WordExchange",
     "WrappingProcessGroup",
     "__version__",
     "context_timeout",
     "create_store_client",
+    "exchange_word_by_allreduce",
     "extend_device_mesh",
     "format_store_addr",
     "future_timeout",

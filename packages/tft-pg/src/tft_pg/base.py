@@ -16,6 +16,8 @@ The contract, which `tft_pg.testing.check_process_group` checks:
   passes leaves the operation running: it may still write, and still end well. `errored()` stays `DeadlinePassed` all
   the same, because the ranks may no longer agree on what was done: the group must be configured again.
 - `shutdown` is for ever, may be repeated, and leaves no thread and no descriptor.
+- `exchange_word` gives the same sum to every rank whose exchange ends well. A word of another round, of another
+  configured group, or of a rank that is gone is never in it.
 - `register` puts the group into torch's tables under a name, `unregister` takes it out; neither touches its life.
 """
 
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import abc
 import re
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -35,6 +38,7 @@ from tft_pg import registry
 from tft_pg.errors import InvalidSetting
 from tft_pg.forwarding import forward_collectives
 from tft_pg.ops import Collective
+from tft_pg.word import LINGER, WordExchange, exchange_word_by_allreduce
 
 __all__ = ["ProcessGroup", "check_name"]
 
@@ -122,7 +126,45 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_Abstract):
 
     @abc.abstractmethod
     def shutdown(self) -> None:
-        """End what runs and let go of everything, for ever."""
+        """End what runs and let go of everything, for ever. A rank that leaves calls `linger` before."""
+
+    def exchange_word(self, words: Sequence[int], *, round_number: int, timeout: timedelta) -> WordExchange:
+        """Start to exchange a few integers with all other ranks, at the end of a round; returns at once.
+
+        Every rank of the group calls this once a round, and waits for the exchange before it starts the next one. The
+        caller guarantees that this rank's own reductions of the round have ended before, on the device too: it has
+        waited for all of their Works there. The exchange does not look at them, so that a rank whose reductions have
+        failed can still say so. The words are not ordered with collectives.
+
+        Here it is an allreduce on the CPU, for groups that keep no connections for words; those of this package do.
+
+        Args:
+            words: up to `WORD_VALUES_MAX` signed 64-bit integers, as many as on the other ranks. A sum that needs more
+                than 64 bits is an error on every rank.
+            round_number: above the one before; the same on all ranks, else it is an error on those that differ. A rank
+                that is one round ahead waits for the others.
+            timeout: for the whole exchange, from now.
+        Returns: the exchange; its `wait` gives the sums. An exchange that has failed ends the words of this group:
+            abort the group and configure it again.
+        Raises: InvalidSetting: an argument can't work; nothing was sent. What `wait` raises, if it is known by now.
+        """
+        return exchange_word_by_allreduce(self, words, round_number=round_number, timeout=timeout)
+
+    def linger(self, timeout: timedelta = LINGER) -> bool:
+        """Keep the connections until the last word of this rank has passed; called by a rank that leaves.
+
+        It ends as soon as every other rank has sent a word of a later round, or has ended its connection because it
+        configures its group again. `abort` and `shutdown` end it from another thread. Here, for groups that can't know
+        that, it waits for the whole time.
+
+        Args:
+            timeout: how long at most.
+        Returns: whether all others have gone on within the time.
+        """
+        if self.errored() is None and self.size() > 1:
+            time.sleep(timeout.total_seconds())
+            return False
+        return True
 
     @abc.abstractmethod
     def set_timeout(self, timeout: timedelta) -> None:

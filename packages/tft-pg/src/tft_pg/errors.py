@@ -154,11 +154,20 @@ class PeerFailed(ProcessGroupError):
 
     Args:
         unreached: the ranks that acknowledged nothing any more, and why, in a few words, where that has ended it.
+        rank: the rank whose connection has ended, where a word (`exchange_word`) has found that; else None.
     """
 
-    def __init__(self, message: str, *, where: Where | None = None, unreached: Mapping[int, str] | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        where: Where | None = None,
+        unreached: Mapping[int, str] | None = None,
+        rank: int | None = None,
+    ) -> None:
         super().__init__(message, where=where)
         self.unreached: Mapping[int, str] = dict(unreached or {})
+        self.rank = rank
 
 
 class DeadlinePassed(ProcessGroupError, TimeoutError):

@@ -41,11 +41,13 @@ from tft_pg.backends.live import LiveGroup
 from tft_pg.backends.native import NativeProcessGroup
 from tft_pg.backends.patience import Phase
 from tft_pg.backends.rendezvous import meet
+from tft_pg.backends.word_line import WordLine
 from tft_pg.errors import ConfigureFailed, DeadlinePassed, OperationRefused, PeerFailed, ProcessGroupError
 from tft_pg.forwarding import forward
 from tft_pg.futures import timer, watchdog_timeout
 from tft_pg.ops import Collective
 from tft_pg.threads import join_within
+from tft_pg.word import LINGER
 
 __all__ = ["AcceleratorBackend", "AcceleratorProcessGroup", "Communicator"]
 
@@ -54,6 +56,8 @@ _MOMENT_S = 0.0002
 _LONGEST_MOMENT_S = 0.002
 # A peer that has finished may leave at once; what this rank's device still has the data for may come to its end.
 _GRACE_S = 0.05
+# So long at most for the others' words, as a rank that leaves waits for its own to pass.
+_WORDS_S = LINGER.total_seconds()
 # How long anybody waits for the library to drop everything. Past that, it is left to itself.
 _ABORT_S = 5.0
 _ABANDON_S = 0.1
@@ -376,12 +380,15 @@ class _Orders:
 
     def _cut(self, rank: int) -> None:
         """A peer has let go; on the lifeline's thread."""
-        give_up_s = time.monotonic() + _GRACE_S
+        began_s = time.monotonic()
         while True:
             with self._lock:
                 failed = self._forget_ended()
                 pending = self._pending[0] if self._pending else None
-            if pending is None or failed is not None or time.monotonic() > give_up_s or self._reason is not None:
+            # A word that this rank can end without that peer shall end: a rank that has said its own may leave. A word
+            # that needs that peer fails by itself.
+            grace_s = _GRACE_S if pending is not None else _WORDS_S if self._lifeline.is_exchanging else 0.0
+            if failed is not None or self._reason is not None or time.monotonic() >= began_s + grace_s:
                 break
             time.sleep(_LONGEST_MOMENT_S)
         reason = _PeerLetGo(f"rank {rank} has let go of the group")
@@ -399,7 +406,7 @@ class _Orders:
         try:
             if operation is not None:
                 self._tell(operation, reason)
-            self._lifeline.end()
+            self._lifeline.end(str(reason))
         finally:
             self._aborting.start()
 
@@ -571,7 +578,7 @@ class AcceleratorProcessGroup(NativeProcessGroup):
         assert where.rank is not None
         assert where.world_size is not None
         device = self._device_here()  # now, and not on another thread, where the current one is the first
-        lifeline = Lifeline(where.rank, where.world_size, self._address(where.world_size))
+        lifeline = Lifeline(where.rank, where.world_size, self._address(where.world_size), where.replica_id)
         try:
             self._meet(store, attempt, lifeline)
             store.set_timeout(attempt.remaining())
@@ -591,6 +598,7 @@ class AcceleratorProcessGroup(NativeProcessGroup):
             classify=_classify,
             where=where,
             start=orders.start,
+            words=WordLine(lifeline, where),
             guard=lambda work, group, operation: _DeviceWork(orders.take(work, operation), orders, group),
         )
         orders.begin(live)

@@ -39,12 +39,15 @@ from tft_pg.backends.addresses import address_towards, loopback_of, own_name_is_
 from tft_pg.backends.attempt import EXAMINED_AFTER_S, Attempt
 from tft_pg.backends.examination import Examination, give_up, names
 from tft_pg.backends.gloo_table import lacks
+from tft_pg.backends.lifeline import Lifeline
 from tft_pg.backends.live import LiveGroup, keep_at_exit
 from tft_pg.backends.native import NativeProcessGroup
 from tft_pg.backends.patience import Phase
 from tft_pg.backends.reduce_scatter import start_reduce_scatter
 from tft_pg.backends.transfers import Transfers, check_supported
 from tft_pg.backends.watch import Watch
+from tft_pg.backends.word_line import WordLine
+from tft_pg.backends.word_meeting import WordMeeting
 from tft_pg.calls import NO_ANSWER, Place, call_all
 from tft_pg.checks import fault_of, is_plain
 from tft_pg.errors import (
@@ -137,10 +140,12 @@ class ProcessGroupGloo(NativeProcessGroup):
             options._devices = list(self._devices)
             options._timeout = attempt.timeout + _NEVER_FIRST
             examination = Examination(store, attempt, mesh.unconnected)
+            meeting = WordMeeting(attempt)
             assert self._store_client is not None
             witness = _WitnessStore(
                 store,
                 mesh,
+                meeting,
                 attempt,
                 on_published=unnamed.close,
                 silent=self._store_client.silent,
@@ -151,12 +156,14 @@ class ProcessGroupGloo(NativeProcessGroup):
             try:
                 backend = _Gloo(witness, where.rank, where.world_size, options)
             except Exception as error:
+                meeting.end()
                 options._devices = []  # or the error's frames would keep the listeners, which late ranks then find
                 # An exception of the store in between passes through C++ and loses its type on the way.
                 raise witness.error or examination.after(error) from None
         try:
             attempt.check()
             mesh.finish(where.world_size, len(self._devices), threads=_threads() - before)
+            mesh.lifeline = lifeline = meeting.finish()
             if self._listeners != mesh.own():
                 self._listeners = mesh.own()
                 sockets.hide_from_programs(self._listeners)
@@ -164,6 +171,7 @@ class ProcessGroupGloo(NativeProcessGroup):
                 # A listener takes connections for a moment longer than its rank waits for them.
                 examination.check_nobody_gave_up(self._store_client.silent)
         except Exception:
+            meeting.end()
             options._devices = []
             del backend  # or the error would keep it, and its threads
             raise
@@ -189,6 +197,7 @@ class ProcessGroupGloo(NativeProcessGroup):
             where=where,
             start=partial(_start, where, transfers),
             blame=mesh.silent_ranks,
+            words=None if lifeline is None else WordLine(lifeline, where),
         )
         keep_at_exit(live)
         fail_forgotten = weakref.WeakMethod(live.give_up)  # a group that nobody holds any more has no thread that does
@@ -305,6 +314,11 @@ class _Published:
     numbers: tuple[int, ...]
 
     @property
+    def address(self) -> str:
+        """Where it listens, with the zone that an address of one link has."""
+        return f"{self.endpoint.address}%{self.zone}" if self.zone else self.endpoint.address
+
+    @property
     def place(self) -> Place:
         """Where to call it."""
         rest = (0, self.zone) if self.family == socket.AF_INET6 else ()
@@ -351,11 +365,13 @@ class _Mesh:
         self._threads: frozenset[str] = frozenset()
         self._is_built = False
         self._watch: Watch | None = None
+        self.lifeline: Lifeline | None = None  # the connections for words
         let_go_in_child(self)
 
-    def published(self, device: str, record: bytes) -> None:
+    def published(self, device: str, record: bytes) -> _Published:
         with self._lock:
-            self._own[device] = _Published.read(record)
+            own = self._own[device] = _Published.read(record)
+        return own
 
     def own(self) -> frozenset[Endpoint]:
         """Where this rank listens."""
@@ -458,6 +474,9 @@ class _Mesh:
 
     def end(self) -> None:
         """End every operation of the built group, here and at the peers."""
+        # Where a peer's end severs Gloo's connections, those for words stay: a word may not need that peer any more.
+        if self.lifeline is not None:
+            self.lifeline.end()
         if self._watch is not None:
             self._watch.end()
 
@@ -522,6 +541,7 @@ class _WitnessStore(Store):
     Args:
         store: the real one.
         mesh: told of the addresses.
+        meeting: has the ranks connect for words, too.
         attempt: told which phase begins.
         on_published: called when this rank's address is known.
         silent: makes the error where the store does not answer any more.
@@ -532,6 +552,7 @@ class _WitnessStore(Store):
         self,
         store: Store,
         mesh: _Mesh,
+        meeting: WordMeeting,
         attempt: Attempt,
         *,
         on_published: Callable[[], None],
@@ -544,6 +565,7 @@ class _WitnessStore(Store):
         self._examination = examination
         self._store = store
         self._mesh = mesh
+        self._meeting = meeting
         self._attempt = attempt
         self._records: dict[str, bytes] = {}
         self.error: Exception | None = None
@@ -553,11 +575,12 @@ class _WitnessStore(Store):
         record = value.encode() if isinstance(value, str) else bytes(value)
         with _Keeping(self):
             self._attempt.check()
-            self._mesh.published(_device_of(key), record)
+            own = self._mesh.published(_device_of(key), record)
+            published = self._meeting.publish(_device_of(key), record, own.address)
             self._on_published()
             self._attempt.enter(Phase.RANKS, late=self._silent)
-            found = self._store.compare_set(key, "", record)  # type: ignore[arg-type]  # bytes, in fact
-            if found != record:
+            found = self._store.compare_set(key, "", published)  # type: ignore[arg-type]  # bytes, in fact
+            if found != published:
                 raise ConfigureFailed(
                     f"rank {self._attempt.where.rank} found its place under the store prefix taken; every configure "
                     "needs a fresh prefix",
@@ -588,11 +611,16 @@ class _WitnessStore(Store):
             missing = tuple(int(key.rpartition("/")[2]) for key in keys if not self._store.check([key]))
             give_up(self._store, self._attempt.where.rank)
             raise self._attempt.deadline_passed(f"{names(missing)} did not come", missing_ranks=missing) from error
-        for key, record in zip(keys, found, strict=True):
-            self._records[key] = bytes(record)
-            self._mesh.met(int(key.rpartition("/")[2]), bytes(record))
+        for key, published in zip(keys, found, strict=True):
+            rank = int(key.rpartition("/")[2])
+            self._records[key] = self._meeting.met(device, rank, bytes(published))
+            self._mesh.met(rank, self._records[key])
         # Who stopped before the mesh knew its peers could not break what comes now; whoever stops from here on can.
         self._attempt.enter(Phase.CONNECTIONS, late=self._examination.late, examine=self._examination.run)
+        try:
+            self._meeting.call(device)
+        except ConfigureFailed as failure:
+            raise self._examination.after(failure) from failure
 
 
 class _Keeping:

@@ -19,6 +19,7 @@ from typing import final
 
 import torch.distributed as dist
 
+from tft_pg.backends.word_line import WordLine
 from tft_pg.errors import (
     Aborted,
     Closed,
@@ -31,6 +32,7 @@ from tft_pg.errors import (
 from tft_pg.forks import Inheritance, fork_safe_lock, keep_for_ever, let_go_in_child
 from tft_pg.forwarding import forward
 from tft_pg.ops import Collective
+from tft_pg.word import WordExchange
 from tft_pg.work import GuardedWork, let_waits_rest
 
 __all__ = ["LiveGroup", "keep_at_exit", "reap"]
@@ -107,6 +109,7 @@ class LiveGroup:
         where: its place, for messages.
         start: starts a collective of the torch group.
         blame: which ranks have ended the group by their silence, and why.
+        words: exchanges the words of its ranks; None: it has no connections for that.
         guard: makes the Work that the caller gets, of the backend's; by default one whose future is settled by the
             host.
     """
@@ -124,9 +127,11 @@ class LiveGroup:
         where: Where,
         start: _Start = forward,
         blame: Callable[[], Mapping[int, str]] = dict,
+        words: WordLine | None = None,
         guard: Callable[[dist.Work, LiveGroup, str], dist.Work] | None = None,
     ) -> None:
         self.where = where
+        self.words = words
         self._torch_group: dist.ProcessGroup | None = torch_group
         self._set_timeout: Callable[[timedelta], None] | None = set_timeout
         self._sever = sever
@@ -172,6 +177,21 @@ class LiveGroup:
             raise self.convert(collective.name, error) from error
         finally:
             torch_group = None
+
+    def exchange_word(self, values: tuple[int, ...], round_number: int, timeout: timedelta) -> WordExchange:
+        """Start to exchange a word. Raises: Aborted or Closed after `end`; what `WordLine.start` raises."""
+        assert self.words is not None
+        if self._ended is not None:
+            raise self._because_ended("exchange_word")
+        return self.words.start(values, round_number=round_number, timeout=timeout, fail=self._word_failed)
+
+    def _word_failed(self, error: ProcessGroupError) -> ProcessGroupError:
+        """Note that the group has no words any more; gives the error to raise for it."""
+        with self._lock:
+            if self._ended is None:
+                self._failed = self._failed or copy.copy(error)
+                return error
+        return self._because_ended("exchange_word")
 
     def convert(self, operation: str, error: Exception) -> ProcessGroupError:
         """Note what an operation's error says about the group, and put it into this package's words."""

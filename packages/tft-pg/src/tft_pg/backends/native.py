@@ -35,6 +35,7 @@ from tft_pg.forks import Inheritance, let_go_in_child
 from tft_pg.ops import Collective
 from tft_pg.settings import always_leaves_an_error, checked_timeout, place_first
 from tft_pg.store import StoreAddress, StoreClient, parse_store_addr
+from tft_pg.word import LINGER, WordExchange, checked_values, exchange_word_by_allreduce
 
 __all__ = ["NativeProcessGroup"]
 
@@ -192,6 +193,20 @@ class NativeProcessGroup(ProcessGroup):
         if live is None:
             raise self._unusable(collective.name)
         return live.run(collective, args, kwargs)
+
+    def exchange_word(self, words: Sequence[int], *, round_number: int, timeout: timedelta) -> WordExchange:
+        live = self._live
+        if live is None:
+            raise self._unusable("exchange_word")
+        if live.words is None:
+            return exchange_word_by_allreduce(self, words, round_number=round_number, timeout=timeout)
+        return live.exchange_word(checked_values(words), round_number, checked_timeout(timeout))
+
+    def linger(self, timeout: timedelta = LINGER) -> bool:
+        live = self._live
+        if live is None or live.error is not None:
+            return True
+        return super().linger(timeout) if live.words is None else live.words.linger(checked_timeout(timeout))
 
     def _unusable(self, operation: str) -> ProcessGroupError:
         if self._closed:

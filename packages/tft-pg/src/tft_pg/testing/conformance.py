@@ -2,8 +2,8 @@
 
 A fake or a wrapper that passes them can stand for the real thing, and a real one that passes them can be trusted
 with a training job. Each check is a function of a `Subject`; its docstring says what holds. The law of this file: the
-list only; what a group computes is checked in `computing`, how it lives in `living`, what a peer's death does in
-`dying`.
+list only; what a group computes is checked in `computing`, how it lives in `living`, what a
+round's word is in `wording`, what a peer's death does in `dying`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from multiprocessing.reduction import ForkingPickler
 
 from tft_pg.base import ProcessGroup
 from tft_pg.errors import InvalidSetting
-from tft_pg.testing import computing, dying, living
+from tft_pg.testing import computing, dying, living, wording
 from tft_pg.testing.subject import Subject
 
 __all__ = ["CHECKS", "check_process_group"]
 
-CHECKS: tuple[Callable[[Subject], None], ...] = (*computing.CHECKS, *living.CHECKS, *dying.CHECKS)
+CHECKS: tuple[Callable[[Subject], None], ...] = (*computing.CHECKS, *living.CHECKS, *wording.CHECKS, *dying.CHECKS)
 """Every check, each a function of a `Subject`; a test runner makes one test of each."""
 
 

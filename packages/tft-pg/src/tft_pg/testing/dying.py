@@ -34,8 +34,16 @@ from tft_pg.store import parse_store_addr
 from tft_pg.testing.bench import GUARD_S, Bench
 from tft_pg.testing.cases import CASES, Sample, Started
 from tft_pg.testing.subject import Subject, failure, reduce_ones, require
+from tft_pg.word import WordExchange
 
-__all__ = ["CHECKS", "Fault", "Point", "a_dead_peer_fails_the_collective", "every_death_at_every_point"]
+__all__ = [
+    "CHECKS",
+    "Fault",
+    "Point",
+    "a_dead_peer_fails_the_collective",
+    "every_death_at_every_point",
+    "every_death_in_a_word",
+]
 
 _HOUR = timedelta(hours=1)
 _GUARD = timedelta(seconds=GUARD_S)
@@ -130,19 +138,20 @@ def _serve(make: Callable[[], ProcessGroup], parent: Connection) -> None:
     group = make()
     group.set_timeout(_HOUR)
     runs: list[_Run] = []
+    words: list[WordExchange] = []
     while True:
         try:
             order: _Order = parent.recv()
         except EOFError:
             return
-        parent.send(_told(failure(group, partial(_obey, order, group, runs))))
+        parent.send(_told(failure(group, partial(_obey, order, group, runs, words))))
 
 
 def _told(error: BaseException | None) -> _Answer:
     return None if error is None else (type(error).__name__, str(error))
 
 
-def _obey(order: _Order, group: ProcessGroup, runs: list[_Run]) -> None:
+def _obey(order: _Order, group: ProcessGroup, runs: list[_Run], words: list[WordExchange]) -> None:
     match order.what:
         case "configure":
             group.configure(order.address, order.rank, order.world_size, timeout=_GUARD)
@@ -152,6 +161,10 @@ def _obey(order: _Order, group: ProcessGroup, runs: list[_Run]) -> None:
             runs[0].finish()
         case "reduce":
             _check_equal(reduce_ones(group), torch.full((3,), float(order.world_size)))
+        case "start word":
+            words[:] = [group.exchange_word([1, order.rank], round_number=1, timeout=_HOUR)]
+        case "finish word":
+            assert words[0].wait() == (3, 3)
         case "cut off":
             sockets.shut_down(_group_connections(order.address))
         case _:
@@ -290,6 +303,39 @@ class _Stage:
         # A victim that is to cut itself off runs until then, and may have sent the rest.
         return mine is not None or not large or fault is Fault.CUT_OFF
 
+    def play_word(self, fault: Fault, point: Point) -> None:
+        """One case of a word, from a whole group of three to a working group of two."""
+        if not self.victim.process.is_alive():
+            self.victim = self._stack.enter_context(_Child(self._subject.make))
+        self.configure([self.survivor, self.victim])
+        if point is Point.AFTER:
+            self.victim.order(_Order("start word", rank=_VICTIM))
+            assert self.victim.answer() is None
+        if fault is Fault.STOPPED:
+            self.victim.signal(signal.SIGSTOP)
+        self.survivor.order(_Order("start word", rank=1))
+        assert self.survivor.answer() is None
+        mine = self.group.exchange_word([1, 0], round_number=1, timeout=_HOUR)
+        self.survivor.order(_Order("finish word"))
+        self._strike(fault, is_stopped=False)
+        began_s = time.monotonic()
+        if fault is Fault.STOPPED and point is Point.BEFORE:
+            self.group.abort()
+        found: list[tuple[int, ...]] = []
+        error = failure(self.group, lambda: found.append(mine.wait()))
+        if error is not None:
+            self.group.abort()
+        theirs = self.survivor.answer()
+        took_s = time.monotonic() - began_s
+        assert took_s < _ABORT_S + _SLACK_S, f"it took {took_s:.2f} s"
+        if point is Point.AFTER and error is None:
+            assert found == [(3, 3)]
+        else:
+            require(error, PeerFailed, Aborted)
+        # The survivor has compared the sum itself.
+        assert (theirs is None and point is Point.AFTER) or (theirs or ("",))[0] == "PeerFailed", theirs
+        self._go_on_without_the_victim(fault)
+
     def _let_pass(self, before: dict[int, sockets.Traffic]) -> None:
         """Let the victim work in the smallest portions until the message is under way."""
         known = {inode: sum(passed) for inode, passed in before.items()}
@@ -342,6 +388,20 @@ def every_death_at_every_point(subject: Subject, rows: Sequence[str] = _ROWS) ->
                         raise AssertionError(f"{row}, a peer {fault.value} {point.value}: {error!r}") from error
 
 
+def every_death_in_a_word(subject: Subject) -> None:
+    """Every fault of a rank before its word, and after it: the others fail, or get its sum, long before an hour."""
+    if 3 not in subject.world_sizes:
+        return
+    with Bench(subject.make) as bench, ExitStack() as stack:
+        stage = _Stage(subject, bench, stack)
+        for fault in Fault:
+            for point in (Point.BEFORE, Point.AFTER):
+                try:
+                    stage.play_word(fault, point)
+                except Exception as error:
+                    raise AssertionError(f"a word, a peer {fault.value} {point.value}: {error!r}") from error
+
+
 def a_dead_peer_fails_the_collective(subject: Subject) -> None:
     """When another process is killed in a collective, this one's fails, long before its time-out of an hour."""
     if 2 not in subject.world_sizes:
@@ -358,5 +418,9 @@ def a_dead_peer_fails_the_collective(subject: Subject) -> None:
         require(group.errored(), PeerFailed)
 
 
-CHECKS: tuple[Callable[[Subject], None], ...] = (a_dead_peer_fails_the_collective, every_death_at_every_point)
+CHECKS: tuple[Callable[[Subject], None], ...] = (
+    a_dead_peer_fails_the_collective,
+    every_death_in_a_word,
+    every_death_at_every_point,
+)
 """What happens when a peer dies; each a function of a `Subject`."""

@@ -17,6 +17,7 @@ from tft_pg.base import ProcessGroup
 from tft_pg.errors import Aborted, Closed, InvalidSetting, OperationRefused, ProcessGroupError
 from tft_pg.ops import Collective
 from tft_pg.settings import always_leaves_an_error, checked_timeout, place_first
+from tft_pg.word import EndedExchange, WordExchange, check_round, checked_values
 from tft_pg.work import DummyWork
 
 __all__ = ["ProcessGroupDummy"]
@@ -43,6 +44,7 @@ class ProcessGroupDummy(ProcessGroup):
         self.wait_count = 0
         self.get_future_count = 0
         self._error: ProcessGroupError | None = None
+        self._last_round = -1
 
     def _require_alone(self, rank: int, world_size: int) -> None:
         if (rank, world_size) != (0, 1):
@@ -77,11 +79,21 @@ class ProcessGroupDummy(ProcessGroup):
         self._require_alone(rank, world_size)
         self.configure_count += 1
         self._error = None
+        self._last_round = -1
 
     @always_leaves_an_error
     def abort(self) -> None:
         if not isinstance(self._error, Closed):
             self._error = Aborted("abort was called (dummy group); configure the group again")
+
+    def exchange_word(self, words: Sequence[int], *, round_number: int, timeout: timedelta) -> WordExchange:
+        if self._error is not None:
+            raise type(self._error)(f"exchange_word found no group: {self._error}")
+        values = checked_values(words)
+        check_round(round_number, self._last_round)
+        checked_timeout(timeout)
+        self._last_round = round_number
+        return EndedExchange(values)
 
     def errored(self) -> Exception | None:
         return self._error

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from tft_pg.base import ProcessGroup
 from tft_pg.errors import InvalidSetting, Unsupported
 from tft_pg.ops import Collective
+from tft_pg.word import LINGER, WordExchange
 from tft_pg.work import DummyWork
 
 __all__ = ["ManagedProcessGroup", "ReducesOverParticipants"]
@@ -73,8 +74,8 @@ class ManagedProcessGroup(ProcessGroup):
     `size()` is the number of participants, and allreduce (also coalesced) is over them, with whatever reduction the
     Manager has. Replica groups hold the same weights, and ranks among them change from step to step, so what moves
     weights about (broadcast, the allgathers, gather, scatter) and barrier are those of a group of one. All else is
-    refused. The Manager configures and aborts its own group, so `configure`, `abort` and `set_timeout` are refused
-    here, and `shutdown` leaves it alone.
+    refused. The Manager configures and aborts its own group, so `configure`, `abort`, `set_timeout`,
+    `exchange_word` and `linger` are refused here, and `shutdown` leaves it alone.
 
     Args:
         manager: reduces, and knows how many take part.
@@ -141,6 +142,12 @@ class ManagedProcessGroup(ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         raise self._manager_does("set_timeout")
+
+    def exchange_word(self, words: Sequence[int], *, round_number: int, timeout: timedelta) -> WordExchange:
+        raise self._manager_does("exchange_word")
+
+    def linger(self, timeout: timedelta = LINGER) -> bool:
+        raise self._manager_does("linger")
 
     def _manager_does(self, operation: str) -> Unsupported:
         return Unsupported(f"a managed group has no {operation}; its Manager does that")

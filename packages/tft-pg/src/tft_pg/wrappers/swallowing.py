@@ -6,7 +6,7 @@ law of this file: only errors of the group are swallowed; a wrong argument is st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, final
@@ -18,6 +18,7 @@ from tft_pg.base import ProcessGroup
 from tft_pg.errors import InvalidSetting, OperationRefused, ProcessGroupError, Unsupported
 from tft_pg.forwarding import forward
 from tft_pg.ops import Collective
+from tft_pg.word import WordExchange
 from tft_pg.work import DummyWork
 from tft_pg.wrappers.wrapping import WrappingProcessGroup, takes_one_group
 
@@ -65,6 +66,21 @@ class ErrorSwallowingProcessGroupWrapper(WrappingProcessGroup):
             errors.report(error)
             return DummyWork(results, source=self._another_rank())
 
+    def exchange_word(self, words: Sequence[int], *, round_number: int, timeout: timedelta) -> WordExchange:
+        """Start an exchange of the group inside, also after an error: a word is how a rank tells others of one.
+
+        Its errors are raised, as there is no sum to give instead, and treat the group as failed too.
+        """
+        errors = self._errors
+        try:
+            exchange = self._parent.exchange_word(words, round_number=round_number, timeout=timeout)
+        except _THE_CALLERS:
+            raise
+        except RuntimeError as error:
+            errors.report(error)
+            raise
+        return _ToldExchange(exchange, errors.report)
+
     def _another_rank(self) -> int:
         """From whom a receive that failed says that it has received: `dist.recv` takes no rank that can't be."""
         try:
@@ -94,6 +110,24 @@ class _Errors:
     def report(self, error: Exception) -> None:
         if self.first is None:
             self.first = error
+
+
+@final
+class _ToldExchange(WordExchange):
+    """An exchange whose error the wrapper hears of."""
+
+    def __init__(self, exchange: WordExchange, report: Callable[[Exception], None]) -> None:
+        self._exchange = exchange
+        self._report = report
+
+    def wait(self) -> tuple[int, ...]:
+        try:
+            return self._exchange.wait()
+        except _THE_CALLERS:
+            raise
+        except RuntimeError as error:
+            self._report(error)
+            raise
 
 
 @final

@@ -19,6 +19,7 @@ from tft_pg.errors import InvalidSetting
 from tft_pg.forwarding import forward
 from tft_pg.ops import Collective
 from tft_pg.settings import always_leaves_an_error, place_first
+from tft_pg.word import LINGER, WordExchange
 
 __all__ = ["ProcessGroupWrapper", "WrappingProcessGroup", "takes_one_group"]
 
@@ -109,6 +110,12 @@ class WrappingProcessGroup(ProcessGroup):
 
     def errored(self) -> Exception | None:
         return self._parent.errored()
+
+    def exchange_word(self, words: Sequence[int], *, round_number: int, timeout: timedelta) -> WordExchange:
+        return self._parent.exchange_word(words, round_number=round_number, timeout=timeout)
+
+    def linger(self, timeout: timedelta = LINGER) -> bool:
+        return self._parent.linger(timeout)
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._parent.set_timeout(timeout)

@@ -1,0 +1,307 @@
+"""The word of a round over the connections that a group keeps between its ranks.
+
+The thread that calls sends its own word at the start, and reads the others' while it waits: there is no other thread,
+and nothing is read between two words. So a peer that is a round ahead is buffered by the kernel, one frame of it at
+most: it can't be further ahead, because it needs this rank's word of its own round. Frames have a known length and are
+read by that length, so that a round's read never takes from the next round's frame.
+
+A rank fails as soon as the connection to a rank ends whose word it still needs. A rank that has said its word may have
+ended its exchange, and then all words are on their way: the others have a moment to end theirs. An exchange that fails
+cuts this rank's connections, so that the others fail too.
+
+The law of this file: it moves the bytes of `word_round`, and knows no library. What an error means for the group is
+said by the group.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import select
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Final, final
+
+from tft_pg.backends.examination import names
+from tft_pg.backends.lifeline import Lifeline
+from tft_pg.backends.word_round import HEADER_BYTES, BadFrame, Step, WordRound, steps_of
+from tft_pg.errors import DeadlinePassed, PeerFailed, ProcessGroupError, Where
+from tft_pg.word import EndedExchange, WordExchange, check_round, checked_sums
+
+__all__ = ["WordLine"]
+
+_ENDS: Final = select.POLLRDHUP
+_HEARS: Final = select.POLLIN | select.POLLRDHUP
+# What was sent to a rank that has ended its exchange was sent to this one too, up to a moment of a busy machine.
+_GRACE_S: Final = 0.1
+# Who has waited that long looks whether what it has sent was acknowledged: a cut cable ends no connection.
+_LOOK_S: Final = 0.25
+# The kernel waits twice as long each time, and 0.2 s and a round trip first: so many in a row are 1.4 s in vain.
+_RETRANSMITS_MOST: Final = 3
+_TCP_RETRANSMITS: Final = 2  # the byte of struct tcp_info
+_TCP_INFO_BYTES: Final = 8
+
+_Fail = Callable[[ProcessGroupError], ProcessGroupError]
+
+
+@final
+class WordLine:
+    """The words of one configured group, one after another.
+
+    Args:
+        lifeline: the connections; empty in a group of one.
+        where: this rank's place.
+        direct_most: the largest group in which each rank sends its word to every other one; None: as measured.
+    """
+
+    def __init__(self, lifeline: Lifeline, where: Where, *, direct_most: int | None = None) -> None:
+        rank, world_size = where.rank or 0, where.world_size or 1
+        self.lifeline = lifeline
+        self.where = where
+        self._steps: tuple[Step, ...] = (
+            steps_of(rank, world_size) if direct_most is None else steps_of(rank, world_size, direct_most=direct_most)
+        )
+        self._last_round = -1
+        self._poll: select.poll | None = None
+        self._ranks: dict[int, int] = {}  # by descriptor
+
+    def ends(self, peers: dict[int, socket.socket]) -> tuple[select.poll, dict[int, int]]:
+        """Return what tells of the end of a connection, and the ranks by descriptor; the same for each round."""
+        if self._poll is None:
+            self._poll = select.poll()
+            for rank, peer in peers.items():
+                self._ranks[peer.fileno()] = rank
+                self._poll.register(peer, _ENDS)
+        return self._poll, self._ranks
+
+    def start(self, values: tuple[int, ...], *, round_number: int, timeout: timedelta, fail: _Fail) -> WordExchange:
+        """Start an exchange: send this rank's word, or the first step of it.
+
+        Args:
+            values: checked.
+            round_number: of the round; the exchange of the round before it must have ended.
+            timeout: from now.
+            fail: told of an error that ends the group's words; gives the one to raise.
+        Raises: InvalidSetting: the round's number; nothing was sent. ProcessGroupError: a peer is gone.
+        """
+        check_round(round_number, self._last_round)
+        self._last_round = round_number
+        if not self._steps:
+            return EndedExchange(values)
+        deadline_s = time.monotonic() + timeout.total_seconds()
+        exchange = _LineExchange(
+            self, WordRound(self._steps, round_number, values), round_number, (timeout, deadline_s), fail
+        )
+        exchange.start()
+        return exchange
+
+    def linger(self, timeout: timedelta) -> bool:
+        """Wait until every other rank has ended its connection, or has sent a word of a later round.
+
+        Returns: whether they all have, within the time.
+        """
+        deadline_s = time.monotonic() + timeout.total_seconds()
+        with self.lifeline as peers:
+            poll = select.poll()
+            waiting = set()
+            for peer in () if self.lifeline.ended else peers.values():
+                poll.register(peer, _HEARS)
+                waiting.add(peer.fileno())
+            while waiting and not self.lifeline.ended:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    return False
+                for descriptor, _ in poll.poll(math.ceil(left_s * 1000)):
+                    poll.unregister(descriptor)
+                    waiting.discard(descriptor)
+        return True
+
+
+@final
+class _LineExchange(WordExchange):
+    """One exchange.
+
+    Args:
+        line: of the group.
+        state: of the exchange.
+        round_number: for messages.
+        limit: the time-out, and when it is over on the monotonic clock.
+        fail: as for `WordLine.start`.
+    """
+
+    def __init__(
+        self, line: WordLine, state: WordRound, round_number: int, limit: tuple[timedelta, float], fail: _Fail
+    ) -> None:
+        self._line = line
+        self._state = state
+        self._round_number = round_number
+        self._timeout, self._deadline_s = limit
+        self._fail = fail
+        self._partial: dict[int, bytes] = {}  # the first bytes of a frame whose rest has not come yet
+        self._ended_rank: int | None = None  # the first whose connection ended when its own word was here
+        self._outcome: tuple[int, ...] | ProcessGroupError | None = None
+
+    def start(self) -> None:
+        """Send the first step."""
+        lifeline = self._line.lifeline
+        lifeline.is_exchanging = True
+        try:
+            with lifeline as peers:
+                self._check_all_there(peers)
+                self._send(peers)
+        except BaseException as error:
+            raise self._failed(error) from None
+
+    def wait(self) -> tuple[int, ...]:
+        if self._outcome is None:
+            try:
+                with self._line.lifeline as peers:
+                    self._run(peers)
+            except BaseException as error:
+                raise self._failed(error) from None
+            self._line.lifeline.is_exchanging = False
+            try:
+                self._outcome = checked_sums(self._state.sums, self._round_number)
+            except ProcessGroupError as overflow:
+                self._outcome = copy.copy(overflow)
+        if isinstance(self._outcome, ProcessGroupError):
+            raise copy.copy(self._outcome)
+        return self._outcome
+
+    def _failed(self, error: BaseException) -> BaseException:
+        """Cut the connections, because nothing that comes over them could be told from this round any more."""
+        # First, so that an abort which has ended them is found as the reason.
+        told = self._fail(error) if isinstance(error, ProcessGroupError) else error
+        self._line.lifeline.is_exchanging = False
+        self._line.lifeline.end(f"the word of round {self._round_number} failed")
+        if isinstance(told, ProcessGroupError):
+            self._outcome = copy.copy(told)
+        return told
+
+    def _run(self, peers: dict[int, socket.socket]) -> None:
+        state = self._state
+        while True:
+            if state.missing:
+                self._hear(peers)
+            if not state.advance():
+                return
+            self._send(peers)
+
+    def _check_all_there(self, peers: dict[int, socket.socket]) -> None:
+        """Raises: PeerFailed: a rank has ended before it could get this rank's word, so it has not ended its exchange.
+
+        Its word may be here all the same, and then nothing else would tell.
+        """
+        self._check_not_ended()
+        poll, ranks = self._line.ends(peers)
+        for descriptor, _ in poll.poll(0):
+            rank = ranks[descriptor]
+            raise self._peer_failed(rank, f"the connection to {self._name(rank)} had ended before")
+
+    def _send(self, peers: dict[int, socket.socket]) -> None:
+        self._check_not_ended()
+        recipients = self._state.recipients
+        if not recipients:
+            return
+        frame = self._state.frame()
+        for rank in recipients:
+            try:
+                sent = peers[rank].send(frame, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                sent = 0
+            except OSError:
+                self._check_not_ended()
+                raise self._peer_failed(rank, f"the connection to {self._name(rank)} has ended") from None
+            if sent < len(frame):  # the kernel's buffer holds many words
+                raise self._peer_failed(rank, f"{self._name(rank)} reads none of what is sent to it")
+
+    def _hear(self, peers: dict[int, socket.socket]) -> None:
+        """Read the frame of each rank that is missing in this step."""
+        self._check_not_ended()
+        missing = self._state.missing
+        poll, ranks = self._line.ends(peers)
+        for rank in missing:
+            poll.register(peers[rank], _HEARS)
+        while missing:
+            left_s = self._deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise self._late()
+            ready = poll.poll(math.ceil(min(left_s, _LOOK_S) * 1000))
+            for descriptor, _ in ready:
+                rank = ranks[descriptor]
+                if rank not in missing:
+                    poll.unregister(descriptor)
+                    self._has_ended(rank)
+                elif self._read(rank, peers[rank]):
+                    poll.register(descriptor, _ENDS)
+            if not ready:
+                self._check_acknowledged(peers)
+
+    def _has_ended(self, rank: int) -> None:
+        """Note the end of a rank whose own word is here."""
+        if self._ended_rank is None:
+            self._ended_rank = rank
+            self._deadline_s = min(self._deadline_s, time.monotonic() + _GRACE_S)
+
+    def _read(self, rank: int, connection: socket.socket) -> bool:
+        """Read what a rank has sent; returns whether its frame is complete."""
+        state, begun = self._state, self._partial.get(rank, b"")
+        try:
+            heard = connection.recv(state.frame_bytes - len(begun))
+        except BlockingIOError:
+            return False
+        except OSError:
+            heard = b""
+        self._check_not_ended()
+        if not heard:
+            raise self._peer_failed(rank, f"the connection to {self._name(rank)} ended before its word came")
+        frame = begun + heard
+        try:
+            if len(frame) == state.frame_bytes:
+                state.take(rank, frame)
+                self._partial.pop(rank, None)
+                return True
+            if len(frame) >= HEADER_BYTES:
+                state.check_header(frame)
+        except BadFrame as fault:
+            raise self._peer_failed(rank, f"{self._name(rank)} {fault}") from None
+        self._partial[rank] = frame
+        return False
+
+    def _check_not_ended(self) -> None:
+        """Raises: PeerFailed: this rank's own connections were cut."""
+        if self._line.lifeline.ended:
+            raise self._peer_failed(None, self._line.lifeline.ended_because or "the group was ended")
+
+    def _check_acknowledged(self, peers: dict[int, socket.socket]) -> None:
+        """Raises: PeerFailed: the machine of a rank that is missing acknowledges nothing any more."""
+        for rank in self._state.missing:
+            information = peers[rank].getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            if information[_TCP_RETRANSMITS] >= _RETRANSMITS_MOST:
+                why = "nothing that is sent there is acknowledged"
+                raise self._peer_failed(rank, f"{self._name(rank)} is silent: {why}", unreached={rank: why})
+
+    def _late(self) -> ProcessGroupError:
+        missing = f"the word of {names(self._state.missing)}"
+        if self._ended_rank is not None:
+            why = f"the connection to {self._name(self._ended_rank)} ended, and {missing} did not come"
+            return self._peer_failed(self._ended_rank, why)
+        return DeadlinePassed(
+            f"exchange_word failed ({self._line.where}): {missing} for round {self._round_number} did not come within "
+            f"{self._timeout.total_seconds():g} s; abort the group and configure it again",
+            where=self._line.where,
+        )
+
+    def _peer_failed(self, rank: int | None, why: str, *, unreached: dict[int, str] | None = None) -> PeerFailed:
+        return PeerFailed(
+            f"exchange_word failed ({self._line.where}) in round {self._round_number}: {why}; configure the group "
+            "without the rank that is gone",
+            where=self._line.where,
+            unreached=unreached,
+            rank=rank,
+        )
+
+    def _name(self, rank: int) -> str:
+        return self._line.lifeline.name_of(rank)

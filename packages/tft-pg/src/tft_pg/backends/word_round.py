@@ -1,0 +1,161 @@
+"""What one rank sends and hears in the exchange of one word, and what a frame of it looks like.
+
+In a small group each rank sends its word to every other one, so one step does it. In a larger one the number of
+messages counts, and the ranks double what they know: in each step a rank gives the sum that it has to a partner, and
+gets the partner's, so that 2, 4, 8 … ranks' words are in it. Where the number of ranks is no power of two, the ranks
+above the largest such power give their words to a rank below it first, and get the sum from it last.
+
+A sum on its way may be larger than its end, so frames hold 128 bits for each value.
+
+The law of this file: numbers and bytes only; no clock, no connections.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from dataclasses import dataclass
+from typing import Final, final
+
+__all__ = ["DIRECT_MOST", "HEADER_BYTES", "BadFrame", "Step", "WordRound", "steps_of"]
+
+DIRECT_MOST: Final = 7
+"""The largest group in which each rank sends its word to every other one; measured, see `benchmarks/word_exchange`."""
+
+_KIND: Final = 0x57
+_DIRECT: Final = 0
+_FOLD_IN: Final = 1
+_DOUBLE: Final = 2  # and the numbers after it, one for each step
+_FOLD_OUT: Final = 255
+_HEADER: Final = struct.Struct("!BBHQ")  # kind, step, number of values, round
+HEADER_BYTES: Final = _HEADER.size
+_LOW_BITS: Final = 64
+_LOW_MASK: Final = (1 << _LOW_BITS) - 1
+
+
+class BadFrame(Exception):
+    """A peer has sent something else than is due; the text says what, as the end of a sentence."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one rank: it sends first, then it hears.
+
+    Args:
+        number: of the step, the same on both sides.
+        sends_to: the ranks that get the sum as it is before the step.
+        hears_from: the ranks whose sums come.
+        replaces: whether what comes is the whole sum; else it is added.
+    """
+
+    number: int
+    sends_to: tuple[int, ...]
+    hears_from: tuple[int, ...]
+    replaces: bool = False
+
+
+def steps_of(rank: int, world_size: int, *, direct_most: int = DIRECT_MOST) -> tuple[Step, ...]:
+    """Return the steps of a rank, in order; none in a group of one.
+
+    Args:
+        rank, world_size: its place.
+        direct_most: the largest group in which each rank sends its word to every other one.
+    """
+    if world_size == 1:
+        return ()
+    if world_size <= direct_most:
+        # Each begins with the rank after it, so that the first messages go to different ranks.
+        others = tuple((rank + distance) % world_size for distance in range(1, world_size))
+        return (Step(_DIRECT, others, others),)
+    num_doubling = 1 << (world_size.bit_length() - 1)
+    if rank >= num_doubling:
+        partner = (rank - num_doubling,)
+        return (Step(_FOLD_IN, partner, ()), Step(_FOLD_OUT, (), partner, replaces=True))
+    steps = []
+    folded = (rank + num_doubling,) if rank + num_doubling < world_size else ()
+    if folded:
+        steps.append(Step(_FOLD_IN, (), folded))
+    for bit in range(num_doubling.bit_length() - 1):
+        partner = (rank ^ (1 << bit),)
+        steps.append(Step(_DOUBLE + bit, partner, partner))
+    if folded:
+        steps.append(Step(_FOLD_OUT, folded, ()))
+    return tuple(steps)
+
+
+@functools.cache
+def _frame_of(num_values: int) -> struct.Struct:
+    return struct.Struct(_HEADER.format + "qQ" * num_values)
+
+
+@final
+class WordRound:
+    """The state of one exchange on one rank.
+
+    Args:
+        steps: of this rank, at least one.
+        round_number: of the round.
+        values: of this rank's word.
+
+    `frame` is to be sent to `recipients`, then `missing` ranks are to be heard, until `advance` says that it is over.
+    """
+
+    def __init__(self, steps: tuple[Step, ...], round_number: int, values: tuple[int, ...]) -> None:
+        self._steps = steps
+        self._at = 0
+        self._round_number = round_number
+        self._sums = values
+        self._frame = _frame_of(len(values))
+        self.frame_bytes = self._frame.size
+        self.missing = set(steps[0].hears_from)
+
+    @property
+    def recipients(self) -> tuple[int, ...]:
+        """The ranks that get a frame in this step."""
+        return self._steps[self._at].sends_to
+
+    def frame(self) -> bytes:
+        """Return what they get; to be called before anything of the step is heard."""
+        halves = [half for value in self._sums for half in (value >> _LOW_BITS, value & _LOW_MASK)]
+        number = self._steps[self._at].number
+        return self._frame.pack(_KIND, number, len(self._sums), self._round_number, *halves)
+
+    def check_header(self, head: bytes) -> None:
+        """Look at the first bytes of a frame, at least `HEADER_BYTES`. Raises: BadFrame: it is not the one that is due.
+
+        A frame that is too long is refused here, before the rest of it is read.
+        """
+        kind, step, num_values, round_number = _HEADER.unpack_from(head)
+        if kind != _KIND:
+            raise BadFrame(f"sent something that is no word (first byte {kind:#04x})")
+        if round_number != self._round_number:
+            raise BadFrame(f"sent the word of round {round_number}, and this rank is in round {self._round_number}")
+        if num_values != len(self._sums):
+            raise BadFrame(f"sent a word of {num_values} values, and this rank's has {len(self._sums)}")
+        if step != self._steps[self._at].number:
+            raise BadFrame(f"sent step {step} of the word, and this rank is at step {self._steps[self._at].number}")
+
+    def take(self, rank: int, frame: bytes) -> None:
+        """Take a missing rank's frame of this step. Raises: BadFrame: it is not the one that is due."""
+        self.check_header(frame)
+        halves = self._frame.unpack(frame)[4:]
+        heard = [(high << _LOW_BITS) | low for high, low in zip(halves[::2], halves[1::2], strict=True)]
+        if self._steps[self._at].replaces:
+            self._sums = tuple(heard)
+        else:
+            self._sums = tuple(map(int.__add__, self._sums, heard))
+        self.missing.remove(rank)
+
+    def advance(self) -> bool:
+        """Go on to the next step, when nobody is missing; returns whether there is one."""
+        assert not self.missing, "a step ends when all of it has been heard"
+        self._at += 1
+        if self._at == len(self._steps):
+            return False
+        self.missing = set(self._steps[self._at].hears_from)
+        return True
+
+    @property
+    def sums(self) -> tuple[int, ...]:
+        """The sum of each value, when it is over; in the middle of it, of those ranks that are in it so far."""
+        return self._sums

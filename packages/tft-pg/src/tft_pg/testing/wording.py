@@ -1,0 +1,356 @@
+"""The word of a round: the same sum for every rank that gets one, and an error in time for all others.
+
+The law of this file: peers are threads of this process, and a rank dies by its `abort`; real deaths are in `dying`.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+
+from tft_pg.base import ProcessGroup
+from tft_pg.errors import (
+    Aborted,
+    Closed,
+    DeadlinePassed,
+    InvalidSetting,
+    NotConfigured,
+    OperationRefused,
+    PeerFailed,
+)
+from tft_pg.testing.bench import GUARD_S, Bench
+from tft_pg.testing.subject import Subject, all_work, failure, require
+from tft_pg.word import WORD_VALUES_MAX, WordExchange
+
+__all__ = [
+    "CHECKS",
+    "a_late_word_fails_at_its_deadline",
+    "a_leaver_waits_until_its_last_word_has_passed",
+    "a_rank_that_is_ahead_is_waited_for",
+    "a_sum_that_does_not_fit_is_refused_everywhere",
+    "a_word_is_one_sum_everywhere",
+    "a_word_needs_a_group",
+    "a_word_that_can_not_be_is_refused",
+    "abort_ends_a_word",
+    "all_or_an_error_wherever_a_rank_dies",
+    "rounds_are_not_mixed",
+    "words_of_two_configures_are_not_mixed",
+]
+
+_GUARD = timedelta(seconds=GUARD_S)
+_HOUR = timedelta(hours=1)
+_ROUNDS = 5
+_AHEAD_S = 0.1
+_INT64_MAX = (1 << 63) - 1
+_INT64_MIN = -(1 << 63)
+
+
+def _start(group: ProcessGroup, words: Sequence[int], round_number: int, limit: timedelta = _GUARD) -> WordExchange:
+    return group.exchange_word(words, round_number=round_number, timeout=limit)
+
+
+def _exchanged(group: ProcessGroup, words: Sequence[int], round_number: int) -> tuple[int, ...]:
+    return _start(group, words, round_number).wait()
+
+
+def a_word_is_one_sum_everywhere(subject: Subject) -> None:
+    """Every rank gets the sum of each value, in every size, for any number of values, round after round."""
+    with Bench(subject.make) as bench:
+        groups = [bench.make() for _ in range(subject.most)]
+        for size in subject.world_sizes:
+            bench.configure(groups[:size])
+            for number in range(_ROUNDS):
+                found = bench.all(
+                    groups[:size],
+                    lambda rank, group, number=number: _exchanged(group, [1, rank, -rank, number * rank], number),  # type: ignore[misc]
+                )
+                ranks = sum(range(size))
+                assert found == [(size, ranks, -ranks, number * ranks)] * size, found
+            for count in (1, WORD_VALUES_MAX):
+                words = list(range(count))
+                round_number = (1 << 40) + count
+                found = bench.all(
+                    groups[:size],
+                    lambda rank, group, words=words, number=round_number: _exchanged(group, words, number),  # type: ignore[misc]
+                )
+                assert found == [tuple(size * value for value in words)] * size, found
+            all_work(bench, groups[:size])
+
+
+def a_sum_that_does_not_fit_is_refused_everywhere(subject: Subject) -> None:
+    """Values of 64 bits are summed exactly, also where sums on the way need more; where the end does, all are told."""
+    size = subject.most
+    with Bench(subject.make) as bench:
+        groups = bench.configured(size)
+        # The values of the first two of three ranks are too large together, and the third's brings the sum back.
+        values = [_INT64_MAX, _INT64_MAX, _INT64_MIN, *[0] * size][:size] if size != 2 else [_INT64_MAX, _INT64_MIN]
+        found = bench.all(groups, lambda rank, group: _exchanged(group, [values[rank], -values[rank] // 2], 1))
+        assert found == [(sum(values), sum(-value // 2 for value in values))] * size, found
+        if size == 1:
+            return
+        for number, value in ((2, _INT64_MAX), (3, _INT64_MIN)):
+            errors = bench.all(
+                groups,
+                lambda rank, group, number=number, value=value: failure(  # type: ignore[misc]
+                    group, partial(_exchanged, group, [value, 1], number)
+                ),
+            )
+            for error in errors:
+                require(error, OperationRefused)
+        assert bench.all(groups, lambda rank, group: _exchanged(group, [rank], 4)) == [(sum(range(size)),)] * size
+        all_work(bench, groups)
+
+
+def a_word_that_can_not_be_is_refused(subject: Subject) -> None:
+    """No values, too many, none of 64 bits, a round that can't be: refused at once, and the group works on."""
+    with Bench(subject.make) as bench:
+        groups = bench.configured(subject.most)
+        for words, number in (
+            ([], 1),
+            ([0] * (WORD_VALUES_MAX + 1), 1),
+            ([_INT64_MAX + 1], 1),
+            ([_INT64_MIN - 1], 1),
+            (["1"], 1),
+            ([1.5], 1),
+            ([1], -1),
+            ([1], 1 << 64),
+        ):
+            for group in groups:
+                require(failure(group, partial(_start, group, words, number)), InvalidSetting)  # type: ignore[arg-type]
+        require(failure(groups[0], lambda: _start(groups[0], [1], 1, timedelta(0))), InvalidSetting)
+        assert bench.all(groups, lambda rank, group: _exchanged(group, [1], 1)) == [(len(groups),)] * len(groups)
+
+
+def a_word_needs_a_group(subject: Subject) -> None:
+    """Before `configure`, after `abort` and after `shutdown` a word is the error that a collective is."""
+    with Bench(subject.make) as bench:
+        groups = [bench.make() for _ in range(subject.most)]
+        if not subject.ready:
+            require(failure(groups[0], partial(_start, groups[0], [1], 1)), NotConfigured)
+        bench.configure(groups)
+        for group in groups:
+            group.abort()
+            require(failure(group, partial(_start, group, [1], 1)), Aborted)
+        bench.configure(groups)
+        assert bench.all(groups, lambda rank, group: _exchanged(group, [1], 1)) == [(len(groups),)] * len(groups)
+        for group in groups:
+            group.shutdown()
+            require(failure(group, partial(_start, group, [1], 1)), Closed)
+
+
+def rounds_are_not_mixed(subject: Subject) -> None:
+    """Where one rank is in another round than the rest, or has another number of values, nobody gets a sum."""
+    size = subject.most
+    if size < 2:
+        return
+    with Bench(subject.make) as bench:
+        groups = [bench.make() for _ in range(size)]
+        for words, numbers in (
+            ([[1]] * size, [7] * (size - 1) + [8]),
+            ([[1]] * size, [8] + [7] * (size - 1)),
+            ([[1]] * (size - 1) + [[1, 2]], [7] * size),
+            ([[1, 2, 3]] + [[1]] * (size - 1), [7] * size),
+        ):
+            bench.configure(groups)
+
+            def act(
+                rank: int,
+                group: ProcessGroup,
+                words: Sequence[Sequence[int]] = words,
+                numbers: Sequence[int] = numbers,
+            ) -> Exception | None:
+                return _aborting(group, partial(_exchanged, group, words[rank], numbers[rank]))
+
+            for error in bench.all(groups, act):
+                require(error, PeerFailed)
+        bench.configure(groups)
+        all_work(bench, groups)
+
+
+def _aborting(group: ProcessGroup, act: Callable[[], object]) -> Exception | None:
+    """What an action fails with; who fails ends its group, as a rank that does not commit does."""
+    error = failure(group, act)
+    if error is not None:
+        group.abort()
+    return error
+
+
+def words_of_two_configures_are_not_mixed(subject: Subject) -> None:
+    """A word that nobody waited for is gone with the next `configure`, where the same round's number may come again."""
+    size = subject.most
+    if size < 2:
+        return
+    with Bench(subject.make) as bench:
+        groups = bench.configured(size)
+        started = [_start(group, [100], 1) for group in groups[:-1]]
+        bench.configure(groups)
+        assert bench.all(groups, lambda rank, group: _exchanged(group, [1], 1)) == [(size,)] * size
+        for exchange in started:
+            try:
+                sums = exchange.wait()
+            except (Aborted, PeerFailed):
+                continue
+            raise AssertionError(f"a word of a group that is gone ended with {sums}")
+        all_work(bench, groups)
+
+
+def a_rank_that_is_ahead_is_waited_for(subject: Subject) -> None:
+    """A rank may start the next round while others still wait in this one; both come to their own sums."""
+    size = subject.most
+    if size < 2:
+        return
+    with Bench(subject.make) as bench:
+        groups = bench.configured(size)
+        ahead = [threading.Event() for _ in range(_ROUNDS)]
+
+        def act(rank: int, group: ProcessGroup) -> list[tuple[int, ...]]:
+            found = []
+            for number in range(_ROUNDS):
+                exchange = _start(group, [number], number)
+                if rank:
+                    ahead[number].set()
+                elif number + 1 < _ROUNDS:
+                    # In a large group no other rank can be ahead of one that does not read, and this passes in vain.
+                    ahead[number + 1].wait(_AHEAD_S)
+                found.append(exchange.wait())
+            return found
+
+        assert bench.all(groups, act) == [[(size * number,) for number in range(_ROUNDS)]] * size
+        all_work(bench, groups)
+
+
+def a_late_word_fails_at_its_deadline(subject: Subject) -> None:
+    """Where a rank's word does not come in time, the others' exchange fails, and so has their group."""
+    size = subject.most
+    if size < 2:
+        return
+    with Bench(subject.make) as bench:
+        groups = bench.configured(size)
+        limit = timedelta(milliseconds=50)
+        exchanges = [_start(group, [1], 1, limit) for group in groups[:-1]]
+        error = failure(groups[0], exchanges[0].wait)
+        require(error, DeadlinePassed)
+        require(groups[0].errored(), DeadlinePassed)
+        require(failure(groups[0], exchanges[0].wait), DeadlinePassed)
+        for group in groups:
+            group.abort()
+        for group, exchange in zip(groups[1:], exchanges[1:], strict=False):
+            require(failure(group, exchange.wait), Aborted, PeerFailed, DeadlinePassed)
+        bench.configure(groups)
+        assert bench.all(groups, lambda rank, group: _exchanged(group, [1], 1)) == [(size,)] * size
+        all_work(bench, groups)
+
+
+def abort_ends_a_word(subject: Subject) -> None:
+    """A word that waits for another rank ends by `abort` from another thread, here and on the other ranks."""
+    size = subject.most
+    if size < 2:
+        return
+    with Bench(subject.make) as bench:
+        groups = bench.configured(size)
+        entered = threading.Barrier(size)
+
+        def wait(group: ProcessGroup) -> Exception | None:
+            exchange = _start(group, [1], 1, _HOUR)
+            entered.wait(GUARD_S)
+            return failure(group, exchange.wait)
+
+        waits = [bench.start(partial(wait, group)) for group in groups[:-1]]
+        entered.wait(GUARD_S)
+        groups[0].abort()
+        require(waits[0]().get(), Aborted)
+        # The others have rank 0's word, and wait for the last rank's: it may be under way, but not for long.
+        for finish in waits[1:]:
+            require(finish().get(), PeerFailed)
+        require(failure(groups[-1], partial(_exchanged, groups[-1], [1], 1)), PeerFailed)
+        bench.configure(groups)
+        assert bench.all(groups, lambda rank, group: _exchanged(group, [1], 1)) == [(size,)] * size
+        all_work(bench, groups)
+
+
+class _Death(enum.Enum):
+    """When a rank ends."""
+
+    BEFORE = "before its word"
+    STARTED = "after it has started its word"
+    ENDED = "as soon as its word has ended"
+
+
+def all_or_an_error_wherever_a_rank_dies(subject: Subject) -> None:
+    """A rank that dies at any point of a word leaves the others with one and the same sum, or an error; none hangs."""
+    with Bench(subject.make) as bench:
+        groups = [bench.make() for _ in range(subject.most)]
+        for size in (size for size in subject.world_sizes if size > 1):
+            for death in _Death:
+                for victim in {0, size - 1}:
+                    bench.configure(groups[:size])
+                    _check_death(bench, groups[:size], victim, death)
+        bench.configure(groups)
+        all_work(bench, groups)
+
+
+def _check_death(bench: Bench, groups: Sequence[ProcessGroup], victim: int, death: _Death) -> None:
+    expected = (len(groups), sum(range(len(groups))))
+
+    def act(rank: int, group: ProcessGroup) -> tuple[int, ...] | Exception | None:
+        if rank == victim and death is _Death.BEFORE:
+            group.abort()
+            return None
+        found: list[tuple[int, ...]] = []
+
+        def exchange() -> None:
+            started = _start(group, [1, rank], 1, _HOUR)
+            if rank == victim and death is _Death.STARTED:
+                group.abort()
+            else:
+                found.append(started.wait())
+
+        error = failure(group, exchange)
+        if error is not None or rank == victim:
+            group.abort()
+        return found[0] if found else error
+
+    outcomes = bench.all(groups, act)
+    for rank, outcome in enumerate(outcomes):
+        if isinstance(outcome, tuple):
+            assert outcome == expected, f"rank {rank} got {outcome}, and a rank died {death.value}"
+        elif rank != victim:
+            require(outcome, PeerFailed)
+    if death is _Death.BEFORE:
+        assert not any(isinstance(outcome, tuple) for outcome in outcomes), outcomes
+
+
+def a_leaver_waits_until_its_last_word_has_passed(subject: Subject) -> None:
+    """A rank that lingers after its last word, and then shuts down, leaves the others with the sum."""
+    size = subject.most
+    with Bench(subject.make) as bench:
+        groups = bench.configured(size)
+
+        def act(rank: int, group: ProcessGroup) -> tuple[int, ...]:
+            sums = _exchanged(group, [1], 1)
+            if rank == 0:
+                group.linger(timedelta(seconds=1))
+            if rank == 0 or size > 1:
+                group.shutdown()
+            return sums
+
+        assert bench.all(groups, act) == [(size,)] * size
+
+
+CHECKS: tuple[Callable[[Subject], None], ...] = (
+    a_word_is_one_sum_everywhere,
+    a_sum_that_does_not_fit_is_refused_everywhere,
+    a_word_that_can_not_be_is_refused,
+    a_word_needs_a_group,
+    rounds_are_not_mixed,
+    words_of_two_configures_are_not_mixed,
+    a_rank_that_is_ahead_is_waited_for,
+    a_late_word_fails_at_its_deadline,
+    abort_ends_a_word,
+    all_or_an_error_wherever_a_rank_dies,
+    a_leaver_waits_until_its_last_word_has_passed,
+)
+"""What a word is; each a function of a `Subject`."""
