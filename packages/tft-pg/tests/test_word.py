@@ -396,6 +396,12 @@ def test_a_round_comes_once_and_after_the_one_before(group_of: Callable[..., Gro
         with pytest.raises(InvalidSetting, match=f"the word of round {number} came after that of round 5"):
             group.start(0, number)
     assert group.start(0, 6).wait() == (1,)
+    pair = group_of(2)
+    exchange = pair.start(0, 1)
+    with pytest.raises(InvalidSetting, match="round 2 came while that of round 1 has not ended"):
+        pair.start(0, 2)
+    assert pair.start(1, 1).wait() == exchange.wait() == (2,)
+    assert [exchange.wait() for exchange in [pair.start(rank, 2) for rank in range(2)]] == [(2,), (2,)]
 
 
 # --- the last word of a rank that leaves -----------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from typing import Final, final
 from tft_pg.backends.examination import names
 from tft_pg.backends.lifeline import Lifeline
 from tft_pg.backends.word_round import HEADER_BYTES, BadFrame, Step, WordRound, steps_of
-from tft_pg.errors import DeadlinePassed, PeerFailed, ProcessGroupError, Where
+from tft_pg.errors import DeadlinePassed, InvalidSetting, PeerFailed, ProcessGroupError, Where
 from tft_pg.word import EndedExchange, WordExchange, check_round, checked_sums
 
 __all__ = ["WordLine"]
@@ -35,7 +35,7 @@ __all__ = ["WordLine"]
 _ENDS: Final = select.POLLRDHUP
 _HEARS: Final = select.POLLIN | select.POLLRDHUP
 # What was sent to a rank that has ended its exchange was sent to this one too, up to a moment of a busy machine.
-_GRACE_S: Final = 0.1
+_GRACE_S: Final = 0.25
 # Who has waited that long looks whether what it has sent was acknowledged: a cut cable ends no connection.
 _LOOK_S: Final = 0.25
 # The kernel waits twice as long each time, and 0.2 s and a round trip first: so many in a row are 1.4 s in vain.
@@ -87,6 +87,12 @@ class WordLine:
         Raises: InvalidSetting: the round's number; nothing was sent. ProcessGroupError: a peer is gone.
         """
         check_round(round_number, self._last_round)
+        if self.lifeline.is_exchanging:
+            raise InvalidSetting(
+                f"the word of round {round_number} came while that of round {self._last_round} has not ended; wait for "
+                "its exchange first",
+                where=self.where,
+            )
         self._last_round = round_number
         if not self._steps:
             return EndedExchange(values)
@@ -116,7 +122,7 @@ class WordLine:
                 for descriptor, _ in poll.poll(math.ceil(left_s * 1000)):
                     poll.unregister(descriptor)
                     waiting.discard(descriptor)
-        return True
+        return not waiting
 
 
 @final
