@@ -86,7 +86,7 @@ class Network:
                 self._send(rank)
             elif round_.missing:
                 sender = self._rng.choice(self._due(rank))
-                round_.take(sender, self._mail[sender, rank].pop(0))
+                assert round_.hear(sender, self._mail[sender, rank].pop(0))
             elif round_.advance():
                 self._send(rank)
             else:
@@ -138,7 +138,7 @@ def test_a_frame_that_is_not_due_is_told_by_its_head() -> None:
         return WordRound(steps_of(rank, size, direct_most=direct_most), number, values).frame()
 
     for frame, words in (
-        (b"\0" * 44, "no word"),
+        (b"\0" * 28, "no word"),
         (frame_of(1, 2, 8, (1, 2)), "round 8, and this rank is in round 7"),
         (frame_of(1, 2, 6, (1, 2)), "round 6"),
         (frame_of(1, 2, 7, (1, 2, 3)), "a word of 3 values, and this rank's has 2"),
@@ -146,11 +146,32 @@ def test_a_frame_that_is_not_due_is_told_by_its_head() -> None:
         (frame_of(1, 2, 7, (1, 2), direct_most=1), "step 2 of the word, and this rank is at step 0"),
     ):
         with pytest.raises(BadFrame, match=words):
-            due.check_header(frame)
+            due.hear(1, frame)
     assert due.missing == {1}
-    due.take(1, frame_of(1, 2, 7, (5, -5)))
+    assert due.due_bytes(1) == len(frame_of(1, 2, 7, (5, -5)))
+    assert due.hear(1, frame_of(1, 2, 7, (5, -5)))
     assert not due.advance()
     assert due.sums == (6, -3)
+
+
+def test_a_sum_that_needs_more_bits_on_its_way_comes_in_a_longer_frame() -> None:
+    largest = (1 << 63) - 1
+    rounds = [WordRound(steps_of(rank, 4, direct_most=1), 1, (largest, -largest)) for rank in (0, 1)]
+    frames = [each.frame() for each in rounds]
+    assert rounds[0].hear(1, frames[1])
+    assert rounds[1].hear(0, frames[0])
+    assert all(each.advance() for each in rounds)
+    other = WordRound(steps_of(2, 4, direct_most=1), 1, (-largest, largest))
+    assert other.hear(3, WordRound(steps_of(3, 4, direct_most=1), 1, (-largest, 5)).frame())
+    assert other.advance()
+    frame = rounds[0].frame()
+    assert len(frame) > len(frames[0])
+    for at in range(len(frame) - 1):  # never more is asked for than what is left
+        assert 0 < other.due_bytes(0) <= len(frame) - at
+        assert not other.hear(0, frame[at : at + 1])
+    assert other.due_bytes(0) == 1
+    assert other.hear(0, frame[-1:])
+    assert other.sums == (0, largest + 5 - 2 * largest)
 
 
 def test_an_invitation_travels_behind_gloos_record() -> None:

@@ -2,8 +2,8 @@
 
 The thread that calls sends its own word at the start, and reads the others' while it waits: there is no other thread,
 and nothing is read between two words. So a peer that is a round ahead is buffered by the kernel, one frame of it at
-most: it can't be further ahead, because it needs this rank's word of its own round. Frames have a known length and are
-read by that length, so that a round's read never takes from the next round's frame.
+most: it can't be further ahead, because it needs this rank's word of its own round. No more is read than what is due of
+a round's frame, so never a byte of the next round's.
 
 A rank fails as soon as the connection to a rank ends whose word it still needs. A rank that has said its word may have
 ended its exchange, and then all words are on their way: the others have a moment to end theirs. An exchange that fails
@@ -26,7 +26,7 @@ from typing import Final, final
 
 from tft_pg.backends.examination import names
 from tft_pg.backends.lifeline import Lifeline
-from tft_pg.backends.word_round import HEADER_BYTES, BadFrame, Step, WordRound, steps_of
+from tft_pg.backends.word_round import BadFrame, Step, WordRound, steps_of
 from tft_pg.errors import DeadlinePassed, InvalidSetting, PeerFailed, ProcessGroupError, Where
 from tft_pg.word import EndedExchange, WordExchange, check_round, checked_sums
 
@@ -145,7 +145,6 @@ class _LineExchange(WordExchange):
         self._round_number = round_number
         self._timeout, self._deadline_s = limit
         self._fail = fail
-        self._partial: dict[int, bytes] = {}  # the first bytes of a frame whose rest has not come yet
         self._ended_rank: int | None = None  # the first whose connection ended when its own word was here
         self._outcome: tuple[int, ...] | ProcessGroupError | None = None
 
@@ -253,9 +252,8 @@ class _LineExchange(WordExchange):
 
     def _read(self, rank: int, connection: socket.socket) -> bool:
         """Read what a rank has sent; returns whether its frame is complete."""
-        state, begun = self._state, self._partial.get(rank, b"")
         try:
-            heard = connection.recv(state.frame_bytes - len(begun))
+            heard = connection.recv(self._state.due_bytes(rank))
         except BlockingIOError:
             return False
         except OSError:
@@ -263,18 +261,10 @@ class _LineExchange(WordExchange):
         self._check_not_ended()
         if not heard:
             raise self._peer_failed(rank, f"the connection to {self._name(rank)} ended before its word came")
-        frame = begun + heard
         try:
-            if len(frame) == state.frame_bytes:
-                state.take(rank, frame)
-                self._partial.pop(rank, None)
-                return True
-            if len(frame) >= HEADER_BYTES:
-                state.check_header(frame)
+            return self._state.hear(rank, heard)
         except BadFrame as fault:
             raise self._peer_failed(rank, f"{self._name(rank)} {fault}") from None
-        self._partial[rank] = frame
-        return False
 
     def _check_not_ended(self) -> None:
         """Raises: PeerFailed: this rank's own connections were cut."""

@@ -5,7 +5,7 @@ messages counts, and the ranks double what they know: in each step a rank gives 
 gets the partner's, so that 2, 4, 8 … ranks' words are in it. Where the number of ranks is no power of two, the ranks
 above the largest such power give their words to a rank below it first, and get the sum from it last.
 
-A sum on its way may be larger than its end, so frames hold 128 bits for each value.
+A sum on its way may be larger than its end. So a frame whose values don't fit into 64 bits has 128 for each.
 
 The law of this file: numbers and bytes only; no clock, no connections.
 """
@@ -17,18 +17,18 @@ import struct
 from dataclasses import dataclass
 from typing import Final, final
 
-__all__ = ["DIRECT_MOST", "HEADER_BYTES", "BadFrame", "Step", "WordRound", "steps_of"]
+__all__ = ["DIRECT_MOST", "BadFrame", "Step", "WordRound", "steps_of"]
 
 DIRECT_MOST: Final = 7
 """The largest group in which each rank sends its word to every other one; measured, see `benchmarks/word_exchange`."""
 
-_KIND: Final = 0x57
+_NARROW: Final = 0x57
+_WIDE: Final = 0x58
 _DIRECT: Final = 0
 _FOLD_IN: Final = 1
 _DOUBLE: Final = 2  # and the numbers after it, one for each step
 _FOLD_OUT: Final = 255
 _HEADER: Final = struct.Struct("!BBHQ")  # kind, step, number of values, round
-HEADER_BYTES: Final = _HEADER.size
 _LOW_BITS: Final = 64
 _LOW_MASK: Final = (1 << _LOW_BITS) - 1
 
@@ -84,8 +84,9 @@ def steps_of(rank: int, world_size: int, *, direct_most: int = DIRECT_MOST) -> t
 
 
 @functools.cache
-def _frame_of(num_values: int) -> struct.Struct:
-    return struct.Struct(_HEADER.format + "qQ" * num_values)
+def _formats(num_values: int) -> tuple[struct.Struct, struct.Struct]:
+    """The values of a narrow frame, and of a wide one."""
+    return struct.Struct(f"!{num_values}q"), struct.Struct("!" + "qQ" * num_values)
 
 
 @final
@@ -105,46 +106,69 @@ class WordRound:
         self._at = 0
         self._round_number = round_number
         self._sums = values
-        self._frame = _frame_of(len(values))
-        self.frame_bytes = self._frame.size
-        self.missing = set(steps[0].hears_from)
+        self._narrow, self._wide = _formats(len(values))
+        self._partial: dict[int, bytes] = {}  # the first bytes of a frame whose rest has not come yet
+        self._begin(steps[0])
+
+    def _begin(self, step: Step) -> None:
+        self._step = step
+        self._head = _HEADER.pack(_NARROW, step.number, len(self._sums), self._round_number)
+        self.missing = set(step.hears_from)
 
     @property
     def recipients(self) -> tuple[int, ...]:
         """The ranks that get a frame in this step."""
-        return self._steps[self._at].sends_to
+        return self._step.sends_to
 
     def frame(self) -> bytes:
         """Return what they get; to be called before anything of the step is heard."""
-        halves = [half for value in self._sums for half in (value >> _LOW_BITS, value & _LOW_MASK)]
-        number = self._steps[self._at].number
-        return self._frame.pack(_KIND, number, len(self._sums), self._round_number, *halves)
+        try:
+            return self._head + self._narrow.pack(*self._sums)
+        except struct.error:  # in the middle of an exchange whose end may fit again
+            head = _HEADER.pack(_WIDE, self._step.number, len(self._sums), self._round_number)
+            halves = [half for value in self._sums for half in (value >> _LOW_BITS, value & _LOW_MASK)]
+            return head + self._wide.pack(*halves)
 
-    def check_header(self, head: bytes) -> None:
-        """Look at the first bytes of a frame, at least `HEADER_BYTES`. Raises: BadFrame: it is not the one that is due.
+    def due_bytes(self, rank: int) -> int:
+        """Return how much to read from a missing rank, at most: never more than what is left of its frame."""
+        begun = self._partial.get(rank, b"") if self._partial else b""
+        length = _HEADER.size + self._narrow.size if len(begun) < _HEADER.size else self._length(begun)
+        return length - len(begun)
 
-        A frame that is too long is refused here, before the rest of it is read.
+    def hear(self, rank: int, data: bytes) -> bool:
+        """Take bytes of a missing rank's frame; returns whether it is complete.
+
+        Raises: BadFrame: it is not the one that is due. One that is too long is refused before the rest of it is read.
         """
-        kind, step, num_values, round_number = _HEADER.unpack_from(head)
-        if kind != _KIND:
+        if self._partial:
+            data = self._partial.pop(rank, b"") + data
+        if len(data) < _HEADER.size or len(data) < self._length(data):
+            self._partial[rank] = data
+            return False
+        values: tuple[int, ...]
+        if data[0] == _NARROW:
+            values = self._narrow.unpack_from(data, _HEADER.size)
+        else:
+            halves = self._wide.unpack_from(data, _HEADER.size)
+            values = tuple((high << _LOW_BITS) | low for high, low in zip(halves[::2], halves[1::2], strict=True))
+        self._sums = values if self._step.replaces else tuple(map(int.__add__, self._sums, values))
+        self.missing.remove(rank)
+        return True
+
+    def _length(self, frame: bytes) -> int:
+        """The length of the frame that begins so. Raises: BadFrame: it is not the one that is due."""
+        if frame.startswith(self._head):
+            return _HEADER.size + self._narrow.size
+        kind, step, num_values, round_number = _HEADER.unpack_from(frame)
+        if kind not in (_NARROW, _WIDE):
             raise BadFrame(f"sent something that is no word (first byte {kind:#04x})")
         if round_number != self._round_number:
             raise BadFrame(f"sent the word of round {round_number}, and this rank is in round {self._round_number}")
         if num_values != len(self._sums):
             raise BadFrame(f"sent a word of {num_values} values, and this rank's has {len(self._sums)}")
-        if step != self._steps[self._at].number:
-            raise BadFrame(f"sent step {step} of the word, and this rank is at step {self._steps[self._at].number}")
-
-    def take(self, rank: int, frame: bytes) -> None:
-        """Take a missing rank's frame of this step. Raises: BadFrame: it is not the one that is due."""
-        self.check_header(frame)
-        halves = self._frame.unpack(frame)[4:]
-        heard = [(high << _LOW_BITS) | low for high, low in zip(halves[::2], halves[1::2], strict=True)]
-        if self._steps[self._at].replaces:
-            self._sums = tuple(heard)
-        else:
-            self._sums = tuple(map(int.__add__, self._sums, heard))
-        self.missing.remove(rank)
+        if step != self._step.number:
+            raise BadFrame(f"sent step {step} of the word, and this rank is at step {self._step.number}")
+        return _HEADER.size + self._wide.size
 
     def advance(self) -> bool:
         """Go on to the next step, when nobody is missing; returns whether there is one."""
@@ -152,7 +176,7 @@ class WordRound:
         self._at += 1
         if self._at == len(self._steps):
             return False
-        self.missing = set(self._steps[self._at].hears_from)
+        self._begin(self._steps[self._at])
         return True
 
     @property
