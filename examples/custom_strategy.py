@@ -104,8 +104,7 @@ def main(steps: int, replica: int, k: int, piece_s: float) -> None:
             manager.set_weight(float(counts))
             for work in [manager.allreduce(each.grad) for each in model.parameters() if each.grad is not None]:
                 work.wait()
-            optimizer.step()
-            if manager.verdict:
+            if optimizer.step():
                 step, members, how = manager.current_step(), manager.num_participants(), ("late", "counted")[counts]
                 print(f"step {step} {how} of {members}, {digest(model.state_dict())}", flush=True)
 

@@ -33,7 +33,9 @@ def main(replica: int, steps: int, directory: str, every: int) -> None:
     with Manager(ProcessGroupGloo(), replica_id=f"replica_{replica}", check_state_every=100) as manager:
         for key, part in (("model", model), ("optimizer", adam), ("scheduler", scheduler)):
             manager.register_state_dict_fn(key, part.load_state_dict, part.state_dict)  # what is alive heals from it
-        inside = init_group("cpu") if manager.config.world_size > 1 else None  # the processes of this replica group
+        inside = (
+            init_group("cpu") if manager.status().group_world_size > 1 else None
+        )  # the processes of this replica group
         ddp = DistributedDataParallel(manager, model, inside)
         optimizer = Optimizer(manager, adam)
         checkpoint = DurableCheckpoint(
@@ -45,8 +47,7 @@ def main(replica: int, steps: int, directory: str, every: int) -> None:
             optimizer.zero_grad()  # starts the quorum
             loss = torch.nn.functional.mse_loss(ddp(batch), batch.flip(1))
             loss.backward()  # averages the gradients
-            optimizer.step()  # steps if the group commits
-            if manager.verdict:
+            if optimizer.step():  # if the group commits
                 scheduler.step()
             if checkpoint.save_if_due():  # one group writes, the others train on
                 step, participants = manager.current_step(), manager.num_participants()

@@ -34,7 +34,8 @@ def main(steps: int, replica: int, replicas: int) -> None:
     with Manager(ProcessGroupGloo(), replica_id=f"replica_{replica}") as manager:
         manager.register_state_dict_fn("model", model.load_state_dict, model.state_dict)
         manager.register_state_dict_fn("optimizer", adam.load_state_dict, adam.state_dict)
-        rank, ranks = manager.config.rank, manager.config.world_size
+        status = manager.status()
+        rank, ranks = status.group_rank, status.group_world_size
         inside = init_group("cpu") if ranks > 1 else None  # the processes of this replica group
         ddp = DistributedDataParallel(manager, model, inside)
         optimizer = Optimizer(manager, adam)

@@ -47,7 +47,8 @@ def main(synchronizations: int, replica: int, replicas: int, streaming: bool) ->
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
     outer = [torch.optim.SGD(each.parameters(), lr=0.7, momentum=0.9, nesterov=True) for each in fragments]
     with Manager(ProcessGroupGloo(), replica_id=f"replica_{replica}") as manager:
-        rank, ranks = manager.config.rank, manager.config.world_size
+        status = manager.status()
+        rank, ranks = status.group_rank, status.group_world_size
         trained: torch.nn.Module = model
         if ranks > 1:  # the processes of this replica group
             init_group("cpu")

@@ -194,7 +194,7 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
             training.backward(step, place, max(manager.num_participants(), 1) * ranks)
             error = manager.errored()
             optimizer.step()
-            if manager.verdict:
+            if manager.status().committed:
                 lineage = manager.state_dict()["lineage"]
                 told = digest(local(training.model.state_dict()), local(training.adam.state_dict()))
                 tell(Event("commit", manager.current_step(), lineage, told, manager.num_participants()))

@@ -140,7 +140,7 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
             model(torch.randn(4, 6)).square().mean().backward()
             error = manager.errored()
             optimizer.step()
-            if manager.verdict:
+            if manager.status().committed:
                 lineage = manager.state_dict()["lineage"]
                 told = digest(local(model.state_dict()), local(adam.state_dict()))
                 tell(Event("commit", manager.current_step(), lineage, told, manager.num_participants()))

@@ -68,7 +68,7 @@ def compare(name: str, manager: Manager, place: Place, meshes: dict[str, DeviceM
             model(batch(step, place)).square().mean().backward()
         for optimizer in stepped.values():
             optimizer.step()
-        assert manager.verdict
+        assert manager.status().committed
         states = {way: state_of(model, optimizers[way]) for way, model in models.items()}
         for way, state in states.items():
             assert len(state) == len(states["torch"])

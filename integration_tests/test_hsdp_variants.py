@@ -427,7 +427,7 @@ def compare(variant: Variant, manager: Manager, place: Place, ways: dict[str, Me
         for training in trainings.values():
             training.optimizer.zero_grad()
             variant.backward(training.model, step, place)
-        assert manager.should_commit(), manager.errors()
+        assert manager.should_commit(), manager.status().errors
         assert manager.num_participants() == 2
         expected = trainings["torch"].gradients()
         for name, training in trainings.items():

@@ -54,7 +54,7 @@ def obey(lighthouse: str, name: str, settings: dict[str, Any], connection: Conne
                     tensor = torch.full((1,), arguments.pop("value"))
                     answer: Any = (manager.allreduce(tensor, **arguments).wait(), tensor.item())
                 elif call == "errors":
-                    answer = [type(error).__name__ for error in manager.errors()]
+                    answer = [type(error).__name__ for error in manager.status().errors]
                 elif call == "members":
                     answer = last.facts["replica_world_size"]
                 else:

@@ -45,7 +45,7 @@ def vote(lighthouse: str, store_port: int, rank: int, votes_no_at: int | None, c
         while (limit_s := connection.recv()) is not None:
             manager.start_quorum()
             manager.wait_quorum()
-            if manager.attempt - 1 == votes_no_at:
+            if manager.strategy.attempt - 1 == votes_no_at:
                 manager.report_error(ValueError("the gradient is no number"))
             connection.send("ready")
             connection.recv()

@@ -133,7 +133,7 @@ def train(lighthouse: str, name: str, settings: dict[str, Any], connection: Conn
             ddp(torch.randn(4, FEATURES)).square().mean().backward()
             optimizer.step()
             if manager.current_step() == step:
-                connection.send(Event("failed", step, text="; ".join(map(str, manager.errors()))))
+                connection.send(Event("failed", step, text="; ".join(map(str, manager.status().errors))))
             else:
                 step = manager.current_step()
                 connection.send(Event("commit", step, digest(take()), manager.num_participants()))

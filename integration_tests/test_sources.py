@@ -110,7 +110,7 @@ def train(spec: Spec, connection: Connection) -> None:
             if optimizer.step():
                 connection.send(Event("commit", manager.current_step(), digest(take()), manager.num_participants()))
             else:
-                connection.send(Event("failed", before, text="; ".join(map(str, manager.errors()))))
+                connection.send(Event("failed", before, text="; ".join(map(str, manager.status().errors))))
             while not told.empty():
                 connection.send(Event("log", before, text=told.get().getMessage()))
     connection.send(Event("end"))

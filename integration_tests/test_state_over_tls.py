@@ -83,7 +83,7 @@ def test_a_newcomer_heals_over_tls_and_a_stranger_reads_nothing(
             second.manager.shutdown()  # which ends what the first waits for
             others.join()
             first.manager.shutdown()
-        address = first.manager._transport.metadata()
+        address = first.manager._parts.shared.transport.metadata()
     assert second.weights.equal(torch.arange(1000.0))
     assert address.startswith("https://127.0.0.1:")
 
@@ -94,5 +94,5 @@ def test_who_has_no_certificate_gets_no_state(tmp_path: Path, monkeypatch: pytes
     with LighthouseServer("127.0.0.1:0", min_replicas=1, token="secret") as lighthouse:
         replica = Replica(lighthouse, "a", torch.ones(10))
         with HTTPTransport[Any](bind="127.0.0.1", token="secret") as stranger, pytest.raises(StateUnavailable):
-            stranger.recv_checkpoint(0, replica.manager._transport.metadata(), 0, timedelta(seconds=5))
+            stranger.recv_checkpoint(0, replica.manager._parts.shared.transport.metadata(), 0, timedelta(seconds=5))
         replica.manager.shutdown()

@@ -99,17 +99,17 @@ def _fly(flyer: Flyer, connection: Connection) -> None:
                 connection.send(Event("commit", manager.current_step(), digest(take()), participants, text))
                 continue
             manager.start_quorum(use_async_quorum=True)
-            plan = manager.plan
+            plan = manager.strategy.wait_plan()
             flight = [each for each in flight if not each[0].is_abandoned]
             if plan is not None and plan.step == 0:  # all begin with the same weights
-                manager.exchange_state()
+                manager.strategy.exchange_state()
                 manager.should_commit()
                 continue
-            index = 0 if plan is None else (plan.step - 1 + manager.num_deferred) % len(weights)
+            index = 0 if plan is None else (plan.step - 1 + manager.strategy.num_deferred) % len(weights)
             sent = torch.randn(LENGTHS[index], generator=generator)
             manager.allreduce(sent)
-            flight.append((manager.defer(), index, sent))
-            if fail_at is not None and fail_at <= with_others and manager.config.rank == 0:
+            flight.append((manager.strategy.defer(), index, sent))
+            if fail_at is not None and fail_at <= with_others and manager.status().group_rank == 0:
                 fail_at = None
                 flight[-1][0].report_error(RuntimeError("injected"))
 

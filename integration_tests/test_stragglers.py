@@ -66,9 +66,12 @@ def train(spec: Spec, connection: Connection) -> None:
 
     module = torch.nn.Linear(8, 8)
     with Manager(
-        ProcessGroupGloo(), replica_id=spec.name, lighthouse_addr=spec.lighthouse, hostname="localhost"
+        ProcessGroupGloo(),
+        replica_id=spec.name,
+        lighthouse_addr=spec.lighthouse,
+        hostname="localhost",
+        on_straggler=heard,
     ) as manager:
-        manager.on_straggler(heard)
         model = DistributedDataParallel(manager, module)
         optimizer = Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
         manager.register_state_dict_fn("model", module.load_state_dict, module.state_dict)
@@ -80,7 +83,7 @@ def train(spec: Spec, connection: Connection) -> None:
                 own_s, last = (told, last) if isinstance(told, float) else (own_s, told)
             step = manager.current_step()
             optimizer.zero_grad()
-            time.sleep(own_s * manager.share)
+            time.sleep(own_s * manager.status().share)
             model(torch.randn(4, 8)).square().mean().backward()
             optimizer.step()
             if manager.current_step() > step:
@@ -89,7 +92,7 @@ def train(spec: Spec, connection: Connection) -> None:
                         "commit",
                         manager.current_step(),
                         participants=manager.num_participants(),
-                        text=f"{manager.share:g}",
+                        text=f"{manager.status().share:g}",
                     )
                 )
     tell(Event("end"))

@@ -194,7 +194,7 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
                 with pytest.warns(DeprecationWarning, match="register_state_dict_fn"):
                     manager.set_state_dict_fns(load_training, take_training)
             told = reduced_over_groups(manager, managed, spec.name)  # whatever the verdict was, as the others do
-            if not manager.verdict:
+            if not manager.status().committed:
                 tell(Event("failed", manager.current_step(), text=str(error)))
                 continue
             told |= {"rate": adam.param_groups[0]["lr"], "at": time.time()}

@@ -111,14 +111,15 @@ def _train(spec: Spec, connection: Connection) -> None:
             optimizer.zero_grad()
             ddp(torch.randn(4, 8)).square().mean().backward()
             stepped = optimizer.step()
-            if manager.plan is not None and manager.plan.key not in quorums:
-                quorums.append(manager.plan.key)
-                connection.send(Event("quorum", before, text=str(manager.plan.key)))
+            quorum = manager.status().quorum
+            if quorum is not None and quorum not in quorums:
+                quorums.append(quorum)
+                connection.send(Event("quorum", before, text=str(quorum)))
             if stepped:
                 state = digest(model.state_dict(), adam.state_dict())
                 connection.send(Event("commit", manager.current_step(), state, manager.num_participants()))
             else:
-                connection.send(Event("failed", before, text="; ".join(map(str, manager.errors()))))
+                connection.send(Event("failed", before, text="; ".join(map(str, manager.status().errors))))
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ def main(folder: Path) -> None:
         accelerator.backward(loss)  # averages the gradients over the replicas
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()  # steps if the step commits
-        if manager.verdict:  # it did
+        if manager.status().committed:  # it did
             schedule.step()  # not prepared: accelerate would step it in any case
             with torch.no_grad():
                 print_step(manager, manager.current_step(), loss_of(net(held_out), held_out).item())

@@ -42,7 +42,7 @@ def replica() -> Iterator[Manager]:
 
 def fail_some(manager: Manager) -> None:
     """Has an attempt discarded, if it is one of DISCARDED."""
-    if manager.attempt in DISCARDED:
+    if manager.strategy.attempt in DISCARDED:
         manager.report_error(RuntimeError("this batch is bad"))
 
 
@@ -122,7 +122,7 @@ def test_huggingface_refuses(settings: dict[str, Any], expected: type[Exception]
             trainer.accelerator.scaler = torch.amp.GradScaler("cpu")  # which accelerate makes on accelerators alone
         with pytest.raises(expected, match=words):
             trainer.train()
-        assert manager.attempt == 0
+        assert manager.strategy.attempt == 0
 
 
 # --- Lightning ---
@@ -213,7 +213,7 @@ def test_lightning_refuses(
     with replica() as manager:
         with pytest.raises(expected, match=words):
             lightning_trainer(manager, tmp_path, **settings).fit(lightning_module(**module), loader())
-        assert manager.attempt == 0
+        assert manager.strategy.attempt == 0
 
 
 def test_the_strategy_is_also_one_of_the_other_distribution_of_lightning() -> None:

@@ -65,7 +65,7 @@ class Rig:
             **settings,
         )
         if not looks:  # most tests count the calls of the user's functions; test_audit.py has this look
-            self.manager._audit.step_begins = lambda: None  # type: ignore[method-assign]
+            self.manager._parts.audit.step_begins = lambda: None  # type: ignore[method-assign]
 
     def step(self) -> bool:
         self.manager.start_quorum()

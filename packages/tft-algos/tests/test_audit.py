@@ -59,7 +59,7 @@ def model() -> torch.nn.Module:
 WRAPPERS: dict[str, tuple[Callable[[Manager], object], str]] = {
     "model": (lambda manager: PureDistributedDataParallel(manager, torch.nn.Linear(3, 3)), "trains Linear, and no"),
     "optimizer": (lambda manager: Optimizer(manager, torch.optim.SGD(model().parameters())), "trains SGD, and no"),
-    "own strategy": (lambda manager: manager.describe_parameters(model()), "trains Sequential, and no"),
+    "own strategy": (lambda manager: manager.strategy.describe_parameters(model()), "trains Sequential, and no"),
 }
 
 
@@ -159,7 +159,7 @@ def test_a_look_runs_no_hook_of_a_step(rigs: Any, kind: Any, wraps: bool) -> Non
         module(torch.ones(1, 2)).sum().backward()
         inner.step()
         assert ran == ["before any", "before", "after", "after any"]
-        rig.manager._user.take()
+        rig.manager._parts.shared.user_state.take()
         assert len(ran) == 4
     finally:
         for handle in own:
@@ -203,7 +203,7 @@ def test_what_can_not_be_looked_at_ends_no_step_and_is_said_once(rigs: Any, capl
     rig = rigs(*(plan_of(n, step=n) for n in range(4)), registers=False, looks=True)
     module = torch.nn.Linear(2, 2)
     adam = torch.optim.AdamW(module.parameters())
-    rig.manager._audit.model_wrapped(secret := Secretive(2, 2))
+    rig.manager._parts.audit.model_wrapped(secret := Secretive(2, 2))
     wrapped, schedule = Optimizer(rig.manager, adam), Stateless(adam)
     rig.manager.register_state_dict_fn("m", print, module.state_dict)
     rig.manager.register_state_dict_fn("o", print, adam.state_dict)
@@ -344,7 +344,7 @@ def test_the_moments_of_an_optimizer_are_loaded_as_they_came(
     text = " ".join(caplog.messages)
     assert ("set to what was received" in text) == (moments is not None or kind is not torch.optim.AdamW)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert rig.manager._audit.loaded_exactly
+    assert rig.manager._parts.audit.loaded_exactly
     del wrapped
 
 
@@ -355,7 +355,7 @@ def test_parts_of_sharded_moments_are_set_back_too(rigs: Any) -> None:
         weight, moment = (DTensor.from_local(torch.ones(2, 3, dtype=d), mesh, [Shard(0)]) for d in (HIGH, LOW))
         parameter = torch.nn.Parameter(weight)
         adam = torch.optim.AdamW([parameter])
-        audit = rigs(registers=False).manager._audit
+        audit = rigs(registers=False).manager._parts.audit
         audit.optimizer_wrapped(adam)
         audit._shared.user_state.register("o", adam.load_state_dict, adam.state_dict)
         state = adam.state_dict() | {"state": {0: {"step": torch.tensor(1.0), "exp_avg": moment, "exp_avg_sq": moment}}}
@@ -436,7 +436,7 @@ def test_who_diverges_again_blames_the_load_function_only_where_it_is_to_blame(
     rig = rigs(HEALING, AGAIN, checkpoint_transport=offered({"x": {"lr": 1}}, HEALING, AGAIN), registers=False)
     rig.manager.register_state_dict_fn("x", load, take)
     assert rig.step()
-    own = rig.manager._step._core._books.own
+    own = rig.manager._parts.shared.step._core._books.own
     own.divergences = 2
     own.diverges_from = lambda fetched: True
     with pytest.raises(StateDiverged) as raised:
@@ -514,7 +514,7 @@ def test_a_load_function_that_raises_shows_its_traceback_once_and_twice_is_the_e
             rig.step()
     assert isinstance(end.value.__cause__, KeyError)
     assert not [record for record in caplog.records if record.exc_info]
-    assert rig.manager.torn
+    assert rig.manager.status().is_torn
 
 
 def test_other_errors_and_successes_between_them_are_tried_again(rigs: Any) -> None:
@@ -537,7 +537,7 @@ def test_a_source_whose_state_dict_raises_shows_the_traceback_once_and_the_newco
     shelf: dict[Any, Any] = {}
     plans = [plan_of(n, size=2, healing=[1]) for n in (7, 8)]
     source = rigs(*plans, checkpoint_transport=MemoryTransport(shelf))
-    source.manager._user._functions["default"] = (source.weights.load, lambda: {}["missing"])
+    source.manager._parts.shared.user_state._functions["default"] = (source.weights.load, lambda: {}["missing"])
     with caplog.at_level(logging.ERROR, logger="tft_algos.manager"):
         assert source.step()
         assert source.manager.current_step() == 1
@@ -561,7 +561,7 @@ def test_a_state_that_does_not_fit_what_is_registered_is_tried_twice(rigs: Any) 
         StateUnavailable, match=r"last time: the source has state registered under \['default', 'more'\]"
     ):
         member.step()
-    assert not member.manager.torn
+    assert not member.manager.status().is_torn
 
 
 def test_a_lost_source_is_no_reason_to_end(rigs: Any) -> None:

@@ -32,7 +32,7 @@ def begin(rig: Any, tensor: torch.Tensor | None = None, *, holds: bool = False) 
     rig.manager.is_participating()  # waits for the quorum, and raises nothing
     rig.group.holds = holds
     rig.manager.allreduce(torch.ones(2) if tensor is None else tensor)
-    step = rig.manager.defer()
+    step = rig.manager.strategy.defer()
     assert isinstance(step, DeferredStep)
     return step
 
@@ -48,14 +48,14 @@ def test_two_in_flight_are_voted_and_folded_in_their_order(rigs: Any) -> None:
     rig = rigs(PLAN, STANDS, STANDS, others=1.5)
     tensors = [torch.ones(2) for _ in range(3)]
     first, second = (begin(rig, tensor) for tensor in tensors[:2])
-    assert rig.manager.num_deferred == 2
+    assert rig.manager.strategy.num_deferred == 2
     assert first.should_commit()
     third = begin(rig, tensors[2])
     assert [second.should_commit(), third.should_commit()] == [True, True]
     assert [tensor.tolist() for tensor in tensors] == [[2.0, 2.0]] * 3
     assert rig.coordinator.votes == [(STANDS, step, True, Purpose.COMMIT) for step in (0, 1, 2)]
     assert (asked(rig, "step"), asked(rig, "attempt")) == ([0, 0, 1], [1, 2, 3]), "committed steps only"
-    assert (rig.manager.current_step(), rig.manager.batches_committed(), rig.manager.num_deferred) == (3, 6, 0)
+    assert (rig.manager.current_step(), rig.manager.batches_committed(), rig.manager.strategy.num_deferred) == (3, 6, 0)
     lineage = initial_lineage("default")
     for step in (1, 2, 3):
         lineage = fold_lineage(lineage, STANDS, step)
@@ -80,7 +80,7 @@ def test_the_oldest_may_end_while_the_next_is_open(rigs: Any) -> None:
     rig.manager.start_quorum(use_async_quorum=True)
     rig.manager.allreduce(torch.ones(2))
     assert first.should_commit()
-    assert (rig.manager.verdict, rig.manager.num_deferred) == (None, 0)
+    assert (rig.manager.strategy.verdict, rig.manager.strategy.num_deferred) == (None, 0)
     assert rig.manager.should_commit()
     assert [step for _, step, _, _ in rig.coordinator.votes] == [0, 1]
 
@@ -103,11 +103,11 @@ def test_weights_are_those_of_their_own_step(rigs: Any) -> None:
     rig.manager.start_quorum(use_async_quorum=True)
     rig.manager.set_weight(4.0)
     rig.manager.allreduce(torch.ones(2))
-    first = rig.manager.defer()
+    first = rig.manager.strategy.defer()
     rig.manager.start_quorum(use_async_quorum=True)
     rig.manager.set_weight(2.0)
     rig.manager.allreduce(torch.ones(2))
-    second = rig.manager.defer()
+    second = rig.manager.strategy.defer()
     assert [first.should_commit(), second.should_commit()] == [True, True]
     weights = [[value / WEIGHT_SCALE for value in call.tolist()] for call in rig.group.calls]
     assert weights == [[4.0], [4.0, 4.0], [2.0], [2.0, 2.0]]
@@ -135,10 +135,10 @@ def test_calls_in_another_order_are_refused_and_change_nothing(rigs: Any) -> Non
     rig = rigs(PLAN, STANDS, STANDS)
     manager = rig.manager
     with pytest.raises(UsageError, match="defer was called outside a step; call it after start_quorum"):
-        manager.defer()
+        manager.strategy.defer()
     first = begin(rig)
     with pytest.raises(UsageError, match="defer was called outside a step"):
-        manager.defer()
+        manager.strategy.defer()
     with pytest.raises(UsageError, match="start_quorum first"):
         manager.should_commit()
     second = begin(rig)
@@ -164,7 +164,7 @@ def test_another_quorum_fails_all_in_flight_without_a_vote(rigs: Any) -> None:
     rig = rigs(PLAN, STANDS, ANOTHER, ANOTHER_STANDS)
     first, second = begin(rig), begin(rig)
     third = begin(rig)
-    assert rig.manager.num_deferred == 1, "the one of the new quorum"
+    assert rig.manager.strategy.num_deferred == 1, "the one of the new quorum"
     for step in (first, second):
         assert isinstance(step.failure, SyncAbandoned)
         assert not step.should_commit()
@@ -281,7 +281,7 @@ def test_a_no_fails_all_later_ones_without_a_vote(rigs: Any) -> None:
     assert not second.should_commit()
     assert not rig.manager.should_commit(), "the open one was begun later too"
     assert len(rig.coordinator.votes) == 1
-    assert (rig.manager.current_step(), rig.manager.num_deferred) == (0, 0)
+    assert (rig.manager.current_step(), rig.manager.strategy.num_deferred) == (0, 0)
     third, fourth = begin(rig), begin(rig)
     assert asked(rig, "commit_failures")[3:] == [1, 0], "once: each time the id rises, which fails what is in flight"
     assert [third.should_commit(), fourth.should_commit()] == [True, True]
@@ -294,8 +294,8 @@ def test_an_open_step_that_failed_with_others_starts_no_reduction_and_frees_who_
     assert not first.should_commit()
     assert not rig.manager.allreduce(torch.ones(2)).wait()
     assert (len(rig.group.calls), rig.group.num_aborts) == (1, 1)
-    second = rig.manager.defer()
-    assert rig.manager.num_deferred == 0
+    second = rig.manager.strategy.defer()
+    assert rig.manager.strategy.num_deferred == 0
     assert not second.should_commit()
     assert begin(rig).should_commit()
     assert asked(rig, "needs_configure") == [False, False, True]
@@ -331,7 +331,7 @@ def test_an_error_that_comes_late_is_of_the_step_that_it_belongs_to(rigs: Any) -
     future: torch.futures.Future[int] = torch.futures.Future()
     later: torch.futures.Future[int] = torch.futures.Future()
     wrapped = [rig.manager.wrap_future(each, 0) for each in (future, later)]
-    first = rig.manager.defer()
+    first = rig.manager.strategy.defer()
     second = begin(rig)
     future.set_exception(RuntimeError("copied to nowhere"))
     assert wrapped[0].wait() == 0
@@ -384,8 +384,8 @@ def test_what_is_given_up_fails_here_and_at_the_others(rigs: Any) -> None:
     rig = rigs(PLAN, STANDS, STANDS, ANOTHER)
     steps = [begin(rig), begin(rig)]
     rig.manager.start_quorum(use_async_quorum=True)
-    rig.manager.give_up_deferred()
-    assert (rig.manager.num_deferred, [step.is_abandoned for step in steps]) == (0, [True, True])
+    rig.manager.strategy.give_up_deferred()
+    assert (rig.manager.strategy.num_deferred, [step.is_abandoned for step in steps]) == (0, [True, True])
     assert begin(rig).should_commit()
     assert asked(rig, "needs_configure") == [False, False, False, True]
     assert len(rig.coordinator.votes) == 1
@@ -493,13 +493,13 @@ def test_who_heals_in_the_same_quorum_keeps_what_is_in_flight(rigs: Any) -> None
     rig = rigs(PLAN, STANDS, healing, checkpoint_transport=MemoryTransport(source(healing, 3.0)))
     first, second = begin(rig), begin(rig)
     assert first.should_commit()
-    rig.manager.report_torn(RuntimeError("the outer optimizer raised"))
+    rig.manager.strategy.report_torn(RuntimeError("the outer optimizer raised"))
     third = begin(rig)
     assert asked(rig, "torn") == [False, False, True]
-    assert rig.manager.num_deferred == 2
+    assert rig.manager.strategy.num_deferred == 2
     assert [second.should_commit(), third.should_commit()] == [True, True]
     assert [(step, yes) for _, step, yes, _ in rig.coordinator.votes] == [(0, True), (1, True), (2, True)]
-    assert (rig.manager.current_step(), rig.manager.torn) == (3, False)
+    assert (rig.manager.current_step(), rig.manager.status().is_torn) == (3, False)
 
 
 def test_a_healing_that_failed_fails_its_own_step_and_those_after_it(rigs: Any) -> None:
@@ -527,9 +527,9 @@ def test_a_state_that_can_not_be_read_leaves_the_step_open(rigs: Any) -> None:
     rig.manager.disallow_state_dict_read()
     rig.manager.start_quorum(use_async_quorum=True)
     with pytest.raises(StateUnavailable):
-        rig.manager.defer()
+        rig.manager.strategy.defer()
     rig.manager.allow_state_dict_read()
-    assert rig.manager.defer().should_commit()
+    assert rig.manager.strategy.defer().should_commit()
 
 
 def test_a_state_that_is_loaded_by_hand_fails_what_is_in_flight(rigs: Any) -> None:
@@ -574,7 +574,7 @@ def test_shutdown_ends_what_is_in_flight(rigs: Any) -> None:
     rig.manager.wait_quorum()
     rig.group.holds = True
     reduced = rig.manager.allreduce(torch.ones(2), timeout=timedelta(seconds=60))
-    first = rig.manager.defer()
+    first = rig.manager.strategy.defer()
     begin(rig, holds=True)
     rig.manager.shutdown()
     assert clock.num_alarms == 0
@@ -582,7 +582,7 @@ def test_shutdown_ends_what_is_in_flight(rigs: Any) -> None:
     with pytest.raises(Closed):
         first.should_commit()
     with pytest.raises(Closed):
-        rig.manager.defer()
+        rig.manager.strategy.defer()
 
 
 # --- where a trainer is ---------------------------------------------------------------------------------------------
@@ -606,7 +606,7 @@ def test_a_trainer_with_steps_in_flight_is_busy_and_reduces_only_when_it_ends_on
     assert phase() is Phase.OWN
     clock.now_s += 1.5
     assert not rig.coordinator.progress().is_hung
-    rig.manager.inner_step_ended()
+    rig.manager.strategy.inner_step_ended()
     assert rig.coordinator.progress().since_ms == 0
     clock.now_s += 2
     assert rig.coordinator.progress().is_hung
@@ -641,7 +641,7 @@ def test_an_open_step_whose_trainer_goes_on_is_busy_too(rigs: Any) -> None:
         rig.group.holds = True
         rig.manager.allreduce(torch.ones(2))
         assert rig.coordinator.progress().phase is Phase.REDUCING, "as far as anybody knows"
-        rig.manager.inner_step_ended()
+        rig.manager.strategy.inner_step_ended()
         assert rig.coordinator.progress().phase is Phase.OWN
         rig.group.come()
         assert rig.manager.should_commit()

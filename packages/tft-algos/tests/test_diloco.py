@@ -99,7 +99,7 @@ class Trainer:
         if not self.rig.group.calls:
             return []
         # The number of participants waits for the quorum that was asked for last, which may be held back by a test.
-        scale = self.rig.manager.num_participants() if self.rig.manager.quorum_is_known() else 2
+        scale = self.rig.manager.num_participants() if self.rig.manager.strategy.quorum_is_known() else 2
         return [value * scale for call in self.rig.group.calls for value in call.flatten().tolist()]
 
 
@@ -200,7 +200,7 @@ def test_a_newcomer_trains_from_the_global_weights_while_the_sync_is_under_way(r
     with old:
         old.train(1)
         old.rig.manager.wait_quorum()
-        old.rig.manager.exchange_state()
+        old.rig.manager.strategy.exchange_state()
         with new:
             assert (old.weights, new.weights) == ([2.0, 2.0], [3.0, 3.0])
             new.train(1)
@@ -394,7 +394,7 @@ def test_a_reduction_that_fails_after_the_group_was_configured_anew_counts(rigs:
         rig.group.failing_wait = RuntimeError("the cable")
         trainer.train(1)
         rig.manager.wait_quorum()
-        rig.manager.exchange_state()
+        rig.manager.strategy.exchange_state()
         if not rig.group.calls:
             trainer.strategy._synchronizer._begin()
         rig.group.configure("localhost:1", 0, 2)
@@ -413,7 +413,7 @@ def test_an_outer_optimizer_that_raises_leaves_a_state_that_heals(rigs: Any) -> 
         trainer.outer[0].register_step_pre_hook(raises)
         with pytest.raises(RuntimeError, match="the outer optimizer"):
             trainer.train(2)
-        assert rig.manager.torn
+        assert rig.manager.status().is_torn
         assert [parameter.grad.item() for parameter in trainer.model.parameters() if parameter.grad is not None] == [
             1.0,
             1.0,
@@ -459,7 +459,7 @@ def test_several_fragments_are_in_flight_and_end_in_their_order(rigs: Any) -> No
     with Trainer(rig, **TWO_IN_FLIGHT) as trainer:
         trainer.train(3)
         rig.manager.wait_quorum()
-        assert rig.manager.num_deferred == 1
+        assert rig.manager.strategy.num_deferred == 1
         assert [request.step for request in rig.coordinator.requests] == [0, 1, 1]  # committed steps only
         trainer.train(1)
         assert (trainer.sent, trainer.weights) == ([1.0, 3.0], [9.75, 6.0])
@@ -502,7 +502,7 @@ def test_one_that_fails_fails_all_in_flight(rigs: Any) -> None:
         rig.manager.wait_quorum()
         trainer.train(1)
         assert trainer.sent == [1.0, 3.0, 1.0]
-        assert (trainer.weights, rig.manager.num_deferred, len(rig.coordinator.votes)) == ([8.0, 8.0], 0, 2)
+        assert (trainer.weights, rig.manager.strategy.num_deferred, len(rig.coordinator.votes)) == ([8.0, 8.0], 0, 2)
 
 
 def test_a_reduction_that_fails_is_voted_down_with_all_that_began_after_it(rigs: Any) -> None:
@@ -522,7 +522,7 @@ def test_a_newcomer_gets_the_state_of_before_all_that_was_in_flight(rigs: Any) -
         trainer.train(3)
         rig.manager.wait_quorum()
         trainer.train(1)
-        plan = plan_of(8, step=1, rank=1, size=2, healing=[1], lineage=rig.manager.plan.lineage)
+        plan = plan_of(8, step=1, rank=1, size=2, healing=[1], lineage=rig.manager.strategy.wait_plan().lineage)
         # The lineages of scripted plans are those of a fresh state; the one that was served names its own.
         (state,) = shelf.values()
         assert state["tft"]["step"] == plan.step
@@ -535,7 +535,7 @@ def test_what_is_in_flight_when_the_context_is_left_fails(rigs: Any) -> None:
     trainer = Trainer(rig, **TWO_IN_FLIGHT)
     with trainer:
         trainer.train(3)
-    assert (rig.manager.num_deferred, trainer.weights) == (0, [10.0, 10.0])
+    assert (rig.manager.strategy.num_deferred, trainer.weights) == (0, [10.0, 10.0])
     with trainer:
         assert trainer.weights == [10.0, 10.0]
         assert len(rig.coordinator.votes) == 1
@@ -911,16 +911,16 @@ IN_FLIGHT: Any = {"sync_every": 4, "fragment_sync_delay": 2}  # _ S _ E
 
 
 def interrupt(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """The next call of this method of the Manager is Ctrl-C."""
+    """The next call of this method of the Manager's steps is Ctrl-C."""
 
     def strikes(*_: Any, **__: Any) -> Any:
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trainer.rig.manager, where, strikes)
+    monkeypatch.setattr(trainer.rig.manager._runner, where, strikes)
 
 
-@pytest.mark.parametrize("where", ["start_quorum", "_plan", "exchange_state", "should_commit"])
+@pytest.mark.parametrize("where", ["start", "plan", "exchange_state", "end"])
 def test_a_sync_that_was_broken_off_does_not_commit(
     rigs: Any, monkeypatch: pytest.MonkeyPatch, algorithm: str, where: str
 ) -> None:
@@ -931,7 +931,7 @@ def test_a_sync_that_was_broken_off_does_not_commit(
         interrupt(trainer, monkeypatch, where)
         with pytest.raises(KeyboardInterrupt):
             trainer.train(1)
-        begun = where != "start_quorum"
+        begun = where != "start"
         assert trainer.weights == ([10.0, 10.0] if begun else [8.0, 8.0])
         trainer.train(1)
         assert (rig.manager.current_step(), len(rig.coordinator.votes)) == (1, 1)
@@ -941,7 +941,7 @@ def test_a_sync_that_was_broken_off_does_not_commit(
         assert rig.coordinator.requests[-1].needs_configure is begun  # the others may wait in the old one's reductions
 
 
-@pytest.mark.parametrize("where", ["start_quorum", "defer", "_plan", "_vote"])
+@pytest.mark.parametrize("where", ["start", "defer", "plan", "_vote"])
 def test_all_in_flight_fail_with_one_that_was_broken_off(
     rigs: Any, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -953,7 +953,7 @@ def test_all_in_flight_fail_with_one_that_was_broken_off(
         interrupt(trainer, monkeypatch, where)
         with pytest.raises(KeyboardInterrupt):
             trainer.train(2)
-        assert (rig.manager.num_deferred, rig.manager.current_step()) == (0, 1)
+        assert (rig.manager.strategy.num_deferred, rig.manager.current_step()) == (0, 1)
         trainer.train(1)
         assert rig.manager.current_step() == 1
         trainer.train(8)

@@ -299,7 +299,7 @@ def test_a_rank_that_is_half_written_gives_the_others_nothing(rigs: Any, monkeyp
     rig = rigs(plan_of(), plan_of(), rank=0, world_size=2, **LOCAL)
     rig.coordinator.other_ranks = ("b" * 32,)
     assert rig.step()
-    rig.manager.report_torn(RuntimeError("the optimizer raised"))
+    rig.manager.strategy.report_torn(RuntimeError("the optimizer raised"))
     taken = len(rig.weights.threads)
     assert rig.step()
     assert len(rig.weights.threads) == taken + 1  # what takes it may be a collective

@@ -32,13 +32,24 @@ class StepSource:
         self.verdict: bool | None = True
         self.torn = False
         self.rank: int | None = 0
-        self.config = SimpleNamespace(rank=0, world_size=1)
+        self.world_size = 1
         self.lineage = "0" * 16
         self.loaded: Any = None
         self.step = 0
 
     def current_step(self) -> int:
         return self.step
+
+    def status(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            group_rank=0,
+            group_world_size=self.world_size,
+            step=self.step,
+            attempt=self.attempt,
+            committed=self.verdict,
+            is_torn=self.torn,
+            participating_rank=self.rank,
+        )
 
     def participating_rank(self) -> int | None:
         return self.rank
@@ -474,7 +485,7 @@ def test_what_could_never_be_saved_is_refused_before_the_training(
 
 def test_a_group_of_several_needs_its_process_group(tmp_path: Path) -> None:
     manager = StepSource()
-    manager.config.world_size = 2
+    manager.world_size = 2
     with pytest.raises(SettingError, match="with 2 ranks needs a process group of them, and there is none"):
         DurableCheckpoint(manager, tmp_path, model=torch.nn.Linear(1, 1))  # type: ignore[arg-type]
 

@@ -71,7 +71,7 @@ def test_the_plan_may_come_before_the_copy_or_after_it(
 ) -> None:
     rig = rig_that_has_looked(rigs, heals(2))
     other = threading.Event()
-    take, quorum = rig.manager._early.take, rig.coordinator.quorum
+    take, quorum = rig.manager._parts.early.take, rig.coordinator.quorum
 
     def take_late(own: Any) -> None:
         rig.manager.wait_quorum()
@@ -85,7 +85,7 @@ def test_the_plan_may_come_before_the_copy_or_after_it(
         assert other.wait(20)
         return quorum(*asked)
 
-    monkeypatch.setattr(rig.manager._early, "take", take_late if plan_first else take_first)
+    monkeypatch.setattr(rig.manager._parts.early, "take", take_late if plan_first else take_first)
     if not plan_first:
         monkeypatch.setattr(rig.coordinator, "quorum", answer_late)
     ask(rig)
@@ -277,8 +277,8 @@ def test_what_is_offered_is_looked_at_after_it_is_offered(rigs: Any, monkeypatch
         return look_at(state)
 
     monkeypatch.setattr(early, "look_at", look)
-    take = rig.manager._early.take
-    monkeypatch.setattr(rig.manager._early, "take", lambda own: rig.manager.wait_quorum() or take(own))
+    take = rig.manager._parts.early.take
+    monkeypatch.setattr(rig.manager._parts.early, "take", lambda own: rig.manager.wait_quorum() or take(own))
     ask(rig)
     rig.manager.start_quorum()
     assert seen == [["offered"]]

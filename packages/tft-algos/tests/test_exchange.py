@@ -43,14 +43,14 @@ def test_who_heals_in_an_asynchronous_step_of_a_synchronous_manager_gives_zeros(
     rig.manager.allreduce(torch.ones(2)).wait()
     assert rig.group.calls[0].tolist() == [0.0, 0.0]
     assert not rig.manager.should_commit()
-    assert (rig.group.num_aborts, rig.manager.torn) == (0, False)
+    assert (rig.group.num_aborts, rig.manager.status().is_torn) == (0, False)
 
 
 def test_who_heals_takes_the_state_before_the_step_ends(rigs: Any) -> None:
     rig = rigs(HEALING, checkpoint_transport=MemoryTransport(shelf(HEALING, 3.0)))
     rig.manager.start_quorum(use_async_quorum=True)
     reduced = rig.manager.allreduce(torch.ones(2))
-    assert rig.manager.exchange_state()
+    assert rig.manager.strategy.exchange_state()
     assert rig.weights.tensor.tolist() == [3.0, 3.0]
     assert rig.weights.threads == [threading.current_thread().name] * 2, "loaded, and taken to be compared"
     assert rig.manager.current_step() == 5
@@ -64,10 +64,10 @@ def test_who_heals_takes_the_state_before_the_step_ends(rigs: Any) -> None:
 def test_who_serves_offers_its_state_at_once_and_only_once(rigs: Any) -> None:
     rig = rigs(SERVING)
     rig.manager.start_quorum()
-    assert not rig.manager.exchange_state()
+    assert not rig.manager.strategy.exchange_state()
     offered = rig.transport.shelf[state_key(SERVING)]
     rig.weights.tensor.fill_(9.0)
-    assert not rig.manager.exchange_state()
+    assert not rig.manager.strategy.exchange_state()
     assert rig.manager.should_commit()
     assert (rig.transport.sent_to, len(rig.weights.threads)) == ([[1]], 1)
     assert offered["user"]["default"]["tensor"].tolist() == [1.0, 1.0]
@@ -78,7 +78,7 @@ def test_the_next_step_exchanges_again(rigs: Any) -> None:
     rig = rigs(SERVING, again)
     for _ in range(2):
         rig.manager.start_quorum()
-        rig.manager.exchange_state()
+        rig.manager.strategy.exchange_state()
         rig.manager.should_commit()
     assert list(rig.transport.shelf) == [state_key(SERVING), state_key(again)]
 
@@ -97,7 +97,7 @@ def test_who_waits_for_the_state_of_a_step_that_was_given_up_is_told(rigs: Any) 
 def test_a_healing_that_failed_fails_the_step(rigs: Any) -> None:
     rig = rigs(HEALING, QuorumKey(7, 7))
     rig.manager.start_quorum(use_async_quorum=True)
-    assert not rig.manager.exchange_state()
+    assert not rig.manager.strategy.exchange_state()
     assert "could not fetch step 5" in str(rig.manager.errored())
     assert not rig.manager.should_commit()
     assert rig.weights.threads == []
@@ -106,14 +106,14 @@ def test_a_healing_that_failed_fails_the_step(rigs: Any) -> None:
 def test_without_a_plan_there_is_nothing_to_exchange(rigs: Any) -> None:
     rig = rigs(DeadlinePassed("nobody came"))
     rig.manager.start_quorum(use_async_quorum=True)
-    assert not rig.manager.exchange_state()
+    assert not rig.manager.strategy.exchange_state()
     assert not rig.manager.should_commit()
 
 
 def test_a_synchronous_quorum_has_exchanged_already(rigs: Any) -> None:
     rig = rigs(SERVING, use_async_quorum=False)
     rig.manager.start_quorum()
-    assert not rig.manager.exchange_state()
+    assert not rig.manager.strategy.exchange_state()
     assert rig.manager.should_commit()
     assert rig.transport.sent_to == [[1]]
 
@@ -123,7 +123,7 @@ def test_a_state_that_could_not_be_read_is_served_when_it_can(rigs: Any) -> None
     rig.manager.disallow_state_dict_read()
     rig.manager.start_quorum()
     with pytest.raises(StateUnavailable, match="call allow_state_dict_read first"):
-        rig.manager.exchange_state()
+        rig.manager.strategy.exchange_state()
     rig.manager.allow_state_dict_read()
     assert rig.manager.should_commit()
     assert rig.transport.sent_to == [[1]]
@@ -132,10 +132,10 @@ def test_a_state_that_could_not_be_read_is_served_when_it_can(rigs: Any) -> None
 def test_outside_a_step_nothing_is_exchanged(rigs: Any) -> None:
     manager = rigs().manager
     with pytest.raises(UsageError, match="exchange_state was called outside a step; call it after start_quorum"):
-        manager.exchange_state()
+        manager.strategy.exchange_state()
     manager.shutdown()
     with pytest.raises(Closed):
-        manager.exchange_state()
+        manager.strategy.exchange_state()
 
 
 def test_a_strategy_that_exchanges_takes_no_state_early(rigs: Any) -> None:
@@ -144,7 +144,7 @@ def test_a_strategy_that_exchanges_takes_no_state_early(rigs: Any) -> None:
     for _ in range(14):
         rig.coordinator.listener(NewcomerAsks("replica_9"))
         rig.manager.start_quorum()
-        rig.manager.exchange_state()
+        rig.manager.strategy.exchange_state()
         assert rig.manager.should_commit()
     assert (rig.transport.staged, rig.weights.threads) == ([], [])
 
@@ -152,7 +152,7 @@ def test_a_strategy_that_exchanges_takes_no_state_early(rigs: Any) -> None:
 def test_whether_the_quorum_is_known_is_told_without_waiting(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = rigs()
     with pytest.raises(UsageError, match="quorum_is_known was called before start_quorum; call start_quorum first"):
-        rig.manager.quorum_is_known()
+        rig.manager.strategy.quorum_is_known()
     comes = threading.Event()
 
     def quorum(_request: RankRequest, _timeout: timedelta) -> Plan:
@@ -161,10 +161,10 @@ def test_whether_the_quorum_is_known_is_told_without_waiting(rigs: Any, monkeypa
 
     monkeypatch.setattr(rig.coordinator, "quorum", quorum)
     rig.manager.start_quorum()
-    assert not rig.manager.quorum_is_known()
+    assert not rig.manager.strategy.quorum_is_known()
     comes.set()
     rig.manager.wait_quorum()
-    assert rig.manager.quorum_is_known()
+    assert rig.manager.strategy.quorum_is_known()
     assert len(rig.group.configured) == 1
     assert rig.manager.should_commit()
 
@@ -174,7 +174,7 @@ def test_a_quorum_that_failed_is_known_as_well(rigs: Any) -> None:
     rig.manager.start_quorum()
     with pytest.raises(DeadlinePassed):
         rig.manager.wait_quorum()
-    assert rig.manager.quorum_is_known()
+    assert rig.manager.strategy.quorum_is_known()
 
 
 def test_who_exchanges_waits_and_is_on_its_own_afterwards(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +188,6 @@ def test_who_exchanges_waits_and_is_on_its_own_afterwards(rigs: Any, monkeypatch
 
     monkeypatch.setattr(rig.transport, "send_checkpoint", sends)
     rig.manager.start_quorum()
-    rig.manager.exchange_state()
+    rig.manager.strategy.exchange_state()
     assert [*seen, rig.coordinator.progress().phase] == [Phase.WAITING, Phase.OWN]
     assert rig.manager.should_commit()

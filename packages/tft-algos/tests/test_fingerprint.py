@@ -63,13 +63,13 @@ def test_a_new_manager_server_hears_it_anew(rigs: Any) -> None:
 
 def test_the_users_own_parts(rigs: Any) -> None:
     rig = rigs(plan_of(7), UNCHANGED, UNCHANGED, fingerprint={"tokenizer": "ab12"})
-    rig.manager.add_to_fingerprint("data", "v3")
+    rig.manager.strategy.add_to_fingerprint("data", "v3")
     rig.step()
     assert (said(rig)["user/tokenizer"], said(rig)["user/data"]) == ("ab12", "v3")
-    rig.manager.add_to_fingerprint("data", "v3")
+    rig.manager.strategy.add_to_fingerprint("data", "v3")
     rig.step()
     assert said(rig) == {}
-    rig.manager.add_to_fingerprint("sampler", "exact")
+    rig.manager.strategy.add_to_fingerprint("sampler", "exact")
     rig.step()
     assert said(rig)["user/sampler"] == "exact"
 
@@ -77,14 +77,14 @@ def test_the_users_own_parts(rigs: Any) -> None:
 def test_a_part_keeps_its_value(rigs: Any) -> None:
     manager = rigs(fingerprint={"data": "v3"}).manager
     with pytest.raises(SettingError, match=r"part 'data' is 'v3' already and can't become 'v4'"):
-        manager.add_to_fingerprint("data", "v4")
+        manager.strategy.add_to_fingerprint("data", "v4")
 
 
 @pytest.mark.parametrize(("name", "value"), [("", "x"), (1, "x"), ("x", 1)])
 def test_parts_are_texts(rigs: Any, name: Any, value: Any) -> None:
     manager = rigs().manager
     with pytest.raises(SettingError, match="give a name and a value, both text"):
-        manager.add_to_fingerprint(name, value)
+        manager.strategy.add_to_fingerprint(name, value)
     with pytest.raises(SettingError, match="names and values that are text"):
         rigs(fingerprint={name: value})
 
@@ -153,7 +153,7 @@ def test_another_order_of_the_same_parameters_is_another_model(rigs: Any) -> Non
     parts = []
     for names in ("ab", "ba", "ab"):
         rig = rigs(plan_of(7))
-        rig.manager.describe_parameters(Model(names))
+        rig.manager.strategy.describe_parameters(Model(names))
         rig.step()
         parts.append(said(rig)["parameter/0"])
     assert parts[0] != parts[1]
@@ -162,7 +162,7 @@ def test_another_order_of_the_same_parameters_is_another_model(rigs: Any) -> Non
 
 def test_parameters_without_a_shape_yet(rigs: Any) -> None:
     rig = rigs(plan_of(7))
-    rig.manager.describe_parameters(torch.nn.LazyLinear(2))
+    rig.manager.strategy.describe_parameters(torch.nn.LazyLinear(2))
     rig.step()
     assert said(rig)["parameter/0/weight"] == "not initialized"
 
@@ -175,7 +175,7 @@ def test_of_a_sharded_parameter_the_global_shape_counts(rigs: Any) -> None:
         local = DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)])
         module.register_parameter("weight", torch.nn.Parameter(local))
         rig = rigs(plan_of(7))
-        rig.manager.describe_parameters(module)
+        rig.manager.strategy.describe_parameters(module)
         rig.step()
         assert said(rig)["parameter/0/weight"] == "float32 [4, 3]"
     finally:

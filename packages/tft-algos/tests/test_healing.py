@@ -168,7 +168,7 @@ def test_who_is_new_gets_ready_to_serve_when_nobody_waits_for_it_any_more(
     rigs: Any, monkeypatch: pytest.MonkeyPatch, heals: bool
 ) -> None:
     prepared: list[int] = []
-    monkeypatch.setattr(MemoryTransport, "prepare_to_send", lambda _: prepared.append(member.manager.attempt))
+    monkeypatch.setattr(MemoryTransport, "prepare_to_send", lambda _: prepared.append(member.manager.strategy.attempt))
     shelf: dict[Any, Any] = {}
     healing = [1] if heals else []
     assert rigs(plan_of(7, size=2, healing=healing), checkpoint_transport=MemoryTransport(shelf)).step()

@@ -39,6 +39,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.events: list[str] = []
+        self.strategy = self
 
     def allreduce(self, tensor: torch.Tensor, *, reduce_op: dist.ReduceOp.RedOpType) -> Any:
         recorder, number = self, sum(event.startswith("starts") for event in self.events)
@@ -234,7 +235,7 @@ def test_a_failed_reduction_votes_the_step_down_and_never_raises(
     rig.manager.start_quorum()
     model(X).sum().backward()
     assert not rig.manager.should_commit()
-    assert "the peer is gone" in str(rig.manager.errors()[0])
+    assert "the peer is gone" in str(rig.manager.status().errors[0])
 
 
 @pytest.mark.parametrize("extended", [True, False], ids=["extended mesh", "hook"])

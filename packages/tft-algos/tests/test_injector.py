@@ -330,7 +330,7 @@ def test_each_place_fails_in_its_own_words(rigs: Any, place: Place, error: type[
     rig = rigs(*answers_that_reach(place), faults=(asked,))
     rig.optimizer.zero_grad()
     rig.ddp(torch.ones(3, 2)).sum().backward()
-    first = rig.manager.errors()[0]
+    first = rig.manager.status().errors[0]
     assert (type(first), str(first)) == (error, asked.describe())
     assert not rig.manager.should_commit()
     assert rig.step() == (True, "")
@@ -449,8 +449,9 @@ from concurrent.futures import ThreadPoolExecutor
 from tft_algos.testing import Action, EventInjector, Fault, Place
 
 class Somebody:
-    class config:
-        replica_id, rank = "a", 0
+    class strategy:
+        class config:
+            replica_id, rank = "a", 0
     def current_step(self): return 0
 
 hanging = threading.Event()
@@ -472,8 +473,9 @@ def test_who_hangs_does_not_keep_its_process_from_ending() -> None:
 class Somebody:
     """Replica a, rank 0, at step 3: all that an injector asks of a Manager."""
 
-    class config:
-        replica_id, rank = "a", 0
+    class strategy:
+        class config:
+            replica_id, rank = "a", 0
 
     def current_step(self) -> int:
         return 3

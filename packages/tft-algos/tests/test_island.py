@@ -108,7 +108,7 @@ def test_a_transport_that_ends_at_rank_zero_is_refused(rigs: Any) -> None:
 
 def test_an_island_says_what_it_is_and_not_how_large(rigs: Any) -> None:
     rig = an_island(rigs, plan_of(7, size=2))
-    rig.manager.describe_parameters(nn.Linear(2, 3))
+    rig.manager.strategy.describe_parameters(nn.Linear(2, 3))
     rig.step()
     said = dict(rig.coordinator.requests[0].fingerprint)
     assert said["rank0_synchronization_only"] == "True"
@@ -273,14 +273,14 @@ def test_where_rank_zero_could_not_fetch_no_rank_heals(rigs: Any) -> None:
     assert not member.step()
     assert (transport.received_from, member.weights.threads) == ([], [])
     assert votes(member)[0] == (True, Purpose.STAGED)
-    assert "could not fetch step 0; a group heals whole" in str(member.manager.errors()[0])
+    assert "could not fetch step 0; a group heals whole" in str(member.manager.status().errors[0])
 
 
 def test_where_another_rank_could_not_take_it_rank_zero_does_not_load(rigs: Any) -> None:
     member, _ = healing(rigs, rank=0, verdicts=[True, False, False])
     assert not member.step()
     assert member.weights.threads == []
-    assert "could not take over step 0; a group heals whole" in str(member.manager.errors()[0])
+    assert "could not take over step 0; a group heals whole" in str(member.manager.status().errors[0])
 
 
 def test_where_rank_zero_has_nothing_to_give_the_others_say_so(rigs: Any) -> None:
@@ -288,7 +288,7 @@ def test_where_rank_zero_has_nothing_to_give_the_others_say_so(rigs: Any) -> Non
     member.coordinator.other_ranks = ("",)
     assert not member.step()
     assert votes(member) == [(True, Purpose.STAGED), (False, Purpose.SPREAD), (False, Purpose.COMMIT)]
-    assert "rank 0 of replica replica_1 could not offer step 0 to its island" in str(member.manager.errors()[0])
+    assert "rank 0 of replica replica_1 could not offer step 0 to its island" in str(member.manager.status().errors[0])
 
 
 def test_a_rank_zero_whose_transport_fails_says_so_to_all(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +300,9 @@ def test_a_rank_zero_whose_transport_fails_says_so_to_all(rigs: Any, monkeypatch
     monkeypatch.setattr(type(transport), "send_checkpoint", send)
     assert not member.step()
     assert member.coordinator.gathered == [("spread 7.0000000000000007 0", "")]
-    assert "did not get from rank 0 of replica replica_1 to rank 0 (no memory)" in str(member.manager.errors()[0])
+    assert "did not get from rank 0 of replica replica_1 to rank 0 (no memory)" in str(
+        member.manager.status().errors[0]
+    )
 
 
 def test_a_rank_that_has_other_state_registered_heals_nobody(rigs: Any) -> None:
@@ -308,7 +310,7 @@ def test_a_rank_that_has_other_state_registered_heals_nobody(rigs: Any) -> None:
     member.manager.register_state_dict_fn("more", lambda _: None, lambda: 1)
     assert not member.step()
     assert votes(member)[1] == (False, Purpose.SPREAD)
-    assert "register the same keys" in str(member.manager.errors()[0])
+    assert "register the same keys" in str(member.manager.status().errors[0])
 
 
 @pytest.mark.parametrize("kind", ["a no", "no answer"])
@@ -353,7 +355,7 @@ def test_islands_of_different_sizes_compare_what_rank_zero_has_whole(rigs: Any) 
     # Rank 1 hears from rank 0 what it has, and its own is the same where nothing is cut.
     weights = rigs().weights
     rig = an_island(rigs, rank=1)
-    digest = rig.manager._check._digester.digest({"default": weights.take()})
+    digest = rig.manager._parts.exchange._check._digester.digest({"default": weights.take()})
     assert lineage_after_a_check(rigs, rank=1, others=(f"{digest} {digest}",)) == alone
 
 

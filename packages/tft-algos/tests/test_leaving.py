@@ -28,7 +28,7 @@ def test_the_running_step_ends_and_then_the_replica_has_left(rigs: Any) -> None:
     assert rig.step()
     rig.manager.start_quorum()
     rig.manager.leave(reason="it is preempted")
-    assert (rig.manager.leaving, rig.manager.left) == (True, False)
+    assert (rig.manager.status().is_leaving, rig.manager.left) == (True, False)
     assert rig.manager.should_commit()
     assert (rig.manager.current_step(), rig.manager.left) == (2, True)
     assert rig.coordinator.left == [("it is preempted", timedelta())]  # nobody heals, so nothing is served
@@ -125,7 +125,7 @@ def start_that_raises(rig: Any) -> None:
 def defer_two(rig: Any) -> None:
     for _ in range(2):
         rig.manager.start_quorum()
-        step = rig.manager.defer()
+        step = rig.manager.strategy.defer()
         rig.first = getattr(rig, "first", step)
 
 
@@ -135,14 +135,14 @@ def defer_two(rig: Any) -> None:
         (lambda rig: None, (), lambda rig: rig.manager.shutdown()),
         (lambda rig: rig.step(), (False,), lambda rig: rig.manager.shutdown()),
         (lambda rig: (rig.step(), rig.manager.start_quorum()), (), lambda rig: rig.manager.shutdown()),
-        (lambda rig: (rig.step(), rig.manager.report_torn(OSError())), (), lambda rig: rig.manager.shutdown()),
+        (lambda rig: (rig.step(), rig.manager.strategy.report_torn(OSError())), (), lambda rig: rig.manager.shutdown()),
         (lambda rig: (rig.step(), start_that_raises(rig)), (), lambda rig: rig.manager.shutdown()),
         (lambda rig: (rig.step(), rig.manager.report_error(OSError())), (), lambda rig: rig.manager.shutdown()),
         (lambda rig: (defer_two(rig), rig.first.should_commit()), (), lambda rig: rig.manager.shutdown()),
         (lambda rig: rig.step(), (), lambda rig: rig.manager.shutdown(finished=False)),
         (lambda rig: rig.step(), (), raised_in_a_handler),
         (lambda rig: rig.step(), (), raised_in_the_context),
-        (lambda rig: rig.step(), (), lambda rig: rig.manager.end_at_exit()),
+        (lambda rig: rig.step(), (), lambda rig: rig.manager._life.end_at_exit()),
     ],
     ids=[
         "no step",
@@ -246,7 +246,7 @@ def test_a_deadline_is_a_time_above_zero_and_of_at_most_a_week(rigs: Any, deadli
     for leave in (lambda: manager.leave(deadline), lambda: manager.leave_on_signal(deadline=deadline)):
         with pytest.raises(SettingError, match=r"deadline is .*; give a timedelta (above zero|of at most a week)"):
             leave()
-    assert not manager.leaving
+    assert not manager.status().is_leaving
 
 
 def test_a_signal_is_a_wish_and_shutdown_gives_its_handler_back(rigs: Any) -> None:
@@ -257,7 +257,7 @@ def test_a_signal_is_a_wish_and_shutdown_gives_its_handler_back(rigs: Any) -> No
         rig.manager.leave_on_signal(signal.SIGUSR1)
         rig.manager.start_quorum()
         signal.raise_signal(signal.SIGUSR1)
-        assert (rig.manager.leaving, heard) == (True, [])
+        assert (rig.manager.status().is_leaving, heard) == (True, [])
         assert rig.manager.should_commit()
         assert rig.coordinator.left == [("it was sent SIGUSR1", timedelta())]
         rig.manager.shutdown()
@@ -315,7 +315,7 @@ def test_a_reason_is_a_text(rigs: Any) -> None:
     manager = rigs().manager
     with pytest.raises(SettingError, match="reason is a int; give a text"):
         manager.leave(reason=5)
-    assert not manager.leaving
+    assert not manager.status().is_leaving
 
 
 def test_who_wants_to_leave_waits_for_no_quorum_beyond_its_deadline(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,7 @@ def test_a_failure_that_no_loss_explains_is_told_soon(rigs: Any, caplog: pytest.
         rig.manager.shutdown()
     elif end == "two beats":
         for _ in range(3):
-            rig.manager._look()
+            rig.manager._life.look()
     else:
         rig.manager.start_quorum()
         rig.manager.wait_quorum()
@@ -207,7 +207,7 @@ def test_a_failure_names_who_is_gone_though_the_next_quorum_came_first(
     if is_told == "the notice comes late":
         rig.coordinator.listener(loss(7))
     for _ in range(3):
-        rig.manager._look()
+        rig.manager._life.look()
     assert told(caplog) == [
         LOST.partition("] ")[2] + "step 0 did not commit"
         if is_told == "the notice comes late"
@@ -338,7 +338,7 @@ def test_a_loss_ends_a_rendezvous(rigs: Any, use_async_quorum: bool) -> None:
     teller.start()
     rig.manager.start_quorum()
     rig.manager.allreduce(torch.ones(2)).wait()
-    assert [str(error) for error in rig.manager.errors()] == ["aborted"]
+    assert [str(error) for error in rig.manager.status().errors] == ["aborted"]
     assert not rig.manager.should_commit()
     teller.join()
     rig.group.holds = False
@@ -419,7 +419,7 @@ def test_the_loss_of_this_group_is_raised_however_much_went_wrong_before(rigs: A
     rig.coordinator.listener(GroupLost("replica a lost a rank (rank 1 ended: killed); end this process"))
     with pytest.raises(GroupLost, match="rank 1 ended: killed"):
         rig.manager.should_commit()
-    assert len(rig.manager.errors()) == MAX_ERRORS_KEPT
+    assert len(rig.manager.status().errors) == MAX_ERRORS_KEPT
 
 
 def test_the_loss_of_this_group_between_two_steps_is_raised_by_the_next(rigs: Any) -> None:
@@ -480,7 +480,7 @@ def test_who_could_not_configure_does_not_wait_for_a_source_that_waits_for_it(
     rig.group.failing_configure = RuntimeError("no such interface")
     rig.manager.start_quorum()
     assert not rig.manager.should_commit()
-    assert [str(error).partition(",")[0] for error in rig.manager.errors()] == [
+    assert [str(error).partition(",")[0] for error in rig.manager.status().errors] == [
         "no such interface",
         "replica replica_0 does not wait for the state of step 3",
     ]

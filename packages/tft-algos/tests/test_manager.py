@@ -268,7 +268,7 @@ def test_a_user_error_votes_no(rigs: Any) -> None:
     rig.manager.start_quorum()
     rig.manager.wait_quorum()
     rig.manager.report_error(ValueError("nan"))
-    assert [str(error) for error in rig.manager.errors()] == ["nan"]
+    assert [str(error) for error in rig.manager.status().errors] == ["nan"]
     assert not rig.manager.should_commit()
 
 
@@ -516,7 +516,7 @@ def test_a_synchronous_healing_that_fails_ends_the_reduction_for_the_others(rigs
     rig = rigs(plan_of(7, rank=1, size=2, healing=[1], step=5), use_async_quorum=False)
     rig.manager.start_quorum()
     assert rig.group.errored() is not None
-    assert isinstance(rig.manager.errors()[0], HealingFailed)
+    assert isinstance(rig.manager.status().errors[0], HealingFailed)
 
 
 def test_state_under_several_keys_registered_after_the_quorum_was_started_travels(rigs: Any) -> None:
@@ -542,7 +542,7 @@ def test_state_registered_under_other_keys_is_refused_whole(rigs: Any) -> None:
     assert source.step()
     member = rigs(plan_of(7, rank=1, size=2, healing=[1]), checkpoint_transport=MemoryTransport(shelf))
     assert not member.step()
-    assert "under ['default', 'more'] and this replica under ['default']" in str(member.manager.errors()[0])
+    assert "under ['default', 'more'] and this replica under ['default']" in str(member.manager.status().errors[0])
     assert member.weights.tensor.tolist() == [1.0, 1.0]
 
 
@@ -555,7 +555,7 @@ def test_a_load_that_raises_leaves_a_torn_state(rigs: Any) -> None:
         raise KeyError("missing")
 
     member.weights.load = load
-    member.manager._user._functions["default"] = (load, member.weights.take)
+    member.manager._parts.shared.user_state._functions["default"] = (load, member.weights.take)
     assert not member.step()
     member.manager.start_quorum()
     member.manager.wait_quorum()
@@ -582,7 +582,7 @@ def test_a_state_dict_that_raises_costs_the_source_nothing_and_the_healer_is_tol
     def take() -> object:
         raise KeyError("missing")
 
-    source.manager._user._functions["default"] = (source.weights.load, take)
+    source.manager._parts.shared.user_state._functions["default"] = (source.weights.load, take)
     assert source.step()
     said = "the state_dict registered under 'default' raised KeyError('missing')"
     assert f"can't serve step 0: {said}" in caplog.text
@@ -606,7 +606,7 @@ def test_those_that_heal_are_named_to_the_transport_that_refuses_them_and_it_may
         refused.append((step, more["dst_ranks"]))
         raise Closed("the transport was shut down")
 
-    source.manager._user._functions["default"] = (source.weights.load, take)
+    source.manager._parts.shared.user_state._functions["default"] = (source.weights.load, take)
     source.transport.refuse_checkpoint = refuse
     assert source.step()
     assert refused == [(0, [1])]
@@ -645,7 +645,7 @@ def test_a_state_that_was_declared_half_written_is_not_served(rigs: Any) -> None
 def test_a_torn_replica_asks_to_heal(rigs: Any) -> None:
     rig = rigs(plan_of(7, size=2), plan_of(8, size=2, step=1))
     assert rig.step()
-    rig.manager.report_torn(RuntimeError("out of memory"))
+    rig.manager.strategy.report_torn(RuntimeError("out of memory"))
     rig.manager.start_quorum()
     rig.manager.wait_quorum()
     assert rig.coordinator.requests[1].torn
@@ -668,7 +668,7 @@ def test_two_ranks_agree_that_all_have_staged_before_one_loads(rigs: Any) -> Non
         (False, Purpose.COMMIT),
     ]
     assert member.weights.tensor.tolist() == [2.0, 2.0]
-    assert "another rank of replica" in str(member.manager.errors()[0])
+    assert "another rank of replica" in str(member.manager.status().errors[0])
 
 
 # --- registering, logging, ending -------------------------------------------------------------------------------------
@@ -917,7 +917,7 @@ def test_a_flag_that_is_none_is_refused_by_name_and_nothing_is_begun(rigs: Any, 
     manager = rigs(plan_of(7)).manager
     with pytest.raises(SettingError, match=f"{next(iter(said))} is .*; give True"):
         manager.start_quorum(**said)
-    assert manager.attempt == 0
+    assert manager.strategy.attempt == 0
 
 
 def test_a_wait_without_a_timedelta_is_refused(rigs: Any) -> None:

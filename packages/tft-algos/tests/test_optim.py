@@ -36,6 +36,7 @@ class Decides:
         self.is_untouched = False  # its steps have reductions
         self.participates = True
         self.step = 0
+        self.strategy = self
 
     def start_quorum(self) -> None:
         self.calls.append("start_quorum")

@@ -85,7 +85,7 @@ def reduced(
             rig.manager.set_weight(weight)
         works.append(rig.manager.allreduce(tensor, reduce_op=op, weight=weight if own_weight else None))
     assert [work.wait() for work in works] == [True] * len(works)
-    assert [rig.manager.errors() for rig in found] == [()] * len(works)
+    assert [rig.manager.status().errors for rig in found] == [()] * len(works)
     return list(tensors)
 
 
@@ -324,7 +324,7 @@ def test_elements_that_share_memory_fail_the_step_by_name(
     rig = rigs(plan_of(7, size=number))
     rig.manager.start_quorum()
     assert not rig.manager.allreduce(make()).wait()
-    (error,) = rig.manager.errors()
+    (error,) = rig.manager.status().errors
     assert isinstance(error, Unsupported)
     assert "several of its elements share memory; reduce its contiguous()" in str(error)
     assert not rig.manager.should_commit()

@@ -283,16 +283,16 @@ def test_what_does_not_fit_loads_nothing(rigs: Any) -> None:
     assert not member.step()
     assert own.loaded == []
     assert member.weights.tensor.tolist() == [1.0, 1.0]
-    assert str(member.manager.errors()[0]).startswith("state['model']['weight'] is a part of")
+    assert str(member.manager.status().errors[0]).startswith("state['model']['weight'] is a part of")
 
 
 def test_an_own_state_that_cannot_be_taken_loads_nothing(rigs: Any) -> None:
     member, _, own = healing(rigs)
     own.take = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
-    member.manager._user._functions["model"] = (own.load, own.take)
+    member.manager._parts.shared.user_state._functions["model"] = (own.load, own.take)
     assert not member.step()
     assert own.loaded == []
-    assert "registered under 'model' raised ZeroDivisionError" in str(member.manager.errors()[0])
+    assert "registered under 'model' raised ZeroDivisionError" in str(member.manager.status().errors[0])
 
 
 def votes(member: Any) -> list[tuple[bool, Purpose]]:
@@ -320,16 +320,16 @@ def test_where_another_rank_could_not_load_this_one_heals_again_and_votes_with_i
     assert not member.step()
     assert votes(member)[-2:] == [(True, Purpose.LOADED), (False, Purpose.COMMIT)]
     assert member.coordinator.votes[-1][1] == 0, "of the step of the rank that has not loaded"
-    assert (len(own.loaded), member.manager.torn) == (1, True)
-    assert "could not load step 0; a group heals whole" in str(member.manager.errors()[0])
+    assert (len(own.loaded), member.manager.status().is_torn) == (1, True)
+    assert "could not load step 0; a group heals whole" in str(member.manager.status().errors[0])
 
 
 def test_a_load_function_that_raises_is_told_to_the_other_ranks(rigs: Any) -> None:
     member, _, own = healing(rigs, verdicts=[True, False, True, False, False], **TWO)
-    member.manager._user._functions["model"] = (lambda _: 1 / 0, own.take)
+    member.manager._parts.shared.user_state._functions["model"] = (lambda _: 1 / 0, own.take)
     assert not member.step()
     assert votes(member)[-2:] == [(False, Purpose.LOADED), (False, Purpose.COMMIT)]
-    assert member.manager.torn
+    assert member.manager.status().is_torn
 
 
 def test_a_rank_that_fetched_no_parts_takes_its_state_where_another_needs_its_own(rigs: Any) -> None:
@@ -350,14 +350,14 @@ def test_where_another_rank_could_not_fetch_no_function_of_the_users_is_called(r
     member, _, own = healing(rigs, verdicts=[False, False], **TWO)
     assert not member.step()
     assert (own.taken, own.loaded) == ([], [])
-    assert "could not fetch step 0; a group heals whole" in str(member.manager.errors()[0])
+    assert "could not fetch step 0; a group heals whole" in str(member.manager.status().errors[0])
 
 
 def test_where_another_rank_finds_no_mesh_nothing_is_loaded(rigs: Any) -> None:
     member, _, own = healing(rigs, verdicts=[True, False, False, False], **TWO)
     assert not member.step()
     assert (len(own.taken), own.loaded) == (1, [])
-    assert "could not find the meshes for step 0; a group heals whole" in str(member.manager.errors()[0])
+    assert "could not find the meshes for step 0; a group heals whole" in str(member.manager.status().errors[0])
 
 
 @pytest.mark.parametrize("verdict", [False, DeadlinePassed("no verdict")], ids=["a no", "no answer"])
@@ -387,7 +387,7 @@ def test_a_rank_that_is_lost_in_a_collective_of_the_users_loses_its_group(rigs: 
         member.coordinator.listener(GroupLost("rank 0 was killed"))
         raise RuntimeError("connection closed by peer")
 
-    member.manager._user._functions["model"] = (own.load, take)
+    member.manager._parts.shared.user_state._functions["model"] = (own.load, take)
     with pytest.raises(GroupLost, match="rank 0 was killed"):
         member.step()
     assert own.loaded == []

@@ -258,9 +258,9 @@ def test_a_pass_that_raises_half_way_ends_its_step_and_no_other(rigs: Any, kind:
     replica.optimizer.zero_grad()
     outside(replica.model, replica.net)
     raising_backward(replica.model, replica.net, where=where)
-    outside_attempt = replica.rig.manager.attempt
+    outside_attempt = replica.rig.manager.strategy.attempt
     replica.optimizer.zero_grad()
-    assert replica.rig.manager.attempt == outside_attempt + 1
+    assert replica.rig.manager.strategy.attempt == outside_attempt + 1
     replica.rig.group.calls.clear()
     outside(replica.model, replica.net)
     replica.accumulate()

@@ -148,7 +148,7 @@ def test_weights_that_sum_to_zero_fail_the_step(rigs: Any, plan: dict[str, Any])
     rig.manager.start_quorum()
     rig.manager.set_weight(0)
     rig.manager.allreduce(torch.ones(2)).wait()
-    (error,) = rig.manager.errors()
+    (error,) = rig.manager.status().errors
     assert isinstance(error, NoWeight)
     assert "step 0, quorum 7" in str(error)
     assert "so there is no mean; " in str(error)
@@ -237,7 +237,7 @@ def test_a_weighted_mean_fails_if_either_of_its_reductions_does(
     if by_future:
         assert work.get_future().wait()[0] is tensor
     assert not work.wait()
-    (error,) = rig.manager.errors()
+    (error,) = rig.manager.status().errors
     assert "the peer died" in str(error)
     assert not rig.manager.should_commit()
 
@@ -260,13 +260,13 @@ def test_a_time_out_that_passes_fails_the_reduction_and_ends_what_runs(
     rigs: Any, weight: float | None, by_future: bool
 ) -> None:
     rig = held(rigs, plan_of(7, size=2), plan_of(8, size=2))
-    clock = rig.manager._clock
+    clock = rig.manager._parts.shared.clock
     work = rig.manager.allreduce(torch.ones(2), weight=weight, timeout=timedelta(seconds=2))
     future = work.get_future() if by_future else None
     clock.pass_s(1.9)
     assert rig.manager.errored() is None
     clock.pass_s(0.2)
-    (error,) = rig.manager.errors()
+    (error,) = rig.manager.status().errors
     assert isinstance(error, ReductionTooLate)
     assert isinstance(error, TimeoutError)
     assert "a reduction of step 0, quorum 7.0000000000000007 did not end within 2 s and was aborted" in str(error)
@@ -287,14 +287,14 @@ def test_the_time_out_of_a_wait_ends_what_runs_too(rigs: Any) -> None:
     rig.group.holds = True
     work = rig.manager.allreduce(torch.ones(2))
     assert not work.wait(timedelta(milliseconds=1))
-    assert "did not end within 0.001 s" in str(rig.manager.errors()[0])
+    assert "did not end within 0.001 s" in str(rig.manager.status().errors[0])
     assert rig.group.errored() is not None
     assert not rig.manager.should_commit()
 
 
 def test_a_reduction_that_ends_in_time_leaves_no_alarm(rigs: Any) -> None:
     rig = rigs(plan_of(7, size=2), clock=ManualClock())
-    clock = rig.manager._clock
+    clock = rig.manager._parts.shared.clock
     rig.manager.start_quorum()
     assert rig.manager.allreduce(torch.ones(2), timeout=timedelta(seconds=2)).wait(timedelta(seconds=1))
     assert clock.num_alarms == 0
@@ -305,7 +305,7 @@ def test_a_time_out_of_what_has_ended_and_was_not_waited_for_changes_nothing(rig
     rig = rigs(plan_of(7, size=2), clock=ManualClock())
     rig.manager.start_quorum()
     rig.manager.allreduce(torch.ones(2), timeout=timedelta(seconds=2))
-    rig.manager._clock.pass_s(3)
+    rig.manager._parts.shared.clock.pass_s(3)
     assert rig.manager.should_commit()
 
 

@@ -57,12 +57,12 @@ def test_while_what_was_committed_is_applied_it_is_on_its_own(make: Any, clock: 
     rig.step()
     rig.step()
     assert look(rig).phase is Phase.OUTSIDE
-    with rig.manager.applying():
+    with rig.manager.strategy.applying():
         assert (look(rig).phase, look(rig).excused) == (Phase.OWN, False)
         clock.now_s += LIMIT_MS / 1_000
         assert look(rig).is_hung
     assert look(rig).phase is Phase.OUTSIDE
-    with pytest.raises(ValueError, match="singular"), rig.manager.applying():
+    with pytest.raises(ValueError, match="singular"), rig.manager.strategy.applying():
         raise ValueError("a matrix is singular")
     assert look(rig).phase is Phase.OUTSIDE
 

@@ -30,7 +30,20 @@ from tft_algos.errors import (
     UsageError,
 )
 from tft_algos.hsdp import extend_mesh, reduce_across
-from tft_algos.manager import Clock, Coordinator, DeferredStep, Group, Manager, ManagerConfig, WorldSizeMode
+from tft_algos.manager import (
+    Clock,
+    Coordinator,
+    DeferredStep,
+    Group,
+    Manager,
+    ManagerConfig,
+    ManagerPhase,
+    ManagerStatus,
+    ResolvedConfig,
+    ServerRestarted,
+    StepControl,
+    WorldSizeMode,
+)
 from tft_algos.optim import Optimizer
 from tft_algos.pure_ddp import PureDistributedDataParallel
 
@@ -54,14 +67,19 @@ __all__ = [
     "LocalSGD",
     "Manager",
     "ManagerConfig",
+    "ManagerPhase",
+    "ManagerStatus",
     "NoWeight",
     "Optimizer",
     "PureDistributedDataParallel",
     "QuorumBroken",
+    "ResolvedConfig",
+    "ServerRestarted",
     "SettingError",
     "StateDiverged",
     "StateUnavailable",
     "StepAbandoned",
+    "StepControl",
     "SyncAbandoned",
     "TooManyFailures",
     "TrainingError",

@@ -40,7 +40,7 @@ def tell_parameters(manager: object, *models: torch.nn.Module, strides: bool = F
     Args:
         strides: whether the layout of the parameters has to be the same on all replicas.
     """
-    describe = getattr(manager, "describe_parameters", None)
+    describe = getattr(getattr(manager, "strategy", None), "describe_parameters", None)
     if describe is not None:
         for model in models:
             describe(model, strides=strides)
@@ -168,7 +168,7 @@ class BackwardReductions:
             done: called at the end of the backward pass with whether the reduction across succeeded.
         Raises: UsageError: this step was voted on already, so that no vote would cover the reduction.
         """
-        if manager.verdict is not None:
+        if manager.strategy.verdict is not None:
             raise UsageError(
                 f"a backward pass reduces gradients after step {manager.current_step()} was voted on; call zero_grad() "
                 "before it, and step() after the last backward pass of a step"
@@ -207,8 +207,8 @@ class BackwardReductions:
 
     def _forget_others(self, manager: Manager) -> None:
         """What a backward pass that raised has left behind belongs to a step that is over for the others too."""
-        if manager.attempt != self._attempt:
-            self._attempt = manager.attempt
+        if manager.strategy.attempt != self._attempt:
+            self._attempt = manager.strategy.attempt
             self._inside.clear()
             self._across.clear()
 

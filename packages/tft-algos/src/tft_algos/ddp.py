@@ -131,7 +131,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             """Its future is done at once, because the end of the pass waits before torch reads the bucket."""
             buffer = bucket.buffer()
             self._knows_graph = True
-            self._used_in = manager.attempt, manager.current_step()
+            self._used_in = manager.strategy.attempt, manager.current_step()
             if not self._is_pass_of_another_batch():
                 self._refused = True
                 row.start(manager, buffer, group=process_group)
@@ -180,11 +180,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self._forget_pass_that_raised()
         if torch.is_grad_enabled():
             if self.require_backward_grad_sync:
-                self._awaited = _AwaitedPass(self._manager.attempt)
+                self._awaited = _AwaitedPass(self._manager.strategy.attempt)
             else:
                 self._forget_pass_without_gradients()
                 self._forget_batch_thrown_away()
-        self._used_in = self._manager.attempt, self._manager.current_step()
+        self._used_in = self._manager.strategy.attempt, self._manager.current_step()
         return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # as above
@@ -234,9 +234,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         says so; unless it was a pass that came after the vote.
         """
         attempt, step = self._used_in
-        if (attempt == self._manager.attempt and not self._refused) or not self._is_unfinished():
+        if (attempt == self._manager.strategy.attempt and not self._refused) or not self._is_unfinished():
             return
-        committed = self._manager.attempt == attempt + 1 and self._manager.current_step() > step
+        committed = self._manager.strategy.attempt == attempt + 1 and self._manager.current_step() > step
         if self._refused or not committed:
             self._reset()
 
@@ -249,7 +249,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         awaited = self._awaited
         if awaited is None or self._is_unfinished():
             return
-        if awaited.attempt != self._manager.attempt or not awaited.may_come():
+        if awaited.attempt != self._manager.strategy.attempt or not awaited.may_come():
             self._reset()
 
     def _reset(self) -> None:
@@ -270,7 +270,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     def is_in_pass(self) -> bool:
         """Whether a backward pass of this attempt has begun to fill buckets and has not filled all of them."""
-        return self._used_in[0] == self._manager.attempt and self._is_unfinished()
+        return self._used_in[0] == self._manager.strategy.attempt and self._is_unfinished()
 
     def _is_unfinished(self) -> bool:
         try:

@@ -160,7 +160,8 @@ class DurableCheckpoint:
         self._others = dict(others)
         self._every = every
         self._keep = keep
-        self._rank, self._world_size = manager.config.rank, manager.config.world_size
+        status = manager.status()
+        self._rank, self._world_size = status.group_rank, status.group_world_size
         self._group: dist.ProcessGroup | None = None
         if self._world_size > 1:
             group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
@@ -200,16 +201,16 @@ class DurableCheckpoint:
         Returns: the checkpoint, complete and on the disk; None: another group writes it, or nothing was committed.
         Raises: CheckpointFailed: on every rank; nothing is left of it, and the earlier ones are as they were.
         """
-        manager = self._manager
-        if not manager.verdict or manager.participating_rank() != 0:
+        manager, status = self._manager, self._manager.status()
+        if not status.committed or status.participating_rank != 0:
             return None
         # What one rank alone knows, all have to know: the others would wait for it in what follows.
-        if not self._all_say(not manager.torn):
+        if not self._all_say(not status.is_torn):
             return None
-        step = manager.current_step()
+        step = status.step
         begun = time.monotonic()
         state = self._taken(step)
-        writer = _Writer(self._directory, f"{manager.replica_id} {manager.attempt}", step, self._world_size)
+        writer = _Writer(self._directory, f"{manager.replica_id} {status.attempt}", step, self._world_size)
         try:
             with self._explaining(step, "write"):
                 self._on_rank_0(writer.begin, step)

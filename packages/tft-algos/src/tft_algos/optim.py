@@ -84,7 +84,7 @@ class Optimizer(torch.optim.Optimizer):
         self._has_stepped = False
         self._inside: str | None = None  # which of the wrapped optimizer's methods runs
         self._initialized_state = False
-        describe = getattr(manager, "describe_optimizer", None)  # not one of the user's own
+        describe = getattr(getattr(manager, "strategy", None), "describe_optimizer", None)  # not one of the user's own
         if describe is not None:
             describe(optim)
 
@@ -103,13 +103,17 @@ class Optimizer(torch.optim.Optimizer):
             return
         with self._calling("zero_grad"):
             manager = self.manager
-            attempt = manager.attempt
-            if attempt == 0 or manager.verdict is not None or (attempt == self._attempt and not self._goes_on()):
+            attempt = manager.strategy.attempt
+            if (
+                attempt == 0
+                or manager.strategy.verdict is not None
+                or (attempt == self._attempt and not self._goes_on())
+            ):
                 try:
                     manager.start_quorum()
                 finally:
-                    self._attempt = manager.attempt
-            self._attempt = manager.attempt
+                    self._attempt = manager.strategy.attempt
+            self._attempt = manager.strategy.attempt
             self._has_stepped = False
             self.optim.zero_grad(set_to_none)
 
@@ -135,13 +139,13 @@ class Optimizer(torch.optim.Optimizer):
             return True
         with self._calling("step"):
             self._check_turn()
-            if self.manager.verdict is None and self._has_open_pass():
+            if self.manager.strategy.verdict is None and self._has_open_pass():
                 raise UsageError(
                     f"step() was called after a backward pass of attempt {self._attempt} that did not reduce all "
                     "gradients; if it raised, give its error to Manager.report_error, or go on with zero_grad(); "
                     "if the loss does not depend on all parameters, say find_unused_parameters=True"
                 )
-            if reductions_of(self.manager).has_models and self.manager.is_untouched:
+            if reductions_of(self.manager).has_models and self.manager.strategy.is_untouched:
                 raise UsageError(
                     f"step() was called in attempt {self._attempt}, in which no gradient was reduced, so that this "
                     "replica would commit what no other one has; if the pass raised, go on with zero_grad() and the "
@@ -150,8 +154,8 @@ class Optimizer(torch.optim.Optimizer):
             try:
                 return self._vote_and_step(_scaler_that_calls())
             except BaseException as error:  # Ctrl-C too, after which a notebook goes on
-                if self.manager.verdict:
-                    self.manager.report_torn(error)
+                if self.manager.strategy.verdict:
+                    self.manager.strategy.report_torn(error)
                 raise
 
     def _vote_and_step(self, scaler: torch.amp.GradScaler | None) -> bool:
@@ -159,21 +163,21 @@ class Optimizer(torch.optim.Optimizer):
         manager = self.manager
         # Read for those only who give nothing, such as who heals, because reading it waits for the device.
         scale = None if scaler is None or manager.is_participating() else scaler.get_scale()
-        verdict = manager.verdict
+        verdict = manager.strategy.verdict
         if verdict is None:
             verdict = manager.should_commit()
         self._has_stepped = True
         if not verdict:
             return False
         if scaler is not None and scale is not None and scaler.get_scale() != scale:
-            manager.report_torn(
+            manager.strategy.report_torn(
                 UsageError(
                     f"the gradients of step {manager.current_step()} were unscaled by {scale:g}, and the scale that "
                     f"this replica healed to is {scaler.get_scale():g}"
                 )
             )
             return False
-        with manager.applying():
+        with manager.strategy.applying():
             self.optim.step()
         return True
 
@@ -188,7 +192,7 @@ class Optimizer(torch.optim.Optimizer):
                 )
             )
             return False
-        return self.manager.is_untouched
+        return self.manager.strategy.is_untouched
 
     def _has_open_pass(self) -> bool:
         """Whether a backward pass of this step has left out reductions, and nobody has reported why."""
@@ -196,7 +200,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _check_turn(self) -> None:
         """Raises: UsageError: there is no step that this optimizer could end."""
-        attempt = self.manager.attempt
+        attempt = self.manager.strategy.attempt
         if self._attempt == 0:
             raise UsageError("step() was called before zero_grad(); call zero_grad() before the forward pass")
         if self._attempt != attempt:

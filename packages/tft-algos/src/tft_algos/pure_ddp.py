@@ -99,8 +99,8 @@ class _Pass:
         """A gradient is there; called by autograd within the backward pass."""
         if not self.reduces:
             return
-        if self._manager.attempt != self._attempt:
-            self._attempt = self._manager.attempt
+        if self._manager.strategy.attempt != self._attempt:
+            self._attempt = self._manager.strategy.attempt
             self._begin()  # what a pass that raised has left is over
         place = self._places[parameter]
         if self._is_ready[place]:
@@ -121,7 +121,7 @@ class _Pass:
 
     def is_in_pass(self) -> bool:
         """Whether a backward pass has brought gradients and has not ended."""
-        return self._attempt == self._manager.attempt and any(self._is_ready)
+        return self._attempt == self._manager.strategy.attempt and any(self._is_ready)
 
     def _begin(self) -> None:
         self._is_ready = [False] * len(self._parameters)

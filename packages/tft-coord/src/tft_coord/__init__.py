@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tft_coord.client.lighthouse import LighthouseClient
     from tft_coord.client.manager import ManagerClient, Unchanged
+    from tft_coord.core.progress import Progress
     from tft_coord.core.stragglers import PaceKind, StragglerAction, StragglerNews, StragglerPolicy
-    from tft_coord.core.types import LossNotice, Member, NewcomerAsks, Plan, Purpose, QuorumKey, RankRequest
+    from tft_coord.core.types import LossNotice, Member, NewcomerAsks, Plan, Purpose, QuorumKey, RankRequest, Verdict
     from tft_coord.errors import (
         Closed,
         CoordinationError,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         Unreachable,
     )
     from tft_coord.manager_server import ManagerServer
+    from tft_coord.news import News
     from tft_coord.timeouts import Timeouts
     from tft_coord.views import Quorum, QuorumMember, QuorumResult, Timestamp
 
@@ -44,8 +46,10 @@ __all__ = [
     "ManagerServer",
     "Member",
     "NewcomerAsks",
+    "News",
     "PaceKind",
     "Plan",
+    "Progress",
     "ProtocolError",
     "Purpose",
     "Quorum",
@@ -64,13 +68,24 @@ __all__ = [
     "Unchanged",
     "UnknownCall",
     "Unreachable",
+    "Verdict",
 ]
 
 _HOMES = {
     "tft_coord.client.lighthouse": ("LighthouseClient",),
     "tft_coord.client.manager": ("ManagerClient", "Unchanged"),
+    "tft_coord.core.progress": ("Progress",),
     "tft_coord.core.stragglers": ("PaceKind", "StragglerAction", "StragglerNews", "StragglerPolicy"),
-    "tft_coord.core.types": ("LossNotice", "Member", "NewcomerAsks", "Plan", "Purpose", "QuorumKey", "RankRequest"),
+    "tft_coord.core.types": (
+        "LossNotice",
+        "Member",
+        "NewcomerAsks",
+        "Plan",
+        "Purpose",
+        "QuorumKey",
+        "RankRequest",
+        "Verdict",
+    ),
     "tft_coord.errors": (
         "Closed",
         "CoordinationError",
@@ -85,6 +100,7 @@ _HOMES = {
         "Unreachable",
     ),
     "tft_coord.manager_server": ("ManagerServer",),
+    "tft_coord.news": ("News",),
     "tft_coord.timeouts": ("Timeouts",),
     "tft_coord.views": ("Quorum", "QuorumMember", "QuorumResult", "Timestamp"),
 }

@@ -146,7 +146,7 @@ class DiLoCo:
             )
             for index, own in enumerate(parameters)
         ]
-        manager.attach_strategy("DiLoCo")
+        manager.strategy.attach("DiLoCo")
         self._states = {
             STATE_KEY.format(index): _State(fragment, outer[index] if index < len(outer) else None)
             for index, fragment in enumerate(self._fragments)
@@ -154,11 +154,15 @@ class DiLoCo:
         for key, state in self._states.items():
             manager.register_state_dict_fn(key, state.load, state.take)
         for module in modules:
-            manager.describe_parameters(module)
-        manager.add_to_fingerprint("algorithm", "DiLoCo")
-        manager.add_to_fingerprint("fragments", f"{len(modules)}, {schedule.num_overlapping} begin before one ends")
-        manager.add_to_fingerprint("outer optimizers", ", ".join(type(optimizer).__name__ for optimizer in outer))
-        manager.add_to_fingerprint(
+            manager.strategy.describe_parameters(module)
+        manager.strategy.add_to_fingerprint("algorithm", "DiLoCo")
+        manager.strategy.add_to_fingerprint(
+            "fragments", f"{len(modules)}, {schedule.num_overlapping} begin before one ends"
+        )
+        manager.strategy.add_to_fingerprint(
+            "outer optimizers", ", ".join(type(optimizer).__name__ for optimizer in outer)
+        )
+        manager.strategy.add_to_fingerprint(
             "reductions", "one a tensor" if cap_bytes is None else f"in slices of {cap_bytes} bytes"
         )
         rule = _OuterStep(outer, float(alpha))

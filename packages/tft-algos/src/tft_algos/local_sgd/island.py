@@ -78,7 +78,7 @@ def island_of(manager: Manager) -> Island | None:
 
     Raises: SettingError: torch's default group is not that of the replica group.
     """
-    config = manager.config
+    config = manager.strategy.config
     if not config.rank0_synchronization_only or config.world_size == 1:
         return None
     found = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None

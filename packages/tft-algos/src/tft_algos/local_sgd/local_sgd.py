@@ -65,10 +65,10 @@ class LocalSGD:
         (parameters,) = parameters_of([model])
         check_inner_optimizer(optimizer, manager, [parameters])
         self._fragment = Fragment(parameters, what="the model", backup_device=None, island=island_of(manager))
-        manager.attach_strategy("LocalSGD")
+        manager.strategy.attach("LocalSGD")
         manager.register_state_dict_fn(STATE_KEY, self._heal, self.state_dict)
-        manager.describe_parameters(model)
-        manager.add_to_fingerprint("algorithm", "LocalSGD")
+        manager.strategy.describe_parameters(model)
+        manager.strategy.add_to_fingerprint("algorithm", "LocalSGD")
         self._synchronizer = Synchronizer(manager, [self._fragment], schedule, _Average(), optimizer, [model])
 
     def sync(self) -> None:

@@ -87,6 +87,7 @@ class Synchronizer:
         modules: Sequence[torch.nn.Module],
     ) -> None:
         self._manager = manager
+        self._control = manager.strategy
         self._fragments = fragments
         self._schedule = schedule
         self._rule = rule
@@ -97,7 +98,7 @@ class Synchronizer:
         self._follower = Follower(optimizer, self.inner_step, patience=schedule.period)
         # The ranks of a larger group learn of a quorum at different inner steps, and state is exchanged by all at once:
         # so they go by their inner steps, which are the same on all of them.
-        self._begins_at_age = max(schedule.delay // 2, 1) if manager.config.world_size > 1 else None
+        self._begins_at_age = max(schedule.delay // 2, 1) if self._control.config.world_size > 1 else None
 
     # --- from outside ----------------------------------------------------------------------------------------------
 
@@ -115,7 +116,7 @@ class Synchronizer:
             self._end_leftovers()
             self._schedule.begin_period()
             self._open()
-        self._manager.inner_step_ended()
+        self._control.inner_step_ended()
         self._follower.begin()
 
     def leave(self) -> None:
@@ -123,23 +124,23 @@ class Synchronizer:
         likes until it is entered again."""
         self._follower.end()
         if self._flight:
-            self._manager.give_up_deferred()
+            self._control.give_up_deferred()
             self._restore(self._flight)
 
     def state_loaded(self) -> None:
         """Other global weights were loaded by hand: what is in flight has been captured before them, and fails."""
         if self._flight:
-            self._manager.give_up_deferred()
+            self._control.give_up_deferred()
             self._was_broken_off = True
 
     def inner_step(self) -> None:
         """The inner optimizer has stepped. Raises: LeftJob: this replica has left before, and its loop goes on."""
         with self._may_be_broken_off():
-            self._manager.raise_if_left()
+            self._control.raise_if_left()
             if self._was_broken_off:
                 self._end_leftovers()
             self._count()
-        self._manager.inner_step_ended()
+        self._control.inner_step_ended()
 
     def _count(self) -> None:
         for sync in self._flight:
@@ -155,7 +156,7 @@ class Synchronizer:
         if self._flight and not self._flight[-1].has_begun and not self._manager.left:
             if self._may_begin():
                 self._begin()
-            elif self._manager.quorum_is_known():
+            elif self._control.quorum_is_known():
                 self._reduce_ahead()
 
     def sync_now(self) -> None:
@@ -178,7 +179,7 @@ class Synchronizer:
             yield
         except BaseException:
             self._was_broken_off = True
-            self._manager.give_up_deferred()
+            self._control.give_up_deferred()
             self._restore(self._flight)
             raise
 
@@ -197,7 +198,7 @@ class Synchronizer:
         manager = self._manager
         while manager.current_step() == 0 and not manager.left:
             manager.start_quorum(use_async_quorum=True)
-            plan = manager.plan
+            plan = self._control.wait_plan()
             if plan is not None and plan.step > 0:
                 self._schedule.joined()
                 self._flight.append(Sync(0))
@@ -205,7 +206,7 @@ class Synchronizer:
                 if self._schedule.delay == 0:
                     self._end()
                 return
-            manager.exchange_state()
+            self._control.exchange_state()
             manager.should_commit()
 
     def _start(self) -> None:
@@ -214,7 +215,7 @@ class Synchronizer:
         if self._flight and not self._flight[-1].has_begun:
             self._begin()
         if self._flight:
-            self._flight[-1].deferred = manager.defer()
+            self._flight[-1].deferred = self._control.defer()
         sync = Sync(fragment_of(max(manager.current_step(), 1), len(self._flight), len(self._fragments)))
         self._capture(sync)
         manager.start_quorum(use_async_quorum=True)
@@ -227,7 +228,7 @@ class Synchronizer:
         """Whether the reductions of the latest sync may begin now, without keeping training waiting."""
         if self._begins_at_age is not None:
             return self._flight[-1].age >= self._begins_at_age
-        return self._manager.quorum_is_known()
+        return self._control.quorum_is_known()
 
     def _has_abandoned(self) -> bool:
         """Whether those before the latest sync have failed with its quorum."""
@@ -235,7 +236,7 @@ class Synchronizer:
 
     def _reduce_ahead(self) -> None:
         """This rank may reduce before its group exchanges state, where the plan is what all of it expected."""
-        plan, sync = self._manager.plan, self._flight[-1]
+        plan, sync = self._control.wait_plan(), self._flight[-1]
         if plan is None or plan.step == 0 or self._has_abandoned():
             return
         if fragment_of(plan.step, len(self._flight) - 1, len(self._fragments)) == sync.index:
@@ -245,13 +246,13 @@ class Synchronizer:
         if not sync.reduces:
             sync.reduces = True
             for part in self._fragments[sync.index].slices:
-                self._manager.reduce_in_sync(part)
+                self._control.reduce_in_sync(part)
 
     def _begin(self) -> None:
         """The plan of the latest sync, waited for: its reductions, and the state of those that heal."""
         manager, sync = self._manager, self._flight[-1]
         sync.has_begun = True
-        plan = manager.plan
+        plan = self._control.wait_plan()
         if plan is None:
             return  # its vote will be a no
         if self._has_abandoned():
@@ -260,7 +261,7 @@ class Synchronizer:
             self._give_up(failed)
         if plan.step == 0:
             # Nobody is left who has begun, so this is the opening.
-            manager.exchange_state()
+            self._control.exchange_state()
             manager.should_commit()
             self._flight.clear()
             self._schedule.failed()
@@ -270,7 +271,7 @@ class Synchronizer:
             sync.index = index
             self._capture(sync)
         self._reduce(sync)
-        manager.exchange_state()
+        self._control.exchange_state()
 
     def _capture(self, sync: Sync) -> None:
         self._rule.capture(sync.index, self._fragments[sync.index])
@@ -290,7 +291,7 @@ class Synchronizer:
             self._schedule.failed()
             self._restore(failed)
             if manager.current_step() != step:
-                manager.report_torn(error)  # it was committed, and is not applied
+                self._control.report_torn(error)  # it was committed, and is not applied
             raise
         if not committed:
             others, self._flight = self._flight[1:], []
@@ -301,11 +302,11 @@ class Synchronizer:
         self._flight.pop(0)
         self._schedule.ended()
         try:
-            with manager.applying():
+            with self._control.applying():
                 self._fragments[sync.index].take_result()
                 self._rule.apply(sync.index, self._fragments[sync.index])
         except BaseException as error:  # Ctrl-C too, after which a notebook goes on
-            manager.report_torn(error)
+            self._control.report_torn(error)
             raise
 
     def _conclude(self, sync: Sync) -> bool:
@@ -313,7 +314,7 @@ class Synchronizer:
         return (sync.deferred or self._manager).should_commit()
 
     def _is_over(self, sync: Sync) -> bool:
-        return sync.deferred.is_over if sync.deferred is not None else self._manager.verdict is not None
+        return sync.deferred.is_over if sync.deferred is not None else self._control.verdict is not None
 
     def _give_up(self, syncs: Sequence[Sync]) -> None:
         """They have failed with another one."""

@@ -6,6 +6,8 @@ from tft_algos.manager.config import ManagerConfig, ResolvedConfig, WorldSizeMod
 from tft_algos.manager.deferred import DeferredStep
 from tft_algos.manager.manager import Manager
 from tft_algos.manager.parts import Clock, Coordinator, Group, ServerRestarted
+from tft_algos.manager.status import ManagerPhase, ManagerStatus
+from tft_algos.manager.strategy import StepControl
 
 __all__ = [
     "Clock",
@@ -14,7 +16,10 @@ __all__ = [
     "Group",
     "Manager",
     "ManagerConfig",
+    "ManagerPhase",
+    "ManagerStatus",
     "ResolvedConfig",
     "ServerRestarted",
+    "StepControl",
     "WorldSizeMode",
 ]

@@ -14,18 +14,22 @@ import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 from tft_algos.errors import SettingError, UnknownSetting
 from tft_ckpt import TLS, CheckpointTransport, WrongSetting
+from tft_coord.core.stragglers import StragglerNews
 from tft_coord.errors import SettingError as CoordinationSettingError
 from tft_coord.security import check_host_without_secret, check_token, read_insecure, read_token
-from tft_coord.timeouts import Timeouts
+from tft_coord.timeouts import LONGEST_MS, Timeouts
 from tft_coord.transport.address import check_host, host_of, targets
 
 DEFAULT_JOB: Final = "default"
 MAX_PORT: Final = 65_535
 MAX_WHOLE: Final = 2**31 - 1
+LONGEST_TIMEOUT: Final = timedelta(milliseconds=LONGEST_MS)
+
+OnStraggler: TypeAlias = Callable[[StragglerNews], object]
 
 
 class WorldSizeMode(enum.Enum):
@@ -87,8 +91,11 @@ class ManagerConfig:
         quorum_retries: torchft's number of attempts of a quorum; env TORCHFT_QUORUM_RETRIES. Default 0. Whatever it is,
             the lighthouse is dialled until quorum_timeout has passed.
         fingerprint: parts of the user's own, name to value, in which all replicas of the job have to be alike: a digest
-            of the tokenizer, the name of the data set. Who differs is refused by name. `Manager.add_to_fingerprint`
-            adds later ones.
+            of the tokenizer, the name of the data set. Who differs is refused by name.
+            `Manager.strategy.add_to_fingerprint` adds later ones.
+        on_straggler: called with a `tft_coord.StragglerNews` at each change of this replica's pace: it is a straggler,
+            is left out, may join again, or is to take another share of its batch (`Manager.status().share`). A thread
+            of the Manager's calls it, so it must return at once. Each change is logged in any case.
         job: jobs of different names on one lighthouse never meet; env TFT_JOB_ID. Default "default".
         token: the job's shared secret, shown to and demanded of everybody; env TFT_TOKEN or TFT_TOKEN_FILE. Without one
             the job is this machine's alone: what it serves listens at loopback.
@@ -123,6 +130,7 @@ class ManagerConfig:
     on_divergence: Literal["heal", "stop"] = "heal"
     quorum_retries: int | None = None
     fingerprint: Mapping[str, str] | None = None
+    on_straggler: OnStraggler | None = None
     job: str | None = None
     token: str | None = field(default=None, repr=False)
     insecure: bool | None = None
@@ -177,6 +185,8 @@ class ManagerConfig:
                 "tft_ckpt.CheckpointTransport, which has what it need not do itself"
             )
         self._check_fingerprint()
+        if self.on_straggler is not None and not callable(self.on_straggler):
+            raise SettingError(f"on_straggler is a {type(self.on_straggler).__name__}; give a function of one argument")
         if self.job is not None and (not self.job or "/" in self.job):
             raise SettingError(f"job is {self.job!r}; give a name without a slash")
 
@@ -238,6 +248,7 @@ class ResolvedConfig:
     on_divergence: Literal["heal", "stop"]
     quorum_retries: int
     fingerprint: Mapping[str, str]
+    on_straggler: OnStraggler | None
     job: str
     token: str | None = field(repr=False)
     insecure: bool
@@ -287,6 +298,20 @@ def check_made_coordinator(made: object) -> None:
     check_part("coordinator", made, *COORDINATOR_METHODS)
     if not isinstance(getattr(made, "replica_id", None), str):
         raise SettingError(f"coordinator is a {type(made).__name__} whose replica_id is no text; give it one")
+
+
+def limit_of(said: timedelta | None, otherwise: timedelta, name: str = "timeout") -> timedelta:
+    """Return the time-out that an argument says; `otherwise` if it is None.
+
+    Raises: SettingError: it is no timedelta above zero and of at most a week.
+    """
+    if said is None:
+        return otherwise
+    if not isinstance(said, timedelta) or said <= timedelta():
+        raise SettingError(f"{name} is {said!r}; give a timedelta above zero")
+    if said > LONGEST_TIMEOUT:
+        raise SettingError(f"{name} is {said!r}; give a timedelta of at most a week")
+    return said
 
 
 def check_part(name: str, part: object, *methods: str) -> None:
@@ -399,6 +424,7 @@ def from_environment(
         on_divergence=config.on_divergence,
         quorum_retries=retries if retries is not None else _whole(environ, "TORCHFT_QUORUM_RETRIES", 0) or 0,
         fingerprint=dict(config.fingerprint or {}),
+        on_straggler=config.on_straggler,
         job=job,
         token=token,
         insecure=insecure,

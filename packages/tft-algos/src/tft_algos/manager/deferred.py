@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @final
 class DeferredStep:
-    """What `Manager.defer` returns.
+    """What `StepControl.defer` returns.
 
     Args:
         name: of its attempt.

@@ -97,7 +97,8 @@ def refuse_strategy(manager: object, name: str) -> None:
         manager: that the strategy was given; of one that is the user's own nothing is known.
         name: of the strategy.
     """
-    if getattr(getattr(manager, "config", None), "rank0_synchronization_only", False) is True:
+    config = getattr(getattr(manager, "strategy", None), "config", None)
+    if getattr(config, "rank0_synchronization_only", False) is True:
         raise SettingError(
             f"{name} averages the gradients of every rank, and this Manager has rank0_synchronization_only, with which "
             "only group rank 0 reduces; use LocalSGD or DiLoCo, or a Manager without it"

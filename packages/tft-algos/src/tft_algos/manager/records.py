@@ -44,6 +44,9 @@ class Records:
 
     Args:
         job_id, replica_id, rank: who tells.
+    Attributes:
+        last_error: the newest error, `type: text`; "" where there was none. No exception, which would keep the memory
+            of the frames that it passed.
     """
 
     def __init__(self, *, job_id: str, replica_id: str, rank: int) -> None:
@@ -51,6 +54,7 @@ class Records:
         self.quorums = logging.getLogger(QUORUMS)
         self.commits = logging.getLogger(COMMITS)
         self.errors = logging.getLogger(ERRORS)
+        self.last_error = ""
 
     @property
     def wants_quorums(self) -> bool:
@@ -76,6 +80,7 @@ class Records:
 
     def error(self, name: StepName, error: BaseException, *, counts: bool) -> None:
         """Something has failed."""
+        self.last_error = f"{type(error).__name__}: {error}"
         if self.errors.isEnabledFor(logging.DEBUG):
             # Machines get whole ids; the text for people has short ones.
             text = error.args[0] if len(error.args) == 1 and isinstance(error.args[0], str) else str(error)

@@ -110,6 +110,7 @@ class Reducer:
         self._clock = clock
         self._own_time = own_time
         self._started = Started(self._report)
+        self._aside: list[Started] = []  # of steps that were put aside
         self.num_started = 0  # in this Manager's life
         self._denominators: dict[torch.device, Denominator] = {}  # of the step's weight
 
@@ -123,14 +124,21 @@ class Reducer:
 
     @property
     def reduces(self) -> bool:
-        """Whether a reduction is under way, of a step that was not put aside; asked from any thread."""
-        return self._started.runs
+        """Whether a reduction is under way, of any step; asked from any thread."""
+        return self._started.runs or any(started.runs for started in tuple(self._aside))
 
     def put_aside(self) -> Started:
-        """The open step goes on beside later ones; what was started in it is the caller's from now on."""
+        """The open step goes on beside later ones. Returns: what was started in it, which its end has to `forget`."""
         started, self._started = self._started, Started(self._report)
+        self._aside.append(started)
         self.step_begins()
         return started
+
+    def forget(self, started: Started) -> None:
+        """Let go of a step that was put aside and is over."""
+        started.let_go()
+        if started in self._aside:
+            self._aside.remove(started)
 
     def finish(self) -> None:
         """Wait until all that was started has ended."""
@@ -145,6 +153,12 @@ class Reducer:
         """Nobody asks any more how what was started has ended."""
         self._started.let_go()
         self._denominators.clear()
+
+    def close(self) -> None:
+        """Let go of all that was started; nothing is started any more."""
+        for started in tuple(self._aside):
+            self.forget(started)
+        self.release()
 
     def reduce(
         self, tensor: torch.Tensor, reduce_op: ReduceOp, *, weight: float | None, limit: timedelta | None

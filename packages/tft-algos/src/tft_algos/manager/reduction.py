@@ -90,6 +90,38 @@ def check_weight(weight: object) -> float:
     return value
 
 
+def check_asked(
+    tensor: torch.Tensor,
+    should_quantize: bool,
+    reduce_op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+    weight: float | None,
+) -> float | None:
+    """Check what `Manager.allreduce` was given. Returns: the weight.
+
+    Raises: as `Manager.allreduce` says.
+    """
+    if should_quantize:
+        raise Unsupported(
+            "quantized reductions do not exist here, and nothing is sent unquantized in their place; call allreduce "
+            "without should_quantize"
+        )
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(f"allreduce was given a {type(tensor).__name__}; give one tensor")
+    if not isinstance(reduce_op, dist.ReduceOp | dist.ReduceOp.RedOpType):
+        raise UsageError(f"reduce_op is {reduce_op!r}; give one of torch's, such as torch.distributed.ReduceOp.AVG")
+    if reduce_op == dist.ReduceOp.PREMUL_SUM:
+        raise Unsupported("PREMUL_SUM does not exist here; multiply the tensor, and reduce it with ReduceOp.SUM")
+    average = reduce_op == dist.ReduceOp.AVG
+    if average and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(f"an average needs a floating point tensor, and this one is {tensor.dtype}; use ReduceOp.SUM")
+    if weight is None:
+        return None
+    value = check_weight(weight)
+    if not average:
+        raise SettingError(f"a weight belongs to ReduceOp.AVG, and this reduction is {reduce_op}; leave it out")
+    return value
+
+
 def check_writable(tensor: torch.Tensor) -> None:
     """Raises: Unsupported: several elements of a dense tensor lie in one place, so that none can be filled in."""
     if tensor.is_contiguous():

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Literal, TypedDict
 
-from tft_algos.manager.config import WorldSizeMode
+from tft_algos.manager.config import OnStraggler, WorldSizeMode
 from tft_ckpt import CheckpointTransport
 from tft_coord.timeouts import Timeouts
 
@@ -43,6 +43,7 @@ class ManagerSettings(TypedDict, total=False):
     on_divergence: Literal["heal", "stop"]
     quorum_retries: int | None
     fingerprint: Mapping[str, str] | None
+    on_straggler: OnStraggler | None
     job: str | None
     token: str | None
     insecure: bool | None

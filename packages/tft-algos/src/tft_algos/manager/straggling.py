@@ -6,14 +6,12 @@ Law of this file: keeping the newest word, from any thread, and telling it once;
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeAlias, final
+from typing import final
 
+from tft_algos.manager.config import OnStraggler
 from tft_algos.manager.reports import Reports
 from tft_coord.core.stragglers import PaceKind, StragglerNews
-
-OnStraggler: TypeAlias = Callable[[StragglerNews], object]
 
 _WELL = (PaceKind.KEEPS_UP, PaceKind.LET_BACK)
 _OF_SHARES = (PaceKind.SHARE, PaceKind.KEEPS_UP)  # who keeps up takes its whole batch
@@ -25,12 +23,13 @@ class Straggling:
 
     Args:
         reports: its log.
+        listener: the user's; told of each change. None: nobody.
     """
 
-    def __init__(self, reports: Reports) -> None:
+    def __init__(self, reports: Reports, listener: OnStraggler | None = None) -> None:
         self._reports = reports
         self._newest: StragglerNews | None = None
-        self._listeners: list[OnStraggler] = []
+        self._listener = listener
         self.share = 1.0  # of its batch, that this replica is to take
 
     @property
@@ -38,10 +37,6 @@ class Straggling:
         """Why no quorum comes, one sentence; "" where this replica is not left out."""
         newest = self._newest
         return newest.sentence if newest is not None and newest.kind is PaceKind.LEFT_OUT else ""
-
-    def listen(self, listener: OnStraggler) -> None:
-        """Tell it of each change from now on."""
-        self._listeners.append(listener)
 
     def told(self, news: StragglerNews) -> None:
         """A change, or the newest one again after a stream was broken."""
@@ -58,9 +53,9 @@ class Straggling:
             return
         is_well = news.kind in _WELL
         self._reports.log(logging.INFO if is_well else logging.WARNING, "%s", news.sentence or f"{news.kind.name}")
-        for listener in tuple(self._listeners):
+        if self._listener is not None:
             try:
-                listener(news)
+                self._listener(news)
             except Exception as error:
                 # The step is sound, whatever the user's function did.
                 self._reports.log_traceback(error, "a function given to on_straggler raised at: %s", news.sentence)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final, final
 
@@ -29,6 +30,30 @@ REDUCTION: Final = "a reduction"
 STATE: Final = "live state"
 VOTE: Final = "the vote of its group"
 LEFT_OUT_FOR_S: Final = 5.0  # so long the lighthouse's word counts; it comes once a second, or another one between
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A wait of this moment.
+
+    Args:
+        kind: what for, one of the words above.
+        who: for whom, a clause with short ids.
+        seconds: for how long, as the looks have seen it.
+    """
+
+    kind: str
+    who: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What a look has seen. `key`: of the wait, its attempt and kind first; empty: none."""
+
+    key: tuple[object, ...] = ()
+    kind: str = ""
+    since_s: float = 0.0
 
 
 @final
@@ -63,9 +88,7 @@ class WaitWatch:
         self._monotonic = monotonic
         self._failed_before_by = failed_before
         self._notice = WaitNotice()
-        self._kind = ""  # of the wait that was seen last
-        self._key: tuple[object, ...] = ()
-        self._since_s = 0.0
+        self._seen = _Seen()  # by the last look; one value, because other threads read it
         self._first_asked_s = 0.0  # of the quorums that were asked for in a row and did not come
         self._failed_before = 0  # when the wait for a quorum began
         self._has_failed = False  # the last wait for a quorum did not end by one
@@ -84,8 +107,17 @@ class WaitWatch:
     def is_left_out(self) -> bool:
         """Whether the last look saw a wait for a quorum in which the others train without this replica."""
         told_s = self._told_left_out_s
-        heard = told_s is not None and self._since_s <= told_s and self._monotonic() - told_s < LEFT_OUT_FOR_S
-        return self._kind == QUORUM and (heard or bool(self._left_out()))
+        heard = told_s is not None and self._seen.since_s <= told_s and self._monotonic() - told_s < LEFT_OUT_FOR_S
+        return self._seen.kind == QUORUM and (heard or bool(self._left_out()))
+
+    def now(self, status: StepStatus) -> Wait | None:
+        """Return what this rank waits for just now, on any thread; None: nothing. `status`: of the step."""
+        kind = self._kind_now(status)
+        if not kind:
+            return None
+        seen = self._seen
+        is_the_same = (status.name.attempt, kind) == seen.key[:2]
+        return Wait(kind, self._who(kind), self._monotonic() - seen.since_s if is_the_same else 0.0)
 
     def look(self, reductions: int) -> None:
         """Write the line that is due, if one is. `reductions`: how many this Manager has started so far."""
@@ -93,8 +125,8 @@ class WaitWatch:
         status = self._step.status
         kind = self._kind_now(status)
         key = (status.name.attempt, kind, reductions) if kind else ()
-        if key != self._key:
-            before, self._key, self._since_s = self._kind, key, now_s
+        if key != self._seen.key:
+            before, self._seen = self._seen.kind, _Seen(key, kind, now_s)
             if before:
                 failed = status.phase is StepPhase.FAILED or status.failed_quorums > self._failed_before
                 self._has_failed = before == QUORUM and failed
@@ -103,9 +135,8 @@ class WaitWatch:
                 self._failed_before = status.failed_quorums
                 if not self._has_failed:
                     self._first_asked_s = now_s
-            self._kind = kind
         if kind:
-            self._write(self._since_s, kind, now_s)
+            self._write(self._seen.since_s, kind, now_s)
 
     def _write(self, since_s: float | None, kind: str, now_s: float) -> None:
         notice = self._notice.look(None if since_s is None else round(since_s * 1_000), round(now_s * 1_000))
@@ -152,7 +183,7 @@ class WaitWatch:
         if kind == QUORUM and (why := self._left_out()):
             return shorten(why)
         sentence, told_s = self._told
-        if sentence and told_s >= self._since_s:
+        if sentence and told_s >= self._seen.since_s:
             return shorten(sentence)
         plan = self._step.status.plan
         if kind == QUORUM:

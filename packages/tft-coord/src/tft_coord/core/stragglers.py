@@ -489,7 +489,7 @@ def sentence_of(
         case PaceKind.SHARE:
             return (
                 f"replica {replica_id} is a straggler and is to take {share:g} of its batch: {numbers}; "
-                f"multiply the batch size by Manager.share; {_LOOK}"
+                f"multiply the batch size by Manager.status().share; {_LOOK}"
             )
 
 

@@ -90,11 +90,11 @@ class FaultToleranceCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         # The Trainer then leaves out the scheduler's step, and adds 1 to global_step.
-        self._accelerated._is_overflow = not self._manager.verdict
+        self._accelerated._is_overflow = not self._manager.strategy.verdict
         state.global_step = self._manager.current_step() - 1
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        committed = bool(self._manager.verdict)
+        committed = bool(self._manager.strategy.verdict)
         leads = committed and self._manager.participating_rank() == 0
         control.should_evaluate &= committed
         control.should_log &= leads

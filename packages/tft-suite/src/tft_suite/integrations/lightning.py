@@ -95,7 +95,7 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
             self._reduces = self._is_open = False
         manager = self._manager
         self._steps.completed = manager.current_step() - 1  # the Trainer adds 1
-        self._leads = bool(manager.verdict) and manager.participating_rank() == 0
+        self._leads = bool(manager.strategy.verdict) and manager.participating_rank() == 0
         if manager.left:
             self.lightning_module.trainer.should_stop = True
         return result
@@ -107,7 +107,7 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
         return result
 
     def _step_on_commit(self, scheduler: Any, *args: Any) -> None:
-        if self._manager.verdict:
+        if self._manager.strategy.verdict:
             scheduler.step(*args)
 
     @property

@@ -57,17 +57,24 @@ WRAPPED_BY: Final = {
 IN_USER_CODE: Final = (Place.FORWARD, Place.BACKWARD, Place.OPTIMIZER)
 
 
-class Attached(Protocol):
-    """What the injector asks of a Manager: who and where it is, and to be told of failures in the user's own code."""
+class Steered(Protocol):
+    """What the injector asks of a Manager's `strategy`."""
 
     @property
     def config(self) -> ResolvedConfig: ...
 
+    def report_torn(self, error: Exception) -> None: ...
+
+
+class Attached(Protocol):
+    """What the injector asks of a Manager: who and where it is, and to be told of failures in the user's own code."""
+
+    @property
+    def strategy(self) -> Steered: ...
+
     def current_step(self) -> int: ...
 
     def report_error(self, e: Exception) -> None: ...
-
-    def report_torn(self, error: Exception) -> None: ...
 
 
 @final
@@ -149,7 +156,7 @@ class EventInjector:
             self._manager = manager
 
     def _check_can_strike(self, fault: Fault, manager: Attached) -> None:
-        me, method = manager.config, WRAPPED_BY[fault.place]
+        me, method = manager.strategy.config, WRAPPED_BY[fault.place]
         if (fault.replica, fault.rank) == (me.replica_id or "", me.rank) and method not in self._wrapped:
             raise UsageError(
                 f"a fault at {fault.place.name} of replica {fault.replica}, rank {fault.rank}, can't strike, because "
@@ -235,7 +242,7 @@ class EventInjector:
             if not self._pending and place in IN_USER_CODE:
                 return None
             manager = self._manager_attached()
-            me, step = manager.config, manager.current_step()
+            me, step = manager.strategy.config, manager.current_step()
             name = me.replica_id or ""
             due = next((f for f in self._pending if f.strikes(place, replica=name, rank=me.rank, step=step)), None)
             if due is not None:
@@ -258,7 +265,7 @@ class EventInjector:
             return
         # The step is committed when the optimizer runs, so there only the state can be said to be wrong.
         manager = self._manager_attached()
-        report = manager.report_torn if place is Place.OPTIMIZER else manager.report_error
+        report = manager.strategy.report_torn if place is Place.OPTIMIZER else manager.report_error
         report(InjectedError(fault))
 
     def _hang(self, seconds: float) -> None:

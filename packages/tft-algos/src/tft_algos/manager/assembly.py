@@ -1,0 +1,268 @@
+"""The parts of one Manager, and the order in which they are made and end.
+
+Law of this file: making, connecting and ending. No call of a step passes here, and nothing is decided.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+from tft_algos.errors import SettingError
+from tft_algos.manager.audit import StateAudit
+from tft_algos.manager.bounded import BoundedFutures
+from tft_algos.manager.breaking import Breaker
+from tft_algos.manager.clock import SystemClock
+from tft_algos.manager.config import (
+    COORDINATOR_METHODS,
+    ManagerConfig,
+    ResolvedConfig,
+    WorldSizeMode,
+    check_made_coordinator,
+    check_part,
+    from_environment,
+)
+from tft_algos.manager.coordinator import GroupCoordinator
+from tft_algos.manager.early import EarlyState
+from tft_algos.manager.exchange import StateExchange
+from tft_algos.manager.fingerprint import OwnFingerprint
+from tft_algos.manager.group_store import own_host
+from tft_algos.manager.island import Bystander, check_transport
+from tft_algos.manager.leaving import GracefulShutdown
+from tft_algos.manager.mailbox import StepMailbox
+from tft_algos.manager.negotiation import Negotiation
+from tft_algos.manager.orders import Orders
+from tft_algos.manager.own_time import OwnTime
+from tft_algos.manager.parts import Clock, Coordinator, Group
+from tft_algos.manager.reducer import Reducer
+from tft_algos.manager.reports import Reports
+from tft_algos.manager.shared import Shared
+from tft_algos.manager.state_check import StateCheck
+from tft_algos.manager.straggling import Straggling
+from tft_algos.manager.unreached import UnreachedPeers
+from tft_algos.manager.user_state import UserState
+from tft_algos.manager.waits import WaitWatch
+from tft_algos.manager.whereabouts import Whereabouts
+from tft_ckpt import CheckpointTransport, HTTPTransport
+from tft_coord.core.step import StepSettings
+from tft_coord.core.step import events as on
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What one Manager is put together from.
+
+    Args:
+        shared: what most of the others need.
+        group: the process group across replicas.
+        breaker: ends what runs in a broken quorum.
+        fingerprint: what this replica says it is made of.
+        unreached: peers that this rank could not reach.
+        where: where in its step this rank is, and how long its own part of a step takes.
+        futures: the user's, with time-outs.
+        reducer: starts reductions.
+        audit: looks whether all that is trained is registered.
+        early: state that is taken before the forward pass.
+        exchange: gives and takes live state.
+        negotiation: from the question for a quorum to a group that is built.
+        farewell: the calls of a replica that leaves.
+        straggling: what the lighthouse says of this replica's pace.
+        waits: for whom this rank waits.
+    """
+
+    shared: Shared
+    group: Group
+    breaker: Breaker
+    fingerprint: OwnFingerprint
+    unreached: UnreachedPeers
+    where: Whereabouts
+    futures: BoundedFutures
+    reducer: Reducer
+    audit: StateAudit
+    early: EarlyState
+    exchange: StateExchange
+    negotiation: Negotiation
+    farewell: GracefulShutdown
+    straggling: Straggling
+    waits: WaitWatch
+
+    def end(self, *, last: Callable[[], object], wait: bool) -> None:
+        """End all parts; whatever one of them raises, the others end.
+
+        Args:
+            last: called when all else has ended.
+            wait: until what runs has ended.
+        """
+        self.farewell.close()
+        with contextlib.ExitStack() as rest:  # the last one that is named ends first
+            rest.callback(last)
+            rest.callback(self.negotiation.close, wait=wait)
+            rest.callback(self.shared.transport.shutdown, wait)
+            rest.callback(self.early.drop)
+            rest.callback(self.shared.coordinator.close)
+            rest.callback(self.group.shutdown)
+            rest.callback(self.reducer.close)
+            rest.callback(self.futures.close)
+            rest.callback(self.breaker.close, wait=wait)
+            rest.callback(self.exchange.close)
+
+
+def resolve(config: ManagerConfig, group: Group, coordinator: object, clock: object) -> ResolvedConfig:
+    """Check what a Manager was given, and fill in what is unsaid.
+
+    Raises: SettingError: a part or a setting can't work, or one is missing.
+    """
+    _check_group(group)
+    if not callable(coordinator):
+        check_part("coordinator", coordinator, *COORDINATOR_METHODS)
+    check_part("clock", clock, "monotonic", "wait", "after")
+    resolved = from_environment(config, os.environ, own_host=own_host)
+    check_transport(resolved)
+    return resolved
+
+
+def assemble(
+    config: ResolvedConfig,
+    group: Group,
+    user: UserState,
+    coordinator: Coordinator | Callable[[ResolvedConfig], Coordinator] | None,
+    clock: Clock | None,
+) -> Parts:
+    """Make the parts of a Manager and connect them.
+
+    Args:
+        config: checked by `resolve`.
+        group: as the user gave it.
+        user: what the user has registered so far.
+        coordinator, clock: as in Manager.
+    Raises: what making the coordinator, or setting the group's time-out, raises; nothing runs then.
+    """
+    group = Bystander(group) if config.stands_by else group
+    clock = clock or SystemClock()
+    if config.timeout_was_said:
+        group.set_timeout(config.timeout)
+    transport = config.checkpoint_transport or _own_transport(config)
+    try:
+        speaker = _speaker(config, coordinator)
+    except BaseException:
+        transport.shutdown()
+        raise
+    # From here on a process of ours runs: nothing below waits, or asks anything that can fail.
+    step = StepMailbox(_settings(config, speaker.replica_id), clock.monotonic)
+    shared = Shared(
+        config=config,
+        step=step,
+        coordinator=speaker,
+        transport=transport,
+        user_state=user,
+        reports=Reports(lambda: step.status, job_id=config.job, replica_id=speaker.replica_id, rank=config.rank),
+        clock=clock,
+        closing=threading.Event(),
+    )
+    return _connected(shared, group)
+
+
+def _connected(shared: Shared, group: Group) -> Parts:
+    """Make the parts that stand on the shared ones."""
+    config, step, reports, clock = shared.config, shared.step, shared.reports, shared.clock
+    breaker, fingerprint, unreached = Breaker(group, clock), OwnFingerprint(config), UnreachedPeers()
+    own_time = OwnTime(clock.monotonic)
+    reducer = Reducer(group, step, clock, own_time=own_time)
+    where = Whereabouts(
+        step,
+        slowest_step_ms=config.timeouts.slowest_step_ms,
+        num_reductions=lambda: reducer.num_started,
+        reduces=lambda: reducer.reduces,
+        monotonic=clock.monotonic,
+        own_time=own_time,
+    )
+    audit = StateAudit(shared)
+    check = StateCheck(shared, audit)
+    early = EarlyState(
+        take=shared.user_state.take_whole,
+        transport=shared.transport,
+        timeout=config.heal_timeout,
+        log=reports.log,
+    )
+    exchange = StateExchange(shared, early=early, check=check, audit=audit, where=where, unreached=unreached)
+    farewell = GracefulShutdown(shared)
+    straggling = Straggling(reports, config.on_straggler)
+    orders = Orders(shared, group, breaker, early, exchange, check, farewell, own_time)
+    step.performs(orders.performers())
+    return Parts(
+        shared=shared,
+        group=group,
+        breaker=breaker,
+        fingerprint=fingerprint,
+        unreached=unreached,
+        where=where,
+        futures=BoundedFutures(clock, lambda error, name: step.tell(on.ErrorReported(error, name))),
+        reducer=reducer,
+        audit=audit,
+        early=early,
+        exchange=exchange,
+        negotiation=Negotiation(shared, group=group, breaker=breaker, fingerprint=fingerprint, unreached=unreached),
+        farewell=farewell,
+        straggling=straggling,
+        waits=WaitWatch(
+            step,
+            where,
+            config,
+            reports,
+            clock.monotonic,
+            failed_before=lambda: unreached.last,
+            left_out=lambda: straggling.left_out if step.status.is_left_out else "",
+        ),
+    )
+
+
+def _speaker(
+    config: ResolvedConfig, given: Coordinator | Callable[[ResolvedConfig], Coordinator] | None
+) -> Coordinator:
+    if given is None:
+        return GroupCoordinator(config)
+    made = given(config) if callable(given) else given
+    check_made_coordinator(made)
+    return made
+
+
+def _check_group(pg: object) -> None:
+    """Raises: SettingError: it is no process group that a Manager can use."""
+    needed = ("configure", "allreduce", "abort", "errored", "set_timeout", "shutdown")
+    if isinstance(pg, type) or not all(callable(getattr(pg, name, None)) for name in needed):
+        what = f"the class {pg.__name__}" if isinstance(pg, type) else f"a {type(pg).__name__}"
+        raise SettingError(f"pg is {what}; give a process group that can be configured: ProcessGroupGloo()")
+
+
+def _settings(config: ResolvedConfig, replica_id: str) -> StepSettings:
+    return StepSettings(
+        replica_id=replica_id,
+        rank=config.rank,
+        world_size=config.world_size,
+        job=config.job,
+        min_replica_size=config.min_replica_size,
+        use_async_quorum=config.use_async_quorum,
+        fixed_with_spares=config.world_size_mode is WorldSizeMode.FIXED_WITH_SPARES,
+        init_sync=config.init_sync,
+        max_retries=config.max_retries,
+        check_every=config.check_state_every,
+        heals_divergence=config.on_divergence == "heal",
+        is_island=config.rank0_synchronization_only,
+        stands_by=config.stands_by,
+    )
+
+
+def _own_transport(config: ResolvedConfig) -> CheckpointTransport[Any]:
+    return HTTPTransport(
+        config.timeout,
+        advertise_addr=config.hostname,
+        token=config.token,
+        tls=config.tls,
+        import_later=True,
+        insecure=config.insecure,
+    )

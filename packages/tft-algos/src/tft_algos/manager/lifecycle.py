@@ -1,0 +1,189 @@
+"""The life of one Manager: what it is told from outside, its beats, its leave and its end.
+
+Law of this file: threads of others come in here, and the end goes out. What follows from news for the step is decided
+by its core.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from datetime import timedelta
+from typing import Final, final
+
+from tft_algos.errors import Closed, SettingError, UsageError
+from tft_algos.manager import at_exit
+from tft_algos.manager.assembly import Parts
+from tft_algos.manager.config import limit_of
+from tft_algos.manager.signals import SignalHandlers
+from tft_coord.core.progress import Progress
+from tft_coord.core.step import effects as do
+from tft_coord.core.step import events as on
+from tft_coord.core.stragglers import StragglerNews
+from tft_coord.core.types import KillOrder, LeaveRequest, LossNotice, NewcomerAsks, Released, WaitsFor
+from tft_coord.errors import GroupLost
+from tft_coord.news import News
+
+MILLISECOND: Final = timedelta(milliseconds=1)
+LAST_WORDS_S: Final = 1.0
+LOOK_EVERY_BEATS: Final = 0.9  # the next beat may come a little early
+
+
+@final
+class Lifecycle:
+    """The life of one rank's Manager, from its start to its end.
+
+    Args:
+        parts: of the Manager. Its coordinator tells this from now on what happens.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._pid = os.getpid()
+        self._closing = parts.shared.closing
+        self._exits = False  # the interpreter does, and has shut the Manager down
+        self._signals = SignalHandlers()
+        self._next_look_s = 0.0
+        parts.shared.coordinator.listen(self.hear)
+        parts.shared.coordinator.follow(self.look_often)
+        at_exit.shut_down_at_exit(self)
+
+    @property
+    def is_closed(self) -> bool:
+        """Return whether the Manager was shut down."""
+        return self._closing.is_set()
+
+    def check_open(self) -> None:
+        """Raise if the Manager can't be used here any more.
+
+        Raises: Closed: it was shut down. UsageError: this is a child that was forked from the Manager's process.
+        """
+        if self._closing.is_set():
+            if self._exits and threading.current_thread().daemon:
+                sys.exit()  # the interpreter is about to end this thread anyway, without a traceback
+            raise Closed(f"the Manager of replica {self._replica_id} was shut down; make a new one")
+        self.check_process()
+
+    def check_process(self) -> None:
+        """Raise UsageError in a child that was forked from the Manager's process: none of its threads is there."""
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"the Manager of replica {self._replica_id} belongs to process {self._pid}, of which this one was "
+                "forked; use it there, or make one here"
+            )
+
+    @property
+    def _replica_id(self) -> str:
+        return self._parts.shared.coordinator.replica_id
+
+    # --- news: threads of the coordinator; nothing waits here ---------------------------------------------------------
+
+    def hear(self, news: News) -> None:
+        """Take note of a loss in a quorum or of this group, of a newcomer, or of a wish for this process."""
+        parts, shared = self._parts, self._parts.shared
+        match news:
+            case LossNotice():
+                if not news.lives:
+                    parts.early.lost()
+                shared.step.tell(on.LossNoticed(news))
+            case NewcomerAsks(replica_id=replica_id):
+                parts.early.heard(replica_id)
+            case GroupLost():
+                shared.step.tell(on.GroupWasLost(news))
+            case LeaveRequest(reason, serve_ms):
+                shared.reports.log(logging.WARNING, "asked to leave: %s", reason)
+                self.leave(timedelta(milliseconds=serve_ms) if serve_ms else None, reason=reason)
+            case Released():
+                parts.farewell.released.set()
+            case WaitsFor(sentence, warns):
+                if warns:
+                    shared.reports.log(logging.WARNING, "%s", sentence)
+                else:
+                    parts.waits.told(sentence)
+            case StragglerNews():
+                parts.straggling.told(news)
+                shared.step.tell(on.PaceHeard(bool(parts.straggling.left_out)))
+            case KillOrder(message):
+                self._end_process(message)
+
+    def _end_process(self, message: str) -> None:
+        """End with exit code 1, at once, whatever other threads do or hold."""
+
+        def last_words() -> None:
+            self._parts.shared.reports.log(logging.CRITICAL, "this process is ended: %s", message)
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+
+        speaker = threading.Thread(target=last_words, name="tft-last-words", daemon=True)
+        speaker.start()
+        speaker.join(LAST_WORDS_S)
+        os._exit(1)
+
+    def look_often(self) -> Progress:
+        """Return where this rank is, several times a beat; look at all the rest once a beat."""
+        parts, now_s = self._parts, self._parts.shared.clock.monotonic()
+        if now_s < self._next_look_s:
+            return parts.where.look()
+        self._next_look_s = now_s + LOOK_EVERY_BEATS * parts.shared.config.timeouts.beat_interval_ms / 1_000
+        return self.look()
+
+    def look(self) -> Progress:
+        """Return where this rank is, and write what is due about its waits and its errors. Called once a beat."""
+        parts = self._parts
+        if not self._closing.is_set():
+            parts.waits.look(parts.reducer.num_started)
+            parts.shared.step.tell(on.Looked(parts.waits.is_left_out))
+        parts.shared.reports.look()
+        return parts.where.look()
+
+    # --- leaving ------------------------------------------------------------------------------------------------------
+
+    def leave(self, deadline: timedelta | None, *, reason: str) -> None:
+        """See `Manager.leave`."""
+        limit = self._deadline(deadline)
+        if not isinstance(reason, str):
+            raise SettingError(f"reason is a {type(reason).__name__}; give a text")
+        shared = self._parts.shared
+        by_ms = round((shared.clock.monotonic() + limit.total_seconds()) * 1_000)
+        shared.step.post(on.LeaveWished(reason or "it was told to", by_ms))
+
+    def leave_on_signal(self, signals: tuple[int, ...], deadline: timedelta | None) -> None:
+        """See `Manager.leave_on_signal`."""
+        self.check_open()
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError("leave_on_signal was called outside the main thread; call it there, once")
+        self._deadline(deadline)
+        self._signals.handle(signals, lambda name: self.leave(deadline, reason=f"it was sent {name}"))
+
+    def _deadline(self, said: timedelta | None) -> timedelta:
+        return limit_of(said, self._parts.shared.config.heal_timeout, "deadline")
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def shutdown(self, *, wait: bool, finished: bool) -> None:
+        """See `Manager.shutdown`."""
+        if self._closing.is_set() or os.getpid() != self._pid:
+            return  # what a forked child has a copy of is its parent's
+        parts, shared = self._parts, self._parts.shared
+        try:
+            # An error is set in an `except`, a `finally` and a `with` that it passes. And a script that ends without
+            # `shutdown` may have been told to exit; its end is a loss to the others.
+            clean = finished and not self._exits and sys.exc_info()[0] is None
+            serve_ms = round(shared.config.heal_timeout / MILLISECOND)
+            for order in shared.step.tell(on.EndingAsked(clean, serve_ms)):
+                if isinstance(order, do.ServeOn):
+                    parts.farewell.serve_on(order)
+        finally:
+            shared.reports.write_held()  # what fails from now on fails by this end
+            self._closing.set()
+            # The handlers of signals go last: a launcher that sends a signal twice would end this process in the midst
+            # of it.
+            parts.end(last=self._signals.give_back, wait=wait)
+            at_exit.forget(self)
+
+    def end_at_exit(self) -> None:
+        """Shut down because the interpreter exits; called by `at_exit` alone."""
+        self._exits = True
+        self.shutdown(wait=True, finished=True)

@@ -1,0 +1,335 @@
+"""A rank's steps, as the training thread takes them: begin, wait for the plan, reduce, exchange state, vote.
+
+Law of this file: the calls of a step in their order. What is decided about a step stands in `tft_coord.core.step`; how
+each part does its work stands in a file of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from typing import final
+
+import torch
+
+from tft_algos.errors import LeftJob, SettingError, TooManyFailures, UsageError
+from tft_algos.manager.assembly import Parts
+from tft_algos.manager.config import limit_of
+from tft_algos.manager.deferred import DeferredStep
+from tft_algos.manager.parts import ServerRestarted
+from tft_coord.core.step import Effects, Healing
+from tft_coord.core.step import effects as do
+from tft_coord.core.step import events as on
+from tft_coord.core.types import Plan, Purpose, Verdict
+from tft_coord.errors import DeadlinePassed
+
+
+@final
+class StepRunner:
+    """The steps of one rank. Its methods are called on the training thread, where they do not say otherwise.
+
+    Args:
+        parts: of the Manager.
+        check_open: raises if the Manager can't be used any more.
+    Attributes:
+        strategy: name of the strategy whose syncs the steps are; None: there is none.
+    """
+
+    def __init__(self, parts: Parts, *, check_open: Callable[[], None]) -> None:
+        self.strategy: str | None = None
+        self._check_open = check_open
+        self._parts = parts
+        self._shared = parts.shared
+        self._step = parts.shared.step
+        self._config = parts.shared.config
+        self._reports = parts.shared.reports
+        self._negotiation = parts.negotiation
+        self._reducer = parts.reducer
+        self._where = parts.where
+        self._own_time = parts.where.own_time
+        self._deferred: list[DeferredStep] = []  # that have not ended
+        self._synchronize: Callable[[], None] | None = (
+            torch.accelerator.synchronize if torch.accelerator.is_available() else None
+        )
+
+    # --- a step begins ------------------------------------------------------------------------------------------------
+
+    def start(self, allow_heal: bool, shrink_only: bool, timeout: timedelta | None, asynchronous: bool | None) -> None:
+        """See `Manager.start_quorum`."""
+        if self._step.tell(on.StartAsked()):
+            self.raise_if_left()
+        limit = limit_of(timeout, self._config.quorum_timeout)
+        for name, said in (("allow_heal", allow_heal), ("shrink_only", shrink_only)):
+            if not isinstance(said, bool):
+                raise SettingError(f"{name} is {said!r}; give True or False")
+        if asynchronous is not None and not isinstance(asynchronous, bool):
+            raise SettingError(f"use_async_quorum is {asynchronous!r}; give True, False or None")
+        with self._own_time:
+            self.settle()
+        parts = self._parts
+        parts.audit.step_begins()
+        last = self._step.status
+        if last.errors:
+            silent = parts.unreached.step_failed(last.plan, last.errors)
+            if silent:
+                self._reports.log(logging.WARNING, "%s", silent)
+        self._reducer.step_begins()
+        self._step.tell(on.StartReady(urgent=parts.unreached.has_unsaid))
+        (ask,) = self._step.tell(
+            on.StepStarted(
+                checkpoint_metadata=self._shared.transport.metadata(),
+                group_usable=parts.group.errored() is None,
+                allow_heal=allow_heal,
+                shrink_only=shrink_only,
+                use_async_quorum=asynchronous,
+                poor_sources=parts.exchange.poor_sources(),
+                unreached=parts.unreached.take(),
+                fingerprint=parts.fingerprint.unsaid(),
+            )
+        )
+        assert isinstance(ask, do.Ask), ask
+        self._asked(ask, limit)
+
+    def _asked(self, ask: do.Ask, limit: timedelta) -> None:
+        """Send the request for a quorum, and do what is done beside it."""
+        parts = self._parts
+        own_state = self._step.status.own_state() if self._takes_early(ask) else None
+        self._where.step_begins()
+        parts.waits.quorum_limit = limit
+        self._negotiation.start(ask, limit)
+        if own_state is not None:
+            parts.early.take(own_state)
+        if ask.prepares_to_serve:
+            self._shared.transport.prepare_to_send()
+        if not ask.request.use_async_quorum:
+            self.wait_quorum()
+            parts.exchange.perform()
+            self._reports.raise_fatal()  # who was told meanwhile that its group is lost has nobody to train with
+
+    def _takes_early(self, ask: do.Ask) -> bool:
+        """Whether the state is taken at this step boundary, for a newcomer that asks."""
+        request, user = ask.request, self._shared.user_state
+        if not ask.may_take_early:
+            return False
+        lineage = request.lineage if user.readable and not request.torn else None
+        return self._parts.early.step_begins(ask.attempt, request.step, lineage, len(user.names))
+
+    def raise_if_left(self) -> None:
+        """See `StepControl.raise_if_left`."""
+        status = self._step.status
+        if status.left:
+            self._reports.log(logging.INFO, "the training loop ends here, because this replica has left the job")
+            replica_id = self._shared.coordinator.replica_id
+            raise LeftJob(f"replica {replica_id} has left the job ({status.leave_reason})")
+
+    def settle(self) -> None:
+        """End what an attempt has left running: its quorum, its fetch, its reductions."""
+        self._negotiation.settle()
+        plan = self._step.status.plan
+        self._step.tell(on.AttemptSettled(offers=plan is not None and self._parts.early.serves(plan)))
+        self._reducer.finish()
+        self._reducer.release()
+        dropped = [step for step in self._deferred if step.is_abandoned and not step.started.runs]
+        for step in dropped:
+            self._reducer.forget(step.started)
+            self._deferred.remove(step)
+        if dropped:
+            self._step.tell(on.FlightsDropped(tuple(step.name.attempt for step in dropped)))
+
+    # --- the quorum ---------------------------------------------------------------------------------------------------
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether a quorum was ever asked for; from any thread."""
+        return self._negotiation.has_begun
+
+    def wait_quorum(self) -> None:
+        """See `Manager.wait_quorum`."""
+        if not self._negotiation.has_begun:
+            raise UsageError("wait_quorum was called before start_quorum; call start_quorum first")
+        with self._own_time:
+            self._negotiation.wait()
+
+    def quorum_is_known(self) -> bool:
+        """See `StepControl.quorum_is_known`."""
+        if not self._negotiation.has_begun:
+            raise UsageError("quorum_is_known was called before start_quorum; call start_quorum first")
+        return self._negotiation.has_ended
+
+    def plan(self) -> Plan | None:
+        """Wait for the plan of this step, on any thread. Returns: None if there is none.
+
+        Raises: UsageError: no quorum was started. Never what the quorum raised.
+        """
+        self.await_plan()
+        return self._step.status.plan
+
+    def await_plan(self) -> None:
+        """Wait until the plan of this step is here, or it is known that there is none; as `plan`, on any thread."""
+        if not self._negotiation.has_begun:
+            raise UsageError("a reduction needs a quorum; call start_quorum first")
+        if not self._negotiation.has_ended:
+            with self._own_time:
+                self._negotiation.settle()
+
+    def check_no_sync(self) -> None:
+        """Raise UsageError while a sync of the attached strategy is in flight: `Manager.allreduce` is called."""
+        if self.strategy is None:
+            return
+        status = self._step.status
+        if status.is_open or status.num_deferred:
+            raise UsageError(
+                f"allreduce was called while a sync of {self.strategy} is in flight, whose reductions may begin before "
+                "or after it on other members; call it where none is in flight, as behind the inner step in which "
+                "current_step() has risen, with fragment_sync_delay below a period"
+            )
+
+    # --- a step ends --------------------------------------------------------------------------------------------------
+
+    def end(self, timeout: timedelta | None) -> bool:
+        """See `Manager.should_commit`."""
+        limit = self._vote_limit(timeout)
+        self._step.tell(on.EndAsked())
+        self._own_time.finishes()
+        self.await_plan()
+        self._wait_for(self._reducer.finish)
+        effects = self._step.tell(on.ReductionsEnded())
+        if isinstance(effects[-1], do.Concluded):
+            self._reducer.let_go()
+            return self._concluded(effects[-1])
+        if self._synchronize is not None:
+            self._synchronize()
+        self._reducer.release()
+        self._parts.early.reductions_ended(readable=self._shared.user_state.readable)
+        self._where.waits = True  # for state, and for the verdict
+        effects = self._step.tell(
+            on.DeviceSynchronized(group_error=self._parts.group.errored(), on_device=self._synchronize is not None)
+        )
+        if isinstance(effects[-1], do.ExchangeState):
+            self._parts.exchange.perform()
+            effects = self._step.tell(on.VoteAsked())
+        return self._concluded(self._vote(effects, limit))
+
+    def _wait_for(self, finish: Callable[[], None]) -> None:
+        """Wait for what was begun in a step."""
+        self._where.finishes = True
+        try:
+            finish()
+        finally:
+            self._where.finishes = False
+
+    def _vote_limit(self, timeout: timedelta | None) -> timedelta:
+        limit = limit_of(timeout, self._config.timeout)
+        if self._config.stands_by:
+            limit += self._config.timeout  # rank 0 votes when its reductions have ended, which may take so long
+        return limit
+
+    def _vote(self, effects: Effects, limit: timedelta) -> do.Effect:
+        """Vote, and end the step with the verdict.
+
+        Raises: DeadlinePassed, and what else the coordinator raises: there is no verdict.
+        """
+        (cast,) = effects
+        assert isinstance(cast, do.CastVote), cast
+        if not cast.yes:
+            # An error has a line of its own, with the loss that has caused it.
+            self._reports.log(
+                logging.INFO if cast.error is None else logging.DEBUG,
+                "should_commit=False enough_replicas=%s errored=%s",
+                cast.enough_replicas,
+                None if cast.error is None else type(cast.error).__name__,
+            )
+        try:
+            verdict = self._shared.coordinator.vote(
+                cast.step, cast.yes, limit, key=cast.key, purpose=Purpose.COMMIT, leaving=cast.leaving
+            )
+        except ServerRestarted:
+            self._step.tell(on.ServerRestarted())
+            self._reports.log(logging.WARNING, "the manager server ended during the vote, which counts as no")
+            verdict = Verdict(yes=False)
+        except DeadlinePassed:
+            self._reports.raise_fatal()  # why nobody answered, where that was told while we waited
+            raise
+        (end,) = self._step.tell(on.VerdictArrived(cast.attempt, verdict.yes, verdict.leaves))
+        return end
+
+    def _concluded(self, end: do.Effect, failure: Exception | None = None) -> bool:
+        """A step is over. `failure`: of one that was put aside. Raises: TooManyFailures."""
+        assert isinstance(end, do.Concluded), end
+        error = failure or end.error
+        if end.exhausted:
+            raise TooManyFailures(
+                f"replica {self._shared.coordinator.replica_id} failed to commit {end.failures} times in a row, and "
+                f"max_retries is {self._config.max_retries}; {_last_failure(error, end.plan)}",
+                failures=end.failures,
+            ) from error
+        return end.committed
+
+    # --- several steps in flight --------------------------------------------------------------------------------------
+
+    def defer(self) -> DeferredStep:
+        """See `StepControl.defer`."""
+        if self._step.status.is_open:
+            self._exchange_open()
+        (aside,) = self._step.tell(on.DeferAsked())
+        assert isinstance(aside, do.PutAside), aside
+        step = DeferredStep(aside.name, self._step, self._reducer.put_aside(), end=self._end_deferred)
+        self._deferred.append(step)
+        return step
+
+    def _exchange_open(self) -> None:
+        """What was put off in the step that is open: wait for its quorum, give or take state."""
+        self._step.tell(on.StrategyExchanges())
+        if self.plan() is not None:
+            self._parts.exchange.perform()
+
+    def _end_deferred(self, step: DeferredStep, timeout: timedelta | None) -> bool:
+        """See `DeferredStep.should_commit`."""
+        self._check_open()
+        limit = self._vote_limit(timeout)
+        number = step.name.attempt
+        if step.is_over:
+            raise UsageError(f"{step.name} has ended; should_commit is called once for each deferred step")
+        self._own_time.finishes()
+        if self._step.status.is_open:
+            self._exchange_open()
+        self._step.tell(on.EndAsked(number))
+        self._wait_for(step.started.finish)
+        step.look()
+        (end,) = self._step.tell(on.ReductionsEnded(number))
+        if not isinstance(end, do.Concluded):
+            if self._synchronize is not None:
+                # Not the whole device: what was begun later may run for long. It runs on streams of the group's.
+                torch.accelerator.current_stream().synchronize()
+            step.started.release()
+            effects = self._step.tell(
+                on.DeviceSynchronized(number, self._parts.group.errored(), on_device=self._synchronize is not None)
+            )
+            step.look()
+            before, self._where.waits = self._where.waits, True
+            end = self._vote(effects, limit)
+            self._where.waits = before
+        self._reducer.forget(step.started)
+        step.is_over = True
+        if step in self._deferred:  # or nobody held it any more
+            self._deferred.remove(step)
+        return self._concluded(end, step.failure)
+
+    def exchange_state(self) -> bool:
+        """See `StepControl.exchange_state`."""
+        self._step.tell(on.StrategyExchanges())
+        self.await_plan()
+        status = self._step.status
+        if status.plan is None or status.exchanged or status.is_abandoned:
+            return False
+        self._reports.raise_fatal()
+        self._parts.exchange.perform()
+        self._reports.raise_fatal()
+        return self._step.status.healing is Healing.LOADED
+
+
+def _last_failure(error: BaseException | None, plan: Plan | None) -> str:
+    if error is None and plan is not None and plan.num_participants < plan.min_replica_size:
+        return f"{plan.num_participants} replicas take part, and min_replica_size is {plan.min_replica_size}"
+    return f"the last error was: {error}" if error is not None else "another rank of the group voted no"

@@ -1,0 +1,137 @@
+"""What a Manager is doing, as one value of facts: `manager.status()`.
+
+Law of this file: reading; nothing is decided, nothing waits, and no step pays for it.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Final, final
+
+from tft_algos.manager import waits
+from tft_algos.manager.assembly import Parts
+from tft_coord.core.progress import Phase
+from tft_coord.core.step import Healing
+from tft_coord.core.types import Plan, QuorumKey
+
+
+class ManagerPhase(enum.Enum):
+    """What the rank of a Manager is doing, in words."""
+
+    BETWEEN_STEPS = "between two steps"
+    QUORUM = "waiting for a quorum"  # the training thread may compute meanwhile, with an asynchronous quorum
+    CONFIGURING = "building the process group of a new quorum"  # the training thread may compute meanwhile
+    COMPUTING = "computing"  # forward, backward, data
+    REDUCING = "in a reduction"
+    RECOVERING = "receiving live state"
+    VOTING = "ending the step"  # serving live state, or waiting for the vote of its group
+    APPLYING = "applying a committed step"
+    CLOSED = "shut down"
+
+
+_OF_A_WAIT: Final = {
+    waits.QUORUM: ManagerPhase.QUORUM,
+    waits.GROUP: ManagerPhase.CONFIGURING,
+    waits.REDUCTION: ManagerPhase.REDUCING,
+    waits.STATE: ManagerPhase.RECOVERING,
+    waits.VOTE: ManagerPhase.VOTING,
+}
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManagerStatus:
+    """Facts about one rank of a replica group, as `Manager.status` found them.
+
+    "This step" is the step that `start_quorum` began last, until it begins the next one.
+
+    Args:
+        replica_id: full id of this replica group, `name:uuid4`.
+        group_rank, group_world_size: this process's place in the group, from 0, and the number of its processes.
+        step: committed steps, 0 at the start.
+        batches_committed: sum over the committed steps of their participants.
+        attempt: calls of start_quorum so far; the number of this step, committed or not.
+        phase: what this rank is doing.
+        committed: whether this step was committed; None while there is no verdict.
+        quorum: key of the quorum that this rank was given last; None: it holds none.
+        plan: of this step; None while it is not known, or where there is no quorum for it.
+        participants: full ids of the replicas whose gradients count in this step, by participating rank; empty without
+            a plan.
+        participating_rank: this group's place among them, from 0; None: it gives zeros, or there is no plan.
+        is_healing: live state of another replica is on its way to this one.
+        is_torn: the state here is half written, because an optimizer or a load function raised; this replica heals.
+        is_left_out: the others train without this replica, as a straggler or because it can't be reached.
+        is_leaving: somebody wishes that this replica leaves, or it has left.
+        has_left: it has left; no step begins any more.
+        share: the share of its usual batch that this replica is to take, above 0 and up to 1; less than 1 where the
+            lighthouse runs with `--stragglers shrink` and this replica holds the others at its pace. The ranks of a
+            group hear of a change at different moments.
+        waits_for: what this rank waits for, and for whom, in words with short ids; "" where it waits for nothing.
+        waits_s: for how long it has waited for that, in seconds, rounded down to the last beat (about 1 s) that saw it.
+        errors: of this step, oldest first; at most 16 are kept.
+        last_error: the newest error that was reported in any step, `type: text`; "" where there was none.
+    """
+
+    replica_id: str
+    group_rank: int
+    group_world_size: int
+    step: int
+    batches_committed: int
+    attempt: int
+    phase: ManagerPhase
+    committed: bool | None
+    quorum: QuorumKey | None
+    plan: Plan | None
+    participants: tuple[str, ...]
+    participating_rank: int | None
+    is_healing: bool
+    is_torn: bool
+    is_left_out: bool
+    is_leaving: bool
+    has_left: bool
+    share: float
+    waits_for: str
+    waits_s: float
+    errors: tuple[Exception, ...]
+    last_error: str
+
+
+def status_of(parts: Parts) -> ManagerStatus:
+    """Return the facts of this moment, on any thread."""
+    shared, step = parts.shared, parts.shared.step.status
+    is_closed = shared.closing.is_set()
+    wait = None if is_closed else parts.waits.now(step)
+    if is_closed:
+        phase = ManagerPhase.CLOSED
+    elif wait is not None:
+        phase = _OF_A_WAIT[wait.kind]
+    elif parts.where.phase(step) is Phase.OUTSIDE:
+        phase = ManagerPhase.BETWEEN_STEPS
+    else:
+        phase = ManagerPhase.APPLYING if parts.where.applies else ManagerPhase.COMPUTING
+    plan = step.plan
+    return ManagerStatus(
+        replica_id=shared.coordinator.replica_id,
+        group_rank=shared.config.rank,
+        group_world_size=shared.config.world_size,
+        step=step.step,
+        batches_committed=step.batches_committed,
+        attempt=step.name.attempt,
+        phase=phase,
+        committed=step.verdict,
+        quorum=step.held,
+        plan=plan,
+        participants=tuple(plan.replica_ids[rank] for rank in plan.participants) if plan is not None else (),
+        participating_rank=plan.participating_rank if plan is not None and step.is_participating else None,
+        is_healing=step.healing is Healing.FETCHING,
+        is_torn=step.torn,
+        is_left_out=step.is_left_out or parts.waits.is_left_out,
+        is_leaving=step.wishes or step.left,
+        has_left=step.left,
+        share=parts.straggling.share,
+        waits_for=f"{wait.kind}: {wait.who}" if wait is not None else "",
+        waits_s=wait.seconds if wait is not None else 0.0,
+        errors=step.errors,
+        last_error=shared.reports.records.last_error,
+    )
