@@ -396,7 +396,7 @@ def test_a_reduction_that_fails_after_the_group_was_configured_anew_counts(rigs:
         rig.manager.wait_quorum()
         rig.manager.strategy.exchange_state()
         if not rig.group.calls:
-            trainer.strategy._synchronizer._begin()
+            trainer.strategy._loop._synchronizer._begin()
         rig.group.configure("localhost:1", 0, 2)
         assert rig.group.errored() is None
         trainer.train(1)
@@ -634,12 +634,12 @@ def test_fragments_that_are_not_in_flight_together_share_memory(rigs: Any, delay
     inner = torch.optim.SGD(model.parameters(), lr=1.0)
     settings: Any = {"fragment_sync_delay": delay, "fragment_update_alpha": 0.5}
     strategy = DiLoCo(rig.manager, list(model), inner, torch.optim.SGD(model.parameters()), 4, **settings)
-    sent = [fragment._sent.flats[0] for fragment in strategy._fragments]
-    kept = [fragment._kept.flats[0] for fragment in strategy._fragments if fragment._kept is not None]
+    sent = [fragment._sent.flats[0] for fragment in strategy._loop._fragments]
+    kept = [fragment._kept.flats[0] for fragment in strategy._loop._fragments if fragment._kept is not None]
     assert [flat.numel() for flat in sent] == [flat.numel() for flat in kept] == [9, 25]
     assert (sent[0].data_ptr() == sent[1].data_ptr()) is shares
     assert kept[0].data_ptr() == kept[1].data_ptr() != sent[0].data_ptr()
-    shared = [fragment._global.flats[0].data_ptr() for fragment in strategy._fragments]
+    shared = [fragment._global.flats[0].data_ptr() for fragment in strategy._loop._fragments]
     assert len({*shared}) == 2
 
 

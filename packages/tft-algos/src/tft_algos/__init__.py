@@ -48,7 +48,15 @@ from tft_algos.optim import Optimizer
 from tft_algos.pure_ddp import PureDistributedDataParallel
 
 if TYPE_CHECKING:
-    from tft_algos.local_sgd import DiLoCo, LocalSGD, extract_local_tensor, fragment_model
+    from tft_algos.local_sgd import (
+        DiLoCo,
+        LocalSGD,
+        OuterFragment,
+        OuterLoop,
+        OuterUpdate,
+        extract_local_tensor,
+        fragment_model,
+    )
 
 __version__ = "0.1.0"
 
@@ -71,6 +79,9 @@ __all__ = [
     "ManagerStatus",
     "NoWeight",
     "Optimizer",
+    "OuterFragment",
+    "OuterLoop",
+    "OuterUpdate",
     "PureDistributedDataParallel",
     "QuorumBroken",
     "ResolvedConfig",
@@ -93,7 +104,15 @@ __all__ = [
     "reduce_across",
 ]
 
-_OF_LOCAL_SGD = ("DiLoCo", "LocalSGD", "extract_local_tensor", "fragment_model")
+_OF_LOCAL_SGD = (
+    "DiLoCo",
+    "LocalSGD",
+    "OuterFragment",
+    "OuterLoop",
+    "OuterUpdate",
+    "extract_local_tensor",
+    "fragment_model",
+)
 
 
 def __getattr__(name: str) -> Any:

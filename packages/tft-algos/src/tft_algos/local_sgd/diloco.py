@@ -4,32 +4,22 @@ The difference between the global weights and a replica's own is a gradient of a
 the replicas is what the outer optimizer steps with. Streaming means that a model is synchronized in fragments, one
 after the other, and that training goes on while a fragment is on its way.
 
-Law of this file: what DiLoCo sends and does with the mean; when, and who takes part, is `synchronizer`'s.
+Law of this file: what DiLoCo sends and does with the mean; the rest is `outer_loop`'s.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, final
 
 import torch
 
-from tft_algos.errors import SettingError, StateUnavailable, Unsupported
-from tft_algos.local_sgd.buckets import bucket_bytes
-from tft_algos.local_sgd.checks import (
-    check_device,
-    check_flags,
-    check_inner_optimizer,
-    check_manager,
-    check_outer_optimizers,
-    trained_by,
-)
-from tft_algos.local_sgd.fragment import Fragment, Rooms, parameters_of
-from tft_algos.local_sgd.island import island_of
-from tft_algos.local_sgd.schedule import Schedule
-from tft_algos.local_sgd.synchronizer import Rule, Synchronizer
+from tft_algos.errors import StateUnavailable, Unsupported
+from tft_algos.local_sgd.checks import check_inner_optimizer, check_manager, check_outer_optimizers, trained_by
+from tft_algos.local_sgd.fragment import parameters_of
+from tft_algos.local_sgd.outer_loop import OuterLoop, check_modules
+from tft_algos.local_sgd.outer_update import OuterFragment, OuterUpdate
 from tft_algos.manager import Manager
 
 STATE_KEY = "StreamingDiLoCoFragment_{}"
@@ -114,63 +104,28 @@ class DiLoCo:
                 "quantized reductions do not exist here, and nothing is sent unquantized in their place; leave "
                 "should_quantize out"
             )
-        modules = list(model_fragments) if isinstance(model_fragments, Sequence | torch.nn.ModuleList) else None
-        if not modules or not all(isinstance(module, torch.nn.Module) for module in modules):
-            raise SettingError("model_fragments is no list of modules; give one or several: [model]")
-        schedule = Schedule(len(modules), sync_every, fragment_sync_delay)
-        alpha = fragment_update_alpha
-        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 <= alpha <= 1:
-            raise SettingError(f"fragment_update_alpha is {alpha!r}; give a number from 0 to 1")
+        modules = check_modules(model_fragments)
         parameters = parameters_of(modules)
         check_inner_optimizer(inner_optimizer, manager, parameters)
         outer = check_outer_optimizers(outer_optimizer, parameters, inner_optimizer)
-        check_flags(pin_memory=pin_memory, copy_pseudogradients_to_cpu=copy_pseudogradients_to_cpu)
-        if use_bucketization is not None:
-            check_flags(use_bucketization=use_bucketization)
-        device = check_device(backup_device)
-        cap_bytes = bucket_bytes(use_bucketization, bucket_cap_mb, os.environ)
-        island = island_of(manager)
-        # Only syncs in flight need memory of their own to be sent from; what is kept for the merge is used in no time.
-        shared = Rooms()
-        self._fragments = [
-            Fragment(
-                own,
-                what=f"fragment {index}",
-                backup_device=device,
-                pin_memory=pin_memory,
-                reduces_on_cpu=copy_pseudogradients_to_cpu,
-                cap_bytes=cap_bytes,
-                keeps_local=alpha > 0,
-                rooms=Rooms(kept=shared.kept) if schedule.num_overlapping else shared,
-                island=island,
-            )
-            for index, own in enumerate(parameters)
-        ]
-        manager.strategy.attach("DiLoCo")
-        self._states = {
-            STATE_KEY.format(index): _State(fragment, outer[index] if index < len(outer) else None)
-            for index, fragment in enumerate(self._fragments)
-        }
-        for key, state in self._states.items():
-            manager.register_state_dict_fn(key, state.load, state.take)
-        for module in modules:
-            manager.strategy.describe_parameters(module)
-        manager.strategy.add_to_fingerprint("algorithm", "DiLoCo")
-        manager.strategy.add_to_fingerprint(
-            "fragments", f"{len(modules)}, {schedule.num_overlapping} begin before one ends"
+        self._loop = OuterLoop(
+            manager,
+            modules,
+            inner_optimizer,
+            OuterOptimizerStep(outer),
+            sync_every,
+            fragment_sync_delay=fragment_sync_delay,
+            fragment_update_alpha=fragment_update_alpha,
+            backup_device=backup_device,
+            pin_memory=pin_memory,
+            use_bucketization=use_bucketization,
+            bucket_cap_mb=bucket_cap_mb,
+            copy_pseudogradients_to_cpu=copy_pseudogradients_to_cpu,
         )
-        manager.strategy.add_to_fingerprint(
-            "outer optimizers", ", ".join(type(optimizer).__name__ for optimizer in outer)
-        )
-        manager.strategy.add_to_fingerprint(
-            "reductions", "one a tensor" if cap_bytes is None else f"in slices of {cap_bytes} bytes"
-        )
-        rule = _OuterStep(outer, float(alpha))
-        self._synchronizer = Synchronizer(manager, self._fragments, schedule, rule, inner_optimizer, modules)
 
     def state_dict(self) -> dict[str, Any]:
         """For a durable checkpoint: global weights and outer optimizers, by fragment, not copied."""
-        return {key: state.take() for key, state in self._states.items()}
+        return self._loop.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from the global weights of such a state.
@@ -180,65 +135,76 @@ class DiLoCo:
 
         Raises: StateUnavailable: it is that of another model, or of other fragments of it; nothing has changed then.
         """
-        if not isinstance(state_dict, Mapping) or set(state_dict) != set(self._states):
-            found = sorted(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__
-            raise StateUnavailable(
-                f"the state has {found} and this strategy {sorted(self._states)}; split the same model in the same way"
-            )
-        for key, state in self._states.items():
-            state.check(state_dict[key])
-        for key, state in self._states.items():
-            state.load(state_dict[key])
-        self._synchronizer.state_loaded()
+        self._loop.load_state_dict(state_dict)
 
     def __enter__(self) -> DiLoCo:
-        self._synchronizer.enter()
+        self._loop.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._synchronizer.leave()
+        self._loop.__exit__(kind, error, trace)
 
 
 @final
-class _State:
-    """What of a fragment a newcomer fetches.
+class OuterOptimizerStep(OuterUpdate):
+    """Sends the pseudogradient, and steps an outer optimizer with its mean.
 
     Args:
-        fragment: its global weights.
-        outer: its outer optimizer; None where an earlier fragment's entry has the one for all.
+        optimizers: one for all fragments, or one for each.
     """
 
-    def __init__(self, fragment: Fragment, outer: torch.optim.Optimizer | None) -> None:
-        self._fragment = fragment
-        self._outer = outer
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
 
-    def take(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"original_parameters": self._fragment.state_dict()}
-        if self._outer is not None:
-            state["outer_optimizer"] = self._outer.state_dict()
-        return state
+    @property
+    def name(self) -> str:
+        return "DiLoCo"
 
-    def check(self, state: Mapping[str, Any]) -> None:
-        """Raises: StateUnavailable: it is that of another model, or of another outer optimizer."""
-        if not isinstance(state, Mapping) or "original_parameters" not in state:
-            raise StateUnavailable("this is no state of DiLoCo; give what DiLoCo.state_dict() has returned")
-        if ("outer_optimizer" in state) != (self._outer is not None):
+    def fingerprint(self) -> Mapping[str, str]:
+        return {"outer optimizers": ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)}
+
+    def state_key(self, index: int) -> str:
+        return STATE_KEY.format(index)
+
+    def capture(self, index: int, fragment: OuterFragment) -> None:
+        fragment.capture_difference()
+
+    def apply(self, index: int, fragment: OuterFragment) -> None:
+        """The outer optimizer steps on the live parameters, from the global weights on, with the mean for a gradient;
+        the gradients of the user are put aside meanwhile, also those of other fragments, which it leaves alone."""
+        optimizer = self._optimizers[index if len(self._optimizers) > 1 else 0]
+        fragment.restore()
+        owned = trained_by(optimizer)
+        aside = [parameter.grad for parameter in owned]
+        try:
+            for parameter in owned:
+                parameter.grad = None
+            for parameter, gradient in zip(fragment.parameters, fragment.gradients(), strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+        finally:
+            for parameter, own in zip(owned, aside, strict=True):
+                parameter.grad = own
+
+    # Where one optimizer is for all fragments, its state goes with the first one.
+
+    def state_dict(self, index: int) -> dict[str, Any]:
+        return {"outer_optimizer": self._optimizers[index].state_dict()} if index < len(self._optimizers) else {}
+
+    def check_state(self, index: int, state: Mapping[str, Any]) -> None:
+        if ("outer_optimizer" in state) != (index < len(self._optimizers)):
             raise StateUnavailable(
                 "the state has an outer optimizer for each fragment where here is one for all, or the other way "
                 "round; give as many on every replica"
             )
-        self._fragment.check_state(state["original_parameters"])
-        if self._outer is not None:
-            _check_outer_state(self._outer, state["outer_optimizer"])
+        if "outer_optimizer" in state:
+            _check_outer_state(self._optimizers[index], state["outer_optimizer"])
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Raises: StateUnavailable: as `check`; nothing has changed then."""
-        self.check(state)
-        self._fragment.load_state_dict(state["original_parameters"])
-        if self._outer is not None:
-            _load_exactly(self._outer, state["outer_optimizer"])
+    def load_state_dict(self, index: int, state: Mapping[str, Any]) -> None:
+        if "outer_optimizer" in state:
+            _load_exactly(self._optimizers[index], state["outer_optimizer"])
 
 
 def _check_outer_state(optimizer: torch.optim.Optimizer, state: object) -> None:
@@ -269,42 +235,3 @@ def _load_exactly(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) ->
 
 def _is_mapping(value: object) -> bool:
     return isinstance(value, Mapping)
-
-
-@final
-class _OuterStep(Rule):
-    """The pseudogradient, and an outer optimizer's step with its mean.
-
-    Args:
-        optimizers: one for all fragments, or one for each.
-        alpha: how much of the live parameters stays.
-    """
-
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], alpha: float) -> None:
-        self._optimizers = optimizers
-        self._alpha = alpha
-
-    def capture(self, index: int, fragment: Fragment) -> None:
-        fragment.capture_difference()
-
-    def apply(self, index: int, fragment: Fragment) -> None:
-        """The outer optimizer steps on the live parameters, from the global weights on, with the mean for a gradient;
-        the gradients of the user are put aside meanwhile, also those of other fragments, which it leaves alone."""
-        optimizer = self._optimizers[index if len(self._optimizers) > 1 else 0]
-        if self._alpha > 0:
-            fragment.keep_local()
-        fragment.restore()
-        owned = trained_by(optimizer)
-        aside = [parameter.grad for parameter in owned]
-        try:
-            for parameter in owned:
-                parameter.grad = None
-            for parameter, gradient in zip(fragment.parameters, fragment.gradients(), strict=True):
-                parameter.grad = gradient
-            optimizer.step()
-        finally:
-            for parameter, own in zip(owned, aside, strict=True):
-                parameter.grad = own
-        fragment.save()
-        if self._alpha > 0:
-            fragment.merge(self._alpha)

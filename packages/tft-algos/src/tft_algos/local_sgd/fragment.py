@@ -128,6 +128,11 @@ class Fragment:
                 )
 
     @property
+    def global_weights(self) -> list[torch.Tensor]:
+        """What the last sync has left, in the order and the local shapes of the parameters."""
+        return self._global.views
+
+    @property
     def sent(self) -> list[torch.Tensor]:
         """What is reduced, or the result, in the order and the local shapes of the parameters."""
         return self._sent.views
@@ -147,16 +152,15 @@ class Fragment:
         else:
             torch._foreach_copy_(sent, self._global.views, non_blocking=True)
             torch._foreach_sub_(sent, local)
-        self._gather()
 
     @torch.no_grad()
     def capture_parameters(self) -> None:
         """Send the live parameters."""
         torch._foreach_copy_(self._sent.views, self.local())
-        self._gather()
 
-    def _gather(self) -> None:
-        """On an island: to rank 0."""
+    @torch.no_grad()
+    def give(self) -> None:
+        """What is sent is in `sent`; on an island every rank calls it, to have rank 0 reduce all of it."""
         if self._island is not None:
             self._island.gather(self._sharded_as_sent(), self._whole.views if self._whole is not None else None)
 

@@ -1,6 +1,6 @@
 """LocalSGD: replicas train on their own for some steps, then all take the mean of their parameters.
 
-Law of this file: what LocalSGD sends and takes; when, and who takes part, is `synchronizer`'s.
+Law of this file: what LocalSGD sends and takes; the rest is `outer_loop`'s.
 """
 
 from __future__ import annotations
@@ -11,12 +11,9 @@ from typing import Any, final
 
 import torch
 
-from tft_algos.errors import SettingError, StateUnavailable
-from tft_algos.local_sgd.checks import check_inner_optimizer, check_manager
-from tft_algos.local_sgd.fragment import Fragment, parameters_of
-from tft_algos.local_sgd.island import island_of
-from tft_algos.local_sgd.schedule import Schedule
-from tft_algos.local_sgd.synchronizer import Rule, Synchronizer
+from tft_algos.errors import SettingError
+from tft_algos.local_sgd.outer_loop import OuterLoop
+from tft_algos.local_sgd.outer_update import OuterFragment, OuterUpdate
 from tft_algos.manager import Manager
 
 STATE_KEY = "LocalSGD"
@@ -58,26 +55,17 @@ class LocalSGD:
     def __init__(
         self, manager: Manager, model: torch.nn.Module, optimizer: torch.optim.Optimizer, sync_every: int
     ) -> None:
-        check_manager(manager)
-        schedule = Schedule(1, sync_every)
         if not isinstance(model, torch.nn.Module):
             raise SettingError(f"model is a {type(model).__name__}; give a module")
-        (parameters,) = parameters_of([model])
-        check_inner_optimizer(optimizer, manager, [parameters])
-        self._fragment = Fragment(parameters, what="the model", backup_device=None, island=island_of(manager))
-        manager.strategy.attach("LocalSGD")
-        manager.register_state_dict_fn(STATE_KEY, self._heal, self.state_dict)
-        manager.strategy.describe_parameters(model)
-        manager.strategy.add_to_fingerprint("algorithm", "LocalSGD")
-        self._synchronizer = Synchronizer(manager, [self._fragment], schedule, _Average(), optimizer, [model])
+        self._loop = OuterLoop(manager, [model], optimizer, ParameterMean(), sync_every, use_bucketization=False)
 
     def sync(self) -> None:
         """Synchronize now; the next time is `sync_every` steps from here. All replicas call it after the same step."""
-        self._synchronizer.sync_now()
+        self._loop.sync()
 
     def state_dict(self) -> dict[str, Any]:
         """For a durable checkpoint: the weights of the last sync, by name, not copied."""
-        return {"original_parameters": self._fragment.state_dict()}
+        return dict(self._loop.state_dict()[STATE_KEY])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from the weights of such a state. Every replica loads the same: what is loaded on one alone stays
@@ -85,31 +73,31 @@ class LocalSGD:
 
         Raises: StateUnavailable: it is that of another model; nothing has changed then.
         """
-        self._heal(state_dict)
-        self._synchronizer.state_loaded()
-
-    def _heal(self, state_dict: Mapping[str, Any]) -> None:
-        if not isinstance(state_dict, Mapping) or "original_parameters" not in state_dict:
-            raise StateUnavailable("this is no state of LocalSGD; give what LocalSGD.state_dict() has returned")
-        self._fragment.load_state_dict(state_dict["original_parameters"])
+        self._loop.load_state_dict({STATE_KEY: state_dict})
 
     def __enter__(self) -> LocalSGD:
-        self._synchronizer.enter()
+        self._loop.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._synchronizer.leave()
+        self._loop.__exit__(kind, error, trace)
 
 
 @final
-class _Average(Rule):
-    """The mean of the parameters."""
+class ParameterMean(OuterUpdate):
+    """Takes the mean of the parameters."""
 
-    def capture(self, index: int, fragment: Fragment) -> None:
+    @property
+    def name(self) -> str:
+        return "LocalSGD"
+
+    def state_key(self, index: int) -> str:
+        return STATE_KEY
+
+    def capture(self, index: int, fragment: OuterFragment) -> None:
         fragment.capture_parameters()
 
-    def apply(self, index: int, fragment: Fragment) -> None:
+    def apply(self, index: int, fragment: OuterFragment) -> None:
         fragment.adopt()
-        fragment.save()

@@ -1,4 +1,4 @@
-"""What LocalSGD and DiLoCo have in common: syncs that begin and end while the inner optimizer goes on.
+"""What all outer updates have in common: syncs that begin and end while the inner optimizer goes on.
 
 A sync is one step of the Manager. At its start what is sent is captured and a quorum asked for; training goes on. When
 the quorum is known the reductions begin, and members that heal get the global weights, which nobody changes in flight.
@@ -13,7 +13,6 @@ Law of this file: what happens at the moments that `schedule` names, and in whic
 
 from __future__ import annotations
 
-import abc
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import final
@@ -25,21 +24,10 @@ from tft_algos.errors import UsageError
 from tft_algos.local_sgd.checks import check_still_synchronized
 from tft_algos.local_sgd.following import Follower
 from tft_algos.local_sgd.fragment import Fragment
+from tft_algos.local_sgd.outer_update import OuterUpdate
 from tft_algos.local_sgd.schedule import Due, Schedule, fragment_of
 from tft_algos.manager import Manager
 from tft_algos.manager.deferred import DeferredStep
-
-
-class Rule(abc.ABC):
-    """What a fragment sends, and what it makes of the mean."""
-
-    @abc.abstractmethod
-    def capture(self, index: int, fragment: Fragment) -> None:
-        """Fill `fragment.sent`; called at a sync's start."""
-
-    @abc.abstractmethod
-    def apply(self, index: int, fragment: Fragment) -> None:
-        """The sync is committed and `fragment.sent` holds the mean: make new weights of it, global and live."""
 
 
 @final
@@ -72,9 +60,10 @@ class Synchronizer:
         manager: whose steps they are.
         fragments: in the order in which they are synchronized.
         schedule: of their number.
-        rule: what is done with them.
+        update: what is sent of them, and made of the mean.
         optimizer: the inner one.
         modules: whose parameters the fragments are.
+        alpha: how much of the live parameters stays when a sync has ended.
     """
 
     def __init__(
@@ -82,15 +71,18 @@ class Synchronizer:
         manager: Manager,
         fragments: Sequence[Fragment],
         schedule: Schedule,
-        rule: Rule,
+        update: OuterUpdate,
         optimizer: TorchOptimizer,
         modules: Sequence[torch.nn.Module],
+        *,
+        alpha: float = 0.0,
     ) -> None:
         self._manager = manager
         self._control = manager.strategy
         self._fragments = fragments
         self._schedule = schedule
-        self._rule = rule
+        self._update = update
+        self._alpha = alpha
         self._optimizer = optimizer
         self._modules = modules
         self._flight: list[Sync] = []
@@ -274,7 +266,10 @@ class Synchronizer:
         self._control.exchange_state()
 
     def _capture(self, sync: Sync) -> None:
-        self._rule.capture(sync.index, self._fragments[sync.index])
+        fragment = self._fragments[sync.index]
+        with torch.no_grad():
+            self._update.capture(sync.index, fragment)
+        fragment.give()
 
     def _end(self) -> None:
         manager = self._manager
@@ -303,11 +298,22 @@ class Synchronizer:
         self._schedule.ended()
         try:
             with self._control.applying():
-                self._fragments[sync.index].take_result()
-                self._rule.apply(sync.index, self._fragments[sync.index])
+                self._apply(sync.index)
         except BaseException as error:  # Ctrl-C too, after which a notebook goes on
             self._control.report_torn(error)
             raise
+
+    def _apply(self, index: int) -> None:
+        """The sync of a fragment is committed: make new weights of its mean, global and live."""
+        fragment = self._fragments[index]
+        fragment.take_result()
+        if self._alpha > 0:
+            fragment.keep_local()
+        with torch.no_grad():
+            self._update.apply(index, fragment)
+        fragment.save()
+        if self._alpha > 0:
+            fragment.merge(self._alpha)
 
     def _conclude(self, sync: Sync) -> bool:
         """Its vote, or that there is none any more; nothing writes into its buffers after it."""

@@ -1,0 +1,56 @@
+"""The example of an outer update of one's own: replicas end with the same weights and momentum."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from integration_tests.conftest import ROOT, Launch
+from integration_tests.scripts import SECRET
+from tft_lighthouse import LighthouseServer
+
+EXAMPLE: Final = ROOT / "examples" / "own_outer_update.py"
+SYNCS: Final = 12
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[LighthouseServer]:
+    with LighthouseServer("127.0.0.1:0", min_replicas=2, join_timeout_ms=5_000, token=SECRET) as server:
+        yield server
+
+
+def syncs(process: subprocess.Popen[str]) -> tuple[dict[int, str], list[float]]:
+    """By sync: the digest; and the losses."""
+    output, _ = process.communicate(timeout=55)
+    assert process.returncode == 0, output
+    lines = re.findall(r"^sync (\d+) of \d+, (\w+), loss ([\d.]+)$", output, re.MULTILINE)
+    return {int(sync): digest for sync, digest, _ in lines}, [float(loss) for _, _, loss in lines]
+
+
+def test_it_is_short_enough_to_copy() -> None:
+    assert len(EXAMPLE.read_text(encoding="utf-8").splitlines()) < 100
+
+
+def test_replicas_end_with_the_same_weights_and_momentum(
+    launch: Launch, lighthouse: LighthouseServer, tmp_path: Path
+) -> None:
+    processes = [
+        launch(
+            [sys.executable, str(EXAMPLE), str(SYNCS), "--replica", str(replica)],
+            env={"TFT_LIGHTHOUSE": str(lighthouse.address), "TFT_TOKEN": SECRET},
+            cwd=tmp_path,
+        )
+        for replica in range(2)
+    ]
+    (first, losses), (second, _) = (syncs(process) for process in processes)
+    common = first.keys() & second.keys()
+    assert SYNCS in common
+    assert len(common) >= SYNCS - 2
+    assert {sync: first[sync] for sync in common} == {sync: second[sync] for sync in common}
+    assert losses[-1] < losses[0]

@@ -1,0 +1,217 @@
+"""A training loop in which replicas train on their own and synchronize now and then, by an outer update of any kind.
+
+Law of this file: what is checked and put together, and the state that newcomers fetch. What is sent and made of the
+mean is the `OuterUpdate`'s; when, and who takes part, is `synchronizer`'s.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, final
+
+import torch
+
+from tft_algos.errors import SettingError, StateUnavailable
+from tft_algos.local_sgd.buckets import bucket_bytes
+from tft_algos.local_sgd.checks import check_device, check_flags, check_inner_optimizer, check_manager
+from tft_algos.local_sgd.fragment import Fragment, Rooms, parameters_of
+from tft_algos.local_sgd.island import island_of
+from tft_algos.local_sgd.outer_update import OuterUpdate
+from tft_algos.local_sgd.schedule import Schedule
+from tft_algos.local_sgd.synchronizer import Synchronizer
+from tft_algos.manager import Manager
+
+WEIGHTS = "original_parameters"
+
+
+@final
+class OuterLoop:
+    """A context manager in which a model is synchronized every so many steps of its optimizer, by an outer update.
+
+        with OuterLoop(manager, [model], inner, MyUpdate(), sync_every=100):
+            for batch in batches:
+                inner.zero_grad()
+                loss(model(batch)).backward()
+                inner.step()
+
+    `LocalSGD` and `DiLoCo` are this with an outer update of theirs; what their descriptions say of entering, leaving,
+    inner steps, failures and newcomers holds here.
+
+    Args:
+        manager: whose steps the syncs are; `current_step()` counts those that were committed, and the opening.
+        model_fragments: modules, in the order in which they are synchronized, together everything that is trained. A
+            parameter that is in several belongs to the first.
+        inner_optimizer: that trains them; a torch optimizer, or a `tft_algos.Optimizer` on another Manager.
+        outer_update: what is sent, and what is made of the mean; of the same class on every replica.
+        sync_every: steps of the inner optimizer in which every fragment is synchronized once.
+        fragment_sync_delay: inner steps from a sync's start to its end.
+        fragment_update_alpha: how much of the live parameters stays at a sync's end; 0: they become the global weights,
+            1: they stay as they are.
+        backup_device: where the global weights are; None: where the parameters are.
+        pin_memory: page-locked, if they are on the CPU and the parameters on an accelerator.
+        use_bucketization: reduce slices of `bucket_cap_mb` in place of single tensors; None: as
+            TFT_USE_BUCKETIZATION or TORCHFT_USE_BUCKETIZATION says, else not. All replicas alike, as the cap.
+        bucket_cap_mb: MiB; None: 1024.
+        copy_pseudogradients_to_cpu: what is reduced lies on the CPU.
+    Raises: SettingError: one of these can't be.
+    """
+
+    def __init__(
+        self,
+        manager: Manager,
+        model_fragments: Sequence[torch.nn.Module],
+        inner_optimizer: torch.optim.Optimizer,
+        outer_update: OuterUpdate,
+        sync_every: int,
+        *,
+        fragment_sync_delay: int = 0,
+        fragment_update_alpha: float = 0.0,
+        backup_device: torch.device | None = None,
+        pin_memory: bool = True,
+        use_bucketization: bool | None = None,
+        bucket_cap_mb: float | None = None,
+        copy_pseudogradients_to_cpu: bool = False,
+    ) -> None:
+        check_manager(manager)
+        if not isinstance(outer_update, OuterUpdate):
+            raise SettingError(
+                f"outer_update is a {type(outer_update).__name__}; give an object of a subclass of OuterUpdate"
+            )
+        own = type(outer_update)
+        if (own.state_dict is OuterUpdate.state_dict) != (own.load_state_dict is OuterUpdate.load_state_dict):
+            raise SettingError(
+                f"{outer_update.name} has one of state_dict and load_state_dict, and a replica that heals needs both; "
+                "write both, or neither"
+            )
+        modules = check_modules(model_fragments)
+        schedule = Schedule(len(modules), sync_every, fragment_sync_delay)
+        alpha = fragment_update_alpha
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 <= alpha <= 1:
+            raise SettingError(f"fragment_update_alpha is {alpha!r}; give a number from 0 to 1")
+        parameters = parameters_of(modules)
+        check_inner_optimizer(inner_optimizer, manager, parameters)
+        check_flags(pin_memory=pin_memory, copy_pseudogradients_to_cpu=copy_pseudogradients_to_cpu)
+        if use_bucketization is not None:
+            check_flags(use_bucketization=use_bucketization)
+        device = check_device(backup_device)
+        cap_bytes = bucket_bytes(use_bucketization, bucket_cap_mb, os.environ)
+        island = island_of(manager)
+        # Only syncs in flight need memory of their own to be sent from; what is kept for the merge is used in no time.
+        shared = Rooms()
+        self._fragments = [
+            Fragment(
+                own,
+                what=f"fragment {index}" if len(modules) > 1 else "the model",
+                backup_device=device,
+                pin_memory=pin_memory,
+                reduces_on_cpu=copy_pseudogradients_to_cpu,
+                cap_bytes=cap_bytes,
+                keeps_local=alpha > 0,
+                rooms=Rooms(kept=shared.kept) if schedule.num_overlapping else shared,
+                island=island,
+            )
+            for index, own in enumerate(parameters)
+        ]
+        strategy = manager.strategy
+        strategy.attach(outer_update.name)
+        self._states = {
+            outer_update.state_key(index): _State(index, fragment, outer_update)
+            for index, fragment in enumerate(self._fragments)
+        }
+        for key, state in self._states.items():
+            manager.register_state_dict_fn(key, state.load, state.take)
+        for module in modules:
+            strategy.describe_parameters(module)
+        parts = {
+            "algorithm": outer_update.name,
+            "fragments": f"{len(modules)}, {schedule.num_overlapping} begin before one ends",
+            "reductions": "one a tensor" if cap_bytes is None else f"in slices of {cap_bytes} bytes",
+        }
+        for name, value in (*parts.items(), *outer_update.fingerprint().items()):
+            strategy.add_to_fingerprint(name, value)
+        self._synchronizer = Synchronizer(
+            manager, self._fragments, schedule, outer_update, inner_optimizer, modules, alpha=float(alpha)
+        )
+
+    def sync(self) -> None:
+        """Synchronize now; only where no sync is in flight. All replicas call it after the same step."""
+        self._synchronizer.sync_now()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the global weights and the outer update's state by fragment, not copied: for a durable checkpoint."""
+        return {key: state.take() for key, state in self._states.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from the global weights of such a state.
+
+        Every replica loads the same: what is loaded on one alone stays different there until `check_state_every` tells.
+        Syncs in flight began from other weights: they fail.
+
+        Raises: StateUnavailable: it is that of another model, or of other fragments of it; nothing has changed then.
+        """
+        if not isinstance(state_dict, Mapping) or set(state_dict) != set(self._states):
+            found = sorted(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+            raise StateUnavailable(
+                f"the state has {found} and this strategy {sorted(self._states)}; split the same model in the same way"
+            )
+        for key, state in self._states.items():
+            state.check(state_dict[key])
+        for key, state in self._states.items():
+            state.load(state_dict[key])
+        self._synchronizer.state_loaded()
+
+    def __enter__(self) -> OuterLoop:
+        self._synchronizer.enter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._synchronizer.leave()
+
+
+def check_modules(given: object) -> list[torch.nn.Module]:
+    """Raises: SettingError: these are no modules."""
+    modules = list(given) if isinstance(given, Sequence | torch.nn.ModuleList) else None
+    if not modules or not all(isinstance(module, torch.nn.Module) for module in modules):
+        raise SettingError("model_fragments is no list of modules; give one or several: [model]")
+    return modules
+
+
+@final
+class _State:
+    """What of a fragment a newcomer fetches.
+
+    Args:
+        index: of the fragment.
+        fragment: its global weights.
+        update: its outer update, which may have state of its own.
+    """
+
+    def __init__(self, index: int, fragment: Fragment, update: OuterUpdate) -> None:
+        self._index = index
+        self._fragment = fragment
+        self._update = update
+
+    def take(self) -> dict[str, Any]:
+        return {WEIGHTS: self._fragment.state_dict(), **self._update.state_dict(self._index)}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raises: StateUnavailable: it is that of another model, or of another outer update."""
+        if not isinstance(state, Mapping) or WEIGHTS not in state:
+            name = self._update.name
+            raise StateUnavailable(f"this is no state of {name}; give what {name}.state_dict() has returned")
+        self._update.check_state(self._index, self._own(state))
+        self._fragment.check_state(state[WEIGHTS])
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Raises: StateUnavailable: as `check`; nothing has changed then."""
+        self.check(state)
+        self._fragment.load_state_dict(state[WEIGHTS])
+        self._update.load_state_dict(self._index, self._own(state))
+
+    @staticmethod
+    def _own(state: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in state.items() if key != WEIGHTS}
