@@ -32,6 +32,7 @@ def test_the_defaults_stand() -> None:
         ({"reconnect_grace_ms": 6_000}, "reconnect_grace_ms", "heartbeat_timeout_ms"),
         ({"heartbeat_timeout_ms": 200, "reconnect_grace_ms": 201}, "reconnect_grace_ms", "heartbeat_timeout_ms"),
         ({"slowest_step_ms": 999, "beat_interval_ms": 1_000}, "beat_interval_ms", "slowest_step_ms"),
+        ({"lease_ms": 3_999, "beat_interval_ms": 1_000}, "beat_interval_ms", "lease_ms"),
     ],
 )
 def test_two_that_clash_are_named(changes: dict[str, int], small: str, large: str) -> None:
@@ -49,12 +50,13 @@ def test_a_wrong_number_is_named(name: str, value: object) -> None:
         Timeouts(**{name: value})  # type: ignore[arg-type]
 
 
-def test_zero_is_for_two_alone() -> None:
-    """A quorum may wait for nobody, and a step may take any time."""
+def test_zero_is_for_three_alone() -> None:
+    """A quorum may wait for nobody, a step may take any time, and a replica may ask in every step."""
+    assert Timeouts(lease_ms=0).lease_ms == 0
     assert Timeouts(join_timeout_ms=0).join_timeout_ms == 0
     assert Timeouts(slowest_step_ms=0).slowest_step_ms == 0
     for name in NAMES:
-        if name not in ("join_timeout_ms", "slowest_step_ms"):
+        if name not in ("join_timeout_ms", "slowest_step_ms", "lease_ms"):
             with pytest.raises(SettingError, match=name):
                 Timeouts(**{name: 0})
 
@@ -67,6 +69,14 @@ def test_what_is_not_said_follows_from_what_is() -> None:
     assert Timeouts(join_timeout_ms=300_000).quorum_timeout_ms == 310_000
     said = Timeouts(quorum_timeout_ms=5_000, heal_timeout_ms=70_000, beat_interval_ms=20)
     assert (said.quorum_timeout_ms, said.heal_timeout_ms, said.beat_interval_ms) == (5_000, 70_000, 20)
+    assert said.lease_ms == 60_000
+    assert Timeouts(heartbeat_timeout_ms=50_000, beat_interval_ms=20_000).lease_ms == 80_000
+
+
+def test_silence_outlasts_the_lease_on_a_slower_clock() -> None:
+    timeouts = Timeouts()
+    assert timeouts.silence_after_lease_ms(60_000) == 68_000
+    assert timeouts.silence_after_lease_ms(0) == timeouts.heartbeat_timeout_ms
 
 
 def test_the_defaults_leave_no_doubt() -> None:
@@ -134,4 +144,5 @@ def test_constructed_or_refused_by_name(changes: dict[str, int]) -> None:
     assert timeouts.reconnect_grace_ms <= timeouts.heartbeat_timeout_ms
     assert timeouts.quorum_tick_ms <= timeouts.heartbeat_timeout_ms
     assert timeouts.forget_after_ms > timeouts.heartbeat_timeout_ms
+    assert timeouts.lease_ms == 0 or 4 * timeouts.beat_interval_ms <= timeouts.lease_ms
     assert timeouts.slowest_step_ms == 0 or timeouts.beat_interval_ms <= timeouts.slowest_step_ms

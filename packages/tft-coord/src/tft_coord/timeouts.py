@@ -16,6 +16,7 @@ from tft_coord.errors import SettingError
 _DERIVED: Final[Any] = None  # not said: it follows from the others
 ROUND_TRIPS_TO_BE_BACK: Final = 3
 LONGEST_MS: Final = 7 * 24 * 3_600_000
+LEASE_BEATS_LEAST: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,9 @@ class Timeouts:
         reconnect_grace_ms: a broken stream that is back within it was never broken. Default: 300, at most
             `heartbeat_timeout_ms`.
         quorum_tick_ms: how often the lighthouse looks at the clock. Default: 100, at most `heartbeat_timeout_ms`.
+        lease_ms: how long a replica that speaks the word of a round goes on in a standing quorum without hearing from
+            the lighthouse. 0: it asks in every step. The smallest of a quorum's members counts. Default: a minute, or
+            four times `beat_interval_ms` if that is longer.
     Raises: SettingError: a number is out of its range, or two of them clash; both are named.
     """
 
@@ -52,6 +56,7 @@ class Timeouts:
     beat_interval_ms: int = _DERIVED
     reconnect_grace_ms: int = _DERIVED
     quorum_tick_ms: int = _DERIVED
+    lease_ms: int = _DERIVED
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -68,16 +73,22 @@ class Timeouts:
         # Beats tell who hangs; a step that is shorter than one can't be told from the next.
         if self.slowest_step_ms:
             self._check("beat_interval_ms", 1, "slowest_step_ms")
+        # Answers to beats renew the lease. With fewer beats in it one late answer would stop the job.
+        if self.lease_ms:
+            self._check("beat_interval_ms", LEASE_BEATS_LEAST, "lease_ms")
 
     def _derived(self) -> dict[str, int]:
         # Stragglers are waited for, and then whoever has gone silent in the meantime is found out.
         waits_ms = self.join_timeout_ms + 2 * self.heartbeat_timeout_ms
+        default_beat_ms = max(1, min(1_000, self.heartbeat_timeout_ms // 2, self.slowest_step_ms or 1_000))
+        beat_ms = default_beat_ms if self.beat_interval_ms is _DERIVED else self.beat_interval_ms
         return {
             "quorum_timeout_ms": min(max(60_000, self.timeout_ms, waits_ms), LONGEST_MS),
             "heal_timeout_ms": min(max(600_000, 10 * self.timeout_ms), LONGEST_MS),
-            "beat_interval_ms": max(1, min(1_000, self.heartbeat_timeout_ms // 2, self.slowest_step_ms or 1_000)),
+            "beat_interval_ms": default_beat_ms,
             "reconnect_grace_ms": min(300, self.heartbeat_timeout_ms),
             "quorum_tick_ms": min(100, self.heartbeat_timeout_ms),
+            "lease_ms": min(max(60_000, LEASE_BEATS_LEAST * beat_ms), LONGEST_MS),
         }
 
     @property
@@ -90,7 +101,7 @@ class Timeouts:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int):
             raise SettingError(f"{name} is {value!r}; give whole milliseconds")
-        least = {"join_timeout_ms": 0, "heartbeat_timeout_ms": 2, "slowest_step_ms": 0}.get(name, 1)
+        least = {"join_timeout_ms": 0, "heartbeat_timeout_ms": 2, "slowest_step_ms": 0, "lease_ms": 0}.get(name, 1)
         if not least <= value <= LONGEST_MS:
             raise SettingError(f"{name} is {value}; give {least} to {LONGEST_MS} milliseconds (a week)")
 
@@ -154,6 +165,13 @@ class Timeouts:
             reconnect_grace_ms=min(self.reconnect_grace_ms, heartbeat_timeout_ms),
             quorum_tick_ms=min(self.quorum_tick_ms, heartbeat_timeout_ms),
         )
+
+    def silence_after_lease_ms(self, lease_ms: int) -> int:
+        """How long a member must have been silent before nobody waits for the quorum in which it may go on by itself.
+
+        Clock rates differ by a few percent at most, and a round that began at the end of the lease takes a moment.
+        """
+        return lease_ms + lease_ms // 20 + self.heartbeat_timeout_ms
 
     @property
     def forget_after_ms(self) -> int:

@@ -28,6 +28,7 @@ class Assignment:
         participants: replica ranks whose gradients count.
         min_replica_size: participants needed for a commit; fewer than was set where only the first of the fresh
             replicas can have a gradient that counts.
+        lease_ms: of the quorum, see `Quorum.lease_ms`.
     """
 
     step: int
@@ -36,6 +37,7 @@ class Assignment:
     recovering: tuple[int, ...]
     participants: tuple[int, ...]
     min_replica_size: int
+    lease_ms: int | None = None
 
 
 def assign(quorum: Quorum) -> Assignment:
@@ -85,6 +87,7 @@ def assign(quorum: Quorum) -> Assignment:
         recovering=recovering,
         participants=tuple(counted),
         min_replica_size=needed,
+        lease_ms=quorum.lease_ms,
     )
 
 
@@ -135,6 +138,7 @@ def plan_for(quorum: Quorum, replica_id: str, group_rank: int, assignment: Assig
         commit_failures=max(member.commit_failures for member in members),
         reconfigure_handles=tuple(_handle(member, group_rank) for member in members),
         store_replica_id=store.replica_id,
+        lease_ms=common.lease_ms,
     )
 
 

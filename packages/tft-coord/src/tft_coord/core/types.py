@@ -111,6 +111,8 @@ class Member:
             depends on.
         data: JSON of the user's own, forwarded and not used.
         reconfigure_handles: one per group rank, forwarded and not used.
+        lease_ms: how long it goes on in a standing quorum without hearing from the lighthouse; 0: it speaks the word of
+            a round and asks in every step; None: it does not speak the word (torchft's members and older ones of ours).
     """
 
     replica_id: str
@@ -136,6 +138,7 @@ class Member:
     reconfigure_handles: tuple[str, ...] = ()
     unreached: tuple[Unreached, ...] = ()
     store_failed: bool = False
+    lease_ms: int | None = None
 
     def __post_init__(self) -> None:
         if not self.replica_id:
@@ -147,6 +150,8 @@ class Member:
             raise ProtocolError(f"replica {self.replica_id} reports lineage {self.lineage}; a lineage is 64 bits")
         if self.world_size < 0:
             raise ProtocolError(f"replica {self.replica_id} reports world_size {self.world_size}; it is at least 0")
+        if self.lease_ms is not None and self.lease_ms < 0:
+            raise ProtocolError(f"replica {self.replica_id} reports lease_ms {self.lease_ms}; it is at least 0")
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -171,6 +176,7 @@ class Member:
             self.fixed_with_spares,
             self.min_replica_size,
             self.data,
+            self.lease_ms,
         )
 
 
@@ -207,6 +213,12 @@ class Quorum:
             if member.replica_id == replica_id:
                 return member
         return None
+
+    @property
+    def lease_ms(self) -> int | None:
+        """The smallest lease of its members. 0: they ask in every step. None: one of them does not speak the word."""
+        leases = [member.lease_ms for member in self.members]
+        return None if None in leases else min(lease for lease in leases if lease is not None)
 
 
 class Refusal(enum.Enum):
@@ -247,6 +259,8 @@ class Hello:
         pid: of its trainer, for warnings; 0: not said.
         answers_probes: its manager server answers probes, and may be judged by a second of silence.
         tries_peers: its manager server dials its peers when it is asked to (`TryPeers`).
+        lease_ms: as in Member; 0 also where it is not said. A lighthouse without memory waits for so long for the
+            members of `held`.
     """
 
     job: str
@@ -263,6 +277,7 @@ class Hello:
     pid: int = 0
     answers_probes: bool = False
     tries_peers: bool = False
+    lease_ms: int = 0
 
     def __post_init__(self) -> None:
         _check_names(replica_id=self.replica_id, job=self.job)
@@ -288,6 +303,25 @@ class LossNotice:
     def __str__(self) -> str:
         what = self.reason if self.lives else f"was lost ({self.reason})"
         return f"quorum {self.key} is broken: replica {self.replica_id} {what}"
+
+
+@dataclass(frozen=True, slots=True)
+class QuorumNews:
+    """What the lighthouse says of the newest quorum of a job.
+
+    Args:
+        key: of the newest quorum; None: the lighthouse knows none.
+        broken: that quorum can't complete another round.
+        recalled: its members are to ask after their next word.
+        beat: number of the beat that this answers; 0: it answers none.
+        age_ms: to a rank: how long before this answer the beat was sent whose answer named `key` as the newest.
+    """
+
+    key: QuorumKey | None
+    broken: bool = False
+    recalled: bool = False
+    beat: int = 0
+    age_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,6 +366,7 @@ class RankRequest:
     attempt: int = 0
     fingerprint: Fingerprint = ()
     unreached: tuple[Unreached, ...] = ()
+    lease_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,6 +399,7 @@ class Plan:
         min_replica_size: participants needed for a commit.
         commit_failures: the maximum over members.
         reconfigure_handles: of this group rank, by replica rank; "" where a member has none.
+        lease_ms: of the quorum, see `Quorum.lease_ms`.
     """
 
     key: QuorumKey
@@ -385,6 +421,7 @@ class Plan:
     commit_failures: int = 0
     reconfigure_handles: tuple[str, ...] = field(default=())
     store_replica_id: str = ""
+    lease_ms: int | None = None
 
     @property
     def num_participants(self) -> int:
@@ -398,10 +435,12 @@ class Verdict:
     Args:
         yes: all voted yes.
         leaves: a rank wished it: the group leaves the job, all its ranks after this step.
+        stands: no rank's word had a wish to ask or to leave, or a member that recovers: the next round asks nobody.
     """
 
     yes: bool
     leaves: bool = False
+    stands: bool = False
 
 
 @dataclass(frozen=True, slots=True)
