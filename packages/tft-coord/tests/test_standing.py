@@ -54,9 +54,7 @@ class Rank:
         self.core.planned(plan(**changes), self.now_ms)
 
     def word(self, *, ok: bool = True, leave: bool = False, ask: str = "", participates: bool = True) -> Word:
-        return self.core.word(
-            self.now_ms, ok=ok, lineage=LINEAGE, participates=participates, leave=leave, ask=ask
-        )
+        return self.core.word(self.now_ms, ok=ok, lineage=LINEAGE, participates=participates, leave=leave, ask=ask)
 
     def ends(self, *others: Word) -> Vote:
         """Let the round end; the others say the same as this rank unless they are given."""
@@ -84,7 +82,7 @@ def test_a_word_is_five_integers_that_members_add_up() -> None:
 
 
 def test_the_largest_quorum_fits_into_63_bits() -> None:
-    assert 100_000 * (2**40 - 1) < MAX_INT64
+    assert MAX_INT64 > 100_000 * (2**40 - 1)
     assert all(0 < state_check(step, LINEAGE) < 2**40 for step in range(100))
 
 

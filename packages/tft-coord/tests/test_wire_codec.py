@@ -24,6 +24,7 @@ from tft_coord.core.effects import (
     RefuseSession,
     Release,
     TellLost,
+    TellNewest,
     TellStraggler,
     Welcome,
 )
@@ -32,6 +33,7 @@ from tft_coord.core.events import (
     DeathReported,
     DrainRequested,
     HelloReceived,
+    LateReported,
     LeaveReceived,
     ProbeAnswered,
     QuorumReported,
@@ -54,6 +56,7 @@ from tft_coord.core.types import (
     Purpose,
     Quorum,
     QuorumKey,
+    QuorumNews,
     RankRequest,
     Refusal,
     Released,
@@ -63,6 +66,7 @@ from tft_coord.core.types import (
     Via,
 )
 from tft_coord.errors import ProtocolError
+from tft_coord.timeouts import LONGEST_MS
 from tft_coord.views import DescribedJob, LighthouseDescription
 from tft_coord.wire import codec, rank_codec
 from tft_coord.wire import coordination_pb2 as pb
@@ -80,6 +84,8 @@ lineages = st.none() | numbers
 progresses = st.builds(Progress, steps, st.sampled_from(Phase), steps, st.booleans(), steps, steps)
 keys = st.builds(QuorumKey, steps, numbers)
 sizes = st.integers(1, 1000)
+leases = st.none() | st.integers(0, LONGEST_MS)
+quorum_news = st.builds(QuorumNews, st.none() | keys, st.booleans(), st.booleans(), steps, steps)
 unreached = st.lists(st.builds(Unreached, names, st.sampled_from(Via), lines), max_size=3).map(tuple)
 members = st.builds(
     Member,
@@ -97,6 +103,7 @@ members = st.builds(
     data=texts,
     reconfigure_handles=st.lists(texts, max_size=3).map(tuple),
     unreached=unreached,
+    lease_ms=leases,
     **{
         field: st.booleans()
         for field in (
@@ -134,6 +141,7 @@ hellos = st.builds(
     left=st.booleans(),
     num_answers=steps,
     answers_probes=st.booleans(),
+    lease_ms=st.integers(0, LONGEST_MS),
 )
 requests = st.builds(
     RankRequest,
@@ -149,6 +157,7 @@ requests = st.builds(
     reconfigure_handle=texts,
     attempt=steps,
     unreached=unreached,
+    lease_ms=leases,
 )
 asks = st.builds(rank_codec.Ask, st.integers(0, 1000), requests)
 votes = st.builds(
@@ -159,10 +168,11 @@ votes = st.builds(
     st.none() | keys,
     st.sampled_from(Purpose),
     st.booleans(),
+    st.booleans(),
 )
 finished = st.none() | st.integers(0, MAX_INT64)
 leaves = st.builds(rank_codec.Leave, st.integers(0, 1000), lines, counts, finished)
-verdicts = st.builds(Verdict, st.booleans(), st.booleans())
+verdicts = st.builds(Verdict, st.booleans(), st.booleans(), st.booleans())
 
 
 @st.composite
@@ -191,12 +201,14 @@ def plans(draw: st.DrawFn) -> Plan:
         commit_failures=draw(counts),
         reconfigure_handles=tuple(draw(st.lists(texts, max_size=4))),
         store_replica_id=draw(st.sampled_from(("", *ids))),
+        lease_ms=draw(leases),
     )
 
 
 told_to_lighthouse = st.one_of(
     st.builds(HelloReceived, st.just(7), hellos),
-    st.builds(BeatReceived, st.just(7), st.integers(0, MAX_INT64), st.none() | progresses, st.booleans()),
+    st.builds(BeatReceived, st.just(7), st.integers(0, MAX_INT64), st.none() | progresses, st.booleans(), steps),
+    st.builds(LateReported, st.just(7), keys, steps),
     st.builds(ProbeAnswered, st.just(7), numbers, lines, steps),
     st.builds(QuorumRequested, st.just(7), numbers, members, st.none() | keys),
     st.builds(RequestWithdrawn, st.just(7), numbers),
@@ -217,6 +229,7 @@ paces = st.builds(
     lines,
 )
 told_by_lighthouse = st.one_of(
+    st.builds(TellNewest, st.just(0), quorum_news),
     st.builds(TellStraggler, st.just(0), paces),
     st.builds(Welcome, st.just(0), numbers, steps, lines),
     st.builds(RefuseSession, st.just(0), refusals, lines, st.integers(0, MAX_INT64)),
@@ -237,7 +250,8 @@ told_by_rank = st.one_of(
         rank_codec.RankProcess,
         st.builds(LocalProcess, st.integers(0, 2**32 - 1), numbers, lines, numbers),
     ),
-    st.builds(rank_codec.RankBeat, st.integers(0, MAX_HEALED_BYTES), st.none() | progresses),
+    st.builds(rank_codec.RankBeat, st.integers(0, MAX_HEALED_BYTES), st.none() | progresses, steps),
+    st.builds(rank_codec.RankLate, keys, steps),
     st.just(rank_codec.RankGoodbye()),
     st.builds(rank_codec.RankCall, numbers, counts, asks | votes | leaves),
     st.builds(rank_codec.RankWithdraw, numbers),
@@ -255,6 +269,7 @@ told_to_rank = st.one_of(
     st.just(Released()),
     st.builds(KillOrder, lines),
     paces,
+    quorum_news,
 )
 
 
@@ -437,6 +452,9 @@ def member_with(**fields: Any) -> bytes:
         (member_with(world_size=2**40), "world_size is"),
         (member_with(commit_failures=-1), "commit_failures is -1"),
         (member_with(reconfigure_handles=["x" * 5000]), "reconfigure_handle is longer"),
+        (member_with(lease_ms=LONGEST_MS + 1), "lease_ms is"),
+        (pb.ToLighthouse(beat=pb.Beat(number=2**63)).SerializeToString(), "number is"),
+        (pb.ToLighthouse(late=pb.Late(step=-1)).SerializeToString(), "step is -1"),
         (pb.ToLighthouse(hello=pb.Hello(replica_id="a")).SerializeToString(), "job is empty"),
         (pb.ToLighthouse(hello=pb.Hello(job="j" * 300, replica_id="a")).SerializeToString(), "job is longer"),
         (
@@ -458,6 +476,26 @@ def member_with(**fields: Any) -> bytes:
 def test_what_is_out_of_bounds_is_refused_by_name(data: bytes, says: str) -> None:
     with pytest.raises(ProtocolError, match=says):
         codec.decode_to_lighthouse(1, data)
+
+
+def test_members_that_say_no_lease_speak_no_word() -> None:
+    """Older members of ours and torchft's: the quorum asks in every step, as it did before there were leases."""
+    older = codec.decode_to_lighthouse(1, member_with())
+    assert isinstance(older, QuorumRequested)
+    assert older.member.lease_ms is None
+    asks_always = codec.decode_to_lighthouse(1, member_with(lease_ms=0))
+    assert isinstance(asks_always, QuorumRequested)
+    assert asks_always.member.lease_ms == 0
+    assert Quorum(QuorumKey(1, 1), (Member("a", lease_ms=5), Member("b", lease_ms=3))).lease_ms == 3
+    assert Quorum(QuorumKey(1, 1), (Member("a", lease_ms=5), Member("b"))).lease_ms is None
+
+
+def test_news_of_a_quorum_that_breaks_a_bound_is_refused() -> None:
+    news = pb.QuorumNews(key=pb.QuorumKey(quorum_id=-5))
+    with pytest.raises(ProtocolError, match="quorum id -5 is outside"):
+        codec.decode_from_lighthouse(pb.FromLighthouse(quorum_news=news).SerializeToString())
+    with pytest.raises(ProtocolError, match="age_ms is"):
+        rank_codec.decode_to_rank(pb.FromManagerServer(quorum_news=pb.QuorumNews(age_ms=2**63)).SerializeToString())
 
 
 def test_healed_bytes_whose_sum_over_a_group_would_not_fit_are_refused_by_name() -> None:

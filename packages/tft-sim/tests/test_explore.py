@@ -216,8 +216,8 @@ def test_the_kinds_are_those_that_there_are(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_verdict_that_changes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     cast = Votes.cast
 
-    def always_yes(self: Votes, *arguments: Any, leaving: bool) -> list[tuple[int, int, Verdict]]:
-        return [(call, rank, Verdict(yes=True)) for call, rank, _ in cast(self, *arguments, leaving=leaving)]
+    def always_yes(self: Votes, *arguments: Any, **said: bool) -> list[tuple[int, int, Verdict]]:
+        return [(call, rank, Verdict(yes=True)) for call, rank, _ in cast(self, *arguments, **said)]
 
     monkeypatch.setattr(Votes, "cast", always_yes)
     with pytest.raises(ExplorationFailed, match="I5: a yes of votes"):

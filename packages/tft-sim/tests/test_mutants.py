@@ -129,12 +129,12 @@ def forgets_who_was_lost(self: Job) -> None:
 
 
 def changes_its_mind(
-    self: Votes, name: RoundName, rank: int, call: int, yes: bool, deadline_ms: int, *, leaving: bool = False
+    self: Votes, name: RoundName, rank: int, call: int, yes: bool, deadline_ms: int, **said: bool
 ) -> list[tuple[int, int, Verdict]]:
     before = self._rounds.get(name)
     if before is not None and rank in before.answered:
         return [(call, rank, Verdict(yes=False))]  # it has had its answer, or its answer was lost
-    return right_cast(self, name, rank, call, yes, deadline_ms, leaving=leaving)
+    return right_cast(self, name, rank, call, yes, deadline_ms, **said)
 
 
 def counts_the_first_vote_for_all(self: Votes, world_size: int) -> None:
@@ -570,17 +570,17 @@ def leaves_open_votes_open(self: Votes, now_ms: int) -> list[Any]:
     return []
 
 
-def ends_with_its_server(self: Trainer, vote: Round, yes: bool, *, leaving: bool = False) -> Life:
-    verdict = yield self.outside.vote(self, vote, yes, leaving=leaving)
+def ends_with_its_server(self: Trainer, vote: Round, yes: bool, **said: bool) -> Life:
+    verdict = yield self.outside.vote(self, vote, yes, **said)
     if isinstance(verdict, Refused):
         self.quit(f"vote: {verdict.code}", verdict)
         yield Waiter()
     return verdict
 
 
-def takes_its_open_vote_for_the_verdict(self: Trainer, vote: Round, yes: bool, *, leaving: bool = False) -> Life:
-    verdict = yield self.outside.vote(self, vote, yes, leaving=leaving)
-    return Verdict(yes, leaving) if isinstance(verdict, Refused) else verdict
+def takes_its_open_vote_for_the_verdict(self: Trainer, vote: Round, yes: bool, **said: bool) -> Life:
+    verdict = yield self.outside.vote(self, vote, yes, **said)
+    return Verdict(yes, said["leaving"]) if isinstance(verdict, Refused) else verdict
 
 
 def waits_for_the_silent(self: Liveness, now_ms: int) -> list[Any]:
@@ -673,17 +673,17 @@ def lets_the_ahead_in(self: Job) -> list[Any]:
 
 
 def asks_one_rank_whether_all_have_staged(
-    self: Votes, name: RoundName, rank: int, call: int, yes: bool, deadline_ms: int, *, leaving: bool = False
+    self: Votes, name: RoundName, rank: int, call: int, yes: bool, deadline_ms: int, **said: bool
 ) -> list[tuple[int, int, Verdict]]:
     if name.purpose is Purpose.STAGED:
         return [(call, rank, Verdict(yes))]
-    return right_cast(self, name, rank, call, yes, deadline_ms, leaving=leaving)
+    return right_cast(self, name, rank, call, yes, deadline_ms, **said)
 
 
-def loads_without_the_others(self: Trainer, vote: Round, yes: bool, *, leaving: bool = False) -> Life:
+def loads_without_the_others(self: Trainer, vote: Round, yes: bool, **said: bool) -> Life:
     if vote.purpose is not Purpose.COMMIT:
         return Verdict(yes)
-    return (yield from right_vote(self, vote, yes, leaving=leaving))
+    return (yield from right_vote(self, vote, yes, **said))
 
 
 def finds_nobody(self: Job, now_ms: int, wall_ms: int | None = None) -> list[effects.LighthouseEffect]:

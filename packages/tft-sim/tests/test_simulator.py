@@ -138,8 +138,8 @@ def test_a_failing_seed_says_how_to_run_it_again(
 ) -> None:
     cast = Votes.cast
 
-    def always_yes(self: Votes, *arguments: object, leaving: bool) -> list[tuple[int, int, Verdict]]:
-        answers = cast(self, *arguments, leaving=leaving)  # type: ignore[arg-type]
+    def always_yes(self: Votes, *arguments: object, **said: bool) -> list[tuple[int, int, Verdict]]:
+        answers = cast(self, *arguments, **said)  # type: ignore[arg-type]
         return [(call, rank, Verdict(yes=True)) for call, rank, _ in answers]
 
     monkeypatch.setattr(Votes, "cast", always_yes)

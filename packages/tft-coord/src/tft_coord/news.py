@@ -8,7 +8,9 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from tft_coord.core.stragglers import StragglerNews
-from tft_coord.core.types import KillOrder, LeaveRequest, LossNotice, NewcomerAsks, Released, WaitsFor
+from tft_coord.core.types import KillOrder, LeaveRequest, LossNotice, NewcomerAsks, QuorumNews, Released, WaitsFor
 from tft_coord.errors import GroupLost
 
-News: TypeAlias = LossNotice | NewcomerAsks | GroupLost | LeaveRequest | Released | KillOrder | WaitsFor | StragglerNews
+News: TypeAlias = (
+    LossNotice | NewcomerAsks | GroupLost | LeaveRequest | Released | KillOrder | WaitsFor | StragglerNews | QuorumNews
+)

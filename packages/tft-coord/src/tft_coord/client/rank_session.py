@@ -29,6 +29,7 @@ from tft_coord.core.types import (
     NewcomerAsks,
     Plan,
     QuorumKey,
+    QuorumNews,
     Released,
     Verdict,
     WaitsFor,
@@ -68,6 +69,8 @@ class RankSession:
         is_alive: asked several times a second meanwhile; False ends the wait, because the manager server has ended.
         listener: told of losses, newcomers and wishes, on the process's loop; it must return at once.
         progress: gives where in its step this rank is; asked ten times a second, on the process's loop. None: not said.
+        beat_number: gives the number of a beat that is sent now, on the process's loop; its answer is a `QuorumNews`
+            for the listener. 0: none is wanted.
     Raises: ProtocolError: the group has no such rank. Refused: another process has it. Unreachable: the manager server
         did not answer.
     """
@@ -82,11 +85,13 @@ class RankSession:
         connect_within_s: float,
         listener: Callable[[News], None],
         progress: Callable[[], Progress | None] = lambda: None,
+        beat_number: Callable[[], int] = lambda: 0,
         is_alive: Callable[[], bool] = lambda: True,
     ) -> None:
         self._address = address
         self._listener = listener
         self._progress = progress
+        self._beat_number = beat_number
         self._metadata = call_metadata(token)
         self._timeouts = timeouts
         self._session = time.time_ns()
@@ -147,6 +152,16 @@ class RankSession:
         def now() -> None:
             if self._outbox is not None:
                 self._say_where(self._outbox, self.healed_bytes)
+
+        self._share.loop.call_soon_threadsafe(now)
+
+    def late(self, key: QuorumKey, step: int) -> None:
+        """Tell that this rank has waited for `join_timeout` in that round of a standing quorum. A stream that is broken
+        just now drops it: the other members say it too."""
+
+        def now() -> None:
+            if self._outbox is not None:
+                self._outbox.put(rank_codec.encode_from_rank(rank_codec.RankLate(key, step)))
 
         self._share.loop.call_soon_threadsafe(now)
 
@@ -285,6 +300,7 @@ class RankSession:
                         | KillOrder()
                         | WaitsFor()
                         | StragglerNews()
+                        | QuorumNews()
                     ) as news:
                         self._tell(news)
                     case rank_codec.RanksLost(sentence, left):
@@ -322,7 +338,7 @@ class RankSession:
         a beat, and when a wait for others has lasted for a moment, because one of them may be gone."""
         told, wait, loop = 0, LongWait(), asyncio.get_running_loop()
         while True:
-            told = self._say_where(outbox, told)
+            told = self._say_where(outbox, told, self._number())
             next_beat_s = loop.time() + self._timeouts.beat_interval_ms / 1000
             while (left_s := next_beat_s - loop.time()) > 0:
                 await asyncio.sleep(min(left_s, LOOK_EVERY_S))
@@ -330,12 +346,20 @@ class RankSession:
                 if wait.look(progress.waits_ms if progress is not None else None):
                     outbox.put(rank_codec.encode_from_rank(rank_codec.RankBeat(self.healed_bytes, progress)))
 
-    def _say_where(self, outbox: Outbox, told: int) -> int:
+    def _say_where(self, outbox: Outbox, told: int, number: int = 0) -> int:
         progress = self._where()
-        if progress is not None or self.healed_bytes > told:
+        if progress is not None or number or self.healed_bytes > told:
             told = self.healed_bytes
-            outbox.put(rank_codec.encode_from_rank(rank_codec.RankBeat(told, progress)))
+            outbox.put(rank_codec.encode_from_rank(rank_codec.RankBeat(told, progress, number)))
         return told
+
+    def _number(self) -> int:
+        try:
+            return self._beat_number()
+        except Exception:
+            # As for a listener. Without answers its lease runs out, and it asks.
+            logger.exception("%s: it can't number its beats", self._what)
+            return 0
 
     def _where(self) -> Progress | None:
         try:

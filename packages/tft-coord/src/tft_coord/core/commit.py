@@ -5,7 +5,8 @@ final: it is kept, and given again to every late or repeated vote of that round,
 not become another answer. The first deadline to pass, or the loss of a rank, seals an open round as no.
 
 A rank that wishes that the group leaves says so with its vote. The wish changes no verdict; it is part of it, so that
-all ranks leave after the same step: those whose round is decided already, in the next one.
+all ranks leave after the same step: those whose round is decided already, in the next one. The verdict also says
+whether the quorum stands: every rank says so of the word of its own round.
 
 Law of this file: rounds and verdicts; who waits for an answer is the caller's business by call number.
 """
@@ -31,6 +32,7 @@ class RoundName:
 @dataclass(slots=True)
 class _Round:
     votes: dict[int, bool] = field(default_factory=dict)
+    stands: bool = True  # all that have voted say so
     deadlines_ms: dict[int, int] = field(default_factory=dict)  # rank -> its first; stays when its call goes away
     waiting: dict[int, int] = field(default_factory=dict)  # call -> rank
     verdict: Verdict | None = None
@@ -49,15 +51,26 @@ class Votes:
         self._rounds: dict[RoundName, _Round] = {}
         self._lost: str | None = None
         self._wished = False  # some rank wishes that the group leaves
+        self._sealed: QuorumKey | None = None  # no round of that quorum can be a yes
+        self.stands_in: QuorumKey | None = None  # of the newest verdict, if that says so
 
     def cast(
-        self, name: RoundName, rank: int, call: int, yes: bool, deadline_ms: int, *, leaving: bool = False
+        self,
+        name: RoundName,
+        rank: int,
+        call: int,
+        yes: bool,
+        deadline_ms: int,
+        *,
+        leaving: bool = False,
+        stands: bool = False,
     ) -> list[tuple[int, int, Verdict]]:
         """A rank votes; it waits as `call` unless the verdict is among the answers returned.
 
         A rank that votes again gets the verdict, or takes its old call's place; its first vote stands.
         Args:
             leaving: it wishes that the group leaves; kept until a round is decided in which that can be agreed on.
+            stands: in the word of its round nobody asked, left or recovered.
         Returns: (call, rank, verdict) for each call that is answered now.
         """
         self._wished = self._wished or leaving
@@ -65,18 +78,46 @@ class Votes:
         if current is None or (name.key is None and rank in current.answered):
             # Clients that name no quorum: a rank that votes after its answer opens the next round.
             current = self._rounds[name] = _Round()
-        current.votes.setdefault(rank, yes)
+        if rank not in current.votes:
+            current.votes[rank] = yes
+            current.stands = current.stands and stands
         current.deadlines_ms.setdefault(rank, deadline_ms)
         for other, waiting_rank in list(current.waiting.items()):
             if waiting_rank == rank:
                 del current.waiting[other]
         current.waiting[call] = rank
         if current.verdict is None:
-            if self._lost is not None or not all(current.votes.values()):
+            sealed = self._lost is not None or (name.key is not None and name.key == self._sealed)
+            if sealed or not all(current.votes.values()):
                 self._seal(name, current, yes=False)  # one no decides; the others need not be waited for
             elif len(current.votes) == self._world_size:
                 self._seal(name, current, yes=True)
-        return self._release(current)
+        answers = self._release(current)
+        if name.key is not None and len(current.votes) == self._world_size and len(self._rounds) > MAX_ROUNDS // 2:
+            self._forget_earlier(name)
+        return answers
+
+    def seal(self, key: QuorumKey) -> list[tuple[int, int, Verdict]]:
+        """Answer every open and every later round of that quorum with no: one of the ranks does not go on in it."""
+        self._sealed = key
+        answers: list[tuple[int, int, Verdict]] = []
+        for name, current in self._rounds.items():
+            if current.verdict is None and name.key == key:
+                self._seal(name, current, yes=False)
+                answers += self._release(current)
+        return answers
+
+    def unseal(self) -> None:
+        """Begin another quorum, or the same one anew: all ranks are given it together."""
+        self._sealed = None
+
+    def _forget_earlier(self, name: RoundName) -> None:
+        """Forget the rounds of the steps before: in a quorum that stands no request ends them. All ranks have voted on
+        this one, and a vote that is said again is one of the last few."""
+        over = [each for each, one in self._rounds.items() if not one.waiting and each.step < name.step]
+        for each in over:
+            if each.key == name.key:
+                del self._rounds[each]
 
     def has_room(self, name: RoundName) -> bool:
         """Whether a vote of that name can be kept: rounds end when every rank has asked for its next quorum, and before
@@ -86,7 +127,11 @@ class Votes:
     def _seal(self, name: RoundName, current: _Round, *, yes: bool) -> None:
         # A healing's rounds are no end of a step; and who names no quorum has not heard of leaving.
         leaves = self._wished and name.purpose is Purpose.COMMIT and name.key is not None
-        current.verdict = Verdict(yes, leaves)
+        is_commit = name.purpose is Purpose.COMMIT
+        stands = yes and is_commit and current.stands
+        current.verdict = Verdict(yes, leaves, stands)
+        if is_commit:
+            self.stands_in = name.key if stands else None
 
     def missing_to(self, rank: int) -> list[int]:
         """The ranks that have not voted in the open round in which that rank waits; none if it waits in none."""

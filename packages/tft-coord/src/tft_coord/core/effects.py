@@ -18,6 +18,7 @@ from tft_coord.core.types import (
     Plan,
     Quorum,
     QuorumKey,
+    QuorumNews,
     Refusal,
     Released,
     Verdict,
@@ -155,6 +156,14 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
+class TellNewest:
+    """Tell the stream which quorum is the newest: as the answer to a beat, or at once when its members are recalled."""
+
+    stream: int
+    news: QuorumNews
+
+
+@dataclass(frozen=True, slots=True)
 class TellWait:
     """Tell the stream whom its replica waits for, or with `warns` what its user is to be warned of. Nothing depends
     on it."""
@@ -271,6 +280,7 @@ LighthouseEffect = (
     | AskToLeave
     | Release
     | Probe
+    | TellNewest
     | TellWait
     | TellStraggler
     | PaceChanged
@@ -373,6 +383,14 @@ class SayWaits:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportLate:
+    """Tell the lighthouse that a round of a standing quorum waits for a member for longer than `join_timeout`."""
+
+    key: QuorumKey
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReportStop:
     """Tell the lighthouse that ranks of this group are stopped, and for how long at least. Again where `is_news` is
     false."""
@@ -421,7 +439,7 @@ class TellRank:
     """Tell a rank what somebody wants of it, or that it is free to end."""
 
     rank: int
-    news: LeaveRequest | Released | KillOrder | WaitsFor | StragglerNews
+    news: LeaveRequest | Released | KillOrder | WaitsFor | StragglerNews | QuorumNews
 
 
 GroupEffect = (
@@ -433,6 +451,7 @@ GroupEffect = (
     | AnswerVote
     | ReportDeath
     | SayWaits
+    | ReportLate
     | ReportStop
     | NotifyRank
     | TellNewcomer

@@ -14,7 +14,17 @@ from dataclasses import dataclass
 from tft_coord.core.fingerprint import Fingerprint
 from tft_coord.core.progress import Progress
 from tft_coord.core.stragglers import StragglerNews
-from tft_coord.core.types import Hello, LossNotice, Member, Purpose, Quorum, QuorumKey, RankRequest, Unreached
+from tft_coord.core.types import (
+    Hello,
+    LossNotice,
+    Member,
+    Purpose,
+    Quorum,
+    QuorumKey,
+    QuorumNews,
+    RankRequest,
+    Unreached,
+)
 
 # --- to the lighthouse ---------------------------------------------------------------------------------------------
 
@@ -30,12 +40,28 @@ class HelloReceived:
 @dataclass(frozen=True, slots=True)
 class BeatReceived:
     """A sign of life; `healed_bytes` counts the bytes of live state that its trainers have received, ever rising.
-    `progress` is where they are in their step; None: not said. `waits`: all of them have said that they wait."""
+    `progress` is where they are in their step; None: not said. `waits`: all of them have said that they wait.
+    `number`: the answer (`TellNewest`) carries it; 0: none is wanted."""
 
     stream: int
     healed_bytes: int = 0
     progress: Progress | None = None
     waits: bool = False
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LateReported:
+    """A rank of that stream's group has waited for `join_timeout` in a round of a standing quorum.
+
+    Args:
+        stream: of its manager server.
+        key, step: of the quorum and the round.
+    """
+
+    stream: int
+    key: QuorumKey
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +152,7 @@ class StreamClosed:
 LighthouseEvent = (
     HelloReceived
     | BeatReceived
+    | LateReported
     | QuorumRequested
     | RequestWithdrawn
     | QuorumReported
@@ -214,6 +241,32 @@ class RankProgressed:
 
 
 @dataclass(frozen=True, slots=True)
+class RankBeat:
+    """A group rank's beat has come that wants an answer with its number."""
+
+    rank: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankLate:
+    """A group rank has waited for `join_timeout` in a round of a standing quorum."""
+
+    rank: int
+    key: QuorumKey
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewestNamed:
+    """The lighthouse names the newest quorum. `sent_ms`: when the beat was sent that it answers; None: it answers
+    none."""
+
+    news: QuorumNews
+    sent_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ProbeCame:
     """The lighthouse asks after this group, because others wait for it. It was answered already."""
 
@@ -258,6 +311,7 @@ class RankVoted:
     yes: bool
     deadline_ms: int
     leaving: bool = False  # this rank wishes that the group leaves after this step
+    stands: bool = False  # in the word of the round nobody asked, left or recovered
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,6 +415,9 @@ GroupEvent = (
     | RankDisconnected
     | RankDied
     | RankProgressed
+    | RankBeat
+    | RankLate
+    | NewestNamed
     | ProbeCame
     | RanksLookedAt
     | RankAsked

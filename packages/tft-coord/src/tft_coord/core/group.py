@@ -16,6 +16,7 @@ from tft_coord.core import effects, events
 from tft_coord.core.assignment import assign, plan_for
 from tft_coord.core.commit import MAX_ROUNDS, RoundName, Votes
 from tft_coord.core.fingerprint import Fingerprint, differences_of_ranks, merged, said
+from tft_coord.core.newest import NewestQuorum
 from tft_coord.core.progress import GroupProgress, Phase, Progress
 from tft_coord.core.stops import SAY_AGAIN_MS, StopWatch, stop_reason
 from tft_coord.core.stragglers import PaceKind, StragglerNews, left_out_wait
@@ -29,6 +30,7 @@ from tft_coord.core.types import (
     Purpose,
     Quorum,
     QuorumKey,
+    QuorumNews,
     RankRequest,
     Refusal,
     Released,
@@ -127,6 +129,7 @@ class GroupCore:
         self._said_wait_ms = -SAME_WAIT_MS  # since when the wait lasts that the lighthouse was told of out of turn
         self._followed: QuorumKey | None = None  # of the newest plan that the ranks were given
         self._waits = ""  # whom this group's open request waits for, as the lighthouse said last
+        self._newest = NewestQuorum()
         self._left_out: tuple[StragglerNews, int] | None = None  # as a straggler, and until when
         self._told_wait_ms: dict[int, int] = {}  # when each rank was told for which others it waits
         self._lost: str | None = None
@@ -213,6 +216,12 @@ class GroupCore:
         match event:
             case events.RankProgressed():
                 return [*self._tell_wait(event, now_ms), *self._say_wait(now_ms)]
+            case events.RankBeat(rank, number):
+                return [effects.TellRank(rank, news) for news in self._newest.answer(number, now_ms)]
+            case events.NewestNamed(news, sent_ms):
+                return self._named(news, sent_ms)
+            case events.RankLate(_, key, step):
+                return [effects.ReportLate(key, step)] if self._newest.is_late(key, step) else []
             case events.ProbeCame():
                 self._is_probed = True
                 self._stops.asked(now_ms)
@@ -232,7 +241,7 @@ class GroupCore:
                     return [effects.TellGroupLost(rank, message, left=True) for rank in sorted(self._streams)]
                 return self._lose(f"rank {event.rank} ended: {event.reason}", left=event.left)
             case events.RankAsked():
-                return self._rank_asked(event)
+                return self._rank_asked(event, now_ms)
             case events.RankWithdrew():
                 return self._withdrew(event.rank, event.call)
             case events.RankVoted():
@@ -428,6 +437,8 @@ class GroupCore:
     def _tell_again(self, rank: int) -> list[effects.GroupEffect]:
         """What a rank's stream that was broken has missed."""
         out: list[effects.GroupEffect] = [effects.TellRank(rank, news) for news in self._news]
+        if self._newest.is_news:
+            out.append(effects.TellRank(rank, self._newest.pushed()))
         if self._lost is not None:
             return [*out, self._tell_lost(rank)]
         return [*out, *(effects.NotifyRank(rank, notice) for notice in self._of_held())]
@@ -440,7 +451,7 @@ class GroupCore:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def _rank_asked(self, event: events.RankAsked) -> list[effects.GroupEffect]:
+    def _rank_asked(self, event: events.RankAsked, now_ms: int) -> list[effects.GroupEffect]:
         rank = event.rank
         if not 0 <= rank < self._world_size:
             message = (
@@ -464,6 +475,7 @@ class GroupCore:
             out += self._withdrew(rank, before.call)
             message = f"rank {rank} of replica {self._replica_id} asked again; this older request is void"
             out.append(effects.FailRank(before.call, rank, "stale", message))
+        out += self._breaks_alone(rank, event.request.held)
         if not self._asked:
             self._waits = ""
         self._asked[rank] = _Asked(event.call, event.request, event.deadline_ms)
@@ -486,7 +498,29 @@ class GroupCore:
         self._last_request += 1
         self._open_request = self._last_request
         self._open_member = member
+        self._newest.asked(now_ms)
         return [*out, effects.AskLighthouse(self._open_request, member, held, self._fingerprint())]
+
+    def _breaks_alone(self, rank: int, held: QuorumKey | None) -> list[effects.GroupEffect]:
+        """A rank asks where the group's verdict was that the quorum stands: the other ranks have begun the next round,
+        or are about to. None of its rounds can be committed any more, and they are told so."""
+        if held is None or self._votes.stands_in != held or self._world_size == 1:
+            return []
+        self._votes.stands_in = None
+        answers = self._votes.seal(held)
+        others = [other for other in sorted(self._streams) if other != rank]
+        return [
+            *(effects.AnswerVote(call, other, verdict) for call, other, verdict in answers),
+            *(effects.TellRank(other, QuorumNews(held, broken=True)) for other in others),
+        ]
+
+    def _named(self, news: QuorumNews, sent_ms: int | None) -> list[effects.GroupEffect]:
+        """The lighthouse names the newest quorum. What changes by it is told to the ranks at once."""
+        held = self.quorum.key if self.quorum is not None else None
+        if not self._newest.named(news, sent_ms, held):
+            return []
+        changed = self._newest.pushed()
+        return [effects.TellRank(rank, changed) for rank in sorted(self._streams)]
 
     def _given_before(self, event: events.RankAsked) -> effects.AnswerPlan | effects.AnswerRankUnchanged | None:
         """What that very attempt was answered, if the rank has not heard it. Asked of the lighthouse it would count as
@@ -565,6 +599,9 @@ class GroupCore:
             if any(request.reconfigure_handle for request in requests)
             else (),
             unreached=_all_unreached(requests),
+            lease_ms=None
+            if any(request.lease_ms is None for request in requests)
+            else min(request.lease_ms for request in requests if request.lease_ms is not None),
         )
         return member, held
 
@@ -579,6 +616,8 @@ class GroupCore:
         self.quorum = quorum
         self._left_out = None  # the lighthouse that has left it out may be another one
         self._stands_at = None
+        self._newest.given(quorum.key)
+        self._votes.unseal()
         self._planned_step = common.step
         self._steady = len(common.up_to_date) == len(quorum.members)
         self._open_request = None
@@ -603,6 +642,8 @@ class GroupCore:
             # that the answer may have been lost. All are at our state now: the new plan needs no asking.
             return self._arrived(request, _all_at_state_of(own, self.quorum))
         self._stands_at = own
+        self._newest.given(key)
+        self._votes.unseal()
         self._open_request = None
         out: list[effects.GroupEffect] = [
             self._give(effects.AnswerRankUnchanged(asked.call, rank, key))
@@ -644,5 +685,13 @@ class GroupCore:
                 f"on step {event.step}; ask for a quorum with every rank between two votes"
             )
             return [effects.FailRank(event.call, event.rank, "malformed", message)]
-        answers = self._votes.cast(name, event.rank, event.call, event.yes, event.deadline_ms, leaving=event.leaving)
+        answers = self._votes.cast(
+            name,
+            event.rank,
+            event.call,
+            event.yes,
+            event.deadline_ms,
+            leaving=event.leaving,
+            stands=event.stands,
+        )
         return [effects.AnswerVote(call, rank, verdict) for call, rank, verdict in answers]

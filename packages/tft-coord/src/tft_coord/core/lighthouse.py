@@ -20,6 +20,7 @@ from tft_coord.core.assignment import all_at, assign
 from tft_coord.core.handshake import Handshake, Room, Standing
 from tft_coord.core.job_end import JobEnd
 from tft_coord.core.liveness import Accepted, Liveness, Lost, OpenRequest, Rejected, Replica
+from tft_coord.core.living_quorum import LivingQuorum
 from tft_coord.core.names import base_name, shorten
 from tft_coord.core.progress import HangWatch, Phase, Progress, hang_reason, stuck_reason
 from tft_coord.core.quorum import Form, Situation, Wait, decide, reason_for_new_id
@@ -91,12 +92,13 @@ class LighthouseConfig:
 @dataclass(frozen=True, slots=True)
 class _Birth:
     """Of this lighthouse: when, and which cluster it serves. `listens_ms`: since when it has listened to everybody; at
-    the start, or since it was away last."""
+    the start, or since it was away last. `had_earlier_life`: a durable counter says so."""
 
     started_ms: int
     cluster_id: str
     now_ms: int
     listens_ms: int
+    had_earlier_life: bool = False
 
 
 class LighthouseCore:
@@ -108,6 +110,7 @@ class LighthouseCore:
         cluster_id: of the lighthouses that share one memory; random for a single one.
         nonces: gives a random 64-bit number for each new quorum.
         now_ms: the time at the start.
+        had_earlier_life: a durable counter tells that a lighthouse served these jobs before, whose memory is lost.
     """
 
     def __init__(
@@ -118,9 +121,10 @@ class LighthouseCore:
         cluster_id: str,
         nonces: Callable[[], int],
         now_ms: int,
+        had_earlier_life: bool = False,
     ) -> None:
         self._config = config
-        self._birth = _Birth(started_ms, cluster_id, now_ms, now_ms)
+        self._birth = _Birth(started_ms, cluster_id, now_ms, now_ms, had_earlier_life)
         self._nonces = nonces
         self._jobs: dict[str, Job] = {}
         self._room = Room()
@@ -244,7 +248,9 @@ class LighthouseCore:
             return []
         return job.handle(event, now_ms, wall_ms)
 
-    def drain(self, event: events.DrainRequested) -> list[effects.AskToLeave | effects.RefuseUnary]:
+    def drain(
+        self, event: events.DrainRequested
+    ) -> list[effects.AskToLeave | effects.TellNewest | effects.RefuseUnary]:
         """Somebody asks that a replica leave. Returns: whom to ask, nobody while it has no stream, or why not."""
         job = self._jobs.get(event.job)
         if job is None:
@@ -470,6 +476,8 @@ class Job:
         self._serving: set[str] = set()  # who has left, and may still be healed from
         self._asker = ""  # who asks just now, if it has trained
         self._end = JobEnd()
+        self._living = LivingQuorum(config.timeouts, birth.now_ms, had_earlier_life=birth.had_earlier_life)
+        self._held_lease_ms = 0  # of `_held`, as hellos say
         self._reach = Reach(config.min_replicas)
         self._kept = Kept()  # who was kept out of the next quorum when the rule was applied last
         self._heals_last = ""  # who was found to heal when that was last asked
@@ -515,6 +523,8 @@ class Job:
         out += self._dead_for_ever(hello.replaces)
         if hello.held is not None:
             self._has_heard_of(hello.held)
+            if hello.held == self._held:
+                self._held_lease_ms = max(self._held_lease_ms, hello.lease_ms)
             if all((hello.held, hello.num_answers) > known for known in self._known_answers()):
                 out += self._ask_for_newest(now_ms)
         # Who has only come makes nothing possible that was not; thousands come together.
@@ -557,6 +567,7 @@ class Job:
                 self.hangs.heard(replica.replica_id, progress, now_ms)
                 self.stragglers.heard(replica.replica_id, progress)
                 self._hear_of_wait(replica, event.waits, now_ms)
+                out += self._answer_beat(replica, event)
                 # Thousands say so together, and a look is at all of them: the next is for the tick.
                 if event.waits and now_ms - self._looked_ms >= len(self._members) // MEMBERS_IN_A_MS:
                     out += self._look_for_silence(now_ms, wall_ms)
@@ -568,6 +579,9 @@ class Job:
             case events.QuorumReported():
                 out += self._reported(event, now_ms)
                 out += self._form(now_ms, wall_ms)
+            case events.LateReported(_, key, step):
+                if key == self._previous_key and replica.replica_id in self._members:
+                    self._living.late(replica.replica_id, step)
             case events.PeersTried():
                 if self._reach.trials.answered(replica.replica_id, event.number, event.unreached, now_ms):
                     self._more = 0
@@ -599,6 +613,7 @@ class Job:
         if self._asking is not None and now_ms - self._asking[2] >= self._timeouts.heartbeat_timeout_ms:
             out += self._asked_nobody(self._asking[0], now_ms)
         out += self._judge_hung(now_ms) + self._look_at_paces(now_ms) + self._look_for_silence(now_ms)
+        out += self._look_who_does_not_come(now_ms) if self._living.stands else []
         return out + self._judge(now_ms) + self._form(now_ms, wall_ms) + self._release_those_who_left(now_ms)
 
     def wait(self, now_ms: int) -> JobWait | None:
@@ -713,7 +728,9 @@ class Job:
         members = (self.liveness.replicas.get(name) for name in self._members)
         return any(member is not None and member.healthy and member.left is None for member in members)
 
-    def drain(self, event: events.DrainRequested) -> list[effects.AskToLeave | effects.RefuseUnary]:
+    def drain(
+        self, event: events.DrainRequested
+    ) -> list[effects.AskToLeave | effects.TellNewest | effects.RefuseUnary]:
         """Ask a replica to leave, now and on every new stream, until it has. Who is lost or has left can't be asked."""
         known = [replica for replica in self.liveness.replicas.values() if not replica.presumed]
         found = [replica for replica in known if replica.replica_id == event.replica]
@@ -734,7 +751,55 @@ class Job:
             return [effects.RefuseUnary(event.call, Refusal.UNKNOWN, message)]
         replica = found[0]
         replica.asked_to_leave = event.reason, event.serve_ms
-        return [] if replica.stream is None else [effects.AskToLeave(replica.stream, event.reason, event.serve_ms)]
+        asked = [] if replica.stream is None else [effects.AskToLeave(replica.stream, event.reason, event.serve_ms)]
+        return [*asked, *(self._recall() if replica.replica_id in self._members else [])]
+
+    # --- a quorum whose members go on without asking ----------------------------------------------------------------
+
+    def _recall(self) -> list[effects.TellNewest]:
+        """Call the members of the newest quorum back: they ask after their next word."""
+        if not self._living.recall():
+            return []
+        news = self._living.news(self._previous_key, 0, broken=self._broken is not None)
+        members = (self.liveness.replicas.get(name) for name in self._members)
+        return [
+            effects.TellNewest(each.stream, news)
+            for each in members
+            if each is not None and each.stream is not None and each.healthy
+        ]
+
+    def _answer_beat(self, replica: Replica, beat: events.BeatReceived) -> list[effects.TellNewest]:
+        """Name the newest quorum to whoever goes on in one without asking: that renews its lease, and repairs what it
+        has missed."""
+        if not beat.number:
+            return []
+        if beat.progress is not None and self._living.stands and replica.replica_id in self._members:
+            self._newest_step = max(self._newest_step, beat.progress.step)
+        news = self._living.news(self._previous_key, beat.number, broken=self._broken is not None)
+        return [effects.TellNewest(beat.stream, news)]
+
+    def _look_who_does_not_come(self, now_ms: int) -> list[effects.LighthouseEffect]:
+        """Break the newest quorum where members wait in it for others that have asked, or that are late."""
+        if self._broken is not None:
+            return []
+        known = (self.liveness.replicas.get(name) for name in self._members if name not in self._asked_since)
+        members = [each for each in known if each is not None and each.healthy]
+        overdue = self._living.overdue(members, now_ms)
+        if overdue is not None:
+            who, waiting = overdue
+            why = f"asked for the next quorum, and {_listed(waiting)} waits in this one"
+            return self._break_quorum(who, self._members[who].session, why, lives=True)
+        late = self._living.breaks_for(members)
+        if late is None:
+            return []
+        self._living.goes_on_without_the_late(now_ms)
+        self._more = 0
+        return self._break_for_all(f"waits for {_listed(late[1])} for longer than join_timeout")
+
+    def _has_moved_on(self) -> bool:
+        """Whether the members have committed steps since the newest quorum was given, of which only beats tell."""
+        given = max((member.step for member in self._members.values()), default=0)
+        return self._living.stands and self._newest_step > given
 
     # --- sessions -----------------------------------------------------------------------------------------------
 
@@ -844,6 +909,8 @@ class Job:
     def _up_to_date(self) -> tuple[int, ...]:
         """Replica ranks that hold the newest quorum's state; none before the first step, and where all are torn."""
         assert self.previous is not None
+        if self._has_moved_on():
+            return tuple(range(len(self.previous.members)))
         try:
             common = assign(self.previous)
         except ProtocolError:
@@ -950,6 +1017,7 @@ class Job:
             if replica is None or replica.stream is None:
                 continue
             out.append(effects.TellStraggler(replica.stream, news))
+            out += self._recall() if news.replica_id in self._members and news.pause_ms else []
             if change.ends_quorum:
                 out += self._break_quorum(news.replica_id, replica.session, left_out_reason(news), lives=True)
                 # Its own reductions would wait for those that go on without it.
@@ -1005,6 +1073,8 @@ class Job:
 
     def _has_heard_of(self, held: QuorumKey) -> None:
         self.last_id = max(self.last_id, held.quorum_id)
+        if self._held is None or held > self._held:
+            self._held_lease_ms = 0
         self._held = max(held, self._held or held)
 
     @property
@@ -1036,9 +1106,9 @@ class Job:
         if quorum.key == self._previous_key:
             return self._answered_later(quorum, answer, now_ms)
         self._forget_losses()
-        self.previous, self._reported_last = quorum, answer
+        before, self.previous, self._reported_last = self.previous, quorum, answer
         self._members = {member.replica_id: member for member in quorum.members}
-        self._begin_round()
+        self._begin_round(before)
         self._formed_ms = self._key_formed_ms = now_ms
         out: list[effects.LighthouseEffect] = []
         successors = {replica.replaces: replica.replica_id for replica in self.liveness.replicas.values()}
@@ -1120,11 +1190,14 @@ class Job:
             if self._runs(replica, request):
                 return out + self._answer_again(replica, request, now_ms)
             out += self._break_quorum(replica.replica_id, replica.session, "does not hold it", lives=True)
-        elif member.needs_configure and event.held == self._previous_key:
+        elif event.held == self._previous_key and (
+            member.needs_configure or (self._living.stands and member.commit_failures > 0)
+        ):
             # The others may wait for it in a rendezvous or a reduction that it has left.
             out += self._break_quorum(replica.replica_id, replica.session, "asks for a new process group", lives=True)
         if replica.replica_id in self._members:
             self._asked_since.add(replica.replica_id)
+            self._living.asked(replica.replica_id, now_ms)
         if event.held is not None and (replica.held is None or event.held > replica.held):
             # Never an older one: its ranks may not have got the newest yet.
             replica.held, replica.num_answers = event.held, 0
@@ -1319,6 +1392,7 @@ class Job:
         if isinstance(decision, Form) and decision.kept_out:
             decision = self._fit(decision, now_ms)
         if not isinstance(decision, Form):
+            out += self._recall_for(waiting, now_ms) if self._living.stands else []
             self.waiting_for = self._with_the_kept_out(decision.reason, waiting, now_ms)
             self._more = decision.more
             return out
@@ -1326,8 +1400,31 @@ class Job:
             left_ms = self._unnamed_until_ms - now_ms
             self.waiting_for = f"who was in quorum {self._held}, whom nobody here can name; {left_ms} ms are left"
             return out
+        lives = self._who_may_still_train(waiting, now_ms)
+        if lives is not None:
+            self.waiting_for = lives
+            return out
         out += self._tell_of_the_kept_out(decision.kept_out, now_ms)
         return out + self._formed(decision.members, now_ms, wall_ms)
+
+    def _recall_for(self, waiting: list[tuple[Replica, OpenRequest]], now_ms: int) -> list[effects.TellNewest]:
+        """A replica that could be in the next quorum waits for the members of the newest."""
+        out = self._left_out()
+        for replica, _ in waiting:
+            name = replica.replica_id
+            able = name not in out and name not in self._kept.out and replica.ineligible_until_ms <= now_ms
+            if name not in self._members and able:
+                return self._recall()
+        return []
+
+    def _who_may_still_train(self, waiting: list[tuple[Replica, OpenRequest]], now_ms: int) -> str | None:
+        """Nobody starts over beside a quorum that may make progress where this lighthouse can't hear it."""
+        names = {replica.replica_id for replica, _ in waiting}
+        lives = self._living.waits_for(names, self._members, self.liveness.replicas, now_ms)
+        if lives is not None or self._formed_here:
+            return lives
+        holds = any(replica.held == self._held for replica, _ in waiting)
+        return self._living.waits_for_unnamed(self._held, self._held_lease_ms, holds, self._previous_key, now_ms)
 
     # --- links -------------------------------------------------------------------------------------------------------
 
@@ -1411,7 +1508,7 @@ class Job:
             left_out=self._left_out(),
             previous=self.previous,
             min_replicas=self._config.min_replicas,
-            join_timeout_ms=self._timeouts.join_timeout_ms,
+            join_timeout_ms=self._living.join_timeout_ms(now_ms),
             asked_ms=asked_ms,
             fast_only=now_ms - self._birth.now_ms < self._timeouts.reconnect_grace_ms,
             reference_step=reference_step,
@@ -1434,8 +1531,13 @@ class Job:
         step = self._reference_step() if lost_ms else 0
         if self.previous is None or step == 0:
             return 0, {}
-        held = _holders_of(self.previous, step)
+        held = self._holders(step)
         return step, {replica_id: lost_ms[replica_id] for replica_id in held if replica_id in lost_ms}
+
+    def _holders(self, step: int) -> Collection[str]:
+        """Who held the state of that step, which the newest quorum started from or has reached since."""
+        assert self.previous is not None
+        return self.previous.replica_ids if self._has_moved_on() else _holders_of(self.previous, step)
 
     def _patience_ms(self, replica: Replica) -> int:
         """For how long one that is lost may come back with its state. One that fell silent may only be paused."""
@@ -1443,6 +1545,8 @@ class Job:
 
     def _reference_step(self) -> int:
         """The step that the newest quorum started from; 0: there is no state that is worth waiting for."""
+        if self._has_moved_on():
+            return self._newest_step
         try:
             return assign(self.previous).step if self.previous is not None else 0
         except ProtocolError:
@@ -1453,7 +1557,7 @@ class Job:
         step = self._reference_step()
         if self.previous is None or any(member.step >= step and not member.torn for member in members):
             return []
-        known = [(name, self.liveness.replicas.get(name)) for name in _holders_of(self.previous, step)]
+        known = [(name, self.liveness.replicas.get(name)) for name in self._holders(step)]
         silent = [name for name, each in known if each is not None and each.lost and each.fell_silent and not each.dead]
         if not silent:
             return []
@@ -1564,7 +1668,7 @@ class Job:
         self.previous = quorum
         self._members = {member.replica_id: member for member in members}
         self._formed_here = True
-        self._begin_round()
+        self._begin_round(previous)
         if reason is not None:
             out.append(effects.QuorumFormed(self.name, quorum, previous, now_ms - self._key_formed_ms, reason))
             self._key_formed_ms = now_ms
@@ -1590,8 +1694,11 @@ class Job:
         told = [effects.TellWait(stream, warning, True) for stream in streams if stream is not None]
         return [effects.Warned(self.name, warning), *told]
 
-    def _begin_round(self) -> None:
-        """There is another newest quorum, or it was given anew."""
+    def _begin_round(self, before: Quorum | None) -> None:
+        """There is another newest quorum than the one before, or it was given anew."""
+        assert self.previous is not None
+        self._living.given(self.previous, before)
+        self.liveness.remember(self._living.remember_ms)
         self._healthy_before = None
         self._broken = None
         self._newest_step = max(member.step for member in self._members.values())

@@ -157,6 +157,10 @@ class Liveness:
         self._unfinished: dict[str, int] = {}  # since when, by the user's name: who ended and had not finished
         self._sick_ms: int | None = None  # since when silence counts anew; told to the replicas when they are judged
 
+    def remember(self, for_ms: int) -> None:
+        """Remember who is lost for so long at least."""
+        self._forget_after_ms = max(self._forget_after_ms, for_ms)
+
     def of_stream(self, stream: int) -> Replica | None:
         """The replica whose newest stream this is."""
         return self._by_stream.get(stream)

@@ -19,6 +19,7 @@ from tft_coord.core.types import Hello, Member, QuorumKey, Refusal
 from tft_coord.timeouts import Timeouts
 
 STALE_DOUBLINGS_MOST = 40  # 2^40 ms are 35 years
+UNANSWERED_MOST = 64  # beats whose sending times are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class SendBeat:
     healed_bytes: int
     progress: Progress | None = None
     waits: bool = False
+    number: int = 0  # the answer names the newest quorum; 0: none is wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,9 @@ class SessionCore:
         self._next_beat_ms = 0
         self._beat_interval_ms = timeouts.beat_interval_ms
         self._healed_bytes = 0
+        self._lease_ms = 0  # of its newest request
+        self._beats: dict[int, int] = {}  # when each beat on this stream was sent that is not answered
+        self._last_beat = 0
         self._stale_in_a_row = 0
         self._duplicate_since_ms: int | None = None
         self.hangs = False  # the session was lost, and no newer one is opened while the trainer hangs
@@ -182,6 +187,7 @@ class SessionCore:
         self._opened_ms = now_ms
         self._welcomed = self._stays = False
         self._fingerprint_said = False
+        self._beats.clear()
         self._next_beat_ms = now_ms + self._timeouts.beat_interval_ms
         return [self._hello()]
 
@@ -361,6 +367,7 @@ class SessionCore:
             # what was given here, for in it the ranks may be.
             self.held, self.num_answers = held, 0
         self._open = SendRequest(request, member, held)
+        self._lease_ms = member.lease_ms or 0
         return [self._request(self._open)] if self._welcomed else []
 
     def withdraw(self, request: int, now_ms: int) -> list[SessionEffect]:
@@ -378,6 +385,13 @@ class SessionCore:
             self.held, self.num_answers = key, self.num_answers + 1 if key == self.held else 1
         self._open = None
         return True
+
+    def beat_answered(self, number: int) -> int | None:
+        """Return when the beat of that number was sent; None: it is no beat of this stream, or was answered before."""
+        sent_ms = self._beats.pop(number, None)
+        if sent_ms is not None:
+            self._beats = {each: at_ms for each, at_ms in self._beats.items() if each > number}
+        return sent_ms
 
     def healed(self, healed_bytes: int) -> None:
         """Bytes of live state received so far; travels with the beats."""
@@ -402,7 +416,17 @@ class SessionCore:
             self._next_look_ms = now_ms + self._timeouts.heartbeat_timeout_ms // 2
             looks += [Look(each) for each in range(self._num_addresses) if each != self._address_dialed]
         self._next_beat_ms = now_ms + self._beat_interval_ms
-        return [SendBeat(self._healed_bytes, progress(), waits()), *looks]
+        return [SendBeat(self._healed_bytes, progress(), waits(), self._number(now_ms)), *looks]
+
+    def _number(self, now_ms: int) -> int:
+        """The number of a beat that is sent now, where this group goes on in a quorum without asking; else 0."""
+        if not self._lease_ms:
+            return 0
+        self._last_beat += 1
+        self._beats[self._last_beat] = now_ms
+        if len(self._beats) > UNANSWERED_MOST:
+            del self._beats[next(iter(self._beats))]
+        return self._last_beat
 
     @property
     def open_request(self) -> SendRequest | None:
@@ -451,6 +475,7 @@ class SessionCore:
                 pid=self._pid,
                 answers_probes=self._answers_probes,
                 tries_peers=self._tries_peers,
+                lease_ms=self._lease_ms,
             )
         )
 

@@ -309,7 +309,7 @@ class Standing:
         if total is None:
             return Vote(yes=False, why="the word of the round did not complete")
         if len(total) != NUM_WORDS:
-            raise ProtocolError(f"the word of a round has {NUM_WORDS} integers, not {len(total)}; give the sum as it is")
+            raise ProtocolError(f"the word of a round has {NUM_WORDS} integers, not {len(total)}; give the whole sum")
         ok, ask, leave, recovering, check = total
         if ok != num_members:
             return Vote(yes=False, why=f"{num_members - ok} of {num_members} members have an error in this round")

@@ -29,6 +29,7 @@ from tft_coord.core.effects import (
     RefuseSession,
     Release,
     TellLost,
+    TellNewest,
     TellStraggler,
     TellWait,
     TryPeers,
@@ -222,6 +223,11 @@ class LighthouseLink:
             logger.warning("replica %s: %s", self._replica_id, reason)
         self._say(events.ProbeAnswered(0, 0, reason, stopped_ms))
 
+    def report_late(self, key: QuorumKey, step: int) -> None:
+        """Say that a round of a standing quorum waits for a member for too long."""
+        logger.info("replica %s waits in step %d of quorum %s for join_timeout", self._replica_id, step, key)
+        self._say(events.LateReported(0, key, step))
+
     def report_death(self, reason: str) -> None:
         """Say that a trainer of this group ended."""
         self._reported_death = True
@@ -254,8 +260,8 @@ class LighthouseLink:
                     self._say(events.QuorumRequested(0, request, member, held, fingerprint))
                 case SendWithdraw(request):
                     self._say(events.RequestWithdrawn(0, request))
-                case SendBeat(healed_bytes, progress, waits):
-                    self._say(events.BeatReceived(0, healed_bytes, progress, waits))
+                case SendBeat(healed_bytes, progress, waits, number):
+                    self._say(events.BeatReceived(0, healed_bytes, progress, waits, number))
                 case SendHello(hello):
                     self._say(events.HelloReceived(0, hello))
                 case SendLeave(reason, serve_ms, finished_step):
@@ -562,6 +568,8 @@ class LighthouseLink:
             case AskToLeave(_, reason, serve_ms):
                 logger.info("replica %s is asked to leave: %s", self._replica_id, reason)
                 self._arrived(events.LeaveAsked(reason, serve_ms))
+            case TellNewest(_, named):
+                self._arrived(events.NewestNamed(named, self._core.beat_answered(named.beat)))
             case TellStraggler(_, news):
                 self._arrived(events.PaceTold(news))
             case TellWait(_, sentence, warns):

@@ -177,6 +177,8 @@ class ManagerServerShell:
                     self._answer(call, rank_codec.Failure(code, message + why))
                 case effects.SayWaits():
                     self._link.say_waits()
+                case effects.ReportLate(key, step):
+                    self._link.report_late(key, step)
                 case effects.ReportStop(reason, stopped_ms, is_news):
                     self._link.report_stop(reason, stopped_ms, is_news=is_news)
                 case effects.NotifyRank(rank, notice):
@@ -346,7 +348,15 @@ class ManagerServerShell:
             case rank_codec.Vote():
                 self._handle(
                     events.RankVoted(
-                        rank, call, asked.key, asked.step, asked.purpose, asked.yes, deadline_ms, asked.leaving
+                        rank,
+                        call,
+                        asked.key,
+                        asked.step,
+                        asked.purpose,
+                        asked.yes,
+                        deadline_ms,
+                        asked.leaving,
+                        asked.stands,
                     )
                 )
             case rank_codec.Leave():
@@ -415,11 +425,15 @@ class ManagerServerShell:
                 self._called(rank, number, timeout_ms, asked)
             case rank_codec.RankWithdraw(number):
                 self._withdraw(rank.rank, rank.calls.pop(number, 0))
-            case rank_codec.RankBeat(healed_bytes, progress):
+            case rank_codec.RankBeat(healed_bytes, progress, number):
+                if number:
+                    self._handle(events.RankBeat(rank.rank, number))
                 if progress is not None:
                     self._handle(events.RankProgressed(rank.rank, progress))
                 self._healed_bytes[rank.rank] = max(healed_bytes, self._healed_bytes.get(rank.rank, 0))
                 self._link.healed(sum(self._healed_bytes.values()))
+            case rank_codec.RankLate(key, step):
+                self._handle(events.RankLate(rank.rank, key, step))
             case rank_codec.RankProcess(process):
                 if self._this_process is not None and process.shares_host_with(self._this_process):
                     self._processes[rank.rank] = process

@@ -26,6 +26,7 @@ from tft_coord.core.effects import (
     RefuseSession,
     Release,
     TellLost,
+    TellNewest,
     TellStraggler,
     TellWait,
     TryPeers,
@@ -36,6 +37,7 @@ from tft_coord.core.events import (
     DeathReported,
     DrainRequested,
     HelloReceived,
+    LateReported,
     LeaveReceived,
     LighthouseEvent,
     PeersTried,
@@ -47,6 +49,7 @@ from tft_coord.core.events import (
 )
 from tft_coord.core.types import MAX_INT64, MAX_UINT64, Hello, Member, Quorum, QuorumKey
 from tft_coord.errors import ProtocolError
+from tft_coord.timeouts import LONGEST_MS
 from tft_coord.views import DescribedJob, LighthouseDescription
 from tft_coord.wire import coordination_pb2 as pb
 from tft_coord.wire import fields
@@ -75,6 +78,7 @@ def encode_to_lighthouse(event: LighthouseEvent, said: Member | None = None) -> 
                 progress=progress,
                 own_ms=fields.own_ms_to_wire(event.progress),
                 waits=event.waits,
+                number=event.number,
             )
             return pb.ToLighthouse(beat=beat).SerializeToString()
         case QuorumRequested():
@@ -107,6 +111,7 @@ def encode_to_lighthouse(event: LighthouseEvent, said: Member | None = None) -> 
                 pid=hello.pid,
                 answers_probes=hello.answers_probes,
                 tries_peers=hello.tries_peers,
+                lease_ms=hello.lease_ms,
             )
             return pb.ToLighthouse(hello=greeting).SerializeToString()
         case QuorumReported():
@@ -115,6 +120,9 @@ def encode_to_lighthouse(event: LighthouseEvent, said: Member | None = None) -> 
         case PeersTried():
             tried = pb.PeersTried(number=event.number, unreached=fields.unreached_to_wire(event.unreached))
             return pb.ToLighthouse(peers_tried=tried).SerializeToString()
+        case LateReported():
+            late = pb.Late(key=fields.key_to_wire(event.key), step=event.step)
+            return pb.ToLighthouse(late=late).SerializeToString()
         case DeathReported():
             return pb.ToLighthouse(death=pb.Death(reason=fields.clip(event.reason))).SerializeToString()
         case ProbeAnswered():
@@ -144,7 +152,9 @@ def decode_to_lighthouse(
     match message.WhichOneof("message"):
         case "beat":
             healed_bytes = fields.checked_count("healed_bytes", message.beat.healed_bytes, MAX_INT64)
-            return BeatReceived(stream, healed_bytes, fields.progress_from_wire(message.beat), message.beat.waits)
+            number = fields.checked_count("number", message.beat.number, MAX_INT64)
+            progress = fields.progress_from_wire(message.beat)
+            return BeatReceived(stream, healed_bytes, progress, message.beat.waits, number)
         case "quorum_request":
             asked = message.quorum_request
             held = fields.key_from_wire(asked.held) if asked.HasField("held") else None
@@ -163,6 +173,9 @@ def decode_to_lighthouse(
         case "peers_tried":
             tried = message.peers_tried
             return PeersTried(stream, tried.number, fields.unreached_from_wire(tried.unreached))
+        case "late":
+            step = fields.checked_count("step", message.late.step, MAX_INT64)
+            return LateReported(stream, fields.key_from_wire(message.late.key), step)
         case "death":
             return DeathReported(stream, fields.checked_sentence("reason", message.death.reason))
         case "probed":
@@ -195,6 +208,7 @@ ToldEffect = (
     | RefuseRequest
     | AskToLeave
     | TellWait
+    | TellNewest
     | TellStraggler
     | TryPeers
     | Release
@@ -246,6 +260,8 @@ def encode_from_lighthouse(effect: ToldEffect) -> bytes:
         case TellWait():
             waits = pb.Waits(sentence=fields.clip(effect.sentence), warns=effect.warns)
             return pb.FromLighthouse(waits=waits).SerializeToString()
+        case TellNewest():
+            return pb.FromLighthouse(quorum_news=fields.quorum_news_to_wire(effect.news)).SerializeToString()
         case TellStraggler():
             return pb.FromLighthouse(straggler=fields.straggler_to_wire(effect.news)).SerializeToString()
         case Probe():
@@ -303,6 +319,8 @@ def decode_from_lighthouse(data: bytes) -> ToldEffect:
         case "waits":
             sentence = fields.checked_sentence("sentence", message.waits.sentence)
             return TellWait(0, sentence, message.waits.warns)
+        case "quorum_news":
+            return TellNewest(0, fields.quorum_news_from_wire(message.quorum_news))
         case "straggler":
             return TellStraggler(0, fields.straggler_from_wire(message.straggler))
         case "probe":
@@ -462,6 +480,8 @@ def _member_to_wire(member: Member, *, ours: bool = True) -> pb.QuorumMember:
         message.min_replica_size = member.min_replica_size
         message.unreached.extend(fields.unreached_to_wire(member.unreached))
         message.store_failed = member.store_failed
+        if member.lease_ms is not None:
+            message.lease_ms = member.lease_ms
     return message
 
 
@@ -491,6 +511,7 @@ def _member_from_wire(message: pb.QuorumMember) -> Member:
         reconfigure_handles=fields.checked_handles(message.reconfigure_handles),
         unreached=fields.unreached_from_wire(message.unreached),
         store_failed=message.store_failed,
+        lease_ms=fields.lease_from_wire(message),
     )
 
 
@@ -543,6 +564,7 @@ def _hello_from_wire(message: pb.Hello) -> Hello:
         pid=message.pid,
         answers_probes=message.answers_probes,
         tries_peers=message.tries_peers,
+        lease_ms=fields.checked_count("lease_ms", message.lease_ms, LONGEST_MS),
     )
 
 

@@ -91,7 +91,7 @@ class InfoResponse(_message.Message):
     def __init__(self, peers: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ...) -> None: ...
 
 class QuorumMember(_message.Message):
-    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "reconfigure_handles", "session", "lineage", "live", "torn", "needs_configure", "failed_heals", "init_sync", "allow_heal", "use_async_quorum", "fixed_with_spares", "min_replica_size", "unreached", "store_failed", "poor_sources")
+    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "reconfigure_handles", "session", "lineage", "live", "torn", "needs_configure", "failed_heals", "init_sync", "allow_heal", "use_async_quorum", "fixed_with_spares", "min_replica_size", "unreached", "store_failed", "poor_sources", "lease_ms")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +115,7 @@ class QuorumMember(_message.Message):
     UNREACHED_FIELD_NUMBER: _ClassVar[int]
     STORE_FAILED_FIELD_NUMBER: _ClassVar[int]
     POOR_SOURCES_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     address: str
     store_address: str
@@ -138,7 +139,8 @@ class QuorumMember(_message.Message):
     unreached: _containers.RepeatedCompositeFieldContainer[Unreached]
     store_failed: bool
     poor_sources: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., session: _Optional[int] = ..., lineage: _Optional[int] = ..., live: bool = ..., torn: bool = ..., needs_configure: bool = ..., failed_heals: _Optional[int] = ..., init_sync: bool = ..., allow_heal: bool = ..., use_async_quorum: bool = ..., fixed_with_spares: bool = ..., min_replica_size: _Optional[int] = ..., unreached: _Optional[_Iterable[_Union[Unreached, _Mapping]]] = ..., store_failed: bool = ..., poor_sources: _Optional[_Iterable[str]] = ...) -> None: ...
+    lease_ms: int
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., session: _Optional[int] = ..., lineage: _Optional[int] = ..., live: bool = ..., torn: bool = ..., needs_configure: bool = ..., failed_heals: _Optional[int] = ..., init_sync: bool = ..., allow_heal: bool = ..., use_async_quorum: bool = ..., fixed_with_spares: bool = ..., min_replica_size: _Optional[int] = ..., unreached: _Optional[_Iterable[_Union[Unreached, _Mapping]]] = ..., store_failed: bool = ..., poor_sources: _Optional[_Iterable[str]] = ..., lease_ms: _Optional[int] = ...) -> None: ...
 
 class Unreached(_message.Message):
     __slots__ = ("replica_id", "via", "why")
@@ -185,7 +187,7 @@ class LighthouseHeartbeatResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ManagerQuorumRequest(_message.Message):
-    __slots__ = ("group_rank", "step", "checkpoint_metadata", "shrink_only", "init_sync", "commit_failures", "reconfigure_handle", "lineage", "live", "torn", "needs_configure", "failed_heals", "allow_heal", "use_async_quorum", "fixed_with_spares", "min_replica_size", "data", "held", "attempt", "fingerprint", "unreached", "poor_sources")
+    __slots__ = ("group_rank", "step", "checkpoint_metadata", "shrink_only", "init_sync", "commit_failures", "reconfigure_handle", "lineage", "live", "torn", "needs_configure", "failed_heals", "allow_heal", "use_async_quorum", "fixed_with_spares", "min_replica_size", "data", "held", "attempt", "fingerprint", "unreached", "poor_sources", "lease_ms")
     GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_METADATA_FIELD_NUMBER: _ClassVar[int]
@@ -208,6 +210,7 @@ class ManagerQuorumRequest(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     UNREACHED_FIELD_NUMBER: _ClassVar[int]
     POOR_SOURCES_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     group_rank: int
     step: int
     checkpoint_metadata: str
@@ -230,10 +233,11 @@ class ManagerQuorumRequest(_message.Message):
     fingerprint: _containers.RepeatedCompositeFieldContainer[FingerprintPart]
     unreached: _containers.RepeatedCompositeFieldContainer[Unreached]
     poor_sources: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, group_rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_metadata: _Optional[str] = ..., shrink_only: bool = ..., init_sync: bool = ..., commit_failures: _Optional[int] = ..., reconfigure_handle: _Optional[str] = ..., lineage: _Optional[int] = ..., live: bool = ..., torn: bool = ..., needs_configure: bool = ..., failed_heals: _Optional[int] = ..., allow_heal: bool = ..., use_async_quorum: bool = ..., fixed_with_spares: bool = ..., min_replica_size: _Optional[int] = ..., data: _Optional[str] = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., attempt: _Optional[int] = ..., fingerprint: _Optional[_Iterable[_Union[FingerprintPart, _Mapping]]] = ..., unreached: _Optional[_Iterable[_Union[Unreached, _Mapping]]] = ..., poor_sources: _Optional[_Iterable[str]] = ...) -> None: ...
+    lease_ms: int
+    def __init__(self, group_rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_metadata: _Optional[str] = ..., shrink_only: bool = ..., init_sync: bool = ..., commit_failures: _Optional[int] = ..., reconfigure_handle: _Optional[str] = ..., lineage: _Optional[int] = ..., live: bool = ..., torn: bool = ..., needs_configure: bool = ..., failed_heals: _Optional[int] = ..., allow_heal: bool = ..., use_async_quorum: bool = ..., fixed_with_spares: bool = ..., min_replica_size: _Optional[int] = ..., data: _Optional[str] = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., attempt: _Optional[int] = ..., fingerprint: _Optional[_Iterable[_Union[FingerprintPart, _Mapping]]] = ..., unreached: _Optional[_Iterable[_Union[Unreached, _Mapping]]] = ..., poor_sources: _Optional[_Iterable[str]] = ..., lease_ms: _Optional[int] = ...) -> None: ...
 
 class ManagerQuorumResponse(_message.Message):
-    __slots__ = ("quorum_id", "recover_src_manager_address", "recover_src_replica_rank", "recover_dst_replica_ranks", "store_address", "max_step", "max_replica_rank", "max_world_size", "replica_rank", "replica_world_size", "heal", "commit_failures", "replica_ids", "reconfigure_handles", "nonce", "unchanged", "lineage", "sources", "serve", "up_to_date", "participants", "min_replica_size", "store_replica_id")
+    __slots__ = ("quorum_id", "recover_src_manager_address", "recover_src_replica_rank", "recover_dst_replica_ranks", "store_address", "max_step", "max_replica_rank", "max_world_size", "replica_rank", "replica_world_size", "heal", "commit_failures", "replica_ids", "reconfigure_handles", "nonce", "unchanged", "lineage", "sources", "serve", "up_to_date", "participants", "min_replica_size", "store_replica_id", "lease_ms")
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     RECOVER_SRC_MANAGER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     RECOVER_SRC_REPLICA_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -257,6 +261,7 @@ class ManagerQuorumResponse(_message.Message):
     PARTICIPANTS_FIELD_NUMBER: _ClassVar[int]
     MIN_REPLICA_SIZE_FIELD_NUMBER: _ClassVar[int]
     STORE_REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     quorum_id: int
     recover_src_manager_address: str
     recover_src_replica_rank: int
@@ -280,7 +285,8 @@ class ManagerQuorumResponse(_message.Message):
     participants: _containers.RepeatedScalarFieldContainer[int]
     min_replica_size: int
     store_replica_id: str
-    def __init__(self, quorum_id: _Optional[int] = ..., recover_src_manager_address: _Optional[str] = ..., recover_src_replica_rank: _Optional[int] = ..., recover_dst_replica_ranks: _Optional[_Iterable[int]] = ..., store_address: _Optional[str] = ..., max_step: _Optional[int] = ..., max_replica_rank: _Optional[int] = ..., max_world_size: _Optional[int] = ..., replica_rank: _Optional[int] = ..., replica_world_size: _Optional[int] = ..., heal: bool = ..., commit_failures: _Optional[int] = ..., replica_ids: _Optional[_Iterable[str]] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., nonce: _Optional[int] = ..., unchanged: bool = ..., lineage: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., serve: bool = ..., up_to_date: _Optional[_Iterable[int]] = ..., participants: _Optional[_Iterable[int]] = ..., min_replica_size: _Optional[int] = ..., store_replica_id: _Optional[str] = ...) -> None: ...
+    lease_ms: int
+    def __init__(self, quorum_id: _Optional[int] = ..., recover_src_manager_address: _Optional[str] = ..., recover_src_replica_rank: _Optional[int] = ..., recover_dst_replica_ranks: _Optional[_Iterable[int]] = ..., store_address: _Optional[str] = ..., max_step: _Optional[int] = ..., max_replica_rank: _Optional[int] = ..., max_world_size: _Optional[int] = ..., replica_rank: _Optional[int] = ..., replica_world_size: _Optional[int] = ..., heal: bool = ..., commit_failures: _Optional[int] = ..., replica_ids: _Optional[_Iterable[str]] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., nonce: _Optional[int] = ..., unchanged: bool = ..., lineage: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., serve: bool = ..., up_to_date: _Optional[_Iterable[int]] = ..., participants: _Optional[_Iterable[int]] = ..., min_replica_size: _Optional[int] = ..., store_replica_id: _Optional[str] = ..., lease_ms: _Optional[int] = ...) -> None: ...
 
 class CheckpointMetadataRequest(_message.Message):
     __slots__ = ("rank",)
@@ -295,28 +301,32 @@ class CheckpointMetadataResponse(_message.Message):
     def __init__(self, checkpoint_metadata: _Optional[str] = ...) -> None: ...
 
 class ShouldCommitRequest(_message.Message):
-    __slots__ = ("should_commit", "group_rank", "step", "key", "purpose", "leaving")
+    __slots__ = ("should_commit", "group_rank", "step", "key", "purpose", "leaving", "stands")
     SHOULD_COMMIT_FIELD_NUMBER: _ClassVar[int]
     GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
+    STANDS_FIELD_NUMBER: _ClassVar[int]
     should_commit: bool
     group_rank: int
     step: int
     key: QuorumKey
     purpose: Purpose
     leaving: bool
-    def __init__(self, should_commit: bool = ..., group_rank: _Optional[int] = ..., step: _Optional[int] = ..., key: _Optional[_Union[QuorumKey, _Mapping]] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., leaving: bool = ...) -> None: ...
+    stands: bool
+    def __init__(self, should_commit: bool = ..., group_rank: _Optional[int] = ..., step: _Optional[int] = ..., key: _Optional[_Union[QuorumKey, _Mapping]] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., leaving: bool = ..., stands: bool = ...) -> None: ...
 
 class ShouldCommitResponse(_message.Message):
-    __slots__ = ("should_commit", "leaves")
+    __slots__ = ("should_commit", "leaves", "stands")
     SHOULD_COMMIT_FIELD_NUMBER: _ClassVar[int]
     LEAVES_FIELD_NUMBER: _ClassVar[int]
+    STANDS_FIELD_NUMBER: _ClassVar[int]
     should_commit: bool
     leaves: bool
-    def __init__(self, should_commit: bool = ..., leaves: bool = ...) -> None: ...
+    stands: bool
+    def __init__(self, should_commit: bool = ..., leaves: bool = ..., stands: bool = ...) -> None: ...
 
 class KillRequest(_message.Message):
     __slots__ = ("msg",)
@@ -355,7 +365,7 @@ class Source(_message.Message):
     def __init__(self, replica_rank: _Optional[int] = ..., replica_id: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("job", "replica_id", "session", "address", "replaces", "ready", "held", "lighthouse_started_ms", "cluster_id", "left", "num_answers", "pid", "tries_peers", "answers_probes")
+    __slots__ = ("job", "replica_id", "session", "address", "replaces", "ready", "held", "lighthouse_started_ms", "cluster_id", "left", "num_answers", "pid", "tries_peers", "answers_probes", "lease_ms")
     JOB_FIELD_NUMBER: _ClassVar[int]
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -370,6 +380,7 @@ class Hello(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     TRIES_PEERS_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_PROBES_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     job: str
     replica_id: str
     session: int
@@ -384,7 +395,8 @@ class Hello(_message.Message):
     pid: int
     tries_peers: bool
     answers_probes: bool
-    def __init__(self, job: _Optional[str] = ..., replica_id: _Optional[str] = ..., session: _Optional[int] = ..., address: _Optional[str] = ..., replaces: _Optional[str] = ..., ready: bool = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., lighthouse_started_ms: _Optional[int] = ..., cluster_id: _Optional[str] = ..., left: bool = ..., num_answers: _Optional[int] = ..., pid: _Optional[int] = ..., tries_peers: bool = ..., answers_probes: bool = ...) -> None: ...
+    lease_ms: int
+    def __init__(self, job: _Optional[str] = ..., replica_id: _Optional[str] = ..., session: _Optional[int] = ..., address: _Optional[str] = ..., replaces: _Optional[str] = ..., ready: bool = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., lighthouse_started_ms: _Optional[int] = ..., cluster_id: _Optional[str] = ..., left: bool = ..., num_answers: _Optional[int] = ..., pid: _Optional[int] = ..., tries_peers: bool = ..., answers_probes: bool = ..., lease_ms: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("step", "phase", "since_ms", "excused", "slowest_step_ms")
@@ -401,16 +413,18 @@ class Progress(_message.Message):
     def __init__(self, step: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., since_ms: _Optional[int] = ..., excused: bool = ..., slowest_step_ms: _Optional[int] = ...) -> None: ...
 
 class Beat(_message.Message):
-    __slots__ = ("healed_bytes", "progress", "own_ms", "waits")
+    __slots__ = ("healed_bytes", "progress", "own_ms", "waits", "number")
     HEALED_BYTES_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     OWN_MS_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     healed_bytes: int
     progress: Progress
     own_ms: int
     waits: bool
-    def __init__(self, healed_bytes: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., own_ms: _Optional[int] = ..., waits: bool = ...) -> None: ...
+    number: int
+    def __init__(self, healed_bytes: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., own_ms: _Optional[int] = ..., waits: bool = ..., number: _Optional[int] = ...) -> None: ...
 
 class QuorumRequest(_message.Message):
     __slots__ = ("request", "member", "held", "fingerprint", "as_before")
@@ -488,8 +502,16 @@ class Probed(_message.Message):
     stopped_ms: int
     def __init__(self, number: _Optional[int] = ..., stopped: _Optional[str] = ..., stopped_ms: _Optional[int] = ...) -> None: ...
 
+class Late(_message.Message):
+    __slots__ = ("key", "step")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    key: QuorumKey
+    step: int
+    def __init__(self, key: _Optional[_Union[QuorumKey, _Mapping]] = ..., step: _Optional[int] = ...) -> None: ...
+
 class ToLighthouse(_message.Message):
-    __slots__ = ("hello", "beat", "quorum_request", "withdraw", "quorum_report", "death", "leave", "peers_tried", "probed")
+    __slots__ = ("hello", "beat", "quorum_request", "withdraw", "quorum_report", "death", "leave", "peers_tried", "probed", "late")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     QUORUM_REQUEST_FIELD_NUMBER: _ClassVar[int]
@@ -499,6 +521,7 @@ class ToLighthouse(_message.Message):
     LEAVE_FIELD_NUMBER: _ClassVar[int]
     PEERS_TRIED_FIELD_NUMBER: _ClassVar[int]
     PROBED_FIELD_NUMBER: _ClassVar[int]
+    LATE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     beat: Beat
     quorum_request: QuorumRequest
@@ -508,7 +531,8 @@ class ToLighthouse(_message.Message):
     leave: Leave
     peers_tried: PeersTried
     probed: Probed
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., quorum_request: _Optional[_Union[QuorumRequest, _Mapping]] = ..., withdraw: _Optional[_Union[Withdraw, _Mapping]] = ..., quorum_report: _Optional[_Union[QuorumReport, _Mapping]] = ..., death: _Optional[_Union[Death, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., peers_tried: _Optional[_Union[PeersTried, _Mapping]] = ..., probed: _Optional[_Union[Probed, _Mapping]] = ...) -> None: ...
+    late: Late
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., quorum_request: _Optional[_Union[QuorumRequest, _Mapping]] = ..., withdraw: _Optional[_Union[Withdraw, _Mapping]] = ..., quorum_report: _Optional[_Union[QuorumReport, _Mapping]] = ..., death: _Optional[_Union[Death, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., peers_tried: _Optional[_Union[PeersTried, _Mapping]] = ..., probed: _Optional[_Union[Probed, _Mapping]] = ..., late: _Optional[_Union[Late, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("session", "lighthouse_started_ms", "cluster_id", "heartbeat_timeout_ms", "join_timeout_ms")
@@ -606,6 +630,20 @@ class Straggler(_message.Message):
     sentence: str
     def __init__(self, replica_id: _Optional[str] = ..., kind: _Optional[_Union[PaceKind, str]] = ..., own_ms: _Optional[int] = ..., median_ms: _Optional[int] = ..., share: _Optional[float] = ..., pause_ms: _Optional[int] = ..., sentence: _Optional[str] = ...) -> None: ...
 
+class QuorumNews(_message.Message):
+    __slots__ = ("key", "broken", "recalled", "beat", "age_ms")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    BROKEN_FIELD_NUMBER: _ClassVar[int]
+    RECALLED_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
+    AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    key: QuorumKey
+    broken: bool
+    recalled: bool
+    beat: int
+    age_ms: int
+    def __init__(self, key: _Optional[_Union[QuorumKey, _Mapping]] = ..., broken: bool = ..., recalled: bool = ..., beat: _Optional[int] = ..., age_ms: _Optional[int] = ...) -> None: ...
+
 class QuorumAnswer(_message.Message):
     __slots__ = ("request", "quorum", "unchanged", "refused")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
@@ -619,7 +657,7 @@ class QuorumAnswer(_message.Message):
     def __init__(self, request: _Optional[int] = ..., quorum: _Optional[_Union[Quorum, _Mapping]] = ..., unchanged: _Optional[_Union[QuorumKey, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
 
 class FromLighthouse(_message.Message):
-    __slots__ = ("welcome", "refused", "lost", "ask_for_quorum", "answer", "loss_notice", "ask_to_leave", "newcomer_asks", "released", "waits", "try_peers", "probe", "straggler")
+    __slots__ = ("welcome", "refused", "lost", "ask_for_quorum", "answer", "loss_notice", "ask_to_leave", "newcomer_asks", "released", "waits", "try_peers", "probe", "straggler", "quorum_news")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
@@ -633,6 +671,7 @@ class FromLighthouse(_message.Message):
     TRY_PEERS_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
     STRAGGLER_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_NEWS_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refused: Refused
     lost: Lost
@@ -646,7 +685,8 @@ class FromLighthouse(_message.Message):
     try_peers: TryPeers
     probe: Probe
     straggler: Straggler
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., ask_for_quorum: _Optional[_Union[QuorumKey, _Mapping]] = ..., answer: _Optional[_Union[QuorumAnswer, _Mapping]] = ..., loss_notice: _Optional[_Union[LossNotice, _Mapping]] = ..., ask_to_leave: _Optional[_Union[AskToLeave, _Mapping]] = ..., newcomer_asks: _Optional[_Union[NewcomerAsks, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ..., try_peers: _Optional[_Union[TryPeers, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., straggler: _Optional[_Union[Straggler, _Mapping]] = ...) -> None: ...
+    quorum_news: QuorumNews
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., ask_for_quorum: _Optional[_Union[QuorumKey, _Mapping]] = ..., answer: _Optional[_Union[QuorumAnswer, _Mapping]] = ..., loss_notice: _Optional[_Union[LossNotice, _Mapping]] = ..., ask_to_leave: _Optional[_Union[AskToLeave, _Mapping]] = ..., newcomer_asks: _Optional[_Union[NewcomerAsks, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ..., try_peers: _Optional[_Union[TryPeers, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., straggler: _Optional[_Union[Straggler, _Mapping]] = ..., quorum_news: _Optional[_Union[QuorumNews, _Mapping]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("job", "replica_id", "reason", "serve_ms")
@@ -719,14 +759,16 @@ class RankHello(_message.Message):
     def __init__(self, group_rank: _Optional[int] = ..., session: _Optional[int] = ...) -> None: ...
 
 class RankBeat(_message.Message):
-    __slots__ = ("healed_bytes", "progress", "own_ms")
+    __slots__ = ("healed_bytes", "progress", "own_ms", "number")
     HEALED_BYTES_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     OWN_MS_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     healed_bytes: int
     progress: Progress
     own_ms: int
-    def __init__(self, healed_bytes: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., own_ms: _Optional[int] = ...) -> None: ...
+    number: int
+    def __init__(self, healed_bytes: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., own_ms: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class RankLeaves(_message.Message):
     __slots__ = ("reason", "serve_ms", "group_rank", "finished_step")
@@ -777,20 +819,22 @@ class RankWithdraw(_message.Message):
     def __init__(self, call: _Optional[int] = ...) -> None: ...
 
 class ToManagerServer(_message.Message):
-    __slots__ = ("hello", "beat", "goodbye", "call", "withdraw", "process")
+    __slots__ = ("hello", "beat", "goodbye", "call", "withdraw", "process", "late")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
     CALL_FIELD_NUMBER: _ClassVar[int]
     WITHDRAW_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
+    LATE_FIELD_NUMBER: _ClassVar[int]
     hello: RankHello
     beat: RankBeat
     goodbye: RankGoodbye
     call: RankCall
     withdraw: RankWithdraw
     process: RankProcess
-    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., beat: _Optional[_Union[RankBeat, _Mapping]] = ..., goodbye: _Optional[_Union[RankGoodbye, _Mapping]] = ..., call: _Optional[_Union[RankCall, _Mapping]] = ..., withdraw: _Optional[_Union[RankWithdraw, _Mapping]] = ..., process: _Optional[_Union[RankProcess, _Mapping]] = ...) -> None: ...
+    late: Late
+    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., beat: _Optional[_Union[RankBeat, _Mapping]] = ..., goodbye: _Optional[_Union[RankGoodbye, _Mapping]] = ..., call: _Optional[_Union[RankCall, _Mapping]] = ..., withdraw: _Optional[_Union[RankWithdraw, _Mapping]] = ..., process: _Optional[_Union[RankProcess, _Mapping]] = ..., late: _Optional[_Union[Late, _Mapping]] = ...) -> None: ...
 
 class RankAnswer(_message.Message):
     __slots__ = ("call", "plan", "verdict", "refused")
@@ -819,7 +863,7 @@ class KillRank(_message.Message):
     def __init__(self, message: _Optional[str] = ...) -> None: ...
 
 class FromManagerServer(_message.Message):
-    __slots__ = ("welcome", "refused", "answer", "loss_notice", "group_lost", "ask_to_leave", "newcomer_asks", "kill", "released", "waits", "straggler")
+    __slots__ = ("welcome", "refused", "answer", "loss_notice", "group_lost", "ask_to_leave", "newcomer_asks", "kill", "released", "waits", "straggler", "quorum_news")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
@@ -831,6 +875,7 @@ class FromManagerServer(_message.Message):
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
     STRAGGLER_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_NEWS_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refused: Refused
     answer: RankAnswer
@@ -842,4 +887,5 @@ class FromManagerServer(_message.Message):
     released: Released
     waits: Waits
     straggler: Straggler
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., answer: _Optional[_Union[RankAnswer, _Mapping]] = ..., loss_notice: _Optional[_Union[LossNotice, _Mapping]] = ..., group_lost: _Optional[_Union[GroupLost, _Mapping]] = ..., ask_to_leave: _Optional[_Union[AskToLeave, _Mapping]] = ..., newcomer_asks: _Optional[_Union[NewcomerAsks, _Mapping]] = ..., kill: _Optional[_Union[KillRank, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ..., straggler: _Optional[_Union[Straggler, _Mapping]] = ...) -> None: ...
+    quorum_news: QuorumNews
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., answer: _Optional[_Union[RankAnswer, _Mapping]] = ..., loss_notice: _Optional[_Union[LossNotice, _Mapping]] = ..., group_lost: _Optional[_Union[GroupLost, _Mapping]] = ..., ask_to_leave: _Optional[_Union[AskToLeave, _Mapping]] = ..., newcomer_asks: _Optional[_Union[NewcomerAsks, _Mapping]] = ..., kill: _Optional[_Union[KillRank, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ..., straggler: _Optional[_Union[Straggler, _Mapping]] = ..., quorum_news: _Optional[_Union[QuorumNews, _Mapping]] = ...) -> None: ...

@@ -22,11 +22,13 @@ from tft_coord.core.types import (
     LossNotice,
     PeerAddresses,
     QuorumKey,
+    QuorumNews,
     Refusal,
     Unreached,
     Via,
 )
 from tft_coord.errors import ProtocolError
+from tft_coord.timeouts import LONGEST_MS
 from tft_coord.wire import coordination_pb2 as pb
 from tft_coord.wire.limits import (
     ADDRESSES_MOST,
@@ -71,6 +73,28 @@ def notice_from_wire(message: pb.LossNotice) -> LossNotice:
         reason=checked_sentence("reason", message.reason),
         lives=message.lives,
     )
+
+
+def quorum_news_to_wire(news: QuorumNews) -> pb.QuorumNews:
+    return pb.QuorumNews(
+        key=key_to_wire(news.key), broken=news.broken, recalled=news.recalled, beat=news.beat, age_ms=news.age_ms
+    )
+
+
+def quorum_news_from_wire(message: pb.QuorumNews) -> QuorumNews:
+    return QuorumNews(
+        key_from_wire(message.key) if message.HasField("key") else None,
+        message.broken,
+        message.recalled,
+        checked_count("beat", message.beat, MAX_INT64),
+        checked_count("age_ms", message.age_ms, MAX_INT64),
+    )
+
+
+def lease_from_wire(message: pb.QuorumMember | pb.ManagerQuorumRequest | pb.ManagerQuorumResponse) -> int | None:
+    if not message.HasField("lease_ms"):
+        return None
+    return checked_count("lease_ms", message.lease_ms, LONGEST_MS)
 
 
 def fingerprint_to_wire(fingerprint: Fingerprint) -> list[pb.FingerprintPart]:

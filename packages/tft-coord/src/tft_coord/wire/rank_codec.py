@@ -26,6 +26,7 @@ from tft_coord.core.types import (
     Plan,
     Purpose,
     QuorumKey,
+    QuorumNews,
     RankRequest,
     Refusal,
     Released,
@@ -70,6 +71,7 @@ class RankBeat:
 
     healed_bytes: int
     progress: Progress | None = None
+    number: int = 0  # its answer carries it; 0: none is wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,14 @@ class RankProcess:
     """Which process the rank is, for a manager server on the same host."""
 
     process: LocalProcess
+
+
+@dataclass(frozen=True, slots=True)
+class RankLate:
+    """The rank has waited for `join_timeout` in the round of that step of a standing quorum."""
+
+    key: QuorumKey
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +104,8 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """A rank's vote. `key` is None from a client that names no quorum; `leaving`: it wishes that the group leaves."""
+    """A rank's vote. `key` is None from a client that names no quorum; `leaving`: it wishes that the group leaves;
+    `stands`: in the word of the round nobody asked, left or recovered."""
 
     group_rank: int
     step: int
@@ -102,6 +113,7 @@ class Vote:
     key: QuorumKey | None
     purpose: Purpose
     leaving: bool = False
+    stands: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +181,7 @@ class RanksLost:
     left: bool = False
 
 
-FromRank = RankHello | RankProcess | RankBeat | RankGoodbye | RankCall | RankWithdraw
+FromRank = RankHello | RankProcess | RankBeat | RankLate | RankGoodbye | RankCall | RankWithdraw
 ToRank = (
     RankWelcome
     | RankRefused
@@ -182,6 +194,7 @@ ToRank = (
     | KillOrder
     | WaitsFor
     | StragglerNews
+    | QuorumNews
 )
 
 
@@ -220,6 +233,7 @@ def _ask_to_wire(ask: Ask) -> pb.ManagerQuorumRequest:
         attempt=request.attempt,
         fingerprint=fields.fingerprint_to_wire(request.fingerprint),
         unreached=fields.unreached_to_wire(request.unreached),
+        lease_ms=request.lease_ms,
     )
 
 
@@ -248,6 +262,7 @@ def _ask_from_wire(message: pb.ManagerQuorumRequest) -> Ask:
         attempt=fields.checked_count("attempt", message.attempt, MAX_INT64),
         fingerprint=fields.fingerprint_from_wire(message.fingerprint),
         unreached=fields.unreached_from_wire(message.unreached),
+        lease_ms=fields.lease_from_wire(message),
     )
     return Ask(rank, request)
 
@@ -295,6 +310,7 @@ def _plan_to_wire(plan: Plan) -> pb.ManagerQuorumResponse:
         up_to_date=plan.up_to_date,
         participants=plan.participants,
         min_replica_size=plan.min_replica_size,
+        lease_ms=plan.lease_ms,
     )
 
 
@@ -347,6 +363,7 @@ def _plan_from_wire(message: pb.ManagerQuorumResponse) -> Plan | QuorumKey:
             fields.checked_text("reconfigure_handle", handle, MAX_METADATA_BYTES)
             for handle in fields.few("reconfigure_handles", message.reconfigure_handles)
         ),
+        lease_ms=fields.lease_from_wire(message),
     )
 
 
@@ -368,6 +385,7 @@ def _vote_to_wire(vote: Vote) -> pb.ShouldCommitRequest:
         key=fields.key_to_wire(vote.key),
         purpose=_PURPOSES[vote.purpose],
         leaving=vote.leaving,
+        stands=vote.stands,
     )
 
 
@@ -382,6 +400,7 @@ def _vote_from_wire(message: pb.ShouldCommitRequest) -> Vote:
         key=fields.key_from_wire(message.key) if message.HasField("key") else None,
         purpose=purpose,
         leaving=message.leaving,
+        stands=message.stands,
     )
 
 
@@ -396,11 +415,11 @@ def decode_verdict(data: bytes) -> Verdict:
 
 
 def _verdict_to_wire(verdict: Verdict) -> pb.ShouldCommitResponse:
-    return pb.ShouldCommitResponse(should_commit=verdict.yes, leaves=verdict.leaves)
+    return pb.ShouldCommitResponse(should_commit=verdict.yes, leaves=verdict.leaves, stands=verdict.stands)
 
 
 def _verdict_from_wire(message: pb.ShouldCommitResponse) -> Verdict:
-    return Verdict(message.should_commit, message.leaves)
+    return Verdict(message.should_commit, message.leaves, message.stands)
 
 
 def encode_kill(message: str) -> bytes:
@@ -461,8 +480,12 @@ def encode_from_rank(message: FromRank) -> bytes:
                 healed_bytes=message.healed_bytes,
                 progress=fields.progress_to_wire(message.progress),
                 own_ms=fields.own_ms_to_wire(message.progress),
+                number=message.number,
             )
             return pb.ToManagerServer(beat=beat).SerializeToString()
+        case RankLate():
+            late = pb.Late(key=fields.key_to_wire(message.key), step=message.step)
+            return pb.ToManagerServer(late=late).SerializeToString()
         case RankWithdraw():
             return pb.ToManagerServer(withdraw=pb.RankWithdraw(call=message.call)).SerializeToString()
         case RankProcess(process):
@@ -490,7 +513,11 @@ def decode_from_rank(data: bytes) -> FromRank:
             )
         case "beat":
             healed_bytes = fields.checked_count("healed_bytes", message.beat.healed_bytes, MAX_HEALED_BYTES)
-            return RankBeat(healed_bytes, fields.progress_from_wire(message.beat))
+            number = fields.checked_count("number", message.beat.number, MAX_INT64)
+            return RankBeat(healed_bytes, fields.progress_from_wire(message.beat), number)
+        case "late":
+            step = fields.checked_count("step", message.late.step, MAX_INT64)
+            return RankLate(fields.key_from_wire(message.late.key), step)
         case "withdraw":
             return RankWithdraw(message.withdraw.call)
         case "process":
@@ -540,6 +567,8 @@ def encode_to_rank(message: ToRank) -> bytes:
         case WaitsFor():
             waits = pb.Waits(sentence=fields.clip(message.sentence), warns=message.warns)
             return pb.FromManagerServer(waits=waits).SerializeToString()
+        case QuorumNews():
+            return pb.FromManagerServer(quorum_news=fields.quorum_news_to_wire(message)).SerializeToString()
         case StragglerNews():
             return pb.FromManagerServer(straggler=fields.straggler_to_wire(message)).SerializeToString()
         case KillOrder():
@@ -573,6 +602,8 @@ def decode_to_rank(data: bytes) -> ToRank:
             return Released()
         case "waits":
             return WaitsFor(fields.checked_sentence("sentence", message.waits.sentence), message.waits.warns)
+        case "quorum_news":
+            return fields.quorum_news_from_wire(message.quorum_news)
         case "straggler":
             return fields.straggler_from_wire(message.straggler)
         case "kill":

@@ -1,0 +1,226 @@
+"""The newest quorum while its members go on in it without asking: recall, late members, and who may still live in it.
+
+The lighthouse does not see the rounds of a standing quorum. So it calls the members back when another replica wants to
+join, breaks the quorum when one of them waits for a member that does not come, and forms no quorum beside one whose
+members may still make progress where it can't hear them.
+
+A quorum whose members ask in every step (lease 0, or a member that speaks no word) needs none of this, and gets none.
+
+Law of this file: what is known of one job's newest quorum; the caller gives the time, sends and forms.
+Source: protocol.md, "Standing quorums".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Final, final
+
+from tft_coord.core.liveness import Replica
+from tft_coord.core.progress import Phase
+from tft_coord.core.types import Quorum, QuorumKey, QuorumNews
+from tft_coord.timeouts import Timeouts
+
+BEATS_TO_ASK: Final = 2  # a member that was told to ask, and waits, has asked by then
+LIVES: Final = "may still train without this lighthouse"  # as the wait sentences of rule 11 say
+
+
+@final
+class LivingQuorum:
+    """What one job's lighthouse knows of its newest quorum.
+
+    Args:
+        timeouts: of the lighthouse.
+        listens_ms: since when it hears the members.
+        had_earlier_life: a durable counter tells that a lighthouse served before this one started, and what it knew is
+            lost.
+    """
+
+    def __init__(self, timeouts: Timeouts, listens_ms: int, *, had_earlier_life: bool = False) -> None:
+        self._timeouts = timeouts
+        self._listens_ms = listens_ms
+        self._earlier_life_ends_ms = (
+            listens_ms + timeouts.silence_after_lease_ms(timeouts.lease_ms) if had_earlier_life else listens_ms
+        )
+        self._lease_ms = 0  # of the newest quorum
+        self._recalled = False
+        self._first_asked: tuple[str, int] | None = None  # the member that asked first since it was given, and when
+        self._late: tuple[str, int] | None = None  # who waits in it for too long, and in which step
+        self._left_behind_ms: int | None = None  # when it was broken for one that is late
+        # Members of earlier quorums that are in no later one, and how long each may go on by itself.
+        self._earlier: dict[str, int] = {}
+
+    @property
+    def stands(self) -> bool:
+        """Whether the members of the newest quorum may go on in it without asking."""
+        return self._lease_ms > 0
+
+    @property
+    def remember_ms(self) -> int:
+        """For how long a lost member must be remembered."""
+        return self._timeouts.silence_after_lease_ms(self._lease_ms) if self._lease_ms else 0
+
+    def given(self, quorum: Quorum, before: Quorum | None) -> None:
+        """A quorum is the newest from now on, or is given to its members once more.
+
+        Args:
+            quorum: the newest.
+            before: the one before it, or None.
+        """
+        if before is not None and before.key != quorum.key and self._lease_ms:
+            silence_ms = self._timeouts.silence_after_lease_ms(self._lease_ms)
+            self._earlier |= dict.fromkeys(before.replica_ids, silence_ms)
+        for replica_id in quorum.replica_ids if self._earlier else ():
+            self._earlier.pop(replica_id, None)
+        self._lease_ms = quorum.lease_ms or 0
+        self._recalled, self._first_asked, self._late, self._left_behind_ms = False, None, None, None
+
+    # --- recall -----------------------------------------------------------------------------------------------------
+
+    def recall(self) -> bool:
+        """Call the members back; returns whether they have to be told, because they were not before."""
+        is_news = self.stands and not self._recalled
+        self._recalled = self.stands
+        return is_news
+
+    def news(self, key: QuorumKey | None, beat: int, *, broken: bool) -> QuorumNews:
+        """Return what a member is told of the newest quorum, in answer to a beat or with 0 out of turn."""
+        return QuorumNews(key, broken, self._recalled, beat)
+
+    # --- members that do not come -----------------------------------------------------------------------------------
+
+    def asked(self, replica_id: str, now_ms: int) -> None:
+        """A member of the newest quorum asks for the next."""
+        if self._first_asked is None and self.stands:
+            self._first_asked = replica_id, now_ms
+
+    def overdue(self, members: Iterable[Replica], now_ms: int) -> tuple[str, tuple[str, ...]] | None:
+        """Find the members that still wait in the quorum although another one has asked for the next.
+
+        The word of a round tells all members to ask. One whose word did not complete waits in that round, and would
+        wait until its deadline. A member that is busy, or between two steps, comes by itself.
+
+        Args:
+            members: healthy ones that have not asked.
+        Returns: who asked first, and the ids of those that wait; None: there are none.
+        """
+        if self._first_asked is None or not self.stands:
+            return None
+        who, asked_ms = self._first_asked
+        if now_ms - asked_ms < BEATS_TO_ASK * self._timeouts.beat_interval_ms:
+            return None
+        waiting = tuple(replica.replica_id for replica in members if _waits(replica))
+        return (who, waiting) if waiting else None
+
+    def late(self, replica_id: str, step: int) -> None:
+        """A member says that the round of that step waits for others for longer than `join_timeout`."""
+        self._late = replica_id, step
+
+    def breaks_for(self, members: Iterable[Replica]) -> tuple[str, tuple[str, ...]] | None:
+        """Find the members that a late round waits for in vain: they are between two steps, or do not say where.
+
+        A member inside its step may take as long as any step may.
+
+        Args:
+            members: healthy ones that have not asked.
+        Returns: who said that the round is late, and the ids of those that it waits for; None: it is not to be broken.
+        """
+        if self._late is None or not self.stands:
+            return None
+        who, step = self._late
+        out = []
+        for replica in members:
+            progress = replica.where[0] if replica.where is not None else None
+            if progress is not None and progress.step > step:
+                self._late = None  # that round was committed after all
+                return None
+            if replica.replica_id != who and (progress is None or progress.phase is Phase.OUTSIDE):
+                out.append(replica.replica_id)
+        return (who, tuple(out)) if out else None
+
+    def goes_on_without_the_late(self, now_ms: int) -> None:
+        """The quorum is broken for members that are late. The others have waited for `join_timeout` already."""
+        self._late = None
+        self._left_behind_ms = now_ms
+
+    def join_timeout_ms(self, now_ms: int) -> int:
+        """Return how long the next quorum waits for healthy replicas that have not asked.
+
+        Where the quorum was broken for a late member, the others have a moment to ask.
+        """
+        join_timeout_ms = self._timeouts.join_timeout_ms
+        if self._left_behind_ms is None:
+            return join_timeout_ms
+        return min(join_timeout_ms, BEATS_TO_ASK * self._timeouts.beat_interval_ms)
+
+    # --- nobody starts over -----------------------------------------------------------------------------------------
+
+    def waits_for(
+        self,
+        waiting: Collection[str],
+        members: Collection[str],
+        replicas: Mapping[str, Replica],
+        now_ms: int,
+    ) -> str | None:
+        """Say why no quorum may be formed of those that wait: a member that nobody has heard lately may be in a round.
+
+        With one member of the newest quorum nobody is waited for: that quorum can't complete a round without it.
+
+        Args:
+            waiting: who has asked.
+            members: of the newest quorum.
+            replicas: that are known.
+        Returns: one phrase, or None: it may be formed.
+        """
+        if not (self.stands or self._earlier) or any(name in members for name in waiting):
+            return None
+        silence_ms = self.remember_ms
+        awaited = dict.fromkeys(members, silence_ms) if self.stands else {}
+        for name, earlier_ms in list(self._earlier.items()):
+            replica = replicas.get(name)
+            if replica is None or _is_gone(replica):
+                del self._earlier[name]
+            elif replica.lost is not None:
+                awaited.setdefault(name, earlier_ms)
+        left = {
+            name: bound_ms - (now_ms - max(replica.heard_ms, self._listens_ms))
+            for name, bound_ms in awaited.items()
+            if name not in waiting and (replica := replicas.get(name)) is not None and not _is_gone(replica)
+        }
+        name = max(sorted(left), key=lambda each: left[each], default="")
+        if not name or left[name] <= 0:
+            return None
+        return f"{name} {LIVES}; restart it, or end it and say so, or the others go on in {-(-left[name] // 1_000)} s"
+
+    def waits_for_unnamed(
+        self, held: QuorumKey | None, lease_ms: int, holds: bool, previous: QuorumKey | None, now_ms: int
+    ) -> str | None:
+        """Say why a lighthouse without memory may form no quorum yet.
+
+        Args:
+            held: the newest quorum that a hello has named, or None.
+            lease_ms: of that quorum, as the hello said.
+            holds: one of those that wait is a member of it.
+            previous: the newest quorum whose members are known, or None.
+        Returns: one phrase, or None: it may be formed.
+        """
+        if held is not None and (previous is None or previous < held):
+            ends_ms = self._listens_ms + self._timeouts.silence_after_lease_ms(lease_ms) if lease_ms else now_ms
+            who = f"whoever is in quorum {held}, whose members nobody here can name,"
+        elif held is None and previous is None:
+            ends_ms, holds = self._earlier_life_ends_ms, False
+            who = "whoever an earlier lighthouse served"
+        else:
+            return None
+        if holds or now_ms >= ends_ms:
+            return None
+        return f"{who} {LIVES}; {-(-(ends_ms - now_ms) // 1_000)} s are left"
+
+
+def _waits(replica: Replica) -> bool:
+    """Whether a member says that it waits for others, or does not say where in its step it is."""
+    return replica.where is None or replica.where[0].phase in (Phase.WAITING, Phase.REDUCING)
+
+
+def _is_gone(replica: Replica) -> bool:
+    """Whether a replica can't complete a round any more: its death is known, another took its place, or it left."""
+    return replica.dead or replica.left is not None
