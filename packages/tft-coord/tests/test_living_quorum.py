@@ -1,4 +1,4 @@
-"""The lighthouse and a quorum whose members go on without asking: recall, the newest, late members, and no second start.
+"""The lighthouse and a quorum whose members go on without asking: recall, the newest, late members, no second start.
 
 Each test has its twin without a lease: a quorum with a member that asks in every step is treated as it always was.
 """

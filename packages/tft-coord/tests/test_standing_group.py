@@ -1,4 +1,4 @@
-"""Standing quorums at the manager server: the verdict, a rank that asks alone, what beats bring, and what is passed on."""
+"""Standing quorums at the manager server: the verdict, a rank that asks alone, what beats bring, what it passes on."""
 
 from __future__ import annotations
 
