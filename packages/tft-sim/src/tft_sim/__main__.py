@@ -21,10 +21,10 @@ from typing import Final, NoReturn, final
 
 from tft_sim.explore import ExplorationFailed, Explored, explore
 from tft_sim.many import run_many, story
-from tft_sim.simulator import STRAGGLERS, SimulationConfig, SimulationFailed, simulate
+from tft_sim.simulator import STANDING, STRAGGLERS, SimulationConfig, SimulationFailed, simulate
 from tft_sim.worlds import KINDS, STARTS, GroupWorld, LighthouseWorld
 
-OF_SEEDS: Final = ("seeds", "seed", "trace", "story", "stragglers")
+OF_SEEDS: Final = ("seeds", "seed", "trace", "story", "stragglers", "standing")
 OF_ORDERS: Final = ("replicas", "start", "kinds")
 NOBODY_READS: Final = 128 + signal.SIGPIPE  # what a shell says of a command that this signal ended
 
@@ -58,6 +58,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--trace", action="store_true", default=None, help="print every event and effect; of one seed")
     parser.add_argument("--story", action="store_true", default=None, help="tell it as the transcripts do; of one seed")
     parser.add_argument("--stragglers", action="store_true", default=None, help="replicas become slow for a while")
+    parser.add_argument("--standing", action="store_true", default=None, help="quorums stand without requests")
     parser.add_argument("--explore", type=int, metavar="N", help="instead, every order of N events")
     parser.add_argument("--replicas", type=int, metavar="N", help="of which the events are, 1 to 3; 3 unless said")
     parser.add_argument("--start", choices=(*STARTS, "group"), help="from where; without it from each, one by one")
@@ -90,7 +91,16 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 def _fill_in(options: argparse.Namespace) -> None:
     """The defaults of what belongs to one way of running alone: argparse's own can't be told from what was said."""
-    defaults = {"seeds": 1, "seed": 0, "trace": False, "story": False, "stragglers": False, "replicas": 3, "kinds": ""}
+    defaults = {
+        "seeds": 1,
+        "seed": 0,
+        "trace": False,
+        "story": False,
+        "stragglers": False,
+        "standing": False,
+        "replicas": 3,
+        "kinds": "",
+    }
     for name, default in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, default)
@@ -100,7 +110,7 @@ def _run(options: argparse.Namespace) -> int:
     processes = options.processes or os.cpu_count() or 1
     if options.explore is not None:
         return _explore(options.explore, "abc"[: options.replicas], options.start, options.kinds, processes)
-    config = STRAGGLERS if options.stragglers else SimulationConfig()
+    config = STRAGGLERS if options.stragglers else STANDING if options.standing else SimulationConfig()
     try:
         if options.seeds == 1:
             _run_one(options.seed, config, trace=options.trace, tell=options.story)

@@ -21,7 +21,17 @@ from typing import Any
 from tft_coord.core import effects, events
 from tft_coord.core.stops import STOPPED_MS
 from tft_coord.core.stragglers import StragglerAction, StragglerNews, StragglerPolicy
-from tft_coord.core.types import LeaveRequest, LossNotice, Member, NewcomerAsks, Quorum, QuorumKey, Released, WaitsFor
+from tft_coord.core.types import (
+    LeaveRequest,
+    LossNotice,
+    Member,
+    NewcomerAsks,
+    Quorum,
+    QuorumKey,
+    QuorumNews,
+    Released,
+    WaitsFor,
+)
 from tft_coord.timeouts import Timeouts
 from tft_sim.clock import VirtualClock
 from tft_sim.end_truth import EndTruth
@@ -87,6 +97,7 @@ class ClusterConfig:
         lost_state_ms: of the lighthouse, `lost_state_timeout_ms`.
         probes: manager servers answer probes and say long waits; False: they are older ones, which do not.
         ranks_together: all ranks of a group run on its manager server's host; False: rank 0 alone does.
+        durable: a lighthouse that is started anew knows that there was an earlier one.
         budget_events: after so many events the run fails as a livelock.
     """
 
@@ -106,6 +117,7 @@ class ClusterConfig:
     lost_state_ms: int = 0
     probes: bool = True
     ranks_together: bool = False
+    durable: bool = False
     budget_events: int = 400_000
 
 
@@ -454,8 +466,12 @@ class Cluster:
             if self.config.probes and not self.is_foreign:
                 trainer.says_long_wait = lambda: self._say_where(trainer, stream, extra=True)
 
-        def heard(news: LossNotice | NewcomerAsks | LeaveRequest | Released | WaitsFor | StragglerNews) -> None:
+        def heard(
+            news: LossNotice | NewcomerAsks | LeaveRequest | Released | WaitsFor | StragglerNews | QuorumNews,
+        ) -> None:
             match news:
+                case QuorumNews():
+                    trainer.told_of_quorum(news)
                 case NewcomerAsks(replica_id):
                     trainer.heard_of_newcomer(replica_id)
                 case LeaveRequest():
@@ -481,11 +497,11 @@ class Cluster:
     def _beat(self, trainer: Trainer, stream: Stream) -> None:
         """A rank says once a beat where in its step it is, for as long as its stream stands."""
         if stream.open:
-            self._say_where(trainer, stream)
+            self._say_where(trainer, stream, number=trainer.standing.beat(self.clock.now_ms))
             trainer.after(self.timeouts.beat_interval_ms, lambda: self._beat(trainer, stream))
 
-    def _say_where(self, trainer: Trainer, stream: Stream, *, extra: bool = False) -> None:
-        told = Told(trainer.progress(), self.clock.now_ms, trainer.phase_since_ms)
+    def _say_where(self, trainer: Trainer, stream: Stream, *, extra: bool = False, number: int = 0) -> None:
+        told = Told(trainer.progress(), self.clock.now_ms, trainer.phase_since_ms, number)
         stream.send(trainer, told, extra=extra)
 
     def is_local(self, trainer: Trainer) -> bool:

@@ -31,6 +31,7 @@ class Told:
     progress: Progress
     sent_ms: int
     since_ms: int
+    number: int = 0  # of the beat, where it wants an answer
 
 
 class HangTruth:

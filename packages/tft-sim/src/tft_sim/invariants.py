@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from tft_coord.core import effects, events
 from tft_coord.core.fingerprint import Fingerprint, differences
+from tft_coord.core.living_quorum import LIVES
 from tft_coord.core.stragglers import PaceKind, StragglerNews
 from tft_coord.core.types import Hello, Member, Plan, Purpose, Quorum, QuorumKey, Refusal, Verdict
 from tft_coord.timeouts import Timeouts
@@ -28,7 +29,8 @@ class InvariantBroken(AssertionError):
     should (its section 1); or `P6`: members differ that must not (its section 6); or `L1`: leaving costs
     the others something; or `H1`: nobody is taken to hang who does not; or `H2`: who hangs is lost; or `F1`:
     syncs in flight together were started in one quorum, are committed in that order, and fail with it, and with the
-    first of them that does (protocol.md section 5)."""
+    first of them that does (protocol.md section 5); or `W1`: the word of a round means the same for all; or `W2`: no
+    two quorums of a job make progress at once (protocol.md, "Standing quorums")."""
 
     def __init__(self, invariant: str, message: str) -> None:
         super().__init__(f"{invariant}: {message}")
@@ -127,6 +129,7 @@ class Attendance:
         self._may_heal_ms: dict[str, int] = {}  # the same of those that may, because states differ in their quorum
         self._left_out: set[str] = set()  # as stragglers: they are waited for by nobody
         self._reach = ReachTruth()
+        self._skips_the_late = False  # the newest quorum was broken for a member that is late
         self._healed: dict[str, tuple[int, int]] = {}  # bytes that it had received, and when it said so first
 
     def welcomed(self, hello: Hello, stream: int) -> None:
@@ -296,8 +299,8 @@ class Attendance:
                 self._heals_ms[replica_id] = now_ms
             self._may_heal_ms.pop(replica_id, None)
             states = {(each.step, each.lineage) for each in quorum.members} if quorum is not None else set()
-            # At step 0 all but the first may heal, with init_sync.
-            if own is not None and (own.torn or own.step == 0 or len(states) > 1):
+            # At step 0 all but the first may heal, with init_sync; and states that know no lineage are never equal.
+            if own is not None and (own.torn or own.step == 0 or own.lineage is None or len(states) > 1):
                 self._may_heal_ms[replica_id] = now_ms
         if quorum is not None:
             if newest is not None and newest.key == quorum.key:
@@ -407,10 +410,14 @@ class Attendance:
             if lost or followed or (replica_id in self._replaced and replica_id not in self._sessions):
                 self._on_broken(self._newest.key, replica_id)
 
+    def goes_on_without(self, *, late: bool) -> None:
+        """The newest quorum is broken because members wait in it for one that is late, or that has asked."""
+        self._skips_the_late = self._skips_the_late or late
+
     def nobody_else_is_waited_for(self, waits: str, now_ms: int = 0) -> None:
         """No quorum was formed just now: then somebody who lives has not asked, or they are too few."""
-        if self._waits_for_links(waits, now_ms):
-            return
+        if self._waits_for_links(waits, now_ms) or LIVES in waits:
+            return  # that a step commits within the bound is looked at in the end
         out = self._out_of(self._newest)
         living = {each for each in self._sessions if each in self._ready and each not in out}
         asking = living & self._asking.keys()
@@ -494,6 +501,7 @@ class Attendance:
     def formed(self, quorum: Quorum, previous: Quorum | None, now_ms: int = 0) -> None:
         """A quorum with a new id: its members live, are enough, and don't leave all survivors or their state out."""
         self._newest = quorum
+        skips_the_late, self._skips_the_late = self._skips_the_late, False
         self._look_who_is_ahead(quorum)
         self._look_who_is_late(quorum, previous)
         if previous is not None:
@@ -526,7 +534,8 @@ class Attendance:
         living = {each for each in living if each in ids or not self._may_be_stalled(each, ids, now_ms)}
         if 2 * len(ids) <= len(living):
             raise InvariantBroken("I2", f"quorum {quorum.key} has {len(ids)} of {len(living)} that live")
-        self._look_who_was_not_waited_for(quorum, living - ids, now_ms)
+        if not skips_the_late:
+            self._look_who_was_not_waited_for(quorum, living - ids, now_ms)
 
     def _may_be_stalled(self, replica_id: str, formed: Collection[str], now_ms: int) -> bool:
         """Whether it may wait for a state of which no byte has come: then it is waited for by nobody."""
@@ -681,6 +690,9 @@ class Invariants:
         self._left_with: dict[str, tuple[int, int | None]] = {}
         self._delivered: set[tuple[str, int, QuorumKey, int]] = set()
         self._flights: dict[tuple[str, int], list[tuple[QuorumKey, int]]] = {}  # of each rank, its syncs, oldest first
+        self._words: dict[tuple[QuorumKey, int, int], bool] = {}  # of each round and group rank: what its word means
+        self._last_rounds: dict[QuorumKey, set[int]] = {}  # that were agreed on after a newer quorum had committed
+        self._newest_committed: QuorumKey | None = None
 
     def started_at(self, wall_ms: int) -> bool:
         """Another lighthouse starts, at that time by the clock on the wall.
@@ -813,6 +825,8 @@ class Invariants:
             raise InvariantBroken("I3", f"{replica_id} has {after} after {vote}, others {known}")
         self.holds(replica_id, group_rank, after)
         self.num_commits += 1
+        if self._newest_committed is None or vote.key > self._newest_committed:
+            self._newest_committed = vote.key
         self.newest_commit = (vote.step, num_members)
 
     def applied(self, replica_id: str, group_rank: int, vote: Round, reduced: Reduced) -> None:
@@ -820,6 +834,28 @@ class Invariants:
         known = [(replica_id, group_rank, reduced.key, number) in self._delivered for number in reduced.numbers]
         if reduced.key != vote.key or not all(known):
             raise InvariantBroken("I5", f"{replica_id} rank {group_rank} steps on a failed reduction in {vote}")
+
+    # --- standing quorums -----------------------------------------------------------------------------------------
+
+    def worded(self, replica_id: str, group_rank: int, vote: Round, yes: bool | None) -> None:
+        """The word of a round has completed for a rank: it means the same for all for whom it does. None: it has not.
+
+        No two quorums of a job make progress at once: when a newer one has committed, an older one may end the round
+        that ran, and begins no other.
+        """
+        if yes is None:
+            return
+        known = self._words.setdefault((vote.key, vote.step, group_rank), yes)
+        if known != yes:
+            raise InvariantBroken("W1", f"the word of {vote} is a {yes} for {replica_id} and a {known} for others")
+        newest = self._newest_committed
+        if yes and newest is not None and vote.key < newest and not self._several_lighthouses:
+            rounds = self._last_rounds.setdefault(vote.key, set())
+            rounds.add(vote.step)
+            if len(rounds) > 1:
+                raise InvariantBroken(
+                    "W2", f"{replica_id} agrees on steps {sorted(rounds)} of {vote.key}, and {newest} has committed"
+                )
 
     # --- syncs in flight ------------------------------------------------------------------------------------------
 

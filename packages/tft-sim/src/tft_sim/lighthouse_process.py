@@ -5,12 +5,14 @@ Law of this file: what the gRPC shell of the lighthouse does, and the marks that
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tft_coord.core import effects, events
 from tft_coord.core.kinds import Effects, Kinds
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
+from tft_coord.core.living_quorum import LIVES
 from tft_coord.core.suspicion import LOST_SILENT, LOST_STOPPED
 from tft_coord.core.torchft_rule import TorchftCore
 from tft_coord.core.types import Hello, Member, Quorum, QuorumKey, Refusal
@@ -30,6 +32,8 @@ OTHER_JOB = "other"
 HANG = "its trainer hangs"
 STUCK = "waits in a reduction"
 LEFT_OUT = "is left out as a straggler"
+LATE = "for longer than join_timeout"  # how the reason ends where a quorum is broken for one that is late
+OVERDUE = "asked for the next quorum, and"  # and begins, for one that waits in it still
 WAITS = (
     "of min_replicas",
     "a majority is needed",
@@ -42,6 +46,7 @@ WAITS = (
     "nobody here can name",
     "the report of",
     "that reach one another",
+    LIVES,
 )
 
 
@@ -66,6 +71,7 @@ class LighthouseProcess(Process):
             cluster_id=self._cluster_id,
             nonces=cluster.chance.nonces,
             now_ms=self.clock.now_ms,
+            had_earlier_life=cluster.config.durable and number > 1,
         )
         torchft = TorchftCore(config, started_ms=cluster.wall_ms)
         self._kinds = Kinds(
@@ -78,6 +84,7 @@ class LighthouseProcess(Process):
         self._calls: dict[int, tuple[Process, Callable[[Quorum | effects.RefuseUnary], None]]] = {}
         self._cluster = cluster
         self._born_ms = self.clock.now_ms
+        self.num_heard: Counter[str] = Counter()  # messages of streams, by their kind
         self._streams: dict[int, Stream] = {}
         self._stuck: set[QuorumKey] = set()  # quorums that it broke because all waited
         self._attendances = Attendances(self._new_attendance)
@@ -162,6 +169,7 @@ class LighthouseProcess(Process):
 
     def _heard(self, event: events.LighthouseEvent) -> None:
         self._cluster.trace(self.name, event)
+        self.num_heard[type(event).__name__] += 1
         self._attendances.heard(event, self.clock.now_ms)
         self._story_of(self._attendances.job_of(event.stream)).heard(event, self.clock.now_ms)
         orders = self._kinds.handle(event, self.clock.now_ms, self._cluster.wall_ms)
@@ -235,6 +243,12 @@ class LighthouseProcess(Process):
                     if order.notice.reason.startswith(LEFT_OUT):
                         self._cluster.marks.hit("a quorum was ended for a straggler")
                         self._cluster.losses.left(self, order.notice.key, order.notice.replica_id, surely=True)
+                    if order.notice.reason.endswith(LATE) or order.notice.reason.startswith(OVERDUE):
+                        late = order.notice.reason.endswith(LATE)
+                        words = "a late member" if late else "one that had asked"
+                        self._cluster.marks.hit(f"a standing quorum was broken for {words}")
+                        self._cluster.losses.left(self, order.notice.key, order.notice.replica_id, surely=True)
+                        self.attendance_of(self._attendances.job_of(order.stream)).goes_on_without(late=late)
                     if order.notice.reason.startswith(STUCK):
                         self._all_are_stuck(order)
             self._story_of(self._attendances.job_of(order.stream)).decided(order, self.clock.now_ms)

@@ -30,6 +30,7 @@ class Links:
 
     def __init__(self) -> None:
         self._bad: set[Link] = set()
+        self._bad_words: set[frozenset[str]] = set()
         self.on_change: Callable[[], None] = lambda: None
 
     @property
@@ -45,7 +46,23 @@ class Links:
     def mend(self, links: Iterable[Link] | None = None) -> None:
         """These work again; None: all do."""
         self._bad.difference_update(self.bad if links is None else links)
+        if links is None:
+            self._bad_words.clear()
         self.on_change()
+
+    def cut_word(self, one: str, other: str) -> None:
+        """The words of rounds get lost between these two; all else comes through."""
+        self._bad_words.add(frozenset((one, other)))
+        self.on_change()
+
+    def mend_word(self, one: str, other: str) -> None:
+        """End of `cut_word`."""
+        self._bad_words.discard(frozenset((one, other)))
+        self.on_change()
+
+    def loses_word(self, one: str, other: str) -> bool:
+        """Whether the word of a round gets lost between two replicas."""
+        return bool(self._bad_words) and frozenset((name_of(one), name_of(other))) in self._bad_words
 
     def is_bad(self, source: str, target: str, via: Via) -> bool:
         """Whether that replica gets nowhere at that port of the other one."""

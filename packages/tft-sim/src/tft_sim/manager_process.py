@@ -133,6 +133,8 @@ class ManagerProcess(Process):
         def progressed(told: Told) -> None:
             self._cluster.hangs.heard(self.replica.trainers[rank], stream.number, told)
             self.handle(events.RankProgressed(rank, told.progress))
+            if told.number:
+                self.handle(events.RankBeat(rank, told.number))
 
         self._ranks[rank] = stream
         self._cluster.ends.rank_came(self, rank)
@@ -228,6 +230,8 @@ class ManagerProcess(Process):
                     progress = self.group.progress(now_ms)
                     if self._cluster.config.probes and not self._on_foreign:
                         self._perform_session(self.session.say_waits(progress), extra=True)
+                case effects.ReportLate(key, step):
+                    self._send(partial(events.LateReported, key=key, step=step))
                 case effects.ReportStop(reason, stopped_ms):
                     self._cluster.marks.hit("a manager server reported a stop")
                     said = partial(events.ProbeAnswered, number=0, stopped=reason, stopped_ms=stopped_ms)
@@ -286,7 +290,7 @@ class ManagerProcess(Process):
                     self._send(partial(events.RequestWithdrawn, request=order.request))
                 case SendBeat():
                     beat = partial(events.BeatReceived, healed_bytes=order.healed_bytes, progress=order.progress)
-                    self._send(partial(beat, waits=order.waits), extra=extra)
+                    self._send(partial(beat, waits=order.waits, number=order.number), extra=extra)
                 case SendLeave():
                     left = partial(events.LeaveReceived, reason=order.reason, serve_ms=order.serve_ms)
                     self._send(partial(left, finished_step=order.finished_step))
@@ -450,6 +454,8 @@ class ManagerProcess(Process):
                 self.handle(events.NewcomerAnnounced(order.replica_id))
             case effects.AskToLeave():
                 self.handle(events.LeaveAsked(order.reason, order.serve_ms))
+            case effects.TellNewest(_, news):
+                self.handle(events.NewestNamed(news, self.session.beat_answered(news.beat)))
             case effects.TellStraggler():
                 self.handle(events.PaceTold(order.news))
             case effects.Release():

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from tft_coord.core import effects
 from tft_coord.core.stragglers import StragglerAction, StragglerPolicy
 from tft_coord.core.types import Member, Quorum, QuorumKey, Via
-from tft_sim.cluster import Chance, Cluster, ClusterConfig, Replica
+from tft_sim.cluster import SHORT_TIMEOUTS, Chance, Cluster, ClusterConfig, Replica
 from tft_sim.lighthouse_process import JOB, LEFT_OUT, STUCK
 from tft_sim.links import Link, both_ways
 from tft_sim.network import Fate, Rule
@@ -268,7 +268,9 @@ class Scenario:
         then. With `stragglers=leave-out` (or `warn`, `shrink`) the lighthouse looks at their paces. With `quiet`
         nothing is told of steps that go well. With `trials` newcomers try their peers first. Manager servers of before
         the probes are `without-probes`; `together`: all ranks of a group run on its manager server's host.
-        With `lost_state_ms=8000` the lighthouse waits so long for a state whose holders fell silent."""
+        With `lost_state_ms=8000` the lighthouse waits so long for a state whose holders fell silent. With `speaks`
+        trainers exchange a word at the end of each round, and go on in a standing quorum for `lease=60000`; 0: they ask
+        in every step. A lighthouse that is `durable` knows that there was an earlier one."""
         numbers = dict(word.split("=", 1) for word in words if "=" in word)
         config = ClusterConfig(
             names=(),
@@ -283,7 +285,10 @@ class Scenario:
             probes="without-probes" not in words,
             ranks_together="together" in words,
             lost_state_ms=int(numbers.get("lost_state_ms", 0)),
+            durable="durable" in words,
+            timeouts=replace(SHORT_TIMEOUTS, lease_ms=int(numbers.get("lease", 60_000))),
             trainers=TrainerSettings(
+                speaks="speaks" in words,
                 step=int(numbers.get("step", 0)),
                 use_async_quorum="synchronous" not in words,
                 init_sync=True,
@@ -469,14 +474,20 @@ class Scenario:
         return self._rule(words, Fate.PARTITION)
 
     def _do_cut_link(self, words: list[str]) -> Iterable[str]:
-        """cut-link a b [store|state|group] [one-way]: a and b, or all (`*`), can't reach each other for that, until
-        `mend-link …`; the process group, both ways, unless said. A store is reached or not by whoever is named first.
-        """
+        """cut-link a b [store|state|group|word] [one-way]: a and b, or all (`*`), can't reach each other for that,
+        until `mend-link …`; the process group, both ways, unless said. A store is reached or not by whoever is named
+        first. Of a `word` nothing else is lost."""
+        if "word" in words:
+            self.cluster.links.cut_word(*(self._replica(word).name for word in words[:2]))
+            return []
         self.cluster.links.cut(self._links(words))
         return []
 
     def _do_mend_link(self, words: list[str]) -> Iterable[str]:
         """mend-link a b …: end of `cut-link`."""
+        if "word" in words:
+            self.cluster.links.mend_word(*(self._replica(word).name for word in words[:2]))
+            return []
         self.cluster.links.mend(self._links(words))
         return []
 
@@ -643,6 +654,12 @@ class Scenario:
             manager = self._replica(name).manager
             quorum = manager.group.quorum if manager is not None else None
             yield f"{name}: holds {quorum.key.quorum_id if quorum is not None else 'none'}"
+
+    def _do_heard(self, words: list[str]) -> Iterable[str]:
+        """heard: how many messages of each kind the lighthouse has heard since the last time."""
+        heard = self.cluster.our_lighthouse.num_heard
+        yield ", ".join(f"{number} {kind}" for kind, number in sorted(heard.items())) or "nothing"
+        heard.clear()
 
     def _do_waiting(self, words: list[str]) -> Iterable[str]:
         """waiting: what the lighthouse's next quorum waits for."""

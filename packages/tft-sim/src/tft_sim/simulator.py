@@ -45,6 +45,8 @@ class SimulationConfig:
         lost_state_ms: how long the lighthouse waits for a state whose holders fell silent; None: in one job of four
             longer than heartbeat_timeout.
         probes: whether manager servers answer probes; None: all but in one job of ten, where they are older ones.
+        speaks: trainers exchange a word at the end of each round. In most jobs quorums stand for a while, in some they
+            ask in every step, and in some one replica is an older one that speaks no word.
         verbose_lines: lines of the trace that a failure shows.
     """
 
@@ -57,6 +59,7 @@ class SimulationConfig:
     links: bool | None = None
     probes: bool | None = None
     lost_state_ms: int | None = None
+    speaks: bool = False
     verbose_lines: int = 60
 
 
@@ -64,6 +67,8 @@ class SimulationConfig:
 STRAGGLERS = SimulationConfig(
     stragglers=True, foreign=False, standby=False, faults_ms=30_000, fault_every_ms=(1_500, 12_000)
 )
+
+STANDING = SimulationConfig(speaks=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +148,7 @@ def simulate(
     try:
         return simulation.run()
     except Exception as error:  # whatever it is, the seed must be told
-        with_what = " --stragglers" if config == STRAGGLERS else ""
+        with_what = " --stragglers" if config == STRAGGLERS else " --standing" if config == STANDING else ""
         raise SimulationFailed(seed, error, list(simulation.cluster.log), with_what) from error
 
 
@@ -223,6 +228,10 @@ class Simulation:
         waits_ms = silence.randint(3_000, 9_000) if silence.random() < LONG_WAIT_SHARE else 0
         lost_state_ms = waits_ms if config.lost_state_ms is None else config.lost_state_ms
         cluster_config = replace(cluster_config, lost_state_ms=lost_state_ms)
+        self._standing = self._rng("standing")
+        self._older = ""  # a replica that speaks no word
+        if config.speaks:
+            cluster_config, settings = self._let_speak(cluster_config, settings)
         self._raising = False
         self._paces = self._rng("paces")
         self._slower_ms: dict[str, int] = {}  # a replica's own part of a step, for a while
@@ -284,6 +293,16 @@ class Simulation:
             marks=cluster.marks,
         )
 
+    def _let_speak(self, cluster: ClusterConfig, settings: TrainerSettings) -> tuple[ClusterConfig, TrainerSettings]:
+        """Trainers speak the word of a round. In one job of four they ask in every step all the same."""
+        chance = self._standing
+        timeouts = replace(cluster.timeouts, lease_ms=chance.choice((0, 2_500, 4_000, 8_000)))
+        if chance.random() < 0.1:
+            self._older = chance.choice(cluster.names)
+        settings = replace(settings, speaks=True)
+        durable = cluster.standby == "" and chance.random() < 0.3
+        return replace(cluster, timeouts=timeouts, trainers=settings, durable=durable), settings
+
     def _appear(self, name: str) -> None:
         self._start(name)
 
@@ -291,6 +310,8 @@ class Simulation:
         settings = self.cluster.config.trainers
         if self._of_other_runs and settings.step > 0:
             settings = replace(settings, run=f" by {name}")
+        if name == self._older:
+            settings = replace(settings, speaks=False)
         return self.cluster.start(name, settings=settings, replaces=replaces, loading=loading)
 
     def _rng(self, concern: str) -> random.Random:
@@ -322,6 +343,9 @@ class Simulation:
         cluster.links.mend()
         calm_ms = clock.now_ms
         bound_ms = commit_bound_ms(cluster.timeouts) + cluster.config.lost_state_ms
+        if cluster.config.trainers.speaks:
+            # Members that were cut off may still train; and who waits in their quorum has its lease.
+            bound_ms += cluster.timeouts.silence_after_lease_ms(2 * cluster.timeouts.lease_ms)
         # R3: who could not be reached is tried again after a pause, which is as long as it was away at most.
         pause_ms = self._links.lasted_ms() + PAUSE_FIRST_MS if self._links is not None else 0
         watched = [cluster.invariants_of(job) for job in cluster.jobs]
@@ -477,7 +501,7 @@ class Simulation:
         if self._calm:
             return
         self._num_faults += 1
-        fault = self._faults.choice(FAULTS)
+        fault = self._faults.choice(FAULTS if not self._config.speaks else (*FAULTS, *STANDING_FAULTS))
         self.cluster.trace("fault", fault.__name__)
         self.cluster.marks.hit(f"fault: {fault.__name__.strip('_')}")
         fault(self)
@@ -863,6 +887,29 @@ class Simulation:
                 for trainer in replica.trainers:
                     trainer.after(self._faults.randint(0, 300), trainer.leave)
 
+    def _lose_words(self) -> None:
+        """Of what two replicas tell each other the words of rounds get lost, for a while."""
+        living = sorted(replica.name for replica in self.cluster.replicas.values() if replica.alive)
+        if len(living) > 1:
+            one, other = self._standing.sample(living, 2)
+            self.cluster.links.cut_word(one, other)
+            after_ms = self._standing.randint(200, 4_000)
+            self.cluster.clock.after(after_ms, lambda: self.cluster.links.mend_word(one, other))
+
+    def _lose_the_lighthouse(self) -> None:
+        """Nobody reaches the lighthouse for a while, one or all."""
+        name = self._standing.choice(("*", *(each.replica_id for each in self.cluster.replicas.values())))
+        pattern = f"{name}/manager*"
+        self._for_a_while(
+            [Rule(pattern, "lighthouse", Fate.PARTITION), Rule("lighthouse", pattern, Fate.PARTITION)], 1_000, 9_000
+        )
+
+    def _die_in_a_word(self) -> None:
+        """A replica dies while the words of a round are on their way, if there is one."""
+        speaking = [each for each in self.cluster.replicas.values() if any(t.phase == "word" for t in each.trainers)]
+        if speaking:
+            self.cluster.kill_trainer(self._standing.choice(speaking), 0)
+
     def _shrink_only(self) -> None:
         """A group wants no newcomers for a while."""
 
@@ -931,5 +978,15 @@ FAULTS: tuple[Callable[[Simulation], None], ...] = (
     Simulation._drain,
     Simulation._leave_and_die,
     Simulation._leave_the_newcomers,
+)
+STANDING_FAULTS: tuple[Callable[[Simulation], None], ...] = (
+    Simulation._lose_words,
+    Simulation._lose_words,
+    Simulation._lose_words,
+    Simulation._lose_the_lighthouse,
+    Simulation._lose_the_lighthouse,
+    Simulation._die_in_a_word,
+    Simulation._die_in_a_word,
+    Simulation._die_in_a_word,
 )
 FAULT_NAMES: tuple[str, ...] = tuple(dict.fromkeys(f"fault: {fault.__name__.strip('_')}" for fault in FAULTS))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tft_coord.core import events
+from tft_coord.core.standing import Late
 from tft_coord.core.types import QuorumKey, RankRequest, Verdict, Via
 from tft_coord.timeouts import Timeouts
 from tft_sim.clock import VirtualClock
@@ -108,7 +109,13 @@ class Outside:
     def is_healed_from(self, trainer: Trainer) -> bool:
         return not self.replica.released
 
-    def vote(self, trainer: Trainer, vote: Round, yes: bool, *, leaving: bool = False) -> Waiter:
+    def say_late(self, trainer: Trainer, late: Late) -> None:
+        manager = self.replica.manager
+        if manager is not None:
+            event = events.RankLate(trainer.rank, late.key, late.step)
+            self.cluster.network.message(trainer, manager, lambda: manager.handle(event), lambda: None)
+
+    def vote(self, trainer: Trainer, vote: Round, yes: bool, *, leaving: bool = False, stands: bool = False) -> Waiter:
         waiter = Waiter()
         since_ms = self.clock.now_ms
         deadline_ms = since_ms + self.timeouts.timeout_ms
@@ -119,7 +126,7 @@ class Outside:
         def attempt() -> None:
             def make(call: int) -> events.RankVoted:
                 return events.RankVoted(
-                    trainer.rank, call, vote.key, vote.step, vote.purpose, yes, deadline_ms, leaving
+                    trainer.rank, call, vote.key, vote.step, vote.purpose, yes, deadline_ms, leaving, stands
                 )
 
             def done(value: Any) -> None:

@@ -34,6 +34,7 @@ class Sync:
         numbers: of its reductions.
         failed: it can't be committed any more, as all members know, and is not voted on.
         good: it has had no error here so far; else it is voted no.
+        word: the sum of all words, where this rank has sent its own before its end, because it recovers.
     """
 
     plan: Plan | None
@@ -43,6 +44,7 @@ class Sync:
     numbers: list[int] = field(default_factory=list)
     failed: bool = False
     good: bool = True
+    word: Waiter | None = None
 
 
 @final
@@ -66,6 +68,10 @@ class Syncs:
     def in_flight(self) -> list[Sync]:
         """Those that are still to be voted on."""
         return [sync for sync in self._syncs if not sync.failed]
+
+    @property
+    def _keys_in_flight(self) -> list[QuorumKey]:
+        return [sync.plan.key for sync in self.in_flight if sync.plan is not None]
 
     @property
     def asks(self) -> bool:
@@ -108,8 +114,12 @@ class Syncs:
         """Ask for a quorum, in the background. Who is fresh waits for it, to begin with the others' weights."""
         trainer = self._trainer
         yield from self._settle()
+        plan = trainer.goes_on(self._keys_in_flight)
+        if plan is not None:
+            yield from self._planned(plan)
+            return
         trainer.num_requests += 1
-        self._asked = self._outside.ask(trainer, self._request())
+        self._asked = trainer.ask(self._request())
         if not trainer.live:
             yield from self._settle()
 
@@ -142,8 +152,7 @@ class Syncs:
             self._syncs.append(Sync(None, failed=True))
             yield from trainer.refused(answer)
             return
-        trainer.has_reported()
-        plan = trainer.plan_of(answer, [sync.plan.key for sync in self.in_flight if sync.plan is not None])
+        plan = trainer.given(answer, self._keys_in_flight)
         self._outside.invariants.quorum_known(trainer.host, trainer.rank, plan.key)
         self._look_if_another(plan)
         yield from self._planned(plan)
@@ -190,6 +199,10 @@ class Syncs:
             trainer.take_snapshot(plan, "at the start of its sync")
         if plan.heal:
             self._look_if_behind(plan, ahead)
+            if trainer.standing.speaks and ahead == 0:
+                reduced = yield from self._results(sync, plan)
+                ok = sync.good and (reduced is not None or opens)
+                sync.word = trainer.send_word(plan, self._vote_on(sync, plan), ok, leaves=False)
             healed = yield from trainer.heal(plan, Round(plan.key, plan.step, plan.lineage, Purpose.COMMIT))
             sync.good = sync.good and healed
         if opens:
@@ -265,10 +278,15 @@ class Syncs:
         good = good and not fails and plan.num_participants >= plan.min_replica_size and trainer.step == sync.step
         if plan.step == 0:
             reduced = Reduced(plan.key, trainer.rank, (), ())
-        lineage = trainer.lineage if trainer.step == sync.step and trainer.lineage is not None else plan.lineage
-        vote = Round(plan.key, sync.step, lineage, Purpose.COMMIT)
+        vote = self._vote_on(sync, plan)
         wishes = trainer.wishes_to_leave(trainer.plan)
-        verdict = yield from trainer.vote(vote, good and reduced is not None, leaving=wishes)
+        good, stands = good and reduced is not None, False
+        if trainer.standing.speaks:
+            sent = sync.word or trainer.send_word(plan, vote, good, leaves=wishes)
+            agreed = yield from trainer.hear_word(plan, vote, sent)
+            good, stands = good and agreed.yes, agreed.stands
+        verdict = yield from trainer.vote(vote, good, leaving=wishes, stands=stands)
+        trainer.has_decided(verdict)
         if verdict.yes:
             assert reduced is not None
             self._commit(sync, plan, vote, reduced)
@@ -280,6 +298,11 @@ class Syncs:
             yield from trainer.leaves(trainer.plan)
         if verdict.yes:
             yield from trainer.hang_if_asked("optimizer")
+
+    def _vote_on(self, sync: Sync, plan: Plan) -> Round:
+        trainer = self._trainer
+        lineage = trainer.lineage if trainer.step == sync.step and trainer.lineage is not None else plan.lineage
+        return Round(plan.key, sync.step, lineage, Purpose.COMMIT)
 
     def _oldest(self) -> Sync:
         return self._syncs.pop(0)

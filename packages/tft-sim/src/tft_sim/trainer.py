@@ -11,7 +11,7 @@ Law of this file: one rank's step and what it meets others in (groups, snapshots
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations, permutations
@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from tft_coord.core.fingerprint import Fingerprint, fingerprint_of
 from tft_coord.core.lineage import fold_lineage, initial_lineage
 from tft_coord.core.progress import Phase, Progress
+from tft_coord.core.standing import Ask, GoOn, Late, Standing
+from tft_coord.core.standing import State as Stand
 from tft_coord.core.stragglers import StragglerNews
 from tft_coord.core.suspicion import WAITS_MS
 from tft_coord.core.types import (
@@ -27,6 +29,7 @@ from tft_coord.core.types import (
     Plan,
     Purpose,
     QuorumKey,
+    QuorumNews,
     RankRequest,
     Refusal,
     Unreached,
@@ -41,6 +44,7 @@ from tft_sim.marks import Marks
 from tft_sim.pace_truth import OwnTime
 from tft_sim.process import Process, State
 from tft_sim.stretches import Stretches
+from tft_sim.words import Words
 
 if TYPE_CHECKING:
     from tft_sim.syncs import Syncs
@@ -50,6 +54,7 @@ POLL_MS = 50
 HEAL_CHUNKS = 4
 SOURCE_SILENT_MS = 1_000  # then another source is asked
 ABORT_AFTER_MS = 50  # a reduction that has its data can end
+LINGER_MS = 1_000  # so long one that leaves keeps its process group, for its last word
 LEAVE_WITHIN_MS = 10_000  # so long one that was told to leave stays or serves for others' sake
 OUTSIDE = ("start", "between steps")
 OWN = ("forward", "optimizer")
@@ -161,6 +166,7 @@ class Group:
         self._left: set[str] = set()
         self._reductions: dict[int, _Reduction] = {}
         self.sticks = False  # by a fault of the network's, no reduction ends
+        self._words = Words(members, clock, spread_ms, self._carries_words, self._note_no_word)
 
     def join(self, replica_id: str) -> Waiter:
         """Configure: resolves to True when all members are here."""
@@ -183,6 +189,7 @@ class Group:
 
     def abort(self, replica_id: str) -> None:
         """End that member's own waiting, in the rendezvous or in a reduction."""
+        self._words.abort(replica_id)
         waiting = [reduction.waiting.get(replica_id) for reduction in self._reductions.values()]
         for waiter in (self._joined.get(replica_id), *waiting):
             if waiter is not None:
@@ -212,8 +219,34 @@ class Group:
             self.look()
         return waiter
 
+    def exchange_word(self, step: int, replica_id: str, values: Sequence[int]) -> Waiter:
+        """Exchange the word of a round: resolves to the sum, to None when it fails for this member."""
+        waiter = Waiter()
+        if self._misses(replica_id):
+            waiter.resolve(None)
+        else:
+            self._words.exchange(step, replica_id, values, waiter)
+        return waiter
+
+    @property
+    def word_has_passed(self) -> bool:
+        """Whether every member that waits for a word has it."""
+        return self._words.has_passed()
+
+    def _carries_words(self, one: str, other: str) -> bool:
+        cut = self._is_cut(one, other) or self._is_cut(other, one)
+        return not cut and not self._links.loses_word(one, other)
+
+    def _note_no_word(self, replica_id: str, other: str) -> bool:
+        """A link that loses words is found out; across a cut everything waits."""
+        lost = self._links.loses_word(replica_id, other)
+        if lost and other not in self._left:
+            self._unreached.setdefault(replica_id, []).append(Unreached(other, Via.GROUP, "no word"))
+        return lost
+
     def look(self) -> None:
         """Somebody came, left, or can be reached again: what does that end?"""
+        self._words.look(self._misses)
         self._look_at_links()
         if not self._met and self._all_joined and not self._is_torn_apart():
             self._met = True
@@ -310,8 +343,11 @@ class Surroundings(Protocol):
     def ask(self, trainer: Trainer, request: RankRequest) -> Waiter:
         """Ask the manager server; resolves to a Plan, to a QuorumKey (unchanged), or to Refused."""
 
-    def vote(self, trainer: Trainer, vote: Round, yes: bool, *, leaving: bool = False) -> Waiter:
+    def vote(self, trainer: Trainer, vote: Round, yes: bool, *, leaving: bool = False, stands: bool = False) -> Waiter:
         """Vote, with the wish to leave or without; resolves to the Verdict, or to Refused."""
+
+    def say_late(self, trainer: Trainer, late: Late) -> None:
+        """Tell the manager server that a round waits for a member for longer than `join_timeout`."""
 
     def leave(self, trainer: Trainer) -> Waiter:
         """Leave the job; resolves when the manager server has taken it, or to Refused."""
@@ -366,8 +402,11 @@ class TrainerSettings:
         run: of which it was loaded; other runs have other weights.
         num_fragments: into which the model is split that is synchronized now and then; 0: gradients, in every step.
         most_in_flight: syncs that run at a time.
+        speaks: trainers exchange a word at the end of each round; how long they go on without asking is the job's
+            `lease_ms`.
     """
 
+    speaks: bool = False
     use_async_quorum: bool = True
     init_sync: bool = True
     fixed_with_spares: bool = False
@@ -442,6 +481,8 @@ class Trainer(Process):
         self.needs_configure = True
         self.held: QuorumKey | None = None
         self.plan: Plan | None = None
+        self.standing = Standing(outside.timeouts)
+        self._unfit = ""  # why it can't go on without asking, though its quorum stands
         self.group: Group | None = None
         self.group_since_ms = 0
         self.num_requests = 0
@@ -498,10 +539,19 @@ class Trainer(Process):
         since_ms = self.clock.now_ms
         if self.progress_phase in (Phase.WAITING, Phase.REDUCING):
             self.after(WAITS_MS, lambda: self._say_if_waits(since_ms))
+        if self.settings.speaks and name in ("reduction", "word"):
+            self.after(self.outside.timeouts.join_timeout_ms, lambda: self._say_if_late(since_ms))
 
     def _say_if_waits(self, since_ms: int) -> None:
         if self.phase_since_ms == since_ms and self.progress_phase in (Phase.WAITING, Phase.REDUCING):
             self.says_long_wait()
+
+    def _say_if_late(self, since_ms: int) -> None:
+        late = self.standing.late(self.clock.now_ms, since_ms) if self.phase_since_ms == since_ms else None
+        if late is not None:
+            self.outside.marks.hit("a standing round was late")
+            self.outside.note(self, f"says that step {late.step + 1} waits for a member for too long")
+            self.outside.say_late(self, late)
 
     def _note_stretches(self, *, anew: bool = False) -> None:
         if not self.alive:
@@ -599,6 +649,7 @@ class Trainer(Process):
             self.outside.note(self, "hears of the same loss again")
             return
         self._notices.append(notice)
+        self.standing.broke(notice.key)
         if notice.key != self.held:
             self.outside.marks.hit("a notice overtook its quorum")
             self.outside.note(self, "hears of a loss in a quorum that it does not hold yet")
@@ -606,6 +657,18 @@ class Trainer(Process):
         self.outside.marks.hit(f"a notice came in: {self.phase}")
         self.outside.note(self, f"hears of a loss in its quorum ({self.phase})")
         self.after(ABORT_AFTER_MS, lambda: self._abort(notice.key))
+
+    def told_of_quorum(self, news: QuorumNews) -> None:
+        """The manager server says which quorum is the newest."""
+        before = self.standing.state
+        breaks = self.standing.told(news)
+        if self.standing.state is Stand.RECALLED is not before:
+            self.outside.marks.hit("a standing rank was recalled")
+        if breaks and self.held is not None:
+            self.outside.marks.hit("the newest quorum broke the one that was held")
+            self.outside.note(self, f"hears that its quorum is over ({self.phase})")
+            key = self.held
+            self.after(ABORT_AFTER_MS, lambda: self._abort(key))
 
     def heard_of_newcomer(self, replica_id: str) -> None:
         """Somebody asks who will heal."""
@@ -623,7 +686,8 @@ class Trainer(Process):
         self.leave_group()
 
     def is_broken(self, key: QuorumKey) -> bool:
-        return any(notice.key == key for notice in self._notices)
+        broke = self.standing.key == key and self.standing.state is Stand.BROKEN
+        return broke or any(notice.key == key for notice in self._notices)
 
     def _has_no_source(self, plan: Plan) -> bool:
         return all(self._is_lost_in(plan.key, source.replica_id) for source in plan.sources)
@@ -686,8 +750,15 @@ class Trainer(Process):
             while self.outside.is_healed_from(self) and self.clock.now_ms - since_ms < LEAVE_WITHIN_MS:
                 self.outside.marks.hit("one that has left was healed from")
                 yield self.sleep(POLL_MS)
+        yield from self._let_the_last_word_pass()
         self.outside.ended(self, "left")
         yield Waiter()  # for ever
+
+    def _let_the_last_word_pass(self) -> Life:
+        since_ms = self.clock.now_ms
+        while self.group is not None and not self.group.word_has_passed and self.clock.now_ms - since_ms < LINGER_MS:
+            self.outside.marks.hit("a leaver let its last word pass")
+            yield self.sleep(1)
 
     # --- one step after another -------------------------------------------------------------------------------------
 
@@ -718,6 +789,7 @@ class Trainer(Process):
             self.step, self.lineage, self.live = self.loads_step, None, False
             self.weights = f"by hand/{self.rank}"
             self.loads_step = None
+            self._unfit = "a state was loaded by hand"
 
     def refused(self, answer: Refused) -> Life:
         """It gets no quorum: it leaves or ends, if it must, else it tries again."""
@@ -734,16 +806,17 @@ class Trainer(Process):
     def _one_step(self) -> Life:
         yield from self.between_steps()
         self.load_by_hand()
-        self.phase = "quorum"
-        self.num_requests += 1
-        self._take_early()
-        answer = yield self.outside.ask(self, self.request())
-        if isinstance(answer, Refused):
-            self._early = None
-            yield from self.refused(answer)
-            return
-        self.has_reported()
-        plan = self.plan_of(answer)
+        plan = self.goes_on()
+        if plan is None:
+            self.phase = "quorum"
+            self._take_early()
+            self.num_requests += 1
+            answer = yield self.ask(self.request())
+            if isinstance(answer, Refused):
+                self._early = None
+                yield from self.refused(answer)
+                return
+            plan = self.given(answer)
         vote = Round(plan.key, plan.step, plan.lineage, Purpose.COMMIT)
         self._offer_early(plan)
         # The first step after a start, a healing or a reconfiguration may take any time.
@@ -771,19 +844,24 @@ class Trainer(Process):
         reduced: Reduced | None = None
         if good:
             reduced = yield from self._reduce(plan)
-        if self.settings.use_async_quorum:
-            if plan.serve and not self.snapshots_late and not self._offers(plan):
-                self.take_snapshot(plan, "after the reductions, before the vote")
-            if plan.heal:
-                healed = yield from self.heal(plan, vote)
-                good = good and healed
-        fails, self.fails_once = self.fails_once, False
-        if fails:
-            self.outside.note(self, "has an error of its own in this step")
-            good = False
+        if self.settings.use_async_quorum and plan.serve and not self.snapshots_late and not self._offers(plan):
+            self.take_snapshot(plan, "after the reductions, before the vote")
         enough = plan.num_participants >= plan.min_replica_size
-        wishes = self.wishes_to_leave(plan)
-        verdict = yield from self.vote(vote, good and reduced is not None and enough, leaving=wishes)
+        good = good and reduced is not None and enough
+        wishes = stands = False
+        if self.standing.speaks:
+            # Whoever recovers does not wait for its state before it.
+            wishes = self.wishes_to_leave(plan)
+            agreed = yield from self.exchange_word(plan, vote, good and not self._fails(), leaves=wishes)
+            good, stands = agreed.yes, agreed.stands
+        if self.settings.use_async_quorum and plan.heal:
+            healed = yield from self.heal(plan, vote)
+            good = good and healed
+        if not self.standing.speaks:
+            good = not self._fails() and good
+            wishes = self.wishes_to_leave(plan)
+        verdict = yield from self.vote(vote, good, leaving=wishes, stands=stands)
+        self.has_decided(verdict)
         self.own_time.step_ended(counts=verdict.yes and not self.excused)
         if verdict.yes:
             assert reduced is not None
@@ -802,6 +880,105 @@ class Trainer(Process):
             yield from self.leaves(plan)
         if verdict.yes:
             yield from self.hang_if_asked("optimizer")
+
+    def _fails(self) -> bool:
+        fails, self.fails_once = self.fails_once, False
+        if fails:
+            self.outside.note(self, "has an error of its own in this step")
+        return fails
+
+    # --- standing quorums -------------------------------------------------------------------------------------------
+
+    def goes_on(self, in_flight: Collection[QuorumKey] = ()) -> Plan | None:
+        """The plan of the next round, where that asks nobody."""
+        unfit, self._unfit = self._unfit, ""
+        if self.torn:
+            unfit = "its state is torn"
+        elif self.group is None or self.needs_configure:
+            unfit = unfit or "its process group is unusable"
+        going = self.standing.next_round(self.clock.now_ms, unfit)
+        if isinstance(going, Ask):
+            if going.breaks:
+                self.outside.marks.hit("a rank asked where its quorum stood")
+                self.outside.note(self, f"asks though its quorum stands: {going.why}")
+                self.leave_group()
+            return None
+        assert isinstance(going, GoOn)
+        assert self.plan is not None
+        assert self.lineage is not None
+        self.outside.marks.hit("a round began without a request")
+        self.plan = replace(
+            self.plan,
+            step=self.step,
+            lineage=self.lineage,
+            heal=False,
+            serve=False,
+            sources=(),
+            recover_dst_replica_ranks=(),
+        )
+        num_in_flight = sum(key == self.plan.key for key in in_flight)
+        assert going.step == self.step + num_in_flight, f"{self.name} goes on at {going.step}, and holds {self.step}"
+        self.outside.invariants.planned(self.plan, self.rank, num_in_flight)
+        return self.plan
+
+    def ask(self, request: RankRequest) -> Waiter:
+        """Ask for the next quorum."""
+        self.standing.asked(self.clock.now_ms)
+        return self.outside.ask(self, request)
+
+    def given(self, answer: Plan | QuorumKey, in_flight: Collection[QuorumKey] = ()) -> Plan:
+        """The plan that the answer means."""
+        self.has_reported()
+        plan = self.plan_of(answer, in_flight)
+        self.standing.planned(plan, self.clock.now_ms, sum(key == plan.key for key in in_flight))
+        return plan
+
+    def send_word(self, plan: Plan, vote: Round, good: bool, *, leaves: bool) -> Waiter:
+        """Exchange the word of a round, when the own reductions have ended; resolves to the sum, or to None."""
+        counts = self._counts(plan, vote)
+        lineage = self.lineage if counts else vote.lineage
+        now_ms = self.clock.now_ms
+        ends = self.finishes_at is not None and vote.step + 1 >= self.finishes_at
+        word = self.standing.word(now_ms, ok=good, lineage=lineage, participates=counts, leave=leaves or ends)
+        if word.ask:
+            self.outside.marks.hit("a word said that all ask")
+        group = self.group
+        if group is None or group.key != plan.key or self.is_broken(plan.key):
+            failed = Waiter()
+            failed.resolve(None)
+            return failed
+        sent = group.exchange_word(vote.step, self.replica_id, word.values())
+        sent.then(lambda total: self._learned_word(group, total))
+        return self.within(sent, self.outside.timeouts.timeout_ms)
+
+    def _learned_word(self, group: Group, total: object) -> None:
+        if total is None and self.alive and self.group is group:
+            self.note_unreached(group)
+
+    def _counts(self, plan: Plan, vote: Round) -> bool:
+        return plan.participating_rank is not None and self.step == vote.step
+
+    def hear_word(self, plan: Plan, vote: Round, sent: Waiter) -> Life:
+        """What the sum of a round's words means."""
+        self.phase = "word"
+        total = yield sent
+        agreed = self.standing.summed(total, self.lineage if self._counts(plan, vote) else vote.lineage)
+        self.outside.invariants.worded(self.replica_id, self.rank, vote, agreed.yes if total is not None else None)
+        if total is None:
+            self.outside.marks.hit("the word of a round failed")
+            self.outside.note(self, "sees the word of its round fail")
+        elif not agreed.yes:
+            self.outside.marks.hit("the word of a round was a no")
+        return agreed
+
+    def exchange_word(self, plan: Plan, vote: Round, good: bool, *, leaves: bool) -> Life:
+        """Send the word, and hear the sum of all."""
+        return (yield from self.hear_word(plan, vote, self.send_word(plan, vote, good, leaves=leaves)))
+
+    def has_decided(self, verdict: Verdict) -> None:
+        """The group's verdict on the round is known."""
+        if self.standing.speaks and self.standing.decided(yes=verdict.yes, stands=verdict.stands):
+            self.leave_group()  # nobody shall wait for it in a round that can't complete
 
     def hang_if_asked(self, where: Hanging) -> Life:
         if self.will_hang != where or self.excused:
@@ -855,6 +1032,7 @@ class Trainer(Process):
             min_replica_size=self.settings.min_replica_size,
             attempt=self.num_requests,
             fingerprint=self._fingerprint,
+            lease_ms=self.outside.timeouts.lease_ms if self.settings.speaks else None,
         )
 
     def configure(self, plan: Plan) -> Life:
@@ -1077,10 +1255,10 @@ class Trainer(Process):
 
     # --- the vote -----------------------------------------------------------------------------------------------------
 
-    def vote(self, vote: Round, yes: bool, *, leaving: bool = False) -> Life:
+    def vote(self, vote: Round, yes: bool, *, leaving: bool = False, stands: bool = False) -> Life:
         """The verdict; a rank that can't have it ends, unless it is the only one of its group."""
         self.phase = vote.purpose.value
-        verdict = yield self.outside.vote(self, vote, yes, leaving=leaving)
+        verdict = yield self.outside.vote(self, vote, yes, leaving=leaving, stands=stands)
         if isinstance(verdict, Refused):
             if verdict.fatal:
                 self.quit(f"vote: {verdict.code}", verdict)

@@ -798,8 +798,10 @@ class Job:
 
     def _has_moved_on(self) -> bool:
         """Whether the members have committed steps since the newest quorum was given, of which only beats tell."""
+        if not self._living.stands_whole:
+            return False
         given = max((member.step for member in self._members.values()), default=0)
-        return self._living.stands and self._newest_step > given
+        return self._newest_step > given
 
     # --- sessions -----------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final, final
 
+from tft_coord.core.assignment import all_at
 from tft_coord.core.liveness import Replica
 from tft_coord.core.progress import Phase
 from tft_coord.core.types import Quorum, QuorumKey, QuorumNews
@@ -42,6 +43,7 @@ class LivingQuorum:
             listens_ms + timeouts.silence_after_lease_ms(timeouts.lease_ms) if had_earlier_life else listens_ms
         )
         self._lease_ms = 0  # of the newest quorum
+        self._is_whole = False  # nobody recovers in it
         self._recalled = False
         self._first_asked: tuple[str, int] | None = None  # the member that asked first since it was given, and when
         self._late: tuple[str, int] | None = None  # who waits in it for too long, and in which step
@@ -53,6 +55,11 @@ class LivingQuorum:
     def stands(self) -> bool:
         """Whether the members of the newest quorum may go on in it without asking."""
         return self._lease_ms > 0
+
+    @property
+    def stands_whole(self) -> bool:
+        """Whether they may, and all hold the state of the newest step that one of them has committed."""
+        return self._is_whole
 
     @property
     def remember_ms(self) -> int:
@@ -72,6 +79,8 @@ class LivingQuorum:
         for replica_id in quorum.replica_ids if self._earlier else ():
             self._earlier.pop(replica_id, None)
         self._lease_ms = quorum.lease_ms or 0
+        first = quorum.members[0]
+        self._is_whole = self._lease_ms > 0 and all_at(quorum.members, first.step, first.lineage)
         self._recalled, self._first_asked, self._late, self._left_behind_ms = False, None, None, None
 
     # --- recall -----------------------------------------------------------------------------------------------------

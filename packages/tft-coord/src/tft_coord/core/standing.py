@@ -262,8 +262,8 @@ class Standing:
             in_flight: rounds of this quorum that have begun before and are not decided.
         """
         before, self._plan = self.key, plan
-        if before != plan.key:
-            self._rounds.clear()  # another quorum fails what is in flight
+        if before != plan.key or plan.lease_ms is None:
+            self._rounds.clear()  # another quorum fails what is in flight; without words nothing ends a round here
         self._recalled = False
         self._lease.begin(plan.lease_ms or 0, self._asked_ms)
         is_broken = plan.key in self._broken

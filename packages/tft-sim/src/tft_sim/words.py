@@ -1,0 +1,104 @@
+"""The words of rounds, as the process groups of the simulation carry them.
+
+Each member sends its word to all others, so a link that fails takes the word from its two ends alone. When a member has
+the words of all others it learns the sum a little later. A member that is torn away in between takes it from those that
+have not learned it yet.
+
+Law of this file: one group's words; whoever tells it that somebody left is `trainer.Group`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, final
+
+from tft_sim.clock import VirtualClock
+from tft_sim.links import FAILS_AFTER_MS
+
+if TYPE_CHECKING:
+    from tft_sim.trainer import Waiter
+
+Sum = tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Word:
+    given: dict[str, Sequence[int]] = field(default_factory=dict)
+    waiting: dict[str, Waiter] = field(default_factory=dict)
+    on_its_way: set[str] = field(default_factory=set)
+
+
+@final
+class Words:
+    """The words of one process group, by the step of the round.
+
+    Args:
+        members: replica ids that belong to it.
+        clock: of the simulation.
+        spread_ms: gives the time after which a member learns the sum.
+        reaches: whether what one member sends comes to another one, and back.
+        fails: told which member finds after a while that another one does not hear it; returns whether it does so.
+    """
+
+    def __init__(
+        self,
+        members: tuple[str, ...],
+        clock: VirtualClock,
+        spread_ms: Callable[[], int],
+        reaches: Callable[[str, str], bool],
+        fails: Callable[[str, str], bool],
+    ) -> None:
+        self._members = members
+        self._clock = clock
+        self._spread_ms = spread_ms
+        self._reaches = reaches
+        self._fails = fails
+        self._words: dict[int, _Word] = {}
+
+    def exchange(self, step: int, replica_id: str, values: Sequence[int], waiter: Waiter) -> None:
+        """Give a member's word of a round; `waiter` is given the sum, or None when it fails."""
+        word = self._words.setdefault(step, _Word())
+        word.given[replica_id] = values
+        word.waiting[replica_id] = waiter
+        self._look_at(step, word)
+        for other in self._members:
+            if other != replica_id and not self._reaches(replica_id, other):
+                self._clock.after(FAILS_AFTER_MS, partial(self._gives_up, step, replica_id, other))
+
+    def has_passed(self) -> bool:
+        """Whether every member that waits for a word has it."""
+        return all(waiter.done for word in self._words.values() for waiter in word.waiting.values())
+
+    def look(self, misses: Callable[[str], bool]) -> None:
+        """Somebody came, left, or can be reached again. `misses`: whether a member sees that another one has left."""
+        for step, word in list(self._words.items()):
+            for replica_id, waiter in list(word.waiting.items()):
+                if not waiter.done and misses(replica_id):
+                    waiter.resolve(None)
+            self._look_at(step, word)
+
+    def abort(self, replica_id: str) -> None:
+        """End that member's own waiting."""
+        for word in list(self._words.values()):
+            waiter = word.waiting.get(replica_id)
+            if waiter is not None:
+                waiter.resolve(None)
+
+    def _look_at(self, step: int, word: _Word) -> None:
+        if len(word.given) < len(self._members):
+            return
+        total = tuple(sum(each) for each in zip(*word.given.values(), strict=True))
+        for replica_id, waiter in word.waiting.items():
+            if waiter.done or replica_id in word.on_its_way:
+                continue
+            if all(self._reaches(replica_id, other) for other in self._members if other != replica_id):
+                word.on_its_way.add(replica_id)
+                self._clock.after(self._spread_ms(), partial(waiter.resolve, total))
+
+    def _gives_up(self, step: int, replica_id: str, other: str) -> None:
+        word = self._words.get(step)
+        waiter = word.waiting.get(replica_id) if word is not None else None
+        if waiter is not None and not waiter.done and self._fails(replica_id, other):
+            waiter.resolve(None)
