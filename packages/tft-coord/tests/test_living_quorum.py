@@ -139,6 +139,16 @@ class TestRecall:
         assert formed(table.ask("b", 6)) == [("a", "b", "c")]
         assert told(table.beat("a")) == {"a": QuorumNews(table.held["a"], beat=1)}
 
+    def test_a_replica_that_has_waited_for_long_does_not_hurry_the_members(self) -> None:
+        """They train until they have asked, however long ago it did."""
+        table = Table()
+        table.together("a", "b")
+        table.hello("c")
+        table.ask("c", 0)
+        table.pass_ms(30_000, "a", "b", "c")
+        assert formed([*table.ask("a", 6), *table.pass_ms(500, "a", "b", "c")]) == []
+        assert formed(table.ask("b", 6)) == [("a", "b", "c")]
+
     def test_a_quorum_that_is_given_again_ends_it(self) -> None:
         table = Table()
         key = table.together("a", "b")

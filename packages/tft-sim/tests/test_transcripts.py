@@ -54,6 +54,15 @@ NEEDED = {
     "scenario_19_unequal_groups",
     "scenario_20_leaving",
     "scenario_21_partial_connectivity",
+    "standing_01_steady",
+    "standing_02_recall",
+    "standing_03_words",
+    "standing_04_alone",
+    "standing_05_leaving",
+    "standing_06_lighthouse_away",
+    "standing_07_nobody_starts_over",
+    "standing_08_as_before",
+    "standing_09_syncs",
 }
 
 

@@ -369,7 +369,8 @@ class LighthouseShell:
                 theirs = self._theirs.living(self._now_ms()) if drain.job == TORCHFT_JOB else None
                 more = f"; {theirs} of torchft's lives here, whose members can't be asked: end them" if theirs else ""
                 await fail(context, order.refusal.value, order.message + more)
-            logger.info("job %s: replica %s is asked to leave: %s", drain.job, drain.replica, reason)
+            if isinstance(order, effects.AskToLeave):
+                logger.info("job %s: replica %s is asked to leave: %s", drain.job, drain.replica, reason)
             self._put(order.stream, codec.encode_from_lighthouse(order))
         return b""
 

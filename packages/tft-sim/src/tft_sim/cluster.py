@@ -98,6 +98,7 @@ class ClusterConfig:
         probes: manager servers answer probes and say long waits; False: they are older ones, which do not.
         ranks_together: all ranks of a group run on its manager server's host; False: rank 0 alone does.
         durable: a lighthouse that is started anew knows that there was an earlier one.
+        clock_gains: the clock of the lighthouse gains one percent.
         budget_events: after so many events the run fails as a livelock.
     """
 
@@ -118,6 +119,7 @@ class ClusterConfig:
     probes: bool = True
     ranks_together: bool = False
     durable: bool = False
+    clock_gains: bool = False
     budget_events: int = 400_000
 
 
@@ -290,6 +292,8 @@ class Cluster:
         match order:
             case effects.QuorumFormed():
                 self.invariants_of(order.job).formed(order.quorum)
+                if order.previous is None and not self.config.durable:
+                    self.invariants_of(order.job).started_over(order.quorum)
                 self.paces.formed(order.job, order.quorum, order.previous)
                 self._look_who_joined(order)
                 self.marks.hit("a quorum was formed")

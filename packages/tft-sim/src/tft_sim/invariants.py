@@ -693,6 +693,7 @@ class Invariants:
         self._words: dict[tuple[QuorumKey, int, int], bool] = {}  # of each round and group rank: what its word means
         self._last_rounds: dict[QuorumKey, set[int]] = {}  # that were agreed on after a newer quorum had committed
         self._newest_committed: QuorumKey | None = None
+        self._started_over: QuorumKey | None = None  # by a lighthouse that could not know of any earlier quorum
 
     def started_at(self, wall_ms: int) -> bool:
         """Another lighthouse starts, at that time by the clock on the wall.
@@ -835,6 +836,11 @@ class Invariants:
         if reduced.key != vote.key or not all(known):
             raise InvariantBroken("I5", f"{replica_id} rank {group_rank} steps on a failed reduction in {vote}")
 
+    def started_over(self, quorum: Quorum) -> None:
+        """A lighthouse without memory and without a durable counter, to which nobody names a quorum, forms its first:
+        members of an earlier one that can't reach it go on until their lease is over."""
+        self._started_over = quorum.key
+
     # --- standing quorums -----------------------------------------------------------------------------------------
 
     def worded(self, replica_id: str, group_rank: int, vote: Round, yes: bool | None) -> None:
@@ -849,6 +855,8 @@ class Invariants:
         if known != yes:
             raise InvariantBroken("W1", f"the word of {vote} is a {yes} for {replica_id} and a {known} for others")
         newest = self._newest_committed
+        if self._started_over is not None and vote.key < self._started_over:
+            return
         if yes and newest is not None and vote.key < newest and not self._several_lighthouses:
             rounds = self._last_rounds.setdefault(vote.key, set())
             rounds.add(vote.step)

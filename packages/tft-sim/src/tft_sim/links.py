@@ -51,7 +51,8 @@ class Links:
         self.on_change()
 
     def cut_word(self, one: str, other: str) -> None:
-        """The words of rounds get lost between these two; all else comes through."""
+        """The words of rounds get lost between these two, `a` and `b` or their ranks `a/1` and `b/1`; all else comes
+        through."""
         self._bad_words.add(frozenset((one, other)))
         self.on_change()
 
@@ -60,9 +61,13 @@ class Links:
         self._bad_words.discard(frozenset((one, other)))
         self.on_change()
 
-    def loses_word(self, one: str, other: str) -> bool:
-        """Whether the word of a round gets lost between two replicas."""
-        return bool(self._bad_words) and frozenset((name_of(one), name_of(other))) in self._bad_words
+    def loses_word(self, one: str, other: str, group_rank: int) -> bool:
+        """Whether the word of a round gets lost between that rank of two replicas."""
+        if not self._bad_words:
+            return False
+        names = name_of(one), name_of(other)
+        ranks = frozenset(f"{name}/{group_rank}" for name in names)
+        return frozenset(names) in self._bad_words or ranks in self._bad_words
 
     def is_bad(self, source: str, target: str, via: Via) -> bool:
         """Whether that replica gets nowhere at that port of the other one."""

@@ -270,7 +270,8 @@ class Scenario:
         the probes are `without-probes`; `together`: all ranks of a group run on its manager server's host.
         With `lost_state_ms=8000` the lighthouse waits so long for a state whose holders fell silent. With `speaks`
         trainers exchange a word at the end of each round, and go on in a standing quorum for `lease=60000`; 0: they ask
-        in every step. A lighthouse that is `durable` knows that there was an earlier one."""
+        in every step. A lighthouse that is `durable` knows that there was an earlier one, and the clock of one that is
+        `fast` gains one percent."""
         numbers = dict(word.split("=", 1) for word in words if "=" in word)
         config = ClusterConfig(
             names=(),
@@ -286,6 +287,7 @@ class Scenario:
             ranks_together="together" in words,
             lost_state_ms=int(numbers.get("lost_state_ms", 0)),
             durable="durable" in words,
+            clock_gains="fast" in words,
             timeouts=replace(SHORT_TIMEOUTS, lease_ms=int(numbers.get("lease", 60_000))),
             trainers=TrainerSettings(
                 speaks="speaks" in words,
@@ -311,8 +313,9 @@ class Scenario:
 
     def _do_start(self, words: list[str]) -> Iterable[str]:
         """start a b [step=5000] [loading] [replaces] [world_size=2] [min_replica_size=2] [spares] [synchronous]
-        [seeded]: new lives of these replica groups, with settings of their own; `seeded` is without init_sync."""
-        options = ("loading", "replaces", "spares", "synchronous", "seeded")
+        [seeded] [silent]: new lives of these replica groups, with settings of their own; `seeded` is without init_sync,
+        and `silent` are older ones, which speak no word."""
+        options = ("loading", "replaces", "spares", "synchronous", "seeded", "silent")
         numbers = {name: int(value) for name, _, value in (word.partition("=") for word in words) if value}
         settings = self.cluster.config.trainers
         settings = replace(
@@ -322,6 +325,7 @@ class Scenario:
             fixed_with_spares="spares" in words or settings.fixed_with_spares,
             use_async_quorum="synchronous" not in words and settings.use_async_quorum,
             init_sync="seeded" not in words and settings.init_sync,
+            speaks="silent" not in words and settings.speaks,
         )
         for word in [word for word in words if "=" not in word and word not in options]:
             before = self.cluster.replicas.get(word)
@@ -476,9 +480,9 @@ class Scenario:
     def _do_cut_link(self, words: list[str]) -> Iterable[str]:
         """cut-link a b [store|state|group|word] [one-way]: a and b, or all (`*`), can't reach each other for that,
         until `mend-link …`; the process group, both ways, unless said. A store is reached or not by whoever is named
-        first. Of a `word` nothing else is lost."""
+        first. Where the `word` is lost, of these or of one rank of each, `a/1 b/1`, nothing else is."""
         if "word" in words:
-            self.cluster.links.cut_word(*(self._replica(word).name for word in words[:2]))
+            self.cluster.links.cut_word(*words[:2])
             return []
         self.cluster.links.cut(self._links(words))
         return []
@@ -486,7 +490,7 @@ class Scenario:
     def _do_mend_link(self, words: list[str]) -> Iterable[str]:
         """mend-link a b …: end of `cut-link`."""
         if "word" in words:
-            self.cluster.links.mend_word(*(self._replica(word).name for word in words[:2]))
+            self.cluster.links.mend_word(*words[:2])
             return []
         self.cluster.links.mend(self._links(words))
         return []

@@ -235,11 +235,11 @@ class Group:
 
     def _carries_words(self, one: str, other: str) -> bool:
         cut = self._is_cut(one, other) or self._is_cut(other, one)
-        return not cut and not self._links.loses_word(one, other)
+        return not cut and not self._links.loses_word(one, other, self._group_rank)
 
     def _note_no_word(self, replica_id: str, other: str) -> bool:
         """A link that loses words is found out; across a cut everything waits."""
-        lost = self._links.loses_word(replica_id, other)
+        lost = self._links.loses_word(replica_id, other, self._group_rank)
         if lost and other not in self._left:
             self._unreached.setdefault(replica_id, []).append(Unreached(other, Via.GROUP, "no word"))
         return lost
@@ -664,6 +664,7 @@ class Trainer(Process):
         breaks = self.standing.told(news)
         if self.standing.state is Stand.RECALLED is not before:
             self.outside.marks.hit("a standing rank was recalled")
+            self.outside.note(self, "is told to ask after its next word")
         if breaks and self.held is not None:
             self.outside.marks.hit("the newest quorum broke the one that was held")
             self.outside.note(self, f"hears that its quorum is over ({self.phase})")

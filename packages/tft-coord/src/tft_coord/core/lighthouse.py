@@ -681,6 +681,8 @@ class Job:
         out = self._release_those_who_left(now_ms)
         if told:
             return out
+        if replica.replica_id in self._members:
+            self._living.asked(replica.replica_id, now_ms)  # the others have been told by its word, or wait for it
         assert replica.left is not None
         left = effects.ReplicaLeft(self.name, replica.replica_id, replica.session, replica.left, serve_ms)
         return [left, *out]
@@ -1497,7 +1499,8 @@ class Job:
 
     def _situation(self, waiting: list[tuple[Replica, OpenRequest]], now_ms: int) -> Situation:
         replicas = self.liveness.replicas.values()
-        asked_ms = {replica.replica_id: request.asked_ms for replica, request in waiting}
+        from_ms = self._living.joins_from_ms
+        asked_ms = {replica.replica_id: max(request.asked_ms, from_ms) for replica, request in waiting}
         # Who is kept out may have asked long ago; the others are not hurried by it.
         first_asked_ms = min((at for name, at in asked_ms.items() if name not in self._kept.out), default=now_ms)
         reference_step, lost_sources = self._lost_sources(now_ms)

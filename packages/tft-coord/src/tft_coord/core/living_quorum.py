@@ -102,6 +102,12 @@ class LivingQuorum:
         if self._first_asked is None and self.stands:
             self._first_asked = replica_id, now_ms
 
+    @property
+    def joins_from_ms(self) -> int:
+        """The time from which join_timeout counts for the next quorum. Before the first member has asked, the members
+        train, and a replica that waits for them does not hurry them."""
+        return self._first_asked[1] if self._first_asked is not None else 0
+
     def overdue(self, members: Iterable[Replica], now_ms: int) -> tuple[str, tuple[str, ...]] | None:
         """Find the members that still wait in the quorum although another one has asked for the next.
 
