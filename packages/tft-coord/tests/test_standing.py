@@ -382,6 +382,7 @@ def test_a_late_answer_to_an_old_beat_renews_nothing() -> None:
     lease.answered(old, 0, renews=True)
     lease.answered(new, 0, renews=True)
     lease.answered(1_234, 0, renews=True)
+    lease.answered(lease.beat(40_000), 20_000, renews=True)  # the manager server had heard nothing since
     assert lease.holds(30_000 + LEASE_MS - 1)
     assert not lease.holds(30_000 + LEASE_MS)
 

@@ -21,7 +21,7 @@ from tft_sim.cluster import Chance, Cluster, ClusterConfig
 from tft_sim.explore import ExplorationFailed, explore
 from tft_sim.invariants import InvariantBroken, Invariants
 from tft_sim.many import run_many, story
-from tft_sim.marks import SCENARIO_MARKS, Marks
+from tft_sim.marks import SCENARIO_MARKS, STANDING_MARKS, Marks
 from tft_sim.network import Fate, Network, Rule, Stream
 from tft_sim.process import Process, State
 from tft_sim.scenario import Scenario, ScenarioError, play
@@ -32,6 +32,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "SCENARIO_MARKS",
+    "STANDING_MARKS",
     "Chance",
     "Cluster",
     "ClusterConfig",

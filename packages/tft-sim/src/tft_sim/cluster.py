@@ -98,7 +98,7 @@ class ClusterConfig:
         probes: manager servers answer probes and say long waits; False: they are older ones, which do not.
         ranks_together: all ranks of a group run on its manager server's host; False: rank 0 alone does.
         durable: a lighthouse that is started anew knows that there was an earlier one.
-        clock_gains: the clock of the lighthouse gains one percent.
+        slow_clocks: by the clocks of the trainers leases last one percent longer than by that of the lighthouse.
         budget_events: after so many events the run fails as a livelock.
     """
 
@@ -119,7 +119,7 @@ class ClusterConfig:
     probes: bool = True
     ranks_together: bool = False
     durable: bool = False
-    clock_gains: bool = False
+    slow_clocks: bool = False
     budget_events: int = 400_000
 
 
@@ -299,6 +299,10 @@ class Cluster:
                 self.marks.hit("a quorum was formed")
                 if order.previous is not None and len(order.quorum.members) < len(order.previous.members):
                     self.marks.hit("a quorum shrank")
+                if order.previous is not None and order.previous.lease_ms:
+                    both = set(order.previous.replica_ids).intersection(order.quorum.replica_ids)
+                    if 0 < len(both) < len(order.previous.replica_ids):
+                        self.marks.hit("some members of a standing quorum went on without the others")
                 for words in REASONS:
                     if words in order.reason:
                         self.marks.hit(f"new id: {words}")
@@ -501,7 +505,7 @@ class Cluster:
     def _beat(self, trainer: Trainer, stream: Stream) -> None:
         """A rank says once a beat where in its step it is, for as long as its stream stands."""
         if stream.open:
-            self._say_where(trainer, stream, number=trainer.standing.beat(self.clock.now_ms))
+            self._say_where(trainer, stream, number=trainer.standing.beat(trainer.outside.own_ms()))
             trainer.after(self.timeouts.beat_interval_ms, lambda: self._beat(trainer, stream))
 
     def _say_where(self, trainer: Trainer, stream: Stream, *, extra: bool = False, number: int = 0) -> None:

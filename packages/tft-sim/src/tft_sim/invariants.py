@@ -691,6 +691,7 @@ class Invariants:
         self._delivered: set[tuple[str, int, QuorumKey, int]] = set()
         self._flights: dict[tuple[str, int], list[tuple[QuorumKey, int]]] = {}  # of each rank, its syncs, oldest first
         self._words: dict[tuple[QuorumKey, int, int], bool] = {}  # of each round and group rank: what its word means
+        self._without_word: set[tuple[str, int, QuorumKey, int]] = set()  # ranks for which it did not complete
         self._last_rounds: dict[QuorumKey, set[int]] = {}  # that were agreed on after a newer quorum had committed
         self._newest_committed: QuorumKey | None = None
         self._started_over: QuorumKey | None = None  # by a lighthouse that could not know of any earlier quorum
@@ -704,6 +705,7 @@ class Invariants:
         if wall_ms >= self._highest_id:
             return False
         self._highest_id = 0
+        self._newest_committed = None
         return True
 
     # --- I1, I2 ---------------------------------------------------------------------------------------------------
@@ -833,6 +835,8 @@ class Invariants:
     def applied(self, replica_id: str, group_rank: int, vote: Round, reduced: Reduced) -> None:
         """What a rank's optimizer has stepped with."""
         known = [(replica_id, group_rank, reduced.key, number) in self._delivered for number in reduced.numbers]
+        if (replica_id, group_rank, vote.key, vote.step) in self._without_word:
+            raise InvariantBroken("W1", f"{replica_id} rank {group_rank} commits {vote} without the word of the others")
         if reduced.key != vote.key or not all(known):
             raise InvariantBroken("I5", f"{replica_id} rank {group_rank} steps on a failed reduction in {vote}")
 
@@ -850,6 +854,7 @@ class Invariants:
         that ran, and begins no other.
         """
         if yes is None:
+            self._without_word.add((replica_id, group_rank, vote.key, vote.step))
             return
         known = self._words.setdefault((vote.key, vote.step, group_rank), yes)
         if known != yes:

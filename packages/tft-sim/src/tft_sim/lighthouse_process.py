@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tft_coord.core import effects, events
@@ -48,6 +47,7 @@ WAITS = (
     "the report of",
     "that reach one another",
     LIVES,
+    "whoever an earlier lighthouse served",
 )
 
 
@@ -62,7 +62,6 @@ class LighthouseProcess(Process):
             stragglers=cluster.config.stragglers,
             lost_state_timeout_ms=cluster.config.lost_state_ms,
         )
-        self._clock_gains = cluster.config.clock_gains
         # No two start in one millisecond.
         self._started_ms = cluster.wall_ms + number - 1
         of_address = cluster.config.cluster_id if name == "lighthouse" else cluster.config.standby
@@ -72,7 +71,7 @@ class LighthouseProcess(Process):
             started_ms=self._started_ms,
             cluster_id=self._cluster_id,
             nonces=cluster.chance.nonces,
-            now_ms=self._own_ms(),
+            now_ms=self.clock.now_ms,
             had_earlier_life=cluster.config.durable and number > 1,
         )
         torchft = TorchftCore(config, started_ms=cluster.wall_ms)
@@ -80,7 +79,7 @@ class LighthouseProcess(Process):
             self.core,
             torchft,
             undecided_ms=cluster.timeouts.heartbeat_timeout_ms,
-            now_ms=self._own_ms(),
+            now_ms=self.clock.now_ms,
             job=JOB,
         )
         self._calls: dict[int, tuple[Process, Callable[[Quorum | effects.RefuseUnary], None]]] = {}
@@ -90,14 +89,9 @@ class LighthouseProcess(Process):
         self._streams: dict[int, Stream] = {}
         self._stuck: set[QuorumKey] = set()  # quorums that it broke because all waited
         self._attendances = Attendances(self._new_attendance)
-        self._silence = self._new_silence()
+        self._silence = Silence(cluster.timeouts, self.clock.now_ms)
         self._probes = self._new_probe_watch()
         self._stories: dict[str, LighthouseStory] = {}
-
-    def _own_ms(self) -> int:
-        """What its own clock says."""
-        now_ms = self.clock.now_ms
-        return now_ms + now_ms // 100 if self._clock_gains else now_ms
 
     def waiting_for(self, job: str) -> str:
         """What the next quorum of that job waits for, one phrase."""
@@ -114,12 +108,6 @@ class LighthouseProcess(Process):
     def attendance_of(self, job: str) -> Attendance:
         """What it says of who lives in that job."""
         return self._attendances.of(job)
-
-    def _new_silence(self) -> Silence:
-        timeouts = self._cluster.timeouts
-        if self._clock_gains:
-            timeouts = replace(timeouts, heartbeat_timeout_ms=timeouts.heartbeat_timeout_ms * 99 // 100)
-        return Silence(timeouts, self.clock.now_ms)
 
     def _new_probe_watch(self) -> ProbeWatch:
         return ProbeWatch(
@@ -167,11 +155,15 @@ class LighthouseProcess(Process):
             for words in WAITS:
                 if words in waits:
                     marks.hit(f"waited: {words}")
+            newest = self.core.quorum(job)
+            who = waits.partition(" ")[0]
+            if LIVES in waits and newest is not None and who != "whoever" and newest.member(who) is None:
+                marks.hit("a member of an earlier quorum was waited for")
             if "of min_replicas" in waits and self.attendance_of(job).shrinks_to_few():
                 marks.hit("shrink_only left too few")
         self._silence.looks(now_ms)
         self._probes.looks(now_ms)
-        self._perform(self._kinds.tick(self._own_ms(), self._cluster.wall_ms))
+        self._perform(self._kinds.tick(self.clock.now_ms, self._cluster.wall_ms))
         self._silence.ticked(now_ms)
         self._probes.ticked(now_ms)
         starts = now_ms - self._born_ms < timeouts.reconnect_grace_ms
@@ -186,7 +178,7 @@ class LighthouseProcess(Process):
         self.num_heard[type(event).__name__] += 1
         self._attendances.heard(event, self.clock.now_ms)
         self._story_of(self._attendances.job_of(event.stream)).heard(event, self.clock.now_ms)
-        orders = self._kinds.handle(event, self._own_ms(), self._cluster.wall_ms)
+        orders = self._kinds.handle(event, self.clock.now_ms, self._cluster.wall_ms)
         if self.core.started_ms != self._started_ms:
             self._stands_in()
         self._silence.heard(event, self.clock.now_ms)
@@ -206,7 +198,7 @@ class LighthouseProcess(Process):
         """One of torchft's calls has come."""
         if not isinstance(event, events.HeartbeatReceived):
             self._cluster.trace(self.name, event)
-        self._perform(self._kinds.handle_unary(event, self._own_ms(), self._cluster.wall_ms))
+        self._perform(self._kinds.handle_unary(event, self.clock.now_ms, self._cluster.wall_ms))
 
     def _answer(self, call: int, answer: Quorum | effects.RefuseUnary) -> None:
         waiting = self._calls.pop(call, None)
@@ -283,7 +275,7 @@ class LighthouseProcess(Process):
         if Refusal.OLD_LIGHTHOUSE in refusals:  # a newer one serves; this one has no memory from now on
             self._stuck.clear()
             self._attendances = Attendances(self._new_attendance)
-            self._silence = self._new_silence()
+            self._silence = Silence(self._cluster.timeouts, self.clock.now_ms)
             self._probes = self._new_probe_watch()
             self._stories.clear()
 
@@ -292,7 +284,7 @@ class LighthouseProcess(Process):
         self._cluster.marks.hit("an older lighthouse stood in for a newer one")
         self._started_ms = self.core.started_ms
         self._born_ms = self.clock.now_ms
-        self._silence = self._new_silence()
+        self._silence = Silence(self._cluster.timeouts, self.clock.now_ms)
         self._probes = self._new_probe_watch()
 
     def _all_are_stuck(self, order: effects.NotifyLoss) -> None:

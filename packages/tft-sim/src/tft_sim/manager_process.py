@@ -455,6 +455,8 @@ class ManagerProcess(Process):
             case effects.AskToLeave():
                 self.handle(events.LeaveAsked(order.reason, order.serve_ms))
             case effects.TellNewest(_, news):
+                if news.beat and news.recalled and not self.group.is_recalled:
+                    self._cluster.marks.hit("a recall came with the answer to a beat")
                 self.handle(events.NewestNamed(news, self.session.beat_answered(news.beat)))
             case effects.TellStraggler():
                 self.handle(events.PaceTold(order.news))

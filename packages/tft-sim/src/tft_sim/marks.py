@@ -146,6 +146,31 @@ SCENARIO_MARKS: Mapping[int, tuple[str, ...]] = {
     ),
 }
 
+# The same of the transcripts of standing quorums, by the numbers that they begin with.
+STANDING_MARKS: Mapping[int, tuple[str, ...]] = {
+    1: ("a round began without a request",),
+    2: ("a standing rank was recalled", "new id: joined"),
+    3: ("the word of some told the others to ask",),
+    4: ("a recall came with the answer to a beat", "the newest quorum broke the one that was held"),
+    5: ("the word of a round came to some members alone", "a lost step was committed again by others"),
+    6: ("the word of a round was a no",),
+    7: ("a rank asked where its quorum stood: it had changed",),
+    8: ("a rank had its word, and another one of its group did not",),
+    9: ("one word said that all ask and that one leaves",),
+    10: ("a leaver let its last word pass",),
+    11: ("a word said that the lease runs out", "a rank asked where its quorum stood: its lease was over"),
+    12: ("waited: whoever an earlier lighthouse served",),
+    13: ("some members of a standing quorum went on without the others",),
+    14: ("an answer to an old beat came to a rank",),
+    15: ("a standing round was late", "a standing quorum was broken for a late member"),
+    16: ("a quorum with spares stood",),
+    17: ("an older member made all ask in every step",),
+    18: ("a sync began without a request, with others in flight",),
+    19: ("a link lost the word of a round",),
+    20: ("waited: may still train without this lighthouse", "a lease was judged by a slow clock"),
+    21: ("a member of an earlier quorum was waited for",),
+}
+
 
 class Marks:
     """How often each named place was reached."""

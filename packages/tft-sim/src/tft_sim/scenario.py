@@ -270,8 +270,8 @@ class Scenario:
         the probes are `without-probes`; `together`: all ranks of a group run on its manager server's host.
         With `lost_state_ms=8000` the lighthouse waits so long for a state whose holders fell silent. With `speaks`
         trainers exchange a word at the end of each round, and go on in a standing quorum for `lease=60000`; 0: they ask
-        in every step. A lighthouse that is `durable` knows that there was an earlier one, and the clock of one that is
-        `fast` gains one percent."""
+        in every step. A lighthouse that is `durable` knows that there was an earlier one. With `slow-clocks` those of
+        the trainers lose one percent."""
         numbers = dict(word.split("=", 1) for word in words if "=" in word)
         config = ClusterConfig(
             names=(),
@@ -287,7 +287,7 @@ class Scenario:
             ranks_together="together" in words,
             lost_state_ms=int(numbers.get("lost_state_ms", 0)),
             durable="durable" in words,
-            clock_gains="fast" in words,
+            slow_clocks="slow-clocks" in words,
             timeouts=replace(SHORT_TIMEOUTS, lease_ms=int(numbers.get("lease", 60_000))),
             trainers=TrainerSettings(
                 speaks="speaks" in words,

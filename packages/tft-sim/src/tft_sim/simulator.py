@@ -301,7 +301,8 @@ class Simulation:
             self._older = chance.choice(cluster.names)
         settings = replace(settings, speaks=True)
         durable = cluster.standby == "" and chance.random() < 0.3
-        return replace(cluster, timeouts=timeouts, trainers=settings, durable=durable), settings
+        cluster = replace(cluster, timeouts=timeouts, trainers=settings, durable=durable)
+        return replace(cluster, slow_clocks=chance.random() < 0.2), settings
 
     def _appear(self, name: str) -> None:
         self._start(name)
@@ -904,6 +905,20 @@ class Simulation:
             [Rule(pattern, "lighthouse", Fate.PARTITION), Rule("lighthouse", pattern, Fate.PARTITION)], 1_000, 9_000
         )
 
+    def _restart_out_of_reach(self) -> None:
+        """The lighthouse is started anew while nobody reaches it but a replica that starts anew as well."""
+        living = [replica for replica in self.cluster.replicas.values() if replica.alive]
+        if len(living) > 1:
+            self.cluster.kill_trainer(self._standing.choice(living), 0)
+            for replica in living:
+                pattern = f"{replica.replica_id}/manager*"
+                self._for_a_while(
+                    [Rule(pattern, "lighthouse", Fate.PARTITION), Rule("lighthouse", pattern, Fate.PARTITION)],
+                    4_000,
+                    9_000,
+                )
+            self.cluster.restart_lighthouse(0)
+
     def _die_in_a_word(self) -> None:
         """A replica dies while the words of a round are on their way, if there is one."""
         speaking = [each for each in self.cluster.replicas.values() if any(t.phase == "word" for t in each.trainers)]
@@ -988,5 +1003,8 @@ STANDING_FAULTS: tuple[Callable[[Simulation], None], ...] = (
     Simulation._die_in_a_word,
     Simulation._die_in_a_word,
     Simulation._die_in_a_word,
+    Simulation._restart_out_of_reach,
+    Simulation._be_late,
+    Simulation._be_late,
 )
 FAULT_NAMES: tuple[str, ...] = tuple(dict.fromkeys(f"fault: {fault.__name__.strip('_')}" for fault in FAULTS))

@@ -340,6 +340,9 @@ class Surroundings(Protocol):
     def marks(self) -> Marks:
         """Of the simulation."""
 
+    def own_ms(self) -> int:
+        """What the trainer's own clock says, by which its lease counts."""
+
     def ask(self, trainer: Trainer, request: RankRequest) -> Waiter:
         """Ask the manager server; resolves to a Plan, to a QuorumKey (unchanged), or to Refused."""
 
@@ -547,7 +550,8 @@ class Trainer(Process):
             self.says_long_wait()
 
     def _say_if_late(self, since_ms: int) -> None:
-        late = self.standing.late(self.clock.now_ms, since_ms) if self.phase_since_ms == since_ms else None
+        now_ms, waits_ms = self.outside.own_ms(), self.clock.now_ms - since_ms
+        late = self.standing.late(now_ms, now_ms - waits_ms) if self.phase_since_ms == since_ms else None
         if late is not None:
             self.outside.marks.hit("a standing round was late")
             self.outside.note(self, f"says that step {late.step + 1} waits for a member for too long")
@@ -662,6 +666,8 @@ class Trainer(Process):
         """The manager server says which quorum is the newest."""
         before = self.standing.state
         breaks = self.standing.told(news)
+        if news.beat and news.age_ms > 2 * self.outside.timeouts.beat_interval_ms:
+            self.outside.marks.hit("an answer to an old beat came to a rank")
         if self.standing.state is Stand.RECALLED is not before:
             self.outside.marks.hit("a standing rank was recalled")
             self.outside.note(self, "is told to ask after its next word")
@@ -854,7 +860,7 @@ class Trainer(Process):
             # Whoever recovers does not wait for its state before it.
             wishes = self.wishes_to_leave(plan)
             agreed = yield from self.exchange_word(plan, vote, good and not self._fails(), leaves=wishes)
-            good, stands = agreed.yes, agreed.stands
+            good, stands = good and agreed.yes, agreed.stands
         if self.settings.use_async_quorum and plan.heal:
             healed = yield from self.heal(plan, vote)
             good = good and healed
@@ -862,6 +868,8 @@ class Trainer(Process):
             good = not self._fails() and good
             wishes = self.wishes_to_leave(plan)
         verdict = yield from self.vote(vote, good, leaving=wishes, stands=stands)
+        if good and not verdict.yes:
+            self.outside.marks.hit("a rank had its word, and another one of its group did not")
         self.has_decided(verdict)
         self.own_time.step_ended(counts=verdict.yes and not self.excused)
         if verdict.yes:
@@ -897,10 +905,11 @@ class Trainer(Process):
             unfit = "its state is torn"
         elif self.group is None or self.needs_configure:
             unfit = unfit or "its process group is unusable"
-        going = self.standing.next_round(self.clock.now_ms, unfit)
+        going = self.standing.next_round(self.outside.own_ms(), unfit)
         if isinstance(going, Ask):
             if going.breaks:
-                self.outside.marks.hit("a rank asked where its quorum stood")
+                why = "its lease was over" if "lease" in going.why else "it had changed"
+                self.outside.marks.hit(f"a rank asked where its quorum stood: {why}")
                 self.outside.note(self, f"asks though its quorum stands: {going.why}")
                 self.leave_group()
             return None
@@ -908,6 +917,10 @@ class Trainer(Process):
         assert self.plan is not None
         assert self.lineage is not None
         self.outside.marks.hit("a round began without a request")
+        if self.plan.num_participants < self.plan.replica_world_size:
+            self.outside.marks.hit("a quorum with spares stood")
+        if in_flight:
+            self.outside.marks.hit("a sync began without a request, with others in flight")
         self.plan = replace(
             self.plan,
             step=self.step,
@@ -924,25 +937,27 @@ class Trainer(Process):
 
     def ask(self, request: RankRequest) -> Waiter:
         """Ask for the next quorum."""
-        self.standing.asked(self.clock.now_ms)
+        self.standing.asked(self.outside.own_ms())
         return self.outside.ask(self, request)
 
     def given(self, answer: Plan | QuorumKey, in_flight: Collection[QuorumKey] = ()) -> Plan:
         """The plan that the answer means."""
         self.has_reported()
         plan = self.plan_of(answer, in_flight)
-        self.standing.planned(plan, self.clock.now_ms, sum(key == plan.key for key in in_flight))
+        self.standing.planned(plan, self.outside.own_ms(), sum(key == plan.key for key in in_flight))
+        if self.settings.speaks and plan.lease_ms is None:
+            self.outside.marks.hit("an older member made all ask in every step")
         return plan
 
     def send_word(self, plan: Plan, vote: Round, good: bool, *, leaves: bool) -> Waiter:
         """Exchange the word of a round, when the own reductions have ended; resolves to the sum, or to None."""
         counts = self._counts(plan, vote)
         lineage = self.lineage if counts else vote.lineage
-        now_ms = self.clock.now_ms
+        now_ms = self.outside.own_ms()
         ends = self.finishes_at is not None and vote.step + 1 >= self.finishes_at
         word = self.standing.word(now_ms, ok=good, lineage=lineage, participates=counts, leave=leaves or ends)
-        if word.ask:
-            self.outside.marks.hit("a word said that all ask")
+        if plan.lease_ms and self.standing.lease_runs_out(now_ms):
+            self.outside.marks.hit("a word said that the lease runs out")
         group = self.group
         if group is None or group.key != plan.key or self.is_broken(plan.key):
             failed = Waiter()
@@ -965,8 +980,16 @@ class Trainer(Process):
         total = yield sent
         agreed = self.standing.summed(total, self.lineage if self._counts(plan, vote) else vote.lineage)
         self.outside.invariants.worded(self.replica_id, self.rank, vote, agreed.yes if total is not None else None)
+        if total is not None and plan.lease_ms:
+            asks, leaves = total[1], total[2]
+            if 0 < asks < plan.replica_world_size:
+                self.outside.marks.hit("the word of some told the others to ask")
+            if asks and leaves:
+                self.outside.marks.hit("one word said that all ask and that one leaves")
         if total is None:
             self.outside.marks.hit("the word of a round failed")
+            if self.outside.invariants.was_committed(vote, self.rank):
+                self.outside.marks.hit("the word of a round came to some members alone")
             self.outside.note(self, "sees the word of its round fail")
         elif not agreed.yes:
             self.outside.marks.hit("the word of a round was a no")
@@ -1104,6 +1127,8 @@ class Trainer(Process):
     def _could_not_reach(self, report: Unreached) -> None:
         if (report.replica_id, report.via) not in self.unreached:
             self.outside.marks.hit(f"a member was not reached: {report.via.value}")
+            if report.why == "no word":
+                self.outside.marks.hit("a link lost the word of a round")
             self.outside.note(self, f"can't reach {report.replica_id} ({report.via.value})")
             self.unreached[report.replica_id, report.via] = report
 

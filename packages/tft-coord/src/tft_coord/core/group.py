@@ -145,6 +145,11 @@ class GroupCore:
         """Why the group is lost, or None."""
         return self._lost
 
+    @property
+    def is_recalled(self) -> bool:
+        """Whether the lighthouse has recalled the newest quorum, as far as this group knows."""
+        return self._newest.pushed().recalled
+
     def report(self) -> Quorum | None:
         """The newest quorum with its members as they were when it was answered last, for a lighthouse without memory:
         whoever it takes for lost has held that state."""

@@ -230,6 +230,10 @@ class Standing:
         """Whether all members of the quorum speak the word of a round."""
         return self._plan is not None and self._plan.lease_ms is not None
 
+    def lease_runs_out(self, now_ms: int) -> bool:
+        """Whether less than a third of the lease is left and beats have failed since the last renewal."""
+        return self._lease.runs_out(now_ms)
+
     # --- the beginning of a round -----------------------------------------------------------------------------------
 
     def next_round(self, now_ms: int, unfit: str = "") -> GoOn | Ask:
@@ -294,7 +298,7 @@ class Standing:
         """
         current = self._running()
         ok = ok and lineage is not None and self._state is not State.BROKEN
-        wants = bool(ask) or self._recalled or not current.plan.lease_ms or self._lease.runs_out(now_ms)
+        wants = bool(ask) or self._recalled or not current.plan.lease_ms or self.lease_runs_out(now_ms)
         check = state_check(current.step, lineage) if participates and lineage is not None else 0
         return Word(ok, wants, leave, current.plan.heal and not current.without_request, check)
 
