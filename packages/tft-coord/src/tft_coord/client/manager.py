@@ -52,6 +52,8 @@ class ManagerClient:
             and must return at once.
         progress: asked ten times a second, by a thread of this client's, where in its step this rank is; None: it is
             not said, and this rank never hangs.
+        beat_number: gives the number of a beat that is sent now; the answer is a `QuorumNews` for the listener, which
+            renews the lease of a standing quorum. 0: no answer is wanted.
         is_alive: asked several times a second while the session opens; False ends that, because the manager server has
             ended.
         connect_now: see whether it answers. False: the first call connects, and tells what there is to tell.
@@ -70,6 +72,7 @@ class ManagerClient:
         link: socket.socket | None = None,
         listener: Callable[[News], None] = lambda _: None,
         progress: Callable[[], Progress | None] = lambda: None,
+        beat_number: Callable[[], int] = lambda: 0,
         is_alive: Callable[[], bool] = lambda: True,
         connect_now: bool = True,
     ) -> None:
@@ -86,6 +89,7 @@ class ManagerClient:
         self._kill_stub = self._caller.stub(services.MANAGER_KILL)
         self._listener = listener
         self._progress = progress
+        self._beat_number = beat_number
         self._is_alive = is_alive
         self._session: RankSession | None = None
         self._closed = False
@@ -161,16 +165,18 @@ class ManagerClient:
         key: QuorumKey | None,
         purpose: Purpose = Purpose.COMMIT,
         leaving: bool = False,
+        stands: bool = False,
     ) -> Verdict:
         """As `should_commit`, with a wish.
 
         Args:
             leaving: this rank wishes that the group leaves after this step.
-        Returns: the verdict, and whether all ranks of the group leave now.
+            stands: in the word of the round nobody asked, left or recovered.
+        Returns: the verdict, whether all ranks of the group leave now, and whether the quorum stands for all of them.
         Raises: as `should_commit`.
         """
         what = f"rank {group_rank}'s vote on step {step}" + (f" of quorum {key}" if key is not None else "")
-        vote, timeout_s = rank_codec.Vote(group_rank, step, yes, key, purpose, leaving), seconds(timeout)
+        vote, timeout_s = rank_codec.Vote(group_rank, step, yes, key, purpose, leaving, stands), seconds(timeout)
         way = self._way_of(group_rank)
         # Without a key a vote that is said twice could open the next round, so it travels as a call of its own.
         if way is None or key is None:
@@ -256,6 +262,7 @@ class ManagerClient:
             timeouts=self._timeouts,
             listener=self._listener,
             progress=self._progress,
+            beat_number=self._beat_number,
             connect_within_s=self._connect_within_s,
             is_alive=self._is_alive,
         )
@@ -276,6 +283,11 @@ class ManagerClient:
         `heartbeat_timeout` and an eighth after a manager server has stopped, and while a broken stream is dialled."""
         session = self._session
         return session is None or session.is_welcome
+
+    def late(self, key: QuorumKey, step: int) -> None:
+        """Tell that this rank has waited for `join_timeout` in the round of that step of a standing quorum."""
+        if self._session is not None:
+            self._session.late(key, step)
 
     def beat(self) -> None:
         """Tell where in its step this rank is, out of turn: who has never told it can't be found to hang."""
