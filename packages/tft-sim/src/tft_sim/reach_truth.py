@@ -8,7 +8,7 @@ Law of this file: one life of a lighthouse; nothing of the core that it checks.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from itertools import combinations
+from itertools import combinations, product
 from typing import Final, final
 
 from tft_coord.core.types import Member, Quorum, QuorumKey, Via
@@ -107,17 +107,20 @@ class ReachTruth:
             return f"{sorted(newcomers)} did not reach all of {sorted(rest)}, and could have been left out"
         # Who has not passed its trial is left out before any other one is.
         free = {name for name in left_out if name in self._trials or self._failed.get(name)}
-        # One that is in the quorum all the same holds the newest state: whom it did not reach goes in its place.
-        for name in set(ids).intersection(self._failed):
-            pairs += [frozenset((name, other)) for other in self._failed[name].intersection(waiting)]
+        # One that is in the quorum all the same holds the newest state, and whom it did not reach goes in its place:
+        # never where it could have gone itself.
+        came = sorted(set(ids).intersection(self._failed))
+        pairs += [frozenset((name, other)) for name in came for other in self._failed[name].intersection(waiting)]
         left_out -= free
         if not left_out or len(waiting) > ALL_SETS_MOST:
             return None
-        for number in range(len(left_out)):
-            for chosen in map(set, combinations(sorted(waiting.keys() - free), number)):
-                gone = chosen | free
-                covers = all(pair & gone for pair in pairs)
-                fits = len(waiting) - len(gone) >= min_replicas and not any(each <= gone for each in needed)
-                if covers and fits:
-                    return f"{sorted(left_out)} are left out, where {sorted(chosen)} would do"
+        others = sorted(waiting.keys() - free - set(came))
+        dear = (each for number in range(len(left_out)) for each in combinations(others, number))
+        cheap = [each for number in range(len(came) + 1) for each in combinations(came, number)]
+        for chosen, newcomer in product(dear, cheap):
+            gone = free.union(chosen, newcomer)
+            covers = all(pair & gone for pair in pairs)
+            fits = len(waiting) - len(gone) >= min_replicas and not any(each <= gone for each in needed)
+            if covers and fits:
+                return f"{sorted(left_out)} are left out, where {[*chosen, *newcomer]} would do"
         return None
