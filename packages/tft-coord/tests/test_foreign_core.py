@@ -132,6 +132,16 @@ def test_torchfts_own_members_carry_nothing(data: str) -> None:
     assert parted(Member("a", data=data)) is None
 
 
+def test_members_on_such_a_lighthouse_have_no_lease() -> None:
+    """It recalls nobody and answers no beat: all ask in every step, also one that is alone."""
+    told = with_ours(Member("a", step=4, lineage=1, lease_ms=60_000), Aside("job", 1, None, 2))
+    assert "lease" not in told.data
+    own = parted(told)
+    assert own is not None
+    assert own[0].lease_ms is None
+    assert Quorum(QuorumKey(1, 1), (own[0],)).lease_ms is None
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

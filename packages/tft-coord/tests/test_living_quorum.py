@@ -518,3 +518,43 @@ class TestMixedQuorums:
         answers = [order for order in table.ask("b", 6, lease_ms=0) if isinstance(order, AnswerQuorum)]
         assert {order.quorum.lease_ms for order in answers} == {0}
         assert {order.quorum.key for order in answers} == {key}
+
+
+def test_a_newcomer_among_a_thousand_standing_members_costs_each_one_message_and_one_request() -> None:
+    names = [f"r{number:04}" for number in range(1_000)]
+    core = LighthouseCore(
+        LighthouseConfig(timeouts=Timeouts(**TIMES)),
+        started_ms=WALL_MS,
+        cluster_id="cluster",
+        nonces=itertools.count(1).__next__,
+        now_ms=0,
+    )
+    held: QuorumKey | None = None
+    now_ms = 1_000
+
+    def give(event: events.LighthouseEvent) -> list[LighthouseEffect]:
+        return core.handle(event, now_ms, WALL_MS + now_ms)
+
+    def ask(number: int, step: int) -> list[LighthouseEffect]:
+        member = Member(names[number], step=step, lineage=step, live=True, init_sync=False, lease_ms=LEASE_MS)
+        return give(events.QuorumRequested(number, step + 1, member, held))
+
+    core.tick(now_ms, WALL_MS + now_ms)
+    for number, name in enumerate(names):
+        give(events.HelloReceived(number, Hello("job", name, 1, f"{name}:1", ready=number < 999)))
+    for number in range(999):
+        ask(number, 5)
+    quorum = core.quorum("job")
+    assert quorum is not None
+    assert len(quorum.members) == 999
+    held = quorum.key
+    now_ms += 900
+    core.tick(now_ms, WALL_MS + now_ms)
+    held, out = None, [*ask(999, 0), *core.tick(now_ms, WALL_MS + now_ms)]
+    recalls = [order for order in out if isinstance(order, TellNewest)]
+    assert len(recalls) == 999
+    assert all(order.news is recalls[0].news for order in recalls), "it is encoded once"
+    held, answers = quorum.key, []
+    for number in range(999):
+        answers += ask(number, 6)
+    assert sum(isinstance(order, AnswerQuorum) for order in answers) == 1_000

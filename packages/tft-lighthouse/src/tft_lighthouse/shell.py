@@ -22,7 +22,7 @@ from tft_coord.core import effects, events
 from tft_coord.core.kinds import TORCHFT_JOB, Kinds
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.torchft_rule import TorchftCore
-from tft_coord.core.types import LossNotice, Member, Quorum, Refusal
+from tft_coord.core.types import LossNotice, Member, Quorum, QuorumNews, Refusal
 from tft_coord.errors import ProtocolError, SettingError
 from tft_coord.rpc import grpc
 from tft_coord.transport import direct
@@ -84,6 +84,9 @@ class LighthouseShell:
         self._framed: tuple[int, bytes, bytes] = (0, b"", b"")  # the last answer: request, quorum, and around it
         self._encode_notice: _Last[LossNotice] = _Last(
             lambda notice: codec.encode_from_lighthouse(effects.NotifyLoss(0, notice))
+        )
+        self._encode_news: _Last[QuorumNews] = _Last(
+            lambda news: codec.encode_from_lighthouse(effects.TellNewest(0, news))
         )
         self._encode_response = _Last(codec.encode_lighthouse_response)
         self._refusals = log.Refusals(self._loop.time)
@@ -187,6 +190,8 @@ class LighthouseShell:
                     self._put(stream, self._frame_answer(request, quorum))
                 case effects.NotifyLoss(stream, notice):
                     self._put(stream, self._encode_notice(notice))
+                case effects.TellNewest(stream, news):
+                    self._put(stream, self._encode_news(news))
                 case effects.RefuseSession(stream, refusal, message):
                     self._refusals.say("a stream", refusal, message)
                     self._put(stream, codec.encode_from_lighthouse(decision))

@@ -122,6 +122,7 @@ def parted(member: Member) -> tuple[Member, Aside] | None:
         fixed_with_spares=read.one("fixed_with_spares", bool),
         min_replica_size=read.number("min_replica_size", MAX_MEMBERS),
         data=read.text("data", read.one("data", str) if "data" in ours else _without_ours(users)),
+        lease_ms=None,  # this lighthouse recalls nobody and answers no beat: all ask in every step
     )
     return whole, aside
 

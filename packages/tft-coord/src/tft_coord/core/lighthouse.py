@@ -613,7 +613,7 @@ class Job:
         if self._asking is not None and now_ms - self._asking[2] >= self._timeouts.heartbeat_timeout_ms:
             out += self._asked_nobody(self._asking[0], now_ms)
         out += self._judge_hung(now_ms) + self._look_at_paces(now_ms) + self._look_for_silence(now_ms)
-        out += self._look_who_does_not_come(now_ms) if self._living.stands else []
+        out += self._look_who_does_not_come(now_ms) if self._living.has_begun_to_end else []
         return out + self._judge(now_ms) + self._form(now_ms, wall_ms) + self._release_those_who_left(now_ms)
 
     def wait(self, now_ms: int) -> JobWait | None:

@@ -108,6 +108,11 @@ class LivingQuorum:
         train, and a replica that waits for them does not hurry them."""
         return self._first_asked[1] if self._first_asked is not None else 0
 
+    @property
+    def has_begun_to_end(self) -> bool:
+        """Whether a member of a standing quorum has asked or left, or waits for another one for too long."""
+        return self.stands and (self._first_asked is not None or self._late is not None)
+
     def overdue(self, members: Iterable[Replica], now_ms: int) -> tuple[str, tuple[str, ...]] | None:
         """Find the members that still wait in the quorum although another one has asked for the next.
 
