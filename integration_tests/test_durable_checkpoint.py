@@ -63,6 +63,17 @@ class Committed(SimpleNamespace):
     def current_step(self) -> int:
         return int(self.attempt)
 
+    def status(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            group_rank=self.rank,
+            group_world_size=self.world_size,
+            step=self.attempt,
+            attempt=self.attempt,
+            committed=True,
+            is_torn=self.torn,
+            participating_rank=0,
+        )
+
     def participating_rank(self) -> int:
         return 0
 
@@ -83,9 +94,9 @@ def checkpoint_of(directory: Path, step: int) -> tuple[DurableCheckpoint, torch.
     committed: Any = Committed(
         replica_id=f"writer {os.getpid()}",
         attempt=step,
-        verdict=True,
         torn=False,
-        config=SimpleNamespace(rank=0, world_size=1),
+        rank=0,
+        world_size=1,
     )
     return DurableCheckpoint(committed, directory, model=model, optimizers=optimizer, keep=2), model
 
@@ -198,9 +209,9 @@ def save_as_one_of_two(directory: Path, rank: int, port: int, what: str, connect
     committed: Any = Committed(
         replica_id="both",
         attempt=4,
-        verdict=True,
         torn=is_odd and what == "torn",
-        config=SimpleNamespace(rank=rank, world_size=2),
+        rank=rank,
+        world_size=2,
     )
     others: Any = {"counter": SimpleNamespace(state_dict=state, load_state_dict=lambda _: None)}
     checkpoint = DurableCheckpoint(committed, directory, model=torch.nn.Linear(8, 8), others=others)

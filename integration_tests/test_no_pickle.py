@@ -35,7 +35,7 @@ RUNS = {
         f"train_lm.py --steps=4 {SMALL}",
         f"train_lm.py --steps=4 {SMALL} {STREAMING}",
     ],
-    (1,): ["custom_strategy.py 5 --k 1", f"train_lm.py --steps=4 {SMALL} {LOCAL_SGD}"],
+    (1,): ["custom_strategy.py 5 --k 1", "own_outer_update.py 5", f"train_lm.py --steps=4 {SMALL} {LOCAL_SGD}"],
 }
 FOR_EVER = 1_000_000
 
@@ -83,6 +83,7 @@ def test_no_example_is_left_out() -> None:
         (f"train_lm.py --steps={FOR_EVER} {SMALL}", 1, r"participants 2 loss"),
         (f"train_lm.py --steps={FOR_EVER} {SMALL}", 2, r"participants 2 loss"),
         (f"custom_strategy.py {FOR_EVER} --k 1", 1, r"step \d+ \w+ of 2"),
+        (f"own_outer_update.py {FOR_EVER}", 1, r"sync \d+ of 2, "),
     ],
     ids=lambda value: str(value).partition(" ")[0],
 )
@@ -94,7 +95,7 @@ def test_no_group_that_recovers_from_another_unpickles(
     groups: list[subprocess.Popen[str]] = []
     try:
         for number in range(2):
-            own = ["--replica", str(number)] if script == "custom_strategy.py" else []
+            own = ["--replica", str(number)] if script in ("custom_strategy.py", "own_outer_update.py") else []
             environment = {**job, "REPLICA_GROUP_ID": str(number), "NUM_REPLICA_GROUPS": "2"}
             groups.append(launch([*command, *own], env=environment, cwd=tmp_path))
             if number == 0:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from tft_algos import Manager
+from tft_algos import Manager, ManagerPhase
 from tft_algos.testing import FakeGroup, MemoryTransport, plan_of
 from tft_coord.core.lineage import fold_lineage, initial_lineage
 from tft_coord.core.progress import Progress
@@ -137,8 +137,11 @@ class Storm:
         manager = self.manager
         before = manager.current_step()
         manager.errored()
-        assert manager.is_untouched in (True, False)
-        assert manager.current_step() >= before
+        assert manager.strategy.is_untouched in (True, False)
+        status = manager.status()
+        assert status.step >= before
+        assert status.phase in ManagerPhase
+        assert manager.current_step() >= status.step
 
     def blow(self, loop: Callable[[Storm], None]) -> None:
         """Run the loop on a thread of its own, and the storm around it."""
@@ -191,13 +194,13 @@ def syncs(storm: Storm) -> None:
     manager, committed, flying = storm.manager, 0, []
     for _ in range(40):
         manager.start_quorum()
-        manager.reduce_in_sync(torch.ones(2))
-        flying.append(manager.defer())
+        manager.strategy.reduce_in_sync(torch.ones(2))
+        flying.append(manager.strategy.defer())
         while len(flying) > 2 or any(step.is_abandoned for step in flying):
             step = flying.pop(0)
             committed += step.should_commit()
             assert manager.current_step() == committed
-    manager.give_up_deferred()
+    manager.strategy.give_up_deferred()
 
 
 @pytest.fixture
@@ -219,7 +222,7 @@ def test_what_a_signal_handler_says_in_the_midst_of_an_event_is_heard(rigs: Any)
     rig = rigs(plan_of(size=2))
     rig.manager.start_quorum()
     rig.manager.wait_quorum()
-    box, seen = rig.manager._step, []
+    box, seen = rig.manager._parts.shared.step, []
     core = box._core
     right = core.handle
 
@@ -235,8 +238,8 @@ def test_what_a_signal_handler_says_in_the_midst_of_an_event_is_heard(rigs: Any)
     rig.manager.allreduce(torch.ones(2)).wait()
     box._core = core
     assert seen == [0]
-    assert rig.manager.leaving
-    assert [str(error) for error in rig.manager.errors()] == ["by the handler"]
+    assert rig.manager.status().is_leaving
+    assert [str(error) for error in rig.manager.status().errors] == ["by the handler"]
     assert not rig.manager.should_commit()
     assert rig.manager.left
 
@@ -245,7 +248,7 @@ def test_a_child_that_is_forked_in_the_midst_of_an_event_reads_on(rigs: Any) -> 
     """The thread that held the mailbox is not in the child, and nobody would ever let go of it."""
     rig = rigs(plan_of(size=2))
     assert rig.step()
-    box = rig.manager._step
+    box = rig.manager._parts.shared.step
     assert box.status.step == 1
     held, over = threading.Event(), threading.Event()
 
@@ -279,7 +282,7 @@ def test_effects_of_two_threads_are_performed_once_each(quiet: None, yields: Any
     told: list[str] = []
     storm.manager.start_quorum()
     storm.manager.wait_quorum()
-    reports = storm.manager._reports
+    reports = storm.manager._parts.shared.reports
     right = reports.error
 
     def counted(name: Any, error: Exception, **facts: Any) -> None:
@@ -297,7 +300,7 @@ def test_effects_of_two_threads_are_performed_once_each(quiet: None, yields: Any
         for thread in threads:
             thread.join(GUARD_S)
     assert sorted(told) == sorted(f"error {number}" for number in range(12))
-    assert len(storm.manager.errors()) == 12
+    assert len(storm.manager.status().errors) == 12
     storm.manager.shutdown()
 
 

@@ -64,11 +64,7 @@ class Lifecycle:
             if self._exits and threading.current_thread().daemon:
                 sys.exit()  # the interpreter is about to end this thread anyway, without a traceback
             raise Closed(f"the Manager of replica {self._replica_id} was shut down; make a new one")
-        self.check_process()
-
-    def check_process(self) -> None:
-        """Raise UsageError in a child that was forked from the Manager's process: none of its threads is there."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid:  # none of its threads is here
             raise UsageError(
                 f"the Manager of replica {self._replica_id} belongs to process {self._pid}, of which this one was "
                 "forked; use it there, or make one here"

@@ -160,13 +160,16 @@ class StepRunner:
     def plan(self) -> Plan | None:
         """Wait for the plan of this step, on any thread. Returns: None if there is none.
 
-        Raises: UsageError: no quorum was started. Never what the quorum raised.
+        Raises: as `await_plan`.
         """
         self.await_plan()
         return self._step.status.plan
 
     def await_plan(self) -> None:
-        """Wait until the plan of this step is here, or it is known that there is none; as `plan`, on any thread."""
+        """Wait until the plan of this step is here, or it is known that there is none; on any thread.
+
+        Raises: UsageError: no quorum was started. Never what the quorum raised.
+        """
         if not self._negotiation.has_begun:
             raise UsageError("a reduction needs a quorum; call start_quorum first")
         if not self._negotiation.has_ended:
