@@ -468,6 +468,22 @@ def test_a_transfer_ends_when_its_last_source_is_lost_and_not_before(rigs: Any, 
     assert rig.manager.current_step() == 0
 
 
+def test_a_source_that_is_lost_before_the_fetch_begins_is_not_waited_for(rigs: Any) -> None:
+    """The notice came on another thread between the plan and the fetch, and nobody told the fetch of it."""
+    transport = MemoryTransport(endless=True)
+    rig = rigs(plan_of(7, step=3, rank=0, size=2, healing=[0]), checkpoint_transport=transport)
+    early, right = rig.manager._early, rig.manager._early.plan_arrived
+
+    def told_meanwhile(plan: Any) -> None:
+        right(plan)
+        rig.coordinator.listener(loss(7, "replica_1"))
+
+    early.plan_arrived = told_meanwhile
+    rig.manager.start_quorum()
+    assert not rig.manager.should_commit()
+    assert rig.manager.current_step() == 0
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_who_could_not_configure_does_not_wait_for_a_source_that_waits_for_it(
     rigs: Any, use_async_quorum: bool, world_size: int

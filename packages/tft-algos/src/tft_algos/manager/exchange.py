@@ -96,6 +96,8 @@ class StateExchange:
         self._fetch = fetch
         self._reports.log(logging.INFO, "healing from %s to step %d", plan.sources[0].replica_id, plan.step)
         fetch.start()
+        for notice in self._step.status.losses:  # told before there was anything to end
+            self.source_lost(notice)
 
     def source_lost(self, notice: LossNotice) -> None:
         """From any thread: a quorum was broken by a member, which may be a source; one that lives still serves."""

@@ -118,4 +118,5 @@ class Books:
             leaving.is_wished,
             leaving.left,
             leaving.reason,
+            self.losses.of_held,
         )

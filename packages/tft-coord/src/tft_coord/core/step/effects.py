@@ -88,7 +88,10 @@ class UsePlan:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Fetch the plan's reference from its sources, in the background."""
+    """Fetch the plan's reference from its sources, in the background.
+
+    Once it has begun, look who was lost meanwhile (`StepStatus.losses`): nobody tells a fetch that is not there yet.
+    """
 
     attempt: int
     plan: Plan

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from tft_coord.core.step.errors import QuorumBroken
 from tft_coord.core.step.values import Check, Healing, Phase, StepName
-from tft_coord.core.types import Plan, QuorumKey
+from tft_coord.core.types import LossNotice, Plan, QuorumKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,7 @@ class StepStatus(NamedTuple):
         wishes: somebody wishes that this replica leaves.
         left: it has left; no step begins any more.
         leave_reason: one phrase.
+        losses: what has broken the quorum that is held; empty while it stands.
     """
 
     step: int
@@ -90,6 +91,7 @@ class StepStatus(NamedTuple):
     wishes: bool
     left: bool
     leave_reason: str
+    losses: tuple[LossNotice, ...]
 
     @property
     def error(self) -> Exception | None:
