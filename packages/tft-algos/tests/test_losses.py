@@ -472,7 +472,7 @@ def test_a_source_that_is_lost_before_the_fetch_begins_is_not_waited_for(rigs: A
     """The notice came on another thread between the plan and the fetch, and nobody told the fetch of it."""
     transport = MemoryTransport(endless=True)
     rig = rigs(plan_of(7, step=3, rank=0, size=2, healing=[0]), checkpoint_transport=transport)
-    early, right = rig.manager._early, rig.manager._early.plan_arrived
+    early, right = rig.manager._parts.early, rig.manager._parts.early.plan_arrived
 
     def told_meanwhile(plan: Any) -> None:
         right(plan)
