@@ -59,6 +59,8 @@ class Words:
 
     def exchange(self, step: int, replica_id: str, values: Sequence[int], waiter: Waiter) -> None:
         """Give a member's word of a round; `waiter` is given the sum, or None when it fails."""
+        for over in [each for each, word in self._words.items() if self._is_over(word)]:
+            del self._words[over]
         word = self._words.setdefault(step, _Word())
         word.given[replica_id] = values
         word.waiting[replica_id] = waiter
@@ -66,6 +68,9 @@ class Words:
         for other in self._members:
             if other != replica_id and not self._reaches(replica_id, other):
                 self._clock.after(FAILS_AFTER_MS, partial(self._gives_up, step, replica_id, other))
+
+    def _is_over(self, word: _Word) -> bool:
+        return len(word.given) == len(self._members) and all(waiter.done for waiter in word.waiting.values())
 
     def has_passed(self) -> bool:
         """Whether every member that waits for a word has it."""
