@@ -18,10 +18,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
+from typing_extensions import Unpack  # of typing since Python 3.11
 
 from tft_algos.errors import ExceptionWithTraceback, SettingError, UsageError
 from tft_algos.manager.assembly import assemble, resolve
@@ -36,9 +37,6 @@ from tft_algos.manager.strategy import StepControl
 from tft_algos.manager.user_state import LoadState, TakeState, UserState
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # of typing since Python 3.11
 
 T = TypeVar("T")
 
