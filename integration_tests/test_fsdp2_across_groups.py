@@ -13,6 +13,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -256,10 +257,8 @@ def test_two_replica_groups_are_torchs_hybrid_sharding_bit_for_bit_and_one_that_
 class Participants:
     """A Manager whose participants all give the same."""
 
-    attempt = 1
-    verdict = None
-
     def __init__(self, number: int) -> None:
+        self.strategy = SimpleNamespace(attempt=1, verdict=None)
         self._number = number
 
     def allreduce(self, tensor: torch.Tensor, *, reduce_op: dist.ReduceOp.RedOpType) -> dist.Work:
