@@ -226,6 +226,11 @@ class Standing:
         return self._plan.key if self._plan is not None else None
 
     @property
+    def round_step(self) -> int | None:
+        """The step of the running round, of the oldest where several are in flight; None: no round runs."""
+        return self._rounds[0].step if self._rounds else None
+
+    @property
     def speaks(self) -> bool:
         """Whether all members of the quorum speak the word of a round."""
         return self._plan is not None and self._plan.lease_ms is not None

@@ -8,13 +8,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final, final
 
+from tft_coord.core.standing import GoOn, State
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 from tft_coord.core.step.books import Books
 from tft_coord.core.step.effects import Effects
 from tft_coord.core.step.errors import StepAbandoned, UsageError
+from tft_coord.core.step.rounds import Rounds
 from tft_coord.core.step.values import Healing, Phase, StepSettings
-from tft_coord.core.types import Plan, RankRequest, Refusal
+from tft_coord.core.types import Plan, RankRequest, Refusal, Unreached
 from tft_coord.errors import Refused, StaleQuorum
 
 # In its first step, and in the one in which it catches up, all wait for a replica that is new or has healed: it has
@@ -34,6 +36,8 @@ class Asking:
         self._books = books
         self._request: RankRequest | None = None  # of the open attempt
         self._stands: Plan | None = None  # the plan of the key that is held
+        self._rounds = Rounds(books)
+        self._unsaid: tuple[Unreached, ...] = ()  # came to a step that asks nobody
 
     # --- before the request -------------------------------------------------------------------------------------------
 
@@ -79,12 +83,24 @@ class Asking:
     def step_started(self, event: on.StepStarted, now_ms: int) -> Effects:
         books, settings = self._books, self._books.settings
         own, flights = books.own, books.flights
+        aborts = self._rounds.left_open()
         asynchronous = settings.use_async_quorum if event.use_async_quorum is None else event.use_async_quorum
         left_others = flights.begin(own.step, is_asynchronous=asynchronous)
         books.pends = True
         books.failed_between = False
         # Without a key there is nothing that could be unusable: the first plan configures.
         usable = event.group_usable and books.configured == books.held and books.losses.broken is None
+        going = books.standing.next_round(now_ms, self._unfit(usable=usable and not left_others))
+        books.changed = ""
+        if isinstance(going, GoOn):
+            return self._goes_on(event, going)
+        if going.breaks:
+            # The others have begun the next round, in which nobody shall wait for this rank.
+            usable = False
+            books.abort()
+            aborts = (do.AbortGroup(),)
+        books.asks_next = ""
+        books.standing.asked(now_ms)
         self._request = RankRequest(
             step=own.step,
             lineage=own.lineage,
@@ -106,14 +122,45 @@ class Asking:
             min_replica_size=settings.min_replica_size,
             attempt=flights.last.name.attempt,
             fingerprint=event.fingerprint,
-            unreached=event.unreached,
+            unreached=self._unsaid + event.unreached,
+            lease_ms=settings.lease_ms,
         )
+        self._unsaid = ()
         # The ranks of a larger group can't know alike that somebody asks. A synchronous quorum serves before
         # the reductions anyway, and so does a strategy that exchanges state as soon as the plan is here.
         may_take_early = asynchronous and not books.by_strategy and settings.world_size == 1
         attempt = flights.last.name.attempt
-        prepares = attempt - (books.healed_in or 1) == PREPARED_AFTER_ATTEMPTS
-        return (do.Ask(attempt, self._request, may_take_early, prepares),)
+        breaks = going.why if going.breaks else ""
+        return (*aborts, do.Ask(attempt, self._request, may_take_early, self._prepares, breaks))
+
+    @property
+    def _prepares(self) -> bool:
+        """Whether the open attempt is the one in which this rank gets ready to serve its state."""
+        books = self._books
+        return books.flights.last.name.attempt - (books.healed_in or 1) == PREPARED_AFTER_ATTEMPTS
+
+    def _unfit(self, *, usable: bool) -> str:
+        """Return why this rank can't go on in its quorum without asking, one phrase; empty: it can."""
+        books = self._books
+        if books.own.torn:
+            return "its state is torn"
+        if not usable:
+            return "its process group is unusable"
+        if books.own.lineage is None or self._stands is None or self._stands.key != books.held:
+            return "it does not know its state, or its quorum, any more"
+        return books.changed
+
+    def _goes_on(self, event: on.StepStarted, going: GoOn) -> Effects:
+        """Begin the next round of the quorum that stands: the plan is known, and nobody is asked."""
+        books = self._books
+        own, before = books.own, self._stands
+        assert before is not None, "a quorum that stands has a plan"
+        assert own.lineage is not None, "a quorum stands for a known state"
+        if event.fingerprint or event.unreached:
+            self._unsaid += event.unreached
+            books.asks_next = "it has news for the lighthouse"
+        prepares = (do.PrepareToServe(),) if self._prepares else ()
+        return (*prepares, *self._planned(standing_plan(before, own.step, own.lineage, books.settings)))
 
     def server_restarted(self, event: on.ServerRestarted, now_ms: int) -> Effects:
         """A new manager server holds no quorum, so neither does this rank."""
@@ -129,7 +176,7 @@ class Asking:
     # --- the answer ---------------------------------------------------------------------------------------------------
 
     def plan_arrived(self, event: on.PlanArrived, now_ms: int) -> Effects:
-        return self._planned(event.plan) if self._is_asked(event.attempt) else ()
+        return self._answered(event.plan, now_ms) if self._is_asked(event.attempt) else ()
 
     def unchanged_arrived(self, event: on.UnchangedArrived, now_ms: int) -> Effects:
         """Raises: StaleQuorum: this rank does not hold that quorum. Nothing has changed then."""
@@ -140,11 +187,19 @@ class Asking:
             raise StaleQuorum(
                 f"the answer names quorum {event.key} and this rank holds {books.held}; the next step asks again"
             )
-        return self._planned(standing_plan(before, books.own.step, books.own.lineage, books.settings))
+        return self._answered(standing_plan(before, books.own.step, books.own.lineage, books.settings), now_ms)
 
     def _is_asked(self, attempt: int) -> bool:
         flights = self._books.flights
         return flights.phase is Phase.ASKED and flights.last.name.attempt == attempt
+
+    def _answered(self, plan: Plan, now_ms: int) -> Effects:
+        flights, standing = self._books.flights, self._books.standing
+        in_flight = sum(each.plan is not None and each.plan.key == plan.key for each in flights.deferred)
+        standing.planned(plan, now_ms, in_flight)
+        orders = self._planned(plan)
+        # The news that it is over may have come before the plan did.
+        return (*orders, *self._rounds.broken()) if standing.state is State.BROKEN else orders
 
     def _planned(self, plan: Plan) -> Effects:
         books, flights = self._books, self._books.flights
@@ -244,4 +299,5 @@ def standing_plan(before: Plan, step: int, lineage: int, settings: StepSettings)
         commit_failures=0,
         reconfigure_handles=before.reconfigure_handles,
         store_replica_id=before.store_replica_id,
+        lease_ms=before.lease_ms,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Final, final
 
+from tft_coord.core.standing import Vote
 from tft_coord.core.step.errors import UsageError
 from tft_coord.core.step.status import AttemptStatus
 from tft_coord.core.step.values import Healing, StepName
@@ -34,12 +35,15 @@ class Attempt:
         exchanged: state was given or taken in it, or nobody wanted any.
         abandoned: why it has failed with others, as all ranks of the group know alike, so that none votes on it.
         fatal: the first error with which this process can't go on, however many others came before it.
+        agreed: what the word of its round means for this rank's vote; None: it has no word, or not yet.
+        says_leave: this rank's word says that its group leaves.
         num_reductions, weight: of this rank; `is_weighted`: a reduction has used the weight.
     """
 
     __slots__ = (
         "_errors",
         "abandoned",
+        "agreed",
         "exchanged",
         "fatal",
         "healing",
@@ -48,6 +52,7 @@ class Attempt:
         "name",
         "num_reductions",
         "plan",
+        "says_leave",
         "weight",
     )
 
@@ -59,6 +64,8 @@ class Attempt:
         self.exchanged = False
         self.abandoned: Exception | None = None
         self.fatal: Exception | None = None
+        self.agreed: Vote | None = None
+        self.says_leave = False
         self.num_reductions = 0
         self.weight: float | None = None
         self.is_weighted = False
@@ -93,6 +100,11 @@ class Attempt:
         if plan is None or plan.participating_rank is None:
             return False
         return self.healing is Healing.NONE or self.healing is Healing.LOADED
+
+    @property
+    def speaks(self) -> bool:
+        """Whether it ends with a word to all members."""
+        return self.plan is not None and self.plan.lease_ms is not None
 
     @property
     def has_to_exchange(self) -> bool:

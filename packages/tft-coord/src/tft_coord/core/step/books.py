@@ -6,8 +6,10 @@ nothing outside this package sees it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, final
 
+from tft_coord.core.standing import Standing
 from tft_coord.core.step.flights import Flights
 from tft_coord.core.step.leaving import Leaving
 from tft_coord.core.step.losses import Losses
@@ -15,10 +17,21 @@ from tft_coord.core.step.own_state import OwnState
 from tft_coord.core.step.status import StepStatus
 from tft_coord.core.types import QuorumKey
 from tft_coord.errors import GroupLost
+from tft_coord.timeouts import Timeouts
 
 if TYPE_CHECKING:
     from tft_coord.core.step.attempt import Attempt
     from tft_coord.core.step.values import StepSettings
+
+
+LATE_BEATS: Final = 5  # before its reductions end by their own time-out, a late round is reported
+
+
+def _patient(timeouts: Timeouts) -> Timeouts:
+    """Return the time-outs by which a round is late: where its reductions would end sooner than `join_timeout`, it is
+    late shortly before they do, so that the lighthouse hears of it in time."""
+    ends_ms = max(timeouts.timeout_ms // 2, timeouts.timeout_ms - LATE_BEATS * timeouts.beat_interval_ms)
+    return replace(timeouts, join_timeout_ms=min(timeouts.join_timeout_ms, ends_ms))
 
 
 @final
@@ -30,6 +43,9 @@ class Books:
         own: the state that this rank holds.
         flights: its attempts.
         losses: of other members.
+        standing: whether the next round asks the lighthouse.
+        changed: why this rank can't go on in its quorum without asking, one phrase; empty: it can.
+        asks_next: why this rank wants the next round to ask, one phrase, or empty.
         leaving: whether it leaves.
         held, configured: keys of the quorum that it was given last, and that its process group is built for.
         group_lost: why this replica group can't go on, or None.
@@ -47,6 +63,9 @@ class Books:
         self.own = OwnState(settings.job)
         self.flights = Flights()
         self.losses = Losses()
+        self.standing = Standing(_patient(settings.timeouts))
+        self.changed = ""
+        self.asks_next = ""
         self.leaving = Leaving()
         self.held: QuorumKey | None = None
         self.configured: QuorumKey | None = None
@@ -63,6 +82,10 @@ class Books:
         """Hold the quorum of that key from now on."""
         self.held = key
         self.losses.hold(key)
+
+    def abort(self) -> None:
+        """Note that the process group is aborted, so that the next request says that it can't be used."""
+        self.configured = None
 
     def fatal_of(self, attempt: Attempt) -> Exception | None:
         """Return why this process can't go on with that attempt, and with nothing else; or None."""

@@ -24,6 +24,7 @@ from tft_coord.core.step.ending import Ending
 from tft_coord.core.step.events import Event
 from tft_coord.core.step.recovery import Recovery
 from tft_coord.core.step.reducing import Reducing
+from tft_coord.core.step.rounds import Rounds
 from tft_coord.core.step.status import StepStatus
 from tft_coord.core.step.troubles import Troubles
 from tft_coord.core.step.values import StepSettings
@@ -31,7 +32,7 @@ from tft_coord.core.step.values import StepSettings
 Handler = Callable[[Any, int], Effects]
 
 # Events after which the status is what it was before.
-_QUIET: Final = frozenset({on.StartAsked, on.AttemptSettled, on.StartReady, on.EndAsked, on.Looked})
+_QUIET: Final = frozenset({on.StartAsked, on.AttemptSettled, on.StartReady, on.EndAsked, on.Looked, on.BeatDue})
 
 
 @final
@@ -74,7 +75,7 @@ class StepCore:
 
 def _handlers_of(books: Books) -> dict[type, Handler]:
     asking, reducing, recovery = Asking(books), Reducing(books), Recovery(books)
-    ending, troubles = Ending(books), Troubles(books)
+    ending, troubles, rounds = Ending(books), Troubles(books), Rounds(books)
     return {
         on.StartAsked: asking.start_asked,
         on.AttemptSettled: asking.attempt_settled,
@@ -93,6 +94,7 @@ def _handlers_of(books: Books) -> dict[type, Handler]:
         on.EndAsked: ending.end_asked,
         on.ReductionsEnded: ending.reductions_ended,
         on.DeviceSynchronized: ending.device_synchronized,
+        on.WordEnded: ending.word_ended,
         on.VoteAsked: ending.vote_asked,
         on.VerdictArrived: ending.verdict_arrived,
         on.FlightsDropped: ending.flights_dropped,
@@ -114,4 +116,6 @@ def _handlers_of(books: Books) -> dict[type, Handler]:
         on.LeaveWished: ending.leave_wished,
         on.Looked: ending.looked,
         on.EndingAsked: ending.ending_asked,
+        on.BeatDue: rounds.beat_due,
+        on.QuorumNamed: rounds.quorum_named,
     }

@@ -67,12 +67,20 @@ class Ask:
         request: to be sent.
         may_take_early: the state may be taken while this is asked, for a newcomer that the plan may name.
         prepares_to_serve: this rank has time to get ready to serve its state to others.
+        breaks: the quorum still stands for the others, and this one phrase says why it does not for this rank; or
+            empty.
     """
 
     attempt: int
     request: RankRequest
     may_take_early: bool = False
     prepares_to_serve: bool = False
+    breaks: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareToServe:
+    """Get ready to serve the state to others: there is time for it."""
 
 
 # --- the quorum -------------------------------------------------------------------------------------------------------
@@ -118,6 +126,14 @@ class BreakQuorum:
     """Abort what runs in that quorum, soon; the notice says why. A fetch from who is lost ends."""
 
     notice: LossNotice
+
+
+@dataclass(frozen=True, slots=True)
+class EndQuorum:
+    """Abort what runs in that quorum, soon: it is over. `why`: a sentence."""
+
+    key: QuorumKey
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +313,23 @@ class SynchronizeDevice:
 
 
 @dataclass(frozen=True, slots=True)
+class SendWord:
+    """Exchange the word of a round with the same rank of all members; tell `WordEnded`.
+
+    Args:
+        attempt: as in `EndAsked`.
+        key: of the quorum.
+        values: to be added up.
+        round_number: rises from one word of a quorum to the next.
+    """
+
+    attempt: int
+    key: QuorumKey
+    values: tuple[int, ...]
+    round_number: int
+
+
+@dataclass(frozen=True, slots=True)
 class ExchangeState:
     """Give or take state (`ExchangeAsked`), then tell `VoteAsked`."""
 
@@ -313,6 +346,8 @@ class CastVote:
         leaving: this rank wishes that the group leaves after this step.
         enough_replicas: there are min_replica_size participants.
         error: the first of the attempt, or None.
+        stands: in the word of the round nobody asked, left or recovered.
+        why: the word makes it a no, one phrase; or empty.
     """
 
     attempt: int
@@ -322,6 +357,8 @@ class CastVote:
     leaving: bool
     enough_replicas: bool
     error: Exception | None
+    stands: bool = False
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,6 +448,24 @@ class Raise:
     cause: Exception | None = None
 
 
+# --- standing quorums -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NumberBeat:
+    """Send the beat with that number, so that it is answered."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class TellLate:
+    """Tell the manager server that the round of that step waits for a member for too long."""
+
+    key: QuorumKey
+    step: int
+
+
 # --- leaving ----------------------------------------------------------------------------------------------------------
 
 
@@ -458,11 +513,13 @@ Effect: TypeAlias = (
     | Pause
     | CompareState
     | Ask
+    | PrepareToServe
     | UsePlan
     | Fetch
     | Configure
     | ForgetPace
     | BreakQuorum
+    | EndQuorum
     | ReportLateLoss
     | BreakAll
     | AbortGroup
@@ -483,6 +540,7 @@ Effect: TypeAlias = (
     | WarnLateState
     | PutAside
     | SynchronizeDevice
+    | SendWord
     | ExchangeState
     | CastVote
     | ReportTooFew
@@ -493,6 +551,8 @@ Effect: TypeAlias = (
     | ReportNoQuorum
     | ReportGroupLost
     | Raise
+    | NumberBeat
+    | TellLate
     | ReportLeft
     | TellLeaving
     | ServeOn

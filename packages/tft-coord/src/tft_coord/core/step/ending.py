@@ -16,7 +16,8 @@ from tft_coord.core.step.attempt import Attempt
 from tft_coord.core.step.books import Books
 from tft_coord.core.step.effects import Effects
 from tft_coord.core.step.errors import StepAbandoned, SyncAbandoned, UsageError
-from tft_coord.core.step.values import Phase, StepName
+from tft_coord.core.step.rounds import Rounds
+from tft_coord.core.step.values import Healing, Phase, StepName
 
 
 @final
@@ -29,6 +30,7 @@ class Ending:
 
     def __init__(self, books: Books) -> None:
         self._books = books
+        self._rounds = Rounds(books)
         self._said_too_few: int | None = None  # participants, when that was logged the last time
 
     # --- the open attempt, and those that were put aside --------------------------------------------------------------
@@ -92,9 +94,38 @@ class Ending:
         if event.group_error is not None and attempt.error is None and counts:
             attempt.note(event.group_error)
             reports = (do.ReportError(attempt.name, event.group_error, True),)
-        if event.attempt == 0 and not attempt.exchanged and attempt.has_to_exchange:
-            return (*reports, do.ExchangeState())
-        return (*reports, *self._cast(event.attempt, attempt, now_ms))
+        if attempt.speaks and attempt.agreed is None:
+            return (*reports, *self._word(event, attempt, now_ms))
+        return (*reports, *self._after_the_word(event.attempt, attempt, now_ms))
+
+    def _word(self, event: on.DeviceSynchronized, attempt: Attempt, now_ms: int) -> Effects:
+        """Tell all members how this round went here. Nobody's state is waited for before that."""
+        plan, rounds = attempt.plan, self._rounds
+        assert plan is not None, "a word without a quorum"
+        values, step = rounds.word(attempt, now_ms), self._books.standing.round_step
+        is_alone = plan.replica_world_size == 1
+        if values is not None and step is not None and not is_alone:
+            if event.group_error is None and rounds.can_send(plan):
+                return (do.SendWord(event.attempt, plan.key, values, step),)
+            values = None
+        rounds.summed(attempt, values)
+        return self._after_the_word(event.attempt, attempt, now_ms)
+
+    def word_ended(self, event: on.WordEnded, now_ms: int) -> Effects:
+        attempt = self._attempt(event.attempt)
+        if attempt is None or not attempt.speaks or attempt.agreed is not None:
+            return ()
+        reports: Effects = ()
+        if event.error is not None and attempt.error is None:
+            attempt.note(event.error)
+            reports = (do.ReportError(attempt.name, event.error, True),)
+        self._rounds.summed(attempt, event.sums)
+        return (*reports, *self._after_the_word(event.attempt, attempt, now_ms))
+
+    def _after_the_word(self, number: int, attempt: Attempt, now_ms: int) -> Effects:
+        if number == 0 and not attempt.exchanged and attempt.has_to_exchange:
+            return (do.ExchangeState(),)
+        return self._cast(number, attempt, now_ms)
 
     def vote_asked(self, event: on.VoteAsked, now_ms: int) -> Effects:
         books, flights = self._books, self._books.flights
@@ -115,29 +146,36 @@ class Ending:
             self._said_too_few = plan.num_participants
             reports = (do.ReportTooFew(plan),)
         error = attempt.error
-        yes = enough and error is None
-        leaving = self._books.leaving.is_due(now_ms)
-        return (*reports, do.CastVote(number, self._books.own.step, plan.key, yes, leaving, enough, error))
+        agreed = attempt.agreed
+        if agreed is None:
+            yes, leaving = enough and error is None, self._books.leaving.is_due(now_ms)
+            return (*reports, do.CastVote(number, self._books.own.step, plan.key, yes, leaving, enough, error))
+        # What came after the word is told by none: the others commit by it. But who recovers needs its state.
+        yes = agreed.yes and (not plan.heal or attempt.healing is Healing.LOADED)
+        step, leaving = self._books.own.step, attempt.says_leave
+        vote = do.CastVote(number, step, plan.key, yes, leaving, enough, error, yes and agreed.stands, agreed.why)
+        return (*reports, vote)
 
     def verdict_arrived(self, event: on.VerdictArrived, now_ms: int) -> Effects:
         if event.attempt == 0 and self._books.flights.phase is Phase.IDLE:
             return ()
-        return self._concluded(event.attempt, yes=event.yes, leaves=event.leaves, now_ms=now_ms)
+        return self._concluded(event.attempt, yes=event.yes, leaves=event.leaves, stands=event.stands, now_ms=now_ms)
 
-    def _concluded(self, number: int, *, yes: bool, leaves: bool, now_ms: int) -> Effects:
+    def _concluded(self, number: int, *, yes: bool, leaves: bool, now_ms: int, stands: bool = False) -> Effects:
         books, flights = self._books, self._books.flights
         attempt = self._attempt(number)
         name, plan, error = StepName(number, books.own.step), None, None  # one that was dropped
         if attempt is not None:
             name, plan, error = attempt.name, attempt.plan, attempt.error
         committed = yes and plan is not None
+        aborts = self._rounds.decided(attempt, yes=committed, stands=stands)
         if yes and plan is not None:
             books.own.committed(plan)
         if number:
             flights.aside_ended(attempt, yes=committed, is_left_out=books.is_left_out)
         else:
             flights.open_ended(yes=committed, is_left_out=books.is_left_out)
-        orders: list[do.Effect] = [do.RecordCommit(name, plan, committed, books.excused)]
+        orders: list[do.Effect] = [*aborts, do.RecordCommit(name, plan, committed, books.excused)]
         if leaves:
             orders += self._leaves(now_ms)
         limit = books.settings.max_retries
@@ -158,8 +196,9 @@ class Ending:
 
     def flights_given_up(self, event: on.FlightsGivenUp, now_ms: int) -> Effects:
         replica_id = self._books.settings.replica_id
+        aborts = self._rounds.given_up()
         self._books.flights.give_up(SyncAbandoned(f"replica {replica_id} gave up what it had in flight"))
-        return ()
+        return aborts
 
     # --- leaving ------------------------------------------------------------------------------------------------------
 
@@ -170,6 +209,9 @@ class Ending:
     def looked(self, event: on.Looked, now_ms: int) -> Effects:
         """Leave without a quorum where none comes: the manager server refuses the request that waits."""
         books = self._books
+        if event.waits_ms is not None:
+            late = books.standing.late(now_ms, now_ms - event.waits_ms)
+            return () if late is None else (do.TellLate(late.key, late.step),)
         if not books.pends or not books.leaving.gives_up(now_ms, is_left_out=event.hears_left_out):
             return ()
         return (do.TellLeaving(books.leaving.reason, books.leaving.serve_ms(now_ms), waits=False),)

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from tft_coord.core.fingerprint import Fingerprint
 from tft_coord.core.step.values import Stage, StepName
-from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, Unreached
+from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, QuorumNews, Unreached
 from tft_coord.errors import GroupLost
 
 # --- a step begins: the training thread -------------------------------------------------------------------------------
@@ -186,6 +186,21 @@ class DeviceSynchronized:
 
 
 @dataclass(frozen=True, slots=True)
+class WordEnded:
+    """The exchange of the word is over.
+
+    Args:
+        attempt: as in `EndAsked`.
+        sums: of all members' words; None: it did not complete.
+        error: why not.
+    """
+
+    attempt: int = 0
+    sums: tuple[int, ...] | None = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class VoteAsked:
     """State was given or taken where that had to be; the open attempt is ready for its vote."""
 
@@ -198,11 +213,13 @@ class VerdictArrived:
         attempt: as in `EndAsked`.
         yes: what all ranks of the group were told.
         leaves: the group leaves the job after this step.
+        stands: in no word of the group's ranks anybody asked, left or recovered.
     """
 
     attempt: int
     yes: bool
     leaves: bool = False
+    stands: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +344,18 @@ class GroupWasLost:
 
 
 @dataclass(frozen=True, slots=True)
+class BeatDue:
+    """A beat to the manager server is sent now."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuorumNamed:
+    """The manager server says which quorum of the job is the newest."""
+
+    news: QuorumNews
+
+
+@dataclass(frozen=True, slots=True)
 class PaceHeard:
     """The lighthouse judged this replica's pace. `left_out`: as a straggler, it gets no quorum."""
 
@@ -351,9 +380,15 @@ class LeaveWished:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """A beat is due. `hears_left_out`: the others train without this replica, as the lighthouse has just said."""
+    """It is time to look, once a beat.
+
+    Args:
+        hears_left_out: the others train without this replica, as the lighthouse has just said.
+        waits_ms: for how long this rank has waited in the reductions or the word of its round; None: it does not.
+    """
 
     hears_left_out: bool = False
+    waits_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,6 +422,7 @@ Event: TypeAlias = (
     | EndAsked
     | ReductionsEnded
     | DeviceSynchronized
+    | WordEnded
     | VoteAsked
     | VerdictArrived
     | FlightsDropped
@@ -404,6 +440,8 @@ Event: TypeAlias = (
     | UserReportedError
     | LossNoticed
     | GroupWasLost
+    | BeatDue
+    | QuorumNamed
     | PaceHeard
     | LeaveWished
     | Looked

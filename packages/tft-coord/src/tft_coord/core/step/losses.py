@@ -20,10 +20,13 @@ class Losses:
     def __init__(self) -> None:
         self._notices: list[LossNotice] = []
         self._held: QuorumKey | None = None
+        self._over: QuorumBroken | None = None  # of the quorum that is held: it is over, whoever was lost
         self.broken: QuorumBroken | None = None  # why nothing can be started in the quorum that is held
 
     def hold(self, key: QuorumKey | None) -> None:
         """From now on this rank holds that quorum; those before it are over."""
+        if key != self._held:
+            self._over = None
         self._held = key
         if key is not None and self._notices:
             self._notices = [notice for notice in self._notices if notice.key >= key]
@@ -45,6 +48,11 @@ class Losses:
         self._judge()
         return True
 
+    def ends(self, error: QuorumBroken) -> None:
+        """Keep that the quorum that is held is over, though nobody told of a loss."""
+        self._over = error
+        self._judge()
+
     @property
     def of_held(self) -> tuple[LossNotice, ...]:
         """Return what has broken the quorum that is held; empty while it stands."""
@@ -53,7 +61,7 @@ class Losses:
     def _judge(self) -> None:
         first = next(iter(self.of_held), None)
         self.broken = (
-            None
+            self._over
             if first is None
             else QuorumBroken(f"{first}; the next step asks for another", replica_id=first.replica_id)
         )

@@ -84,6 +84,10 @@ class OwnState:
         due = every > 0 and self.step > 0 and self.step % every == 0 and self._compared_step != self.step
         return due and self.lineage is not None
 
+    def is_due_next(self, every: int) -> bool:
+        """Whether the state is to be compared after the next commit, which every replica finds alike."""
+        return every > 0 and (self.step + 1) % every == 0
+
     def compared(self, digest: bytes | None) -> None:
         """Make the state's digest a part of the lineage, so that the plan heals who holds another. None: unknown."""
         self._compared_step = self.step

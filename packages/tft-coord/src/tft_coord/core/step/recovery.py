@@ -248,6 +248,7 @@ class Recovery:
         """Raises: StateUnavailable: it is no state of a Manager. Nothing has changed then."""
         own, flights = self._books.own, self._books.flights
         own.loaded(event.state)
+        self._books.changed = "a state was loaded by hand"
         if flights.deferred:
             flights.fail_deferred(
                 StateUnavailable(f"the state of step {own.step} was loaded while syncs were in flight; they fail")

@@ -42,6 +42,7 @@ class Troubles:
         return (do.ReportError(name or flights.last.name, error, attempt is not None, is_between),)
 
     def loss_noticed(self, event: on.LossNoticed, now_ms: int) -> Effects:
+        self._books.standing.broke(event.notice.key)
         if self._books.losses.heard(event.notice):
             return (do.BreakQuorum(event.notice),)
         return (do.ReportLateLoss(event.notice),)

@@ -9,6 +9,7 @@ import enum
 from dataclasses import dataclass
 
 from tft_coord.core.types import QuorumKey
+from tft_coord.timeouts import Timeouts
 
 
 class Phase(enum.Enum):
@@ -49,6 +50,9 @@ class StepSettings:
         heals_divergence: a replica whose state differs heals once before it stops.
         is_island: rank 0 fetches, serves and reduces for all ranks of this group.
         stands_by: another rank of this island does so for this one.
+        lease_ms: how long this rank goes on in a standing quorum without hearing from the lighthouse; 0: it speaks the
+            word of a round and asks in every step; None: it speaks no word.
+        timeouts: of the job.
     """
 
     replica_id: str = ""
@@ -64,6 +68,8 @@ class StepSettings:
     heals_divergence: bool = True
     is_island: bool = False
     stands_by: bool = False
+    lease_ms: int | None = None
+    timeouts: Timeouts = Timeouts()  # noqa: RUF009  # frozen
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,119 @@
+"""The rounds of a standing quorum: what a rank's word says, what its sum means, and what news of the quorum changes.
+
+Law of this file: what a step adds to `tft_coord.core.standing`, which decides. An attempt without a word passes here
+unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, final
+
+from tft_coord.core.standing import NUM_WORDS, Vote
+from tft_coord.core.step import effects as do
+from tft_coord.core.step import events as on
+from tft_coord.core.step.effects import Effects
+from tft_coord.core.step.errors import QuorumBroken
+from tft_coord.core.step.values import Healing, Phase
+from tft_coord.core.types import Plan
+
+if TYPE_CHECKING:
+    from tft_coord.core.step.attempt import Attempt
+    from tft_coord.core.step.books import Books
+
+
+@final
+class Rounds:
+    """The rounds of one rank.
+
+    Args:
+        books: what the rank knows.
+    """
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+
+    # --- the word -----------------------------------------------------------------------------------------------------
+
+    def word(self, attempt: Attempt, now_ms: int) -> tuple[int, ...] | None:
+        """Return this rank's word at the end of its reductions; None: its round has failed with another one."""
+        books, plan = self._books, attempt.plan
+        assert plan is not None, "a word without a quorum"
+        attempt.says_leave = books.leaving.is_due(now_ms)
+        if books.standing.round_step is None:
+            return None
+        asks = books.asks_next
+        if not asks and books.own.is_due_next(books.settings.check_every):
+            asks = "the state is compared at the next step"
+        return books.standing.word(
+            now_ms,
+            ok=attempt.error is None and plan.num_participants >= plan.min_replica_size,
+            lineage=self._lineage(attempt, plan),
+            participates=attempt.is_participating,
+            leave=attempt.says_leave,
+            ask=asks,
+        ).values()
+
+    def can_send(self, plan: Plan) -> bool:
+        """Whether the process group of that quorum is there to send a word."""
+        return self._books.losses.broken is None and self._books.configured == plan.key
+
+    def summed(self, attempt: Attempt, sums: Sequence[int] | None) -> None:
+        """Take the sum of all words; None: it did not complete."""
+        standing, plan = self._books.standing, attempt.plan
+        assert plan is not None, "a word without a quorum"
+        if standing.round_step is None:
+            attempt.agreed = Vote(yes=False, why="its round has failed with another one")
+        elif sums is not None and len(sums) != NUM_WORDS:
+            attempt.agreed = Vote(yes=False, why=f"the word came with {len(sums)} integers instead of {NUM_WORDS}")
+        else:
+            attempt.agreed = standing.summed(sums, self._lineage(attempt, plan))
+
+    def _lineage(self, attempt: Attempt, plan: Plan) -> int | None:
+        """Return the lineage that the round started from. Whoever has not got the reference yet takes the plan's."""
+        holds = attempt.healing is Healing.LOADED or plan.replica_rank in plan.up_to_date
+        return self._books.own.lineage if holds else plan.lineage
+
+    def decided(self, attempt: Attempt | None, *, yes: bool, stands: bool) -> Effects:
+        """Take the verdict. Returns: a group that does not commit aborts, so that nobody waits for it."""
+        if attempt is None or not attempt.speaks or attempt.abandoned is not None:
+            return ()
+        return self._aborted() if self._books.standing.decided(yes=yes, stands=stands) else ()
+
+    def given_up(self) -> Effects:
+        """What is in flight, or open, never ends here: the others wait for its word in vain."""
+        books = self._books
+        if books.standing.speaks and books.standing.round_step is not None:
+            books.standing.decided(yes=False, stands=False)
+            return self._aborted()
+        return ()
+
+    def left_open(self) -> Effects:
+        """The next attempt begins, and the last one was not ended."""
+        flights = self._books.flights
+        is_open = flights.phase is not Phase.IDLE and flights.last.speaks and flights.last.abandoned is None
+        return self.given_up() if is_open else ()
+
+    def _aborted(self) -> Effects:
+        self._books.abort()
+        return (do.AbortGroup(),)
+
+    # --- news ---------------------------------------------------------------------------------------------------------
+
+    def beat_due(self, event: on.BeatDue, now_ms: int) -> Effects:
+        number = self._books.standing.beat(now_ms)
+        return (do.NumberBeat(number),) if number else ()
+
+    def quorum_named(self, event: on.QuorumNamed, now_ms: int) -> Effects:
+        standing = self._books.standing
+        breaks = standing.told(event.news)
+        return self.broken() if breaks and standing.speaks else ()
+
+    def broken(self) -> Effects:
+        """The quorum that is held is over, though nobody told of a loss."""
+        books, key = self._books, self._books.standing.key
+        if key is None or key != books.held or books.losses.broken is not None:
+            return ()
+        why = f"quorum {key} is over for this replica, as the lighthouse says"
+        books.losses.ends(QuorumBroken(f"{why}; the next step asks for another", replica_id=""))
+        return (do.EndQuorum(key, why),)
