@@ -30,7 +30,7 @@ class Watched:
             pends=False,
         )
         self.at = Phase.OUTSIDE
-        self.where = SimpleNamespace(phase=lambda _: self.at)
+        self.where = SimpleNamespace(phase=lambda _: self.at, speaks=False)
         limits = {"quorum_timeout": 70, "timeout": 60, "heal_timeout": 600}
         config: Any = SimpleNamespace(world_size=2, **{name: timedelta(seconds=s) for name, s in limits.items()})
         reports: Any = SimpleNamespace(log=lambda _, message, *args: self.lines.append(message % args))

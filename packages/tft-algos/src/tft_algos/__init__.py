@@ -41,6 +41,7 @@ from tft_algos.manager import (
     ManagerStatus,
     ResolvedConfig,
     ServerRestarted,
+    StandingCoordinator,
     StepControl,
     WorldSizeMode,
 )
@@ -87,6 +88,7 @@ __all__ = [
     "ResolvedConfig",
     "ServerRestarted",
     "SettingError",
+    "StandingCoordinator",
     "StateDiverged",
     "StateUnavailable",
     "StepAbandoned",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tft_algos.manager.config import ManagerConfig, ResolvedConfig, WorldSizeMode
 from tft_algos.manager.deferred import DeferredStep
 from tft_algos.manager.manager import Manager
-from tft_algos.manager.parts import Clock, Coordinator, Group, ServerRestarted
+from tft_algos.manager.parts import Clock, Coordinator, Group, ServerRestarted, StandingCoordinator
 from tft_algos.manager.status import ManagerPhase, ManagerStatus
 from tft_algos.manager.strategy import StepControl
 
@@ -20,6 +20,7 @@ __all__ = [
     "ManagerStatus",
     "ResolvedConfig",
     "ServerRestarted",
+    "StandingCoordinator",
     "StepControl",
     "WorldSizeMode",
 ]

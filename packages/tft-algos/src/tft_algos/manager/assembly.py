@@ -47,6 +47,7 @@ from tft_algos.manager.unreached import UnreachedPeers
 from tft_algos.manager.user_state import UserState
 from tft_algos.manager.waits import WaitWatch
 from tft_algos.manager.whereabouts import Whereabouts
+from tft_algos.manager.wording import Wording, lease_of
 from tft_ckpt import CheckpointTransport, HTTPTransport
 from tft_coord.core.step import StepSettings
 from tft_coord.core.step import events as on
@@ -73,6 +74,7 @@ class Parts:
         farewell: the calls of a replica that leaves.
         straggling: what the lighthouse says of this replica's pace.
         waits: for whom this rank waits.
+        wording: the word of a round.
     """
 
     shared: Shared
@@ -90,6 +92,7 @@ class Parts:
     farewell: GracefulShutdown
     straggling: Straggling
     waits: WaitWatch
+    wording: Wording
 
     def end(self, *, last: Callable[[], object], wait: bool) -> None:
         """End all parts; whatever one of them raises, the others end.
@@ -106,6 +109,7 @@ class Parts:
             rest.callback(self.early.drop)
             rest.callback(self.shared.coordinator.close)
             rest.callback(self.group.shutdown)
+            rest.callback(self.wording.linger)
             rest.callback(self.reducer.close)
             rest.callback(self.futures.close)
             rest.callback(self.breaker.close, wait=wait)
@@ -153,7 +157,7 @@ def assemble(
         transport.shutdown()
         raise
     # From here on a process of ours runs: nothing below waits, or asks anything that can fail.
-    step = StepMailbox(_settings(config, speaker.replica_id), clock.monotonic)
+    step = StepMailbox(_settings(config, speaker.replica_id, lease_of(config, group, speaker)), clock.monotonic)
     shared = Shared(
         config=config,
         step=step,
@@ -218,6 +222,7 @@ def _connected(shared: Shared, group: Group) -> Parts:
             failed_before=lambda: unreached.last,
             left_out=lambda: straggling.left_out if step.status.is_left_out else "",
         ),
+        wording=Wording(shared, group),
     )
 
 
@@ -239,7 +244,7 @@ def _check_group(pg: object) -> None:
         raise SettingError(f"pg is {what}; give a process group that can be configured: ProcessGroupGloo()")
 
 
-def _settings(config: ResolvedConfig, replica_id: str) -> StepSettings:
+def _settings(config: ResolvedConfig, replica_id: str, lease_ms: int | None) -> StepSettings:
     return StepSettings(
         replica_id=replica_id,
         rank=config.rank,
@@ -254,6 +259,8 @@ def _settings(config: ResolvedConfig, replica_id: str) -> StepSettings:
         heals_divergence=config.on_divergence == "heal",
         is_island=config.rank0_synchronization_only,
         stands_by=config.stands_by,
+        lease_ms=lease_ms,
+        timeouts=config.timeouts,
     )
 
 

@@ -64,6 +64,9 @@ class ManagerConfig:
         slowest_step: a trainer that is busy with its own part of a step (forward, backward) for longer hangs: it is
             lost, and the others go on without it. The first step after a start, a healing or a reconfiguration may
             take any time. Zero: nobody ever hangs; env TFT_SLOWEST_STEP_SEC. Default 600 s.
+        lease: how long a steady job goes on without hearing from the lighthouse; env TFT_LEASE_SEC. In each of its
+            steps the replicas agree among themselves, and nobody is asked. When it is over they ask, and wait for the
+            lighthouse. The shortest of a job's replicas counts. Zero: ask in every step. Default 60 s.
         timeouts: all waiting times in one value, in place of the single ones above.
         rank: this process's place in its replica group; env RANK. Default 0.
         world_size: processes in the replica group; env WORLD_SIZE. Default 1.
@@ -111,6 +114,7 @@ class ManagerConfig:
     heal_timeout: timedelta | None = None
     heartbeat_timeout: timedelta | None = None
     slowest_step: timedelta | None = None
+    lease: timedelta | None = None
     timeouts: Timeouts | None = None
     rank: int | None = None
     world_size: int | None = None
@@ -149,8 +153,9 @@ class ManagerConfig:
             "heartbeat_interval",
         ):
             self._check_duration(name)
-        if self.slowest_step != timedelta():
-            self._check_duration("slowest_step")
+        for name in ("slowest_step", "lease"):
+            if getattr(self, name) != timedelta():
+                self._check_duration(name)
         for name in ("use_async_quorum", "init_sync"):
             if not isinstance(getattr(self, name), bool):
                 raise SettingError(f"{name} is {getattr(self, name)!r}; give True or False")
@@ -278,6 +283,7 @@ class ResolvedConfig:
         return timedelta(milliseconds=self.timeouts.heal_timeout_ms)
 
 
+STANDING_METHODS: Final = ("number_beats", "late")  # besides, where quorums may stand
 COORDINATOR_METHODS: Final = (
     "quorum",
     "vote",
@@ -477,13 +483,14 @@ def _timeouts(config: ManagerConfig, environ: Mapping[str, str]) -> tuple[Timeou
         "heal_timeout": "",
         "heartbeat_timeout": "TFT_HEARTBEAT_TIMEOUT_SEC",
         "slowest_step": "TFT_SLOWEST_STEP_SEC",
+        "lease": "TFT_LEASE_SEC",
     }
     for name, variable in variables.items():
         said: timedelta | None = getattr(config, name)
         if said is not None:
             chosen[f"{name}_ms"] = round(said.total_seconds() * 1_000)
         elif config.timeouts is None and environ.get(variable):
-            chosen[f"{name}_ms"] = _milliseconds(variable, environ[variable], none_is_any=name == "slowest_step")
+            chosen[f"{name}_ms"] = _milliseconds(variable, environ[variable], zero=_ZERO_MEANS.get(name, ""))
     try:
         timeouts = replace(config.timeouts, **chosen) if config.timeouts is not None else Timeouts(**chosen)
     except CoordinationSettingError as error:
@@ -491,15 +498,18 @@ def _timeouts(config: ManagerConfig, environ: Mapping[str, str]) -> tuple[Timeou
     return timeouts, "timeout_ms" in chosen or config.timeouts is not None
 
 
-def _milliseconds(variable: str, text: str, *, none_is_any: bool) -> int:
+_ZERO_MEANS: Final = {"slowest_step": "any time", "lease": "to ask in every step"}
+
+
+def _milliseconds(variable: str, text: str, *, zero: str) -> int:
     try:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if none_is_any and seconds == 0:
+    if zero and seconds == 0:
         return 0
     if not 0.001 <= seconds <= 7 * 24 * 3_600:  # less is no time, and must not become "any"
-        or_any = ", or 0 for any time" if none_is_any else ""
+        or_any = f", or 0 for {zero}" if zero else ""
         raise SettingError(f"{variable} is {text[:64]!r}; give seconds, for example 60 or 1.5{or_any}")
     return round(seconds * 1_000)
 

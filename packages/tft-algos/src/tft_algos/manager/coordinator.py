@@ -88,6 +88,7 @@ class GroupCoordinator:
         self._unheard: deque[News] = deque(maxlen=MAX_UNHEARD)  # that came before there was a listener
         self._hearing = threading.Lock()
         self._progress: Callable[[], Progress | None] = lambda: None
+        self._beat_number: Callable[[], int] = lambda: 0
         self._watch: threading.Thread | None = None
         self._address = ""  # of the manager server, on rank 0
         self._store: GroupStore = open_group_store(config)
@@ -125,16 +126,32 @@ class GroupCoordinator:
         return answer if isinstance(answer, Plan) else answer.key
 
     def vote(
-        self, step: int, yes: bool, timeout: timedelta, *, key: QuorumKey, purpose: Purpose, leaving: bool = False
+        self,
+        step: int,
+        yes: bool,
+        timeout: timedelta,
+        *,
+        key: QuorumKey,
+        purpose: Purpose,
+        leaving: bool = False,
+        stands: bool = False,
     ) -> Verdict:
         rank = self._config.rank
         if self._config.world_size == 1:
-            return Verdict(yes, leaving)  # the verdict of one rank is its vote, whoever lives
+            return Verdict(yes, leaving, yes and stands)  # the verdict of one rank is its vote, whoever lives
         client, left = self._client_in_use(timeout)
         try:
-            return client.vote(rank, step, yes, left, key=key, purpose=purpose, leaving=leaving)
+            return client.vote(rank, step, yes, left, key=key, purpose=purpose, leaving=leaving, stands=stands)
         except (Unreachable, Closed) as error:
             raise self._after_the_loss(client, error) from error
+
+    def number_beats(self, number: Callable[[], int]) -> None:
+        self._beat_number = number
+
+    def late(self, key: QuorumKey, step: int) -> None:
+        client = self._client
+        if client is not None:
+            client.late(key, step)
 
     def leave(self, reason: str, serve: timedelta, timeout: timedelta, *, finished_step: int | None = None) -> None:
         client, left = self._client_in_use(timeout)
@@ -443,6 +460,7 @@ class GroupCoordinator:
             link=server.link() if server is not None else None,
             listener=self._told,
             progress=lambda: self._progress(),
+            beat_number=lambda: self._beat_number(),
             is_alive=server.alive if server is not None else lambda: True,
         )
 

@@ -18,11 +18,12 @@ from tft_algos.manager import at_exit
 from tft_algos.manager.assembly import Parts
 from tft_algos.manager.config import limit_of
 from tft_algos.manager.signals import SignalHandlers
+from tft_algos.manager.wording import standing_coordinator
 from tft_coord.core.progress import Progress
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 from tft_coord.core.stragglers import StragglerNews
-from tft_coord.core.types import KillOrder, LeaveRequest, LossNotice, NewcomerAsks, Released, WaitsFor
+from tft_coord.core.types import KillOrder, LeaveRequest, LossNotice, NewcomerAsks, QuorumNews, Released, WaitsFor
 from tft_coord.errors import GroupLost
 from tft_coord.news import News
 
@@ -46,6 +47,9 @@ class Lifecycle:
         self._exits = False  # the interpreter does, and has shut the Manager down
         self._signals = SignalHandlers()
         self._next_look_s = 0.0
+        self._standing = standing_coordinator(parts.shared.coordinator)
+        if self._standing is not None:
+            self._standing.number_beats(self._number_beat)
         parts.shared.coordinator.listen(self.hear)
         parts.shared.coordinator.follow(self.look_often)
         at_exit.shut_down_at_exit(self)
@@ -84,6 +88,8 @@ class Lifecycle:
                 if not news.lives:
                     parts.early.lost()
                 shared.step.tell(on.LossNoticed(news))
+            case QuorumNews():
+                shared.step.tell(on.QuorumNamed(news))
             case NewcomerAsks(replica_id=replica_id):
                 parts.early.heard(replica_id)
             case GroupLost():
@@ -103,6 +109,13 @@ class Lifecycle:
                 shared.step.tell(on.PaceHeard(bool(parts.straggling.left_out)))
             case KillOrder(message):
                 self._end_process(message)
+
+    def _number_beat(self) -> int:
+        """Return the number of a beat that is sent now; 0: it needs no answer."""
+        for order in self._parts.shared.step.tell(on.BeatDue()):
+            if isinstance(order, do.NumberBeat):
+                return order.number
+        return 0
 
     def _end_process(self, message: str) -> None:
         """End with exit code 1, at once, whatever other threads do or hold."""
@@ -130,7 +143,10 @@ class Lifecycle:
         parts = self._parts
         if not self._closing.is_set():
             parts.waits.look(parts.reducer.num_started)
-            parts.shared.step.tell(on.Looked(parts.waits.is_left_out))
+            looked = on.Looked(parts.waits.is_left_out, parts.waits.round_waits_ms)
+            for order in parts.shared.step.tell(looked):
+                if isinstance(order, do.TellLate) and self._standing is not None:
+                    self._standing.late(order.key, order.step)
         parts.shared.reports.look()
         return parts.where.look()
 

@@ -55,6 +55,8 @@ def _ask_all(questions: queue.SimpleQueue[_Question | None]) -> None:
 
 
 END_WITHIN_S: Final = 10.0
+_NOTHING_ASKED: Final[Future[None]] = Future()
+_NOTHING_ASKED.set_result(None)
 
 
 @final
@@ -104,6 +106,12 @@ class Negotiation:
         future: Future[None] = Future()
         self._last = future
         self._questions.put(_Question(future, lambda: self._negotiate(ask, timeout)))
+
+    def goes_on(self) -> None:
+        """A step begins in a quorum that stands: nobody is asked."""
+        self._last = _NOTHING_ASKED
+        if self._reports.records.wants_quorums:
+            self._record(reconfigures=False, duration_s=0.0)
 
     @property
     def has_begun(self) -> bool:

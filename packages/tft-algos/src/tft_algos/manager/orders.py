@@ -57,6 +57,8 @@ class Orders:
             do.ForgetPace: lambda _: self.own_time.forget(),
             do.Fetch: self.exchange.start_fetch,
             do.BreakQuorum: self.break_quorum,
+            do.EndQuorum: self.end_quorum,
+            do.PrepareToServe: lambda _: self.shared.transport.prepare_to_send(),
             do.BreakAll: lambda _: self.breaker.break_all(),
             do.AbortGroup: lambda _: self.group.abort(),
             do.ReportHealed: self.exchange.healed,
@@ -89,6 +91,11 @@ class Orders:
         self.shared.reports.quorum_broke(notice, is_closing=self.shared.closing.is_set())
         self.breaker.break_quorum(notice.key)
         self.exchange.source_lost(notice)
+
+    def end_quorum(self, order: do.EndQuorum) -> None:
+        if not self.shared.closing.is_set():
+            self.shared.reports.log(logging.INFO, "%s; what runs in it is ended", order.why)
+        self.breaker.break_quorum(order.key)
 
     def record_commit(self, order: do.RecordCommit) -> None:
         name, plan = order.name, order.plan

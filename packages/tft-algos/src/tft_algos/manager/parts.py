@@ -136,6 +136,38 @@ class Coordinator(Protocol):
         ...
 
 
+class StandingCoordinator(Coordinator, Protocol):
+    """What a coordinator has besides where its quorums may stand: the Manager asks nobody in a steady step then.
+
+    A coordinator without these is asked in every step. Its listener is told `QuorumNews` too: the answer to each
+    numbered beat, and what changes between two of them.
+    """
+
+    def vote(
+        self,
+        step: int,
+        yes: bool,
+        timeout: timedelta,
+        *,
+        key: QuorumKey,
+        purpose: Purpose,
+        leaving: bool = False,
+        stands: bool = False,
+    ) -> Verdict:
+        """As above. `stands`: in the word of this rank's round nobody asked, left or recovered. The verdict says so if
+        all ranks of the group said it."""
+        ...
+
+    def number_beats(self, number: Callable[[], int]) -> None:
+        """Have each beat carry a number, which is asked for when it is sent; its answer renews the lease. 0: it needs
+        no answer."""
+        ...
+
+    def late(self, key: QuorumKey, step: int) -> None:
+        """Tell that the round of that step has waited for other members for `join_timeout`; returns at once."""
+        ...
+
+
 class Clock(Protocol):
     """What a Manager asks of time. Its methods may be called from any thread."""
 

@@ -18,6 +18,7 @@ from tft_algos.manager.assembly import Parts
 from tft_algos.manager.config import limit_of
 from tft_algos.manager.deferred import DeferredStep
 from tft_algos.manager.parts import ServerRestarted
+from tft_algos.manager.wording import standing_coordinator
 from tft_coord.core.step import Effects, Healing
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
@@ -48,6 +49,7 @@ class StepRunner:
         self._reducer = parts.reducer
         self._where = parts.where
         self._own_time = parts.where.own_time
+        self._standing = standing_coordinator(parts.shared.coordinator)
         self._deferred: list[DeferredStep] = []  # that have not ended
         self._synchronize: Callable[[], None] | None = (
             torch.accelerator.synchronize if torch.accelerator.is_available() else None
@@ -76,7 +78,7 @@ class StepRunner:
                 self._reports.log(logging.WARNING, "%s", silent)
         self._reducer.step_begins()
         self._step.tell(on.StartReady(urgent=parts.unreached.has_unsaid))
-        (ask,) = self._step.tell(
+        effects = self._step.tell(
             on.StepStarted(
                 checkpoint_metadata=self._shared.transport.metadata(),
                 group_usable=parts.group.errored() is None,
@@ -88,12 +90,20 @@ class StepRunner:
                 fingerprint=parts.fingerprint.unsaid(),
             )
         )
-        assert isinstance(ask, do.Ask), ask
-        self._asked(ask, limit)
+        if effects:
+            (ask,) = effects
+            assert isinstance(ask, do.Ask), ask
+            self._asked(ask, limit)
+            return
+        self._where.step_begins()
+        self._negotiation.goes_on()
+        self._reports.raise_fatal()
 
     def _asked(self, ask: do.Ask, limit: timedelta) -> None:
         """Send the request for a quorum, and do what is done beside it."""
         parts = self._parts
+        if ask.breaks:
+            self._reports.log(logging.INFO, "asks for a quorum where the others go on in theirs: %s", ask.breaks)
         own_state = self._step.status.own_state() if self._takes_early(ask) else None
         self._where.step_begins()
         parts.waits.quorum_limit = limit
@@ -205,14 +215,27 @@ class StepRunner:
             self._synchronize()
         self._reducer.release()
         self._parts.early.reductions_ended(readable=self._shared.user_state.readable)
-        self._where.waits = True  # for state, and for the verdict
+        self._where.waits = True  # for the word, for state, and for the verdict
         effects = self._step.tell(
             on.DeviceSynchronized(group_error=self._parts.group.errored(), on_device=self._synchronize is not None)
         )
+        effects = self._worded(effects)
         if isinstance(effects[-1], do.ExchangeState):
             self._parts.exchange.perform()
             effects = self._step.tell(on.VoteAsked())
         return self._concluded(self._vote(effects, limit))
+
+    def _worded(self, effects: Effects) -> Effects:
+        """Exchange the word of the round, where it has one. Returns: what comes after it."""
+        order = effects[-1]
+        if not isinstance(order, do.SendWord):
+            return effects
+        self._where.speaks = True
+        try:
+            ended = self._parts.wording.exchange(order)
+        finally:
+            self._where.speaks = False
+        return self._step.tell(ended)
 
     def _wait_for(self, finish: Callable[[], None]) -> None:
         """Wait for what was begun in a step."""
@@ -239,14 +262,13 @@ class StepRunner:
             # An error has a line of its own, with the loss that has caused it.
             self._reports.log(
                 logging.INFO if cast.error is None else logging.DEBUG,
-                "should_commit=False enough_replicas=%s errored=%s",
+                "should_commit=False enough_replicas=%s errored=%s%s",
                 cast.enough_replicas,
                 None if cast.error is None else type(cast.error).__name__,
+                f" ({cast.why})" if cast.why else "",
             )
         try:
-            verdict = self._shared.coordinator.vote(
-                cast.step, cast.yes, limit, key=cast.key, purpose=Purpose.COMMIT, leaving=cast.leaving
-            )
+            verdict = self._verdict(cast, limit)
         except ServerRestarted:
             self._step.tell(on.ServerRestarted())
             self._reports.log(logging.WARNING, "the manager server ended during the vote, which counts as no")
@@ -254,8 +276,17 @@ class StepRunner:
         except DeadlinePassed:
             self._reports.raise_fatal()  # why nobody answered, where that was told while we waited
             raise
-        (end,) = self._step.tell(on.VerdictArrived(cast.attempt, verdict.yes, verdict.leaves))
+        (end,) = self._step.tell(on.VerdictArrived(cast.attempt, verdict.yes, verdict.leaves, verdict.stands))
         return end
+
+    def _verdict(self, cast: do.CastVote, limit: timedelta) -> Verdict:
+        if cast.stands and self._standing is not None:
+            return self._standing.vote(
+                cast.step, cast.yes, limit, key=cast.key, purpose=Purpose.COMMIT, leaving=cast.leaving, stands=True
+            )
+        return self._shared.coordinator.vote(
+            cast.step, cast.yes, limit, key=cast.key, purpose=Purpose.COMMIT, leaving=cast.leaving
+        )
 
     def _concluded(self, end: do.Effect, failure: Exception | None = None) -> bool:
         """A step is over. `failure`: of one that was put aside. Raises: TooManyFailures."""
@@ -311,7 +342,7 @@ class StepRunner:
             )
             step.look()
             before, self._where.waits = self._where.waits, True
-            end = self._vote(effects, limit)
+            end = self._vote(self._worded(effects), limit)
             self._where.waits = before
         self._reducer.forget(step.started)
         step.is_over = True

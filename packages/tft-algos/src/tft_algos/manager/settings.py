@@ -24,6 +24,7 @@ class ManagerSettings(TypedDict, total=False):
     heal_timeout: timedelta | None
     heartbeat_timeout: timedelta | None
     slowest_step: timedelta | None
+    lease: timedelta | None
     timeouts: Timeouts | None
     rank: int | None
     world_size: int | None

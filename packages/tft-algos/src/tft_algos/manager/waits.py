@@ -29,6 +29,7 @@ GROUP: Final = "the process group of the new quorum"
 REDUCTION: Final = "a reduction"
 STATE: Final = "live state"
 VOTE: Final = "the vote of its group"
+WORD: Final = "the end of the step at the other replicas"
 LEFT_OUT_FOR_S: Final = 5.0  # so long the lighthouse's word counts; it comes once a second, or another one between
 
 
@@ -110,6 +111,14 @@ class WaitWatch:
         heard = told_s is not None and self._seen.since_s <= told_s and self._monotonic() - told_s < LEFT_OUT_FOR_S
         return self._seen.kind == QUORUM and (heard or bool(self._left_out()))
 
+    @property
+    def round_waits_ms(self) -> int | None:
+        """Return how long the looks have seen a wait in the reductions or the word of a round; None: they do not."""
+        seen = self._seen
+        if seen.kind not in (REDUCTION, WORD):
+            return None
+        return round(1_000 * (self._monotonic() - seen.since_s))
+
     def now(self, status: StepStatus) -> Wait | None:
         """Return what this rank waits for just now, on any thread; None: nothing. `status`: of the step."""
         kind = self._kind_now(status)
@@ -168,6 +177,8 @@ class WaitWatch:
             return REDUCTION if phase is Phase.REDUCING else ""
         if status.pends:
             return QUORUM if status.phase is StepPhase.ASKED else GROUP
+        if self._where.speaks:
+            return WORD
         return STATE if status.healing is Healing.FETCHING else VOTE
 
     def _limit(self, kind: str) -> str:

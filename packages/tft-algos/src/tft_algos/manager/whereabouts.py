@@ -56,6 +56,7 @@ class Whereabouts:
         self._goes_on = False  # the training thread, while a step is open
         self._inner_steps = 0
         self.waits = False  # the training thread, in the vote or for state
+        self.speaks = False  # the training thread waits for the others' words
         self.applies = False  # the training thread, what was committed: the optimizer steps
 
     def step_begins(self) -> None:
