@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import statistics
 import threading
@@ -218,7 +219,7 @@ def test_a_lighthouse_that_is_away_costs_no_step_and_no_line(job: Job, caplog: p
     assert len(said) <= len(replicas), said
     for each in replicas:
         at_s = [at_s for _, at_s in each.committed.values() if began_s <= at_s <= ended_s]
-        gaps = [later - earlier for earlier, later in zip(at_s, at_s[1:], strict=False)]
+        gaps = [later - earlier for earlier, later in itertools.pairwise(at_s)]
         assert len(gaps) > 50
         # No step waits for the lighthouse. A busy machine makes one late now and then, by less than it was away.
         assert max(gaps) < statistics.median(gaps) + 1.5

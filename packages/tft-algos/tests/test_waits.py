@@ -53,6 +53,7 @@ def waits(watched: Watched, kind: str) -> None:
     watched.core.pends = kind in ("a quorum", "the process group of the new quorum")
     watched.core.phase = StepPhase.ASKED if kind == "a quorum" else StepPhase.PLANNED
     watched.core.healing = Healing.FETCHING if kind == "live state" else Healing.NONE
+    watched.where.speaks = kind == "the end of the step at the other replicas"
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,11 @@ def waits(watched: Watched, kind: str) -> None:
         ("a reduction", "the other members of quorum 7: replica_1, replica_2", "timeout (60 s)"),
         ("live state", "the state of step 0 from replica_1 at ", "heal_timeout (600 s)"),
         ("the vote of its group", "the other ranks of this group of 2", "timeout (60 s)"),
+        (
+            "the end of the step at the other replicas",
+            "the other members of quorum 7: replica_1, replica_2",
+            "timeout (60 s)",
+        ),
     ],
 )
 def test_each_kind_of_wait_says_for_whom_and_what_ends_it(kind: str, who: str, ends: str) -> None:

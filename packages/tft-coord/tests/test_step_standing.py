@@ -507,7 +507,9 @@ def test_a_word_asks_for_the_next_start_and_those_in_flight_go_on() -> None:
     third = rank.defer()
     assert rank.end_word(rank.say(second)).yes
     assert rank.status.lineage == lineage
-    assert rank.end_word(rank.say(third)).yes
+    word = rank.say(third)
+    assert word.round_number == 3
+    assert rank.end_word(word).yes
 
 
 def test_a_no_fails_all_that_are_in_flight_and_aborts_once() -> None:

@@ -1,0 +1,202 @@
+"""Mutants of the step in a standing quorum: one mistake for each of its rules is seen by the transcript named here."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from tft_coord.core.standing import Standing, Vote
+from tft_coord.core.step import books
+from tft_coord.core.step import effects as do
+from tft_coord.core.step import events as on
+from tft_coord.core.step.asking import Asking
+from tft_coord.core.step.attempt import Attempt
+from tft_coord.core.step.books import Books
+from tft_coord.core.step.effects import Effects
+from tft_coord.core.step.ending import Ending
+from tft_coord.core.step.own_state import OwnState
+from tft_coord.core.step.rounds import Rounds
+from tft_coord.core.types import Plan
+
+TRANSCRIPTS = runpy.run_path(str(Path(__file__).with_name("test_step_standing.py")))
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A mistake.
+
+    Args:
+        target, name, mistake: what is patched, and with what.
+        seen_by: the transcript that fails then; `test_` is left out.
+        case: its parameters, if it has some.
+    """
+
+    target: Any
+    name: str
+    mistake: Any
+    seen_by: str
+    case: tuple[Any, ...] = ()
+
+
+def right_of(target: Any, name: str) -> Callable[..., Any]:
+    right = vars(target)[name]
+    return cast("Callable[..., Any]", right.fget if isinstance(right, property) else right)
+
+
+right_started = right_of(Asking, "step_started")
+right_goes_on = right_of(Asking, "_goes_on")
+right_word = right_of(Rounds, "word")
+right_said = right_of(Ending, "_word")
+right_cast = right_of(Ending, "_cast")
+right_unfit = right_of(Asking, "_unfit")
+right_summed = right_of(Rounds, "summed")
+right_planned = right_of(Standing, "planned")
+
+
+def nothing(*_: object, **__: object) -> tuple[()]:
+    return ()
+
+
+def no(*_: object, **__: object) -> bool:
+    return False
+
+
+def yes(*_: object, **__: object) -> bool:
+    return True
+
+
+def same(timeouts: Any) -> Any:
+    return timeouts
+
+
+def asks_without_an_abort(self: Asking, event: on.StepStarted, now_ms: int) -> Effects:
+    return tuple(each for each in right_started(self, event, now_ms) if not isinstance(each, do.AbortGroup))
+
+
+def asks_in_every_step(self: Asking, event: on.StepStarted, now_ms: int) -> Effects:
+    self._books.changed = "of no reason"
+    return cast("Effects", right_started(self, event, now_ms))
+
+
+def says_no_lease(self: Asking, event: on.StepStarted, now_ms: int) -> Effects:
+    effects = right_started(self, event, now_ms)
+    return tuple(
+        replace(each, request=replace(each.request, lease_ms=None)) if isinstance(each, do.Ask) else each
+        for each in effects
+    )
+
+
+def goes_on_as_it_is(self: Asking, *, usable: bool) -> str:
+    return ""
+
+
+def forgets_what_it_has_to_say(self: Asking, event: on.StepStarted, going: Any) -> Effects:
+    return cast("Effects", right_goes_on(self, replace(event, unreached=()), going))
+
+
+def waits_for_the_state_first(self: Ending, event: on.DeviceSynchronized, attempt: Attempt, now_ms: int) -> Effects:
+    if attempt.has_to_exchange and not attempt.exchanged:
+        return (do.ExchangeState(),)
+    return cast("Effects", right_said(self, event, attempt, now_ms))
+
+
+def sends_over_a_failed_group(self: Ending, event: on.DeviceSynchronized, attempt: Attempt, now_ms: int) -> Effects:
+    return cast("Effects", right_said(self, replace(event, group_error=None), attempt, now_ms))
+
+
+def votes_by_its_errors(self: Ending, number: int, attempt: Attempt, now_ms: int) -> Effects:
+    (*reports, vote) = right_cast(self, number, attempt, now_ms)
+    return (*reports, replace(vote, yes=vote.error is None))
+
+
+def votes_without_its_state(self: Ending, number: int, attempt: Attempt, now_ms: int) -> Effects:
+    (*reports, vote) = right_cast(self, number, attempt, now_ms)
+    return (*reports, replace(vote, yes=attempt.agreed is not None and attempt.agreed.yes))
+
+
+def leaves_by_its_vote(self: Ending, number: int, attempt: Attempt, now_ms: int) -> Effects:
+    (*reports, vote) = right_cast(self, number, attempt, now_ms)
+    return (*reports, replace(vote, leaving=self._books.leaving.is_due(now_ms)))
+
+
+def says_it_is_well(self: Rounds, attempt: Attempt, now_ms: int) -> tuple[int, ...] | None:
+    values = right_word(self, attempt, now_ms)
+    return None if values is None else (1, *values[1:])
+
+
+def takes_its_own_lineage(self: Rounds, attempt: Attempt, plan: Plan) -> int | None:
+    return self._books.own.lineage
+
+
+def agrees_in_any_case(self: Rounds, attempt: Attempt, sums: Any) -> None:
+    attempt.agreed = Vote(yes=True, stands=True)
+
+
+def forgets_those_in_flight(self: Standing, plan: Plan, now_ms: int, in_flight: int = 0) -> None:
+    right_planned(self, plan, now_ms, 0)
+
+
+ERROR = "an_error_anywhere_is_a_no_everywhere"
+CHANGED = "a_rank_that_has_changed_asks_and_breaks_the_quorum"
+MUTANTS = [
+    # rule 1: the word
+    Mutant(Ending, "_word", waits_for_the_state_first, "the_word_comes_before_the_state_of_who_recovers"),
+    Mutant(Ending, "_word", sends_over_a_failed_group, "where_the_group_is_gone_no_word_is_sent", ("failed",)),
+    Mutant(Rounds, "can_send", yes, "where_the_group_is_gone_no_word_is_sent", ("lost",)),
+    Mutant(Rounds, "can_send", yes, "where_the_group_is_gone_no_word_is_sent", ("unbuilt",)),
+    Mutant(Rounds, "word", says_it_is_well, "an_error_here_is_told_by_the_word"),
+    Mutant(Rounds, "word", says_it_is_well, "too_few_participants_are_a_no"),
+    Mutant(Rounds, "_lineage", takes_its_own_lineage, "who_recovers_votes_by_the_word_and_its_state", (True,)),
+    Mutant(Attempt, "speaks", no, "a_thousand_steady_steps_ask_nobody"),
+    Mutant(Attempt, "speaks", yes, "without_a_lease_in_the_plan_there_is_no_word_and_each_step_asks"),
+    Mutant(OwnState, "is_due_next", no, "all_ask_before_the_state_is_compared"),
+    # rule 2: the vote
+    Mutant(Ending, "_cast", votes_by_its_errors, ERROR),
+    Mutant(Ending, "_cast", votes_by_its_errors, "an_error_that_comes_after_the_word_changes_no_vote"),
+    Mutant(Ending, "_cast", votes_without_its_state, "who_recovers_votes_by_the_word_and_its_state", (False,)),
+    Mutant(Rounds, "summed", agrees_in_any_case, "members_that_hold_different_states_commit_nothing"),
+    Mutant(Rounds, "summed", agrees_in_any_case, "a_word_that_does_not_complete_is_a_no"),
+    # rule 3: the next round
+    Mutant(Asking, "step_started", asks_in_every_step, "a_thousand_steady_steps_ask_nobody"),
+    Mutant(Asking, "step_started", says_no_lease, "a_request_says_the_lease"),
+    *(Mutant(Asking, "_unfit", goes_on_as_it_is, CHANGED, (case,)) for case in ("torn", "loaded", "unusable")),
+    Mutant(Asking, "_unfit", goes_on_as_it_is, "a_new_manager_server_is_asked"),
+    Mutant(
+        Asking,
+        "_goes_on",
+        forgets_what_it_has_to_say,
+        "news_for_the_lighthouse_goes_with_the_request_after_the_next_word",
+    ),
+    # rules 4 and 5: who aborts, and who leaves
+    Mutant(Rounds, "decided", nothing, ERROR),
+    Mutant(Rounds, "left_open", nothing, "an_open_step_that_is_left_is_a_no"),
+    Mutant(Rounds, "given_up", nothing, "a_strategy_that_gives_up_aborts_what_the_others_wait_in"),
+    Mutant(Asking, "step_started", asks_without_an_abort, CHANGED, ("torn",)),
+    Mutant(Books, "abort", nothing, CHANGED, ("torn",)),
+    Mutant(Books, "abort", nothing, ERROR),
+    Mutant(Ending, "_cast", leaves_by_its_vote, "a_group_leaves_by_its_word_and_a_later_wish_waits_for_the_next"),
+    # rules 6 to 10: news
+    Mutant(Standing, "told", no, "a_recall_is_told_by_the_next_word"),
+    Mutant(Rounds, "broken", nothing, "news_of_a_quorum_that_overtook_its_plan_end_it"),
+    Mutant(Standing, "speaks", yes, "news_mean_nothing_to_a_rank_without_words"),
+    Mutant(Standing, "late", nothing, "a_round_that_waits_for_too_long_is_reported_once"),
+    Mutant(books, "_patient", same, "a_round_is_late_before_its_reductions_end_by_their_own_time_out"),
+    # rule 13: syncs in flight
+    Mutant(Standing, "planned", forgets_those_in_flight, "a_word_asks_for_the_next_start_and_those_in_flight_go_on"),
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.name}-{mutant.seen_by}"[:70])
+def test_a_mistake_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    transcript = TRANSCRIPTS[f"test_{mutant.seen_by}"]
+    transcript(*mutant.case)
+    right = vars(mutant.target)[mutant.name]
+    mistake = property(mutant.mistake) if isinstance(right, property) else mutant.mistake
+    monkeypatch.setattr(mutant.target, mutant.name, mistake)
+    with pytest.raises((AssertionError, pytest.fail.Exception, ValueError, AttributeError)):
+        transcript(*mutant.case)
