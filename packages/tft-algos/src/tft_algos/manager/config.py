@@ -498,7 +498,7 @@ def _timeouts(config: ManagerConfig, environ: Mapping[str, str]) -> tuple[Timeou
     return timeouts, "timeout_ms" in chosen or config.timeouts is not None
 
 
-_ZERO_MEANS: Final = {"slowest_step": "any time", "lease": "to ask in every step"}
+_ZERO_MEANS: Final = {"slowest_step": "for any time", "lease": "to ask in every step"}
 
 
 def _milliseconds(variable: str, text: str, *, zero: str) -> int:
@@ -509,7 +509,7 @@ def _milliseconds(variable: str, text: str, *, zero: str) -> int:
     if zero and seconds == 0:
         return 0
     if not 0.001 <= seconds <= 7 * 24 * 3_600:  # less is no time, and must not become "any"
-        or_any = f", or 0 for {zero}" if zero else ""
+        or_any = f", or 0 {zero}" if zero else ""
         raise SettingError(f"{variable} is {text[:64]!r}; give seconds, for example 60 or 1.5{or_any}")
     return round(seconds * 1_000)
 

@@ -1,0 +1,211 @@
+"""The word of a round in the Manager: which groups and coordinators take part, and what a steady step calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tft_algos import Manager
+from tft_algos.errors import SettingError
+from tft_algos.manager.config import config_of, from_environment
+from tft_algos.manager.wording import exchange_of, lease_of
+from tft_algos.testing import FakeGroup, MemoryTransport, ScriptedCoordinator, plan_of
+from tft_coord.core.types import Plan, Purpose, QuorumKey, QuorumNews, Verdict
+from tft_pg import ProcessGroupGloo
+from tft_pg.word import EndedExchange
+
+
+class TalkingGroup:
+    """A group of two whose other member says what this one says, but for what `other` says."""
+
+    def __init__(self) -> None:
+        self.inside = FakeGroup()
+        self.rounds: list[int] = []
+        self.other: tuple[int, ...] | None = None
+        self.error: Exception | None = None
+        self.lingered: list[timedelta] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inside, name)
+
+    def exchange_word(self, words: Sequence[int], *, round_number: int, timeout: timedelta) -> EndedExchange:
+        self.rounds.append(round_number)
+        if self.error is not None:
+            raise self.error
+        other, self.other = self.other or (1, 0, 0, 0, words[4]), None
+        return EndedExchange(tuple(mine + theirs for mine, theirs in zip(words, other, strict=True)))
+
+    def linger(self, timeout: timedelta) -> bool:
+        self.lingered.append(timeout)
+        return True
+
+
+class StandingScript:
+    """A script whose quorums may stand."""
+
+    def __init__(self, *answers: Plan) -> None:
+        self.inside = ScriptedCoordinator(answers)
+        self.lates: list[tuple[QuorumKey, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inside, name)
+
+    def vote(self, step: int, yes: bool, timeout: timedelta, *, stands: bool = False, **more: Any) -> Verdict:
+        verdict = self.inside.vote(step, yes, timeout, **more)
+        return replace(verdict, stands=stands and verdict.yes)
+
+    def number_beats(self, number: Any) -> None:
+        self.number = number
+
+    def late(self, key: QuorumKey, step: int) -> None:
+        self.lates.append((key, step))
+
+
+class Pair:
+    """A Manager in a quorum of two that may stand."""
+
+    def __init__(self, *answers: Plan, **settings: Any) -> None:
+        self.group = TalkingGroup()
+        self.coordinator = StandingScript(*(replace(answer, lease_ms=60_000) for answer in answers))
+        self.manager = Manager(
+            self.group,
+            lambda _: None,
+            lambda: {"weight": torch.zeros(1)},
+            coordinator=self.coordinator,  # type: ignore[arg-type]
+            checkpoint_transport=MemoryTransport(),
+            lighthouse_addr="localhost:1",
+            hostname="localhost",
+            **settings,
+        )
+        self.manager._parts.audit.step_begins = lambda: None  # type: ignore[method-assign]
+
+    def step(self) -> bool:
+        self.manager.start_quorum()
+        self.manager.allreduce(torch.ones(2)).wait()
+        return self.manager.should_commit()
+
+    @property
+    def num_asked(self) -> int:
+        return len(self.coordinator.requests)
+
+
+@pytest.fixture
+def pair() -> Any:
+    made: list[Pair] = []
+
+    def make(*answers: Plan, **settings: Any) -> Pair:
+        made.append(Pair(*answers, **settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.manager.shutdown()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_steady_steps_ask_once_and_say_one_word_each(pair: Any, asynchronous: bool) -> None:
+    it = pair(plan_of(7, size=2), use_async_quorum=asynchronous)
+    assert all(it.step() for _ in range(5))
+    assert it.num_asked == 1
+    assert it.coordinator.requests[0].lease_ms == 60_000
+    assert it.group.rounds == [0, 1, 2, 3, 4]
+    assert [purpose for _, _, _, purpose in it.coordinator.votes] == [Purpose.COMMIT] * 5
+
+
+def test_a_recall_and_a_wish_of_another_ask_after_that_step(pair: Any) -> None:
+    it = pair(plan_of(7, size=2), plan_of(8, size=2, step=2), plan_of(9, size=2, step=3))
+    assert it.step()
+    it.coordinator.listener(QuorumNews(QuorumKey(7, 7), recalled=True))
+    assert it.step()
+    assert it.num_asked == 1
+    assert it.step()
+    assert it.num_asked == 2
+
+
+def test_a_word_that_fails_is_logged_and_aborts_before_the_next_request(pair: Any) -> None:
+    it = pair(plan_of(7, size=2), plan_of(8, size=2, step=1))
+    assert it.step()
+    it.group.error = RuntimeError("the connection has ended")
+    assert not it.step()
+    assert it.group.num_aborts == 1
+    it.group.error = None
+    assert it.step()
+    assert it.coordinator.requests[1].needs_configure
+
+
+def test_a_late_round_is_told_and_beats_are_numbered(pair: Any) -> None:
+    it = pair(plan_of(7, size=2))
+    assert it.coordinator.number() == 0, "no quorum stands yet"
+    assert it.step()
+    assert it.coordinator.number() == 1
+    it.manager._life._standing.late(QuorumKey(7, 7), 1)
+    assert it.coordinator.lates == [(QuorumKey(7, 7), 1)]
+
+
+def test_whoever_ends_soon_after_its_last_word_lingers(pair: Any) -> None:
+    it = pair(plan_of(7, size=2))
+    assert it.step()
+    it.manager.shutdown()
+    (left,) = it.group.lingered
+    assert timedelta() < left <= timedelta(seconds=1)
+
+
+def test_whoever_has_no_word_does_not_linger(pair: Any) -> None:
+    it = pair(plan_of(7, size=2))
+    it.group.error = RuntimeError("the connection has ended")
+    assert not it.step()
+    it.manager.shutdown()
+    assert it.group.lingered == []
+
+
+class Foreign(dist.ProcessGroup):
+    """A group of torch's kind, of some backend."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__(0, 1)
+        self.backend = backend
+
+    def getBackendName(self) -> str:  # torch's name
+        return self.backend
+
+
+def test_foreign_groups_take_part_where_they_reduce_on_the_cpu() -> None:
+    assert exchange_of(Foreign("torchft-gloo")) is not None  # type: ignore[arg-type]
+    assert exchange_of(Foreign("torchft-nccl")) is None  # type: ignore[arg-type]
+    assert exchange_of(FakeGroup()) is None
+    group = ProcessGroupGloo()
+    assert exchange_of(group) == group.exchange_word
+
+
+def test_who_can_not_say_all_wishes_in_time_says_no_lease() -> None:
+    def lease(coordinator: Any, **settings: Any) -> int | None:
+        config = from_environment(
+            config_of(None, {"lighthouse_addr": "localhost:1", **settings}), {}, own_host=lambda: "localhost"
+        )
+        return lease_of(config, TalkingGroup(), coordinator)  # type: ignore[arg-type]
+
+    assert lease(StandingScript()) == 60_000
+    assert lease(StandingScript(), lease=timedelta(seconds=20)) == 20_000
+    assert lease(StandingScript(), lease=timedelta()) == 0
+    assert lease(StandingScript(), rank0_synchronization_only=True) is None
+    assert lease(ScriptedCoordinator(())) is None
+
+
+def test_the_lease_is_an_argument_or_a_variable() -> None:
+    def lease(variables: dict[str, str], **settings: Any) -> int:
+        config = config_of(None, {"lighthouse_addr": "localhost:1", **settings})
+        return from_environment(config, variables, own_host=lambda: "localhost").timeouts.lease_ms
+
+    assert lease({"TFT_LEASE_SEC": "30"}) == 30_000
+    assert lease({"TFT_LEASE_SEC": "0"}) == 0
+    assert lease({"TFT_LEASE_SEC": "30"}, lease=timedelta(seconds=20)) == 20_000
+    with pytest.raises(SettingError, match="lease_ms"):
+        lease({}, lease=timedelta(seconds=1))
+    with pytest.raises(SettingError, match=r"TFT_LEASE_SEC.*or 0 to ask in every step"):
+        lease({"TFT_LEASE_SEC": "long"})
