@@ -15,9 +15,9 @@ from typing import Any, Final, final
 import pytest
 import torch
 
-from tft_algos import Manager
+from tft_algos import Coordinator, Group, Manager, ResolvedConfig
 from tft_algos.errors import LeftJob
-from tft_algos.manager import assembly
+from tft_algos.manager.wording import lease_of
 from tft_coord.core import events
 from tft_coord.core.lighthouse import LighthouseCore
 from tft_lighthouse import LighthouseServer
@@ -296,10 +296,10 @@ def test_a_lease_of_zero_asks_in_every_step(job: Job) -> None:
 
 
 def test_a_replica_that_asks_in_every_step_makes_all_do_so(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = assembly.lease_of
-    monkeypatch.setattr(
-        assembly, "lease_of", lambda config, *parts: None if config.replica_id == "b" else right(config, *parts)
-    )
+    def lease(config: ResolvedConfig, group: Group, coordinator: Coordinator) -> int | None:
+        return None if config.replica_id == "b" else lease_of(config, group, coordinator)
+
+    monkeypatch.setattr("tft_algos.manager.assembly.lease_of", lease)
     replicas = [job.replica(name).start() for name in "ab"]
     for each in replicas:
         each.reaches(20)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tft_algos import Manager
 from tft_algos.errors import SettingError
 from tft_algos.manager.config import config_of, from_environment
-from tft_algos.manager.wording import exchange_of, lease_of
+from tft_algos.manager.wording import Wording, exchange_of, lease_of
 from tft_algos.testing import FakeGroup, MemoryTransport, ScriptedCoordinator, plan_of
 from tft_coord.core.types import Plan, Purpose, QuorumKey, QuorumNews, Verdict
 from tft_pg import ProcessGroupGloo
@@ -181,6 +181,16 @@ def test_foreign_groups_take_part_where_they_reduce_on_the_cpu() -> None:
     assert exchange_of(FakeGroup()) is None
     group = ProcessGroupGloo()
     assert exchange_of(group) == group.exchange_word
+
+
+def test_words_by_an_allreduce_are_refused_beside_syncs_in_flight(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for ordered in (False, True):
+        it = pair(plan_of(7, size=2))
+        monkeypatch.setattr(Wording, "is_ordered", property(lambda _, ordered=ordered: ordered))
+        it.manager.strategy.attach("DiLoCo")
+        it.manager.start_quorum()
+        it.manager.wait_quorum()
+        assert (it.coordinator.requests[0].lease_ms is None) is ordered
 
 
 def test_who_can_not_say_all_wishes_in_time_says_no_lease() -> None:

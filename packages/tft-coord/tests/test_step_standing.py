@@ -100,6 +100,12 @@ def test_a_request_says_the_lease() -> None:
     assert Rank().ask().lease_ms is None
 
 
+def test_whoever_can_not_exchange_words_says_no_lease() -> None:
+    rank = Speaker()
+    rank.tell(on.WordsRefused())
+    assert rank.ask().lease_ms is None
+
+
 def test_without_a_lease_in_the_plan_there_is_no_word_and_each_step_asks() -> None:
     rank = Speaker()
     rank.begin(replace(rank.plan_here(), lease_ms=None))

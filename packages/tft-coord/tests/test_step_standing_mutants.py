@@ -154,6 +154,7 @@ MUTANTS = [
     Mutant(Rounds, "_lineage", takes_its_own_lineage, "who_recovers_votes_by_the_word_and_its_state", (True,)),
     Mutant(Attempt, "speaks", no, "a_thousand_steady_steps_ask_nobody"),
     Mutant(Attempt, "speaks", yes, "without_a_lease_in_the_plan_there_is_no_word_and_each_step_asks"),
+    Mutant(Rounds, "words_refused", nothing, "whoever_can_not_exchange_words_says_no_lease"),
     Mutant(OwnState, "is_due_next", no, "all_ask_before_the_state_is_compared"),
     # rule 2: the vote
     Mutant(Ending, "_cast", votes_by_its_errors, ERROR),

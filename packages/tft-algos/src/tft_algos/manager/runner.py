@@ -97,7 +97,8 @@ class StepRunner:
             return
         self._where.step_begins()
         self._negotiation.goes_on()
-        self._reports.raise_fatal()
+        if not (self._config.use_async_quorum if asynchronous is None else asynchronous):
+            self._reports.raise_fatal()
 
     def _asked(self, ask: do.Ask, limit: timedelta) -> None:
         """Send the request for a quorum, and do what is done beside it."""

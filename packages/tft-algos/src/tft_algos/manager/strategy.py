@@ -68,6 +68,9 @@ class StepControl:
                 "Manager of its own, and enter one strategy again rather than make another"
             )
         self._runner.strategy = name
+        if self._parts.wording.is_ordered:
+            # Members begin the reductions of a sync in flight when they know its quorum, before a word or after it.
+            self._step.tell(on.WordsRefused())
 
     def describe_parameters(self, model: torch.nn.Module, *, strides: bool = False) -> None:
         """Add names, dtypes and (global) shapes of a model's parameters to the fingerprint.

@@ -18,7 +18,7 @@ from tft_algos.manager.parts import Coordinator, Group, StandingCoordinator
 from tft_algos.manager.shared import Shared
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
-from tft_pg import WordExchange, exchange_word_by_allreduce
+from tft_pg import ProcessGroup, WordExchange, exchange_word_by_allreduce
 from tft_pg.word import LINGER
 
 Exchange: TypeAlias = Callable[..., WordExchange]
@@ -68,6 +68,12 @@ class Wording:
         self._timeout = shared.config.timeout
         self._monotonic = shared.clock.monotonic
         self._last_s: float | None = None  # when the last word was complete
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether the words have to come in the order of the reductions, as an allreduce has to."""
+        own = getattr(type(self._group), "exchange_word", None)
+        return self._exchange is not None and (own is None or own is ProcessGroup.exchange_word)
 
     def exchange(self, order: do.SendWord) -> on.WordEnded:
         """Exchange a word; blocks until all members have sent theirs, or one can't."""

@@ -123,7 +123,7 @@ class Asking:
             attempt=flights.last.name.attempt,
             fingerprint=event.fingerprint,
             unreached=self._unsaid + event.unreached,
-            lease_ms=settings.lease_ms,
+            lease_ms=books.lease_ms,
         )
         self._unsaid = ()
         # The ranks of a larger group can't know alike that somebody asks. A synchronous quorum serves before

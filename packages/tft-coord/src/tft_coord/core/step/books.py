@@ -44,6 +44,7 @@ class Books:
         flights: its attempts.
         losses: of other members.
         standing: whether the next round asks the lighthouse.
+        lease_ms: that its requests say; None: it speaks no word.
         changed: why this rank can't go on in its quorum without asking, one phrase; empty: it can.
         asks_next: why this rank wants the next round to ask, one phrase, or empty.
         leaving: whether it leaves.
@@ -64,6 +65,7 @@ class Books:
         self.flights = Flights()
         self.losses = Losses()
         self.standing = Standing(_patient(settings.timeouts))
+        self.lease_ms = settings.lease_ms
         self.changed = ""
         self.asks_next = ""
         self.leaving = Leaving()

@@ -116,6 +116,7 @@ def _handlers_of(books: Books) -> dict[type, Handler]:
         on.LeaveWished: ending.leave_wished,
         on.Looked: ending.looked,
         on.EndingAsked: ending.ending_asked,
+        on.WordsRefused: rounds.words_refused,
         on.BeatDue: rounds.beat_due,
         on.QuorumNamed: rounds.quorum_named,
     }

@@ -344,6 +344,11 @@ class GroupWasLost:
 
 
 @dataclass(frozen=True, slots=True)
+class WordsRefused:
+    """This rank can't exchange words from now on, because they would meet the reductions of steps in flight."""
+
+
+@dataclass(frozen=True, slots=True)
 class BeatDue:
     """A beat to the manager server is sent now."""
 
@@ -440,6 +445,7 @@ Event: TypeAlias = (
     | UserReportedError
     | LossNoticed
     | GroupWasLost
+    | WordsRefused
     | BeatDue
     | QuorumNamed
     | PaceHeard

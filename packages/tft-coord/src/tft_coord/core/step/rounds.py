@@ -100,6 +100,10 @@ class Rounds:
 
     # --- news ---------------------------------------------------------------------------------------------------------
 
+    def words_refused(self, event: on.WordsRefused, now_ms: int) -> Effects:
+        self._books.lease_ms = None
+        return ()
+
     def beat_due(self, event: on.BeatDue, now_ms: int) -> Effects:
         number = self._books.standing.beat(now_ms)
         return (do.NumberBeat(number),) if number else ()
