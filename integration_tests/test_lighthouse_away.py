@@ -103,6 +103,7 @@ def replica(lighthouse: Lighthouse, *, quorum_timeout_s: float) -> Iterator[Trai
         lighthouse_addr=lighthouse.bind,
         hostname="localhost",
         quorum_timeout=timedelta(seconds=quorum_timeout_s),
+        lease=timedelta(),  # what is tried here is a request that is not answered
     ) as manager:
         yield Trainer(manager)
 

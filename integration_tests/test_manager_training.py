@@ -82,17 +82,16 @@ def test_a_killed_replica_comes_back_and_heals_while_the_survivors_go_on(new_job
     assert again.of_kind("healed")
 
 
-def test_a_step_that_one_replica_lost_is_healed_before_its_gradients_count(new_job: NewJob) -> None:
+def test_a_step_that_one_replica_lost_is_committed_by_nobody(new_job: NewJob) -> None:
     job = new_job(min_replicas=2)
     lucky, unlucky = job.start("a"), job.start("b", fail_at=10)
     job.until(lambda: unlucky.step > 20 and together(lucky, unlucky)(), "both commit together again")
     job.finish()
-    assert [event.step for event in unlucky.of_kind("failed")] == [10]
     assert "injected" in unlucky.of_kind("failed")[0].text
-    # The other committed step 11, and went on to 12 alone while the one that lost it healed.
-    assert (lucky.of_kind("failed"), 11 in unlucky.commits) == ([], False)
-    assert lucky.commits[12].participants == 1
-    assert unlucky.of_kind("healed")[-1].digest == lucky.commits[11].digest
+    # Each tells the other by the word of the round, and they try it again together.
+    assert [[event.step for event in each.of_kind("failed")] for each in (lucky, unlucky)] == [[10], [10]]
+    assert [each.commits[11].participants for each in (lucky, unlucky)] == [2, 2]
+    assert lucky.commits[11].digest == unlucky.commits[11].digest
 
 
 def test_a_spare_steps_in_when_a_participant_dies(new_job: NewJob, kill: Kill) -> None:
@@ -126,6 +125,8 @@ def test_a_group_of_one_goes_on_when_its_manager_server_dies(new_job: NewJob) ->
     server = first.manager_server()
     server.kill()
     server.wait()
+    # A quorum that stands needs no manager server: the steps go on until the lighthouse says that it was lost.
+    job.until(lambda: first.has_manager_server, "a new one serves")
     step = max(first.step, second.step)
     job.until(
         lambda: min(first.step, second.step) > step + 5 and together(first, second)(), "both commit together again"

@@ -295,6 +295,11 @@ class Trainer:
         children = psutil.Process(self.process.pid).children()
         return next(child for child in children if is_manager_server(child))
 
+    @property
+    def has_manager_server(self) -> bool:
+        """Whether its manager server's process runs."""
+        return any(is_manager_server(child) for child in psutil.Process(self.process.pid).children())
+
 
 @dataclass(frozen=True)
 class Address:
