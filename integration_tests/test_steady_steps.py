@@ -14,6 +14,7 @@ from typing import Any, Final, final
 
 import pytest
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tft_algos import Coordinator, Group, Manager, ResolvedConfig
 from tft_algos.errors import LeftJob
@@ -137,7 +138,11 @@ class Job:
 
     def stand(self, names: str, **settings: Any) -> list[Replica]:
         """Replicas that train together, and ask nobody any more."""
-        made = [self.replica(name, **settings) for name in names]
+        return self.stands([self.replica(name, **settings) for name in names], len(names))
+
+    @staticmethod
+    def stands(made: list[Replica], num_replicas: int) -> list[Replica]:
+        """Start them, and wait until they ask nobody any more."""
         for each in made:
             each.start()
         give_up_at = time.monotonic() + WAIT_S
@@ -146,7 +151,7 @@ class Job:
             for each in made:
                 each.goes_on(5)
             after = [len(each.requests) for each in made]
-            together = all(each.participants == len(made) for each in made)
+            together = all(each.participants == num_replicas for each in made)
             if together and [requests for _, requests in before] == after:
                 return made
             assert time.monotonic() < give_up_at, "the quorum does not stand"
@@ -282,6 +287,25 @@ def test_a_state_that_is_loaded_by_hand_breaks_the_quorum_and_loses_no_update(jo
     for each in replicas:
         each.goes_on(30)
     same_steps(replicas)
+
+
+def test_groups_of_two_ranks_stand_and_commit_or_not_together(job: Job) -> None:
+    stores = [TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in "ab"]
+    ranks = [
+        job.replica(name, rank=rank, world_size=2, store_addr="localhost", store_port=store.port, pause_s=0.005)
+        for name, store in zip("ab", stores, strict=True)
+        for rank in (0, 1)
+    ]
+    job.stands(ranks, 2)
+    before = [(each.num_failed, len(each.requests)) for each in ranks]
+    ranks[0].goes_on(50)
+    assert [(each.num_failed, len(each.requests)) for each in ranks] == before
+    # An error of one rank is heard by its own group in the verdict, and by the other rank's partner in the word.
+    ranks[1].then = lambda replica: replica.manager.report_error(RuntimeError("of rank 1"))
+    for each in ranks:
+        each.goes_on(20)
+    assert {each.num_failed - failed for each, (failed, _) in zip(ranks, before, strict=True)} == {1}
+    same_steps(ranks)
 
 
 def test_a_lease_of_zero_asks_in_every_step(job: Job) -> None:

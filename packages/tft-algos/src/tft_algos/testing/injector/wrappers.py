@@ -97,7 +97,10 @@ class StruckGroup:
 
 @final
 class StruckCoordinator:
-    """A coordinator. FAIL: nobody answers in time, a DeadlinePassed. Only votes on a commit are votes here."""
+    """A coordinator. FAIL: nobody answers in time, a DeadlinePassed. Only votes on a commit are votes here.
+
+    Its quorums do not stand (it is no `StandingCoordinator`), so that each step has a request that can be struck.
+    """
 
     def __init__(self, inside: Coordinator, injector: Injector) -> None:
         self._inside = inside
