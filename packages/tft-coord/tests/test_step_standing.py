@@ -288,8 +288,20 @@ def test_an_error_anywhere_is_a_no_everywhere() -> None:
     rank.goes_on()
     vote = rank.end_word(rank.say(), rank.word_of(ok=0))
     assert (vote.yes, vote.error, vote.why) == (False, None, "1 of 2 members have an error in this round")
-    assert isinstance(rank.concluded[0], do.AbortGroup), "who does not commit aborts before it asks"
-    assert rank.asks().request.needs_configure
+    assert none(do.AbortGroup, rank.concluded), "all know it, and may reduce what is said of the step that is over"
+    assert not none(do.Reduce, rank.tell(on.ReductionAsked()))
+    effects = rank.tell(on.StepStarted())
+    assert isinstance(effects[0], do.AbortGroup), "before it asks"
+    assert one(do.Ask, effects).request.needs_configure
+
+
+def test_a_no_of_another_rank_of_the_group_aborts_at_once() -> None:
+    rank = Speaker(world_size=2)
+    rank.first()
+    rank.goes_on()
+    assert one(do.CastVote, rank.hears(rank.say())).yes
+    effects = rank.tell(on.VerdictArrived(0, False))
+    assert isinstance(effects[0], do.AbortGroup), "the others have committed, and begin the next round"
 
 
 def test_an_error_here_is_told_by_the_word() -> None:
@@ -523,11 +535,12 @@ def test_a_no_fails_all_that_are_in_flight_and_aborts_once() -> None:
     rank.first()
     first, second = begin_aside(rank), begin_aside(rank)
     rank.end_word(rank.say(first), rank.word_of(ok=0))
-    assert not none(do.AbortGroup, rank.concluded)
     effects = rank.tell(on.ReductionsEnded(second))
     assert not one(do.Concluded, effects).committed
-    assert none(do.AbortGroup, effects)
-    assert rank.asks().request.needs_configure
+    assert none(do.AbortGroup, (*rank.concluded, *effects))
+    effects = rank.tell(on.StepStarted())
+    one(do.AbortGroup, effects)
+    assert one(do.Ask, effects).request.needs_configure
 
 
 def test_a_strategy_that_gives_up_aborts_what_the_others_wait_in() -> None:

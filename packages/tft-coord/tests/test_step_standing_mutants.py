@@ -55,6 +55,7 @@ right_said = right_of(Ending, "_word")
 right_cast = right_of(Ending, "_cast")
 right_unfit = right_of(Asking, "_unfit")
 right_summed = right_of(Rounds, "summed")
+right_decided = right_of(Rounds, "decided")
 right_planned = right_of(Standing, "planned")
 
 
@@ -137,6 +138,12 @@ def agrees_in_any_case(self: Rounds, attempt: Attempt, sums: Any) -> None:
     attempt.agreed = Vote(yes=True, stands=True)
 
 
+def aborts_at_the_verdict(self: Rounds, attempt: Attempt | None, **verdict: bool) -> Effects:
+    if attempt is not None:
+        attempt.heard_a_no = False
+    return cast("Effects", right_decided(self, attempt, **verdict))
+
+
 def forgets_those_in_flight(self: Standing, plan: Plan, now_ms: int, in_flight: int = 0) -> None:
     right_planned(self, plan, now_ms, 0)
 
@@ -175,6 +182,8 @@ MUTANTS = [
     ),
     # rules 4 and 5: who aborts, and who leaves
     Mutant(Rounds, "decided", nothing, ERROR),
+    Mutant(Rounds, "decided", nothing, "a_no_of_another_rank_of_the_group_aborts_at_once"),
+    Mutant(Rounds, "decided", aborts_at_the_verdict, ERROR),
     Mutant(Rounds, "left_open", nothing, "an_open_step_that_is_left_is_a_no"),
     Mutant(Rounds, "given_up", nothing, "a_strategy_that_gives_up_aborts_what_the_others_wait_in"),
     Mutant(Asking, "step_started", asks_without_an_abort, CHANGED, ("torn",)),

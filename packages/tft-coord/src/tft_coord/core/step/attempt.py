@@ -36,6 +36,7 @@ class Attempt:
         abandoned: why it has failed with others, as all ranks of the group know alike, so that none votes on it.
         fatal: the first error with which this process can't go on, however many others came before it.
         agreed: what the word of its round means for this rank's vote; None: it has no word, or not yet.
+        heard_a_no: a member's word says that it has an error, as all that have the sum know.
         says_leave: this rank's word says that its group leaves.
         num_reductions, weight: of this rank; `is_weighted`: a reduction has used the weight.
     """
@@ -47,6 +48,7 @@ class Attempt:
         "exchanged",
         "fatal",
         "healing",
+        "heard_a_no",
         "is_asynchronous",
         "is_weighted",
         "name",
@@ -65,6 +67,7 @@ class Attempt:
         self.abandoned: Exception | None = None
         self.fatal: Exception | None = None
         self.agreed: Vote | None = None
+        self.heard_a_no = False
         self.says_leave = False
         self.num_reductions = 0
         self.weight: float | None = None

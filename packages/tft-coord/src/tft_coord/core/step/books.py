@@ -46,6 +46,7 @@ class Books:
         standing: whether the next round asks the lighthouse.
         lease_ms: that its requests say; None: it speaks no word.
         changed: why this rank can't go on in its quorum without asking, one phrase; empty: it can.
+        aborts_at_start: the process group is to be aborted before the next request.
         asks_next: why this rank wants the next round to ask, one phrase, or empty.
         leaving: whether it leaves.
         held, configured: keys of the quorum that it was given last, and that its process group is built for.
@@ -68,6 +69,7 @@ class Books:
         self.lease_ms = settings.lease_ms
         self.changed = ""
         self.asks_next = ""
+        self.aborts_at_start = False
         self.leaving = Leaving()
         self.held: QuorumKey | None = None
         self.configured: QuorumKey | None = None

@@ -62,6 +62,7 @@ class Rounds:
         """Take the sum of all words; None: it did not complete."""
         standing, plan = self._books.standing, attempt.plan
         assert plan is not None, "a word without a quorum"
+        attempt.heard_a_no = sums is not None and sums[0] != plan.replica_world_size
         if standing.round_step is None:
             attempt.agreed = Vote(yes=False, why="its round has failed with another one")
         elif sums is not None and len(sums) != NUM_WORDS:
@@ -75,10 +76,19 @@ class Rounds:
         return self._books.own.lineage if holds else plan.lineage
 
     def decided(self, attempt: Attempt | None, *, yes: bool, stands: bool) -> Effects:
-        """Take the verdict. Returns: a group that does not commit aborts, so that nobody waits for it."""
+        """Take the verdict. Returns: a group that does not commit aborts, so that nobody waits for it.
+
+        Where the sum of all words is a no, nobody goes on, and all know it. Then it is time enough before the next
+        request: until then the members may reduce what is said of the step that is over.
+        """
         if attempt is None or not attempt.speaks or attempt.abandoned is not None:
             return ()
-        return self._aborted() if self._books.standing.decided(yes=yes, stands=stands) else ()
+        if not self._books.standing.decided(yes=yes, stands=stands):
+            return ()
+        if attempt.heard_a_no:
+            self._books.aborts_at_start = True
+            return ()
+        return self._aborted()
 
     def given_up(self) -> Effects:
         """What is in flight, or open, never ends here: the others wait for its word in vain."""
@@ -89,8 +99,11 @@ class Rounds:
         return ()
 
     def left_open(self) -> Effects:
-        """The next attempt begins, and the last one was not ended."""
+        """The next attempt begins: abort where the last one was a no, or was not ended."""
         flights = self._books.flights
+        aborts, self._books.aborts_at_start = self._books.aborts_at_start, False
+        if aborts:
+            return self._aborted()
         is_open = flights.phase is not Phase.IDLE and flights.last.speaks and flights.last.abandoned is None
         return self.given_up() if is_open else ()
 
