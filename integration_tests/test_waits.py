@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Final
 
@@ -72,6 +73,7 @@ def manager(lighthouse: LighthouseServer, name: str, quorum_timeout: timedelta |
         init_sync=False,
         timeout=BOUND,
         quorum_timeout=quorum_timeout,
+        lease=timedelta(),  # each step has a request that can be waited for
     )
 
 
@@ -80,7 +82,13 @@ def step(both: list[Manager]) -> None:
         each.start_quorum()
     for work in [each.allreduce(torch.ones(1)) for each in both]:
         work.wait()
-    assert [each.should_commit() for each in both] == [True, True]
+    commit(both)
+
+
+def commit(both: list[Manager]) -> None:
+    """At the same time: each waits for the other's word."""
+    with ThreadPoolExecutor(len(both)) as threads:
+        assert list(threads.map(Manager.should_commit, both)) == [True, True]
 
 
 def test_one_of_two_that_does_not_come_is_named_everywhere(caplog: pytest.LogCaptureFixture, said: Said) -> None:
@@ -139,7 +147,7 @@ def test_a_reduction_that_waits_names_who_is_not_in_it(caplog: pytest.LogCapture
         assert all(each.wait(BOUND.total_seconds()) for each in heard)
         late.allreduce(torch.ones(1)).wait()
         work.wait()
-        assert [each.should_commit() for each in (early, late)] == [True, True]
+        commit([early, late])
     (line,) = (message for message in caplog.messages if "waiting for a reduction" in message)
     who = r"computes:[0-9a-f]{8} at localhost:\d+ \(step 1, busy with its own part of the step for \d+ s\)"
     assert re.search(rf"waiting for a reduction for \d s: step 1: waits for {who}", line), line
