@@ -201,7 +201,8 @@ def test_a_thousand_steady_steps_send_the_lighthouse_nothing_but_beats(
         each.goes_on(1_000)
     told = Counter(heard)
     assert [len(each.requests) for each in replicas] == before
-    assert set(told) == {events.BeatReceived.__name__}, told
+    # Where the machine stalls for a moment the lighthouse looks whether a manager server lives, and it answers.
+    assert set(told) - {events.ProbeAnswered.__name__} == {events.BeatReceived.__name__}, told
     assert not any(each.num_failed for each in replicas)
     same_steps(replicas)
 
