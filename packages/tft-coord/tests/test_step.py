@@ -1203,6 +1203,38 @@ def test_a_state_loaded_by_hand_fails_what_is_in_flight() -> None:
     assert rank.ask().needs_configure
 
 
+def test_what_is_in_flight_is_not_committed_to_a_torn_state() -> None:
+    """The optimizer raised after a commit, and the recovery fails: nothing may be added to what is left."""
+    rank, (number,) = flying(1)
+    rank.tell(on.StateTorn())
+    rank.begin(plan_of(7, rank=1, size=2, healing=[1], step=1, lineage=rank.status.lineage))
+    rank.tell(on.StrategyExchanges())
+    one(do.StageState, rank.tell(on.ExchangeAsked()))
+    one(do.ReportHealFailed, rank.tell(on.StageEnded(Stage.FETCH, HealingFailed("no source"))))
+    assert isinstance(rank.status.attempt(number).error, HealingFailed)
+    assert not rank.vote(number).yes
+    rank.end(False, number)
+    assert rank.ask().needs_configure
+
+
+def test_a_state_loaded_by_hand_in_a_step_gives_nothing_to_that_step() -> None:
+    """The others reduce from the state that this rank asked with, and its gradient would be of another one."""
+    rank = Rank()
+    rank.begin(plan_of(7, size=2))
+    rank.tell(on.StateLoaded({"step": 5, "batches_committed": 10}))
+    assert rank.tell(on.ReductionAsked()) == (do.LoseReduction(aborts=True),)
+    assert not rank.vote().yes
+    rank.end(False)
+    assert rank.ask().needs_configure
+
+
+def test_a_state_loaded_by_hand_while_the_quorum_is_asked_for_fails_that_step() -> None:
+    rank, _ = flying(1)
+    rank.ask()
+    rank.tell(on.StateLoaded({"step": 5, "batches_committed": 10}))
+    assert isinstance(rank.status.error, StateUnavailable)
+
+
 # --- leaving ----------------------------------------------------------------------------------------------------------
 
 

@@ -144,6 +144,13 @@ class Flights:
             attempt.note(error)
             self.left_others = self.left_others or attempt.plan is not None
 
+    def fail_own(self, error: Exception) -> None:
+        """Fail the open one and those in flight for a reason of this rank's own: it has another state than they."""
+        if self.phase is not Phase.IDLE:
+            self.last.note(error)
+            self.left_others = self.left_others or self.last.plan is not None
+        self.fail_deferred(error)
+
     def _abandon_those_of_other_quorums(self, key: QuorumKey) -> None:
         others = [attempt for attempt in self.deferred if attempt.plan is None or attempt.plan.key != key]
         for attempt in others:

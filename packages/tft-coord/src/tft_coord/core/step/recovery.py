@@ -200,6 +200,9 @@ class Recovery:
         last.healing = Healing.FAILED
         books.failed_heals += not self._in_vain  # it may be the sources' fault: the next quorum names others first
         last.note(error)
+        if books.own.torn:
+            # What is in flight was begun from a state that is not here any more.
+            books.flights.fail_deferred(error)
         is_over = bool(self._again) and self._unloadable.again(self._again)
         self._over()
         orders: list[do.Effect] = [do.ReportHealFailed(last.name, error, is_over)]
@@ -249,9 +252,9 @@ class Recovery:
         own, flights = self._books.own, self._books.flights
         own.loaded(event.state)
         self._books.changed = "a state was loaded by hand"
-        if flights.deferred:
-            flights.fail_deferred(
-                StateUnavailable(f"the state of step {own.step} was loaded while syncs were in flight; they fail")
+        if flights.phase is not Phase.IDLE or flights.deferred:
+            flights.fail_own(
+                StateUnavailable(f"the state of step {own.step} was loaded while a step ran; that step fails")
             )
         return ()
 
