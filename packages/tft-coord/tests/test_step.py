@@ -180,7 +180,10 @@ def test_unchanged_means_the_plan_of_that_key_at_my_step() -> None:
 
 def test_a_quorum_that_stands_keeps_all_of_its_plan_but_the_step() -> None:
     first = replace(
-        plan_of(7, size=3, rank=1, healing=[2]), reconfigure_handles=("a", "b", "c"), store_replica_id="replica_2"
+        plan_of(7, size=3, rank=1, healing=[2]),
+        reconfigure_handles=("a", "b", "c"),
+        store_replica_id="replica_2",
+        lease_ms=60_000,
     )
     plan = standing_plan(first, 5, 77, StepSettings(min_replica_size=2))
     changes = {"step": 5, "lineage": 77, "serve": False, "up_to_date": (0, 1, 2), "participants": (0, 1, 2)}
