@@ -6,10 +6,10 @@ import pytest
 
 from tft_coord.core.types import Hello, Member, Quorum, QuorumKey, Unreached, Via
 from tft_sim import InvariantBroken, VirtualClock
+from tft_sim.group import Group
 from tft_sim.invariants import Attendance, Contribution, Held, Invariants
 from tft_sim.link_faults import is_connected_enough
 from tft_sim.links import FAILS_AFTER_MS, Links, all_of, both_ways
-from tft_sim.trainer import Group
 
 FIRST, SECOND = QuorumKey(1, 1), QuorumKey(2, 2)
 
@@ -46,7 +46,10 @@ class TestGroup:
         for name in ("a", "b", "c"):
             group.join(name)
         links.cut(both_ways("b", "c"))
-        waiters = [group.reduce(1, Contribution(name, Held(3, 103, "w"), "g", "bucket 0")) for name in ("a", "b", "c")]
+        waiters = [
+            group.reduce(1, Contribution(name, Held(3, 103, "w"), "g", "bucket 0", divide_by=3.0))
+            for name in ("a", "b", "c")
+        ]
         clock.run_until(FAILS_AFTER_MS)
         assert [waiter.done for waiter in waiters] == [False, True, True]
         assert [each.replica_id for name in "bc" for each in group.unreached_by(name)] == ["c", "b"]

@@ -20,9 +20,12 @@ from tft_coord.core.types import QuorumKey, QuorumNews
 from tft_coord.timeouts import Timeouts
 from tft_sim import STANDING_MARKS, InvariantBroken, SimulationFailed, play, run_many, simulate
 from tft_sim.cluster import SHORT_TIMEOUTS, Chance, Cluster, ClusterConfig
+from tft_sim.ending import Ending
 from tft_sim.scenario import ScenarioError
 from tft_sim.simulator import STANDING
-from tft_sim.trainer import Life, Trainer, TrainerSettings
+from tft_sim.speaking import Speaking
+from tft_sim.trainer import TrainerSettings
+from tft_sim.waiting import Life
 
 SEEDS = range(300)
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
@@ -146,7 +149,7 @@ def test_a_lighthouse_that_is_away_for_less_than_the_lease_costs_no_round(seed: 
 
 # --- mutants ----------------------------------------------------------------------------------------------------------
 
-right_exchange_word, right_news, right_told = Trainer.exchange_word, LivingQuorum.news, Standing.told
+right_speak, right_news, right_told = Ending.speak, LivingQuorum.news, Standing.told
 
 
 def lets_the_others_hang(self: Standing, *, yes: bool, stands: bool) -> bool:
@@ -181,14 +184,15 @@ def waits_for_heartbeat_timeout_alone(self: Timeouts, lease_ms: int) -> int:
     return self.heartbeat_timeout_ms
 
 
-def ends_before_its_last_word(self: Trainer) -> Life:
-    yield self.sleep(1)
+def ends_before_its_last_word(self: Speaking) -> Life:
+    yield self._trainer.sleep(1)
 
 
-def waits_for_its_state_before_the_word(self: Trainer, plan: Any, vote: Any, good: bool, *, leaves: bool) -> Life:
-    if plan.heal:
-        yield self.sleep(3_000)
-    return (yield from right_exchange_word(self, plan, vote, good, leaves=leaves))
+def waits_for_its_state_before_the_word(self: Ending, *said: Any, **more: Any) -> Life:
+    plan = self._trainer.plan
+    if plan is not None and plan.heal and self._agreed is None:
+        yield self._trainer.sleep(3_000)
+    yield from right_speak(self, *said, **more)
 
 
 def pushes_no_recall(self: Job) -> list[Any]:
@@ -233,7 +237,7 @@ class Mutant:
 
 
 MUTANTS = [
-    Mutant(Trainer, "exchange_word", waits_for_its_state_before_the_word, "standing_02_recall"),
+    Mutant(Ending, "speak", waits_for_its_state_before_the_word, "standing_02_recall"),
     Mutant(Standing, "summed", takes_a_lost_word_for_a_yes, 0, "W1"),
     Mutant(Votes, "cast", stands_whatever_the_others_say, "standing_03_words"),
     Mutant(Standing, "decided", lets_the_others_hang, "standing_03_words"),
@@ -247,7 +251,7 @@ MUTANTS = [
     Mutant(LivingQuorum, "waits_for", waits_for_nobody, "standing_07_nobody_starts_over"),
     Mutant(Timeouts, "silence_after_lease_ms", waits_for_heartbeat_timeout_alone, "standing_07_nobody_starts_over"),
     Mutant(LivingQuorum, "waits_for_unnamed", waits_for_nobody, "standing_07_nobody_starts_over"),
-    Mutant(Trainer, "_let_the_last_word_pass", ends_before_its_last_word, "standing_05_leaving"),
+    Mutant(Speaking, "let_the_last_word_pass", ends_before_its_last_word, "standing_05_leaving"),
 ]
 
 

@@ -26,10 +26,10 @@ from tft_sim import (
     Stream,
     VirtualClock,
 )
+from tft_sim.group import Group
 from tft_sim.hang_truth import HangTruth, Told
 from tft_sim.invariants import Attendance, Contribution, Held, Reduced, Round
 from tft_sim.stretches import Stretches
-from tft_sim.trainer import Group
 
 
 class TestClock:
@@ -304,7 +304,7 @@ class TestGroup:
         assert [waiter.value for waiter in waiters] == [True] * 3
 
     def given(self, name: str) -> Contribution:
-        return Contribution(name, Held(3, 103, "w"), f"{name}'s", "bucket 0")
+        return Contribution(name, Held(3, 103, "w"), f"{name}'s", "bucket 0", divide_by=3.0)
 
     def test_a_rendezvous_across_a_cut_waits_for_its_end(self) -> None:
         _, cuts, group = self.meets()
@@ -565,6 +565,27 @@ class TestInvariants:
         self.broken("I3", lambda i: i.reduced(KEY, 0, given))
         zeros = {**given, "b": Contribution("b", two, None, "bucket 0")}
         Invariants().reduced(KEY, 0, zeros)
+
+    def test_the_shares_of_a_mean_add_up_to_one(self) -> None:
+        def mean(*shares: tuple[float, float, float | None]) -> dict[str, Contribution]:
+            held = Held(3, 103, "w")
+            return {
+                str(i): Contribution(str(i), held, "g" if factor else None, "bucket 0", factor, divide_by, weight)
+                for i, (factor, divide_by, weight) in enumerate(shares)
+            }
+
+        for wrong in (
+            mean((0.5, 1.0, None), (0.5, 1.0, None), (0.5, 1.0, None)),
+            mean((1.0, 2.0, None), (1.0, 3.0, None)),
+            mean((0.5, 1.0, None), (0.0, 2.0, None)),
+            mean((3.0, 1.0, 3.0), (1.0, 1.0, 2.0)),
+        ):
+            self.broken("I3", lambda i, wrong=wrong: i.reduced(KEY, 0, wrong))  # type: ignore[misc]
+        self.broken("I4", lambda i: i.reduced(KEY, 0, mean((1.0, 2.0, None), (1.0, 2.0, 1.0))))
+        Invariants().reduced(KEY, 0, mean((3.0, 1.0, 3.0), (1.0, 1.0, 1.0), (0.0, 1.0, 0.0)))
+        Invariants().reduced(
+            KEY, 0, mean((0.25, 0.75, None), (0.25, 0.75, None), (0.25, 0.75, None), (0.0, 0.75, None))
+        )
 
     def test_one_mean_is_of_one_part(self) -> None:
         held = Held(3, 103, "w")

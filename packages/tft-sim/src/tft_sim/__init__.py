@@ -4,7 +4,9 @@ The parts stand on their own:
 
 - `clock`: virtual time and a queue with a stable order.
 - `process`, `network`: processes that stop, die and vanish; streams and calls that are late, lost and cut.
-- `cluster`: the real cores of a lighthouse and of replica groups on that network; `trainer`: a model of a step.
+- `cluster`: the real cores of a lighthouse and of replica groups on that network.
+- `trainer`: a shell of the real step core; `loops`, `syncs`: the user's training loop; `recovery`, `group`: how states
+  and gradients cross, without tensors.
 - `invariants`: what must hold (design.md section 10), checked on everything that happens.
 - `simulator`: all of it under random faults from one seed; `python -m tft_sim --seeds 1000`.
 - `scenario`: all of it under a script, told as a transcript.

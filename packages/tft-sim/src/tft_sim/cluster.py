@@ -36,10 +36,12 @@ from tft_coord.timeouts import Timeouts
 from tft_sim.clock import VirtualClock
 from tft_sim.end_truth import EndTruth
 from tft_sim.foreign_process import ForeignLighthouseProcess
+from tft_sim.group import Group
 from tft_sim.hang_truth import HangTruth, Told
 from tft_sim.invariants import InvariantBroken, Invariants
 from tft_sim.lighthouse_process import JOB, OTHER_JOB, LighthouseProcess, kind_of_loss
 from tft_sim.links import Links
+from tft_sim.loops import Loop
 from tft_sim.loss_watch import LossWatch
 from tft_sim.manager_process import ManagerProcess
 from tft_sim.marks import Marks
@@ -47,9 +49,10 @@ from tft_sim.network import Network, Stream
 from tft_sim.pace_truth import PaceTruth
 from tft_sim.process import Process, State
 from tft_sim.surroundings import Outside
-from tft_sim.syncs import Syncs
+from tft_sim.syncs import SyncLoop
 from tft_sim.torchft_process import TorchftProcess
-from tft_sim.trainer import Group, Refused, Trainer, TrainerSettings, Waiter
+from tft_sim.trainer import Trainer, TrainerSettings
+from tft_sim.waiting import Refused, Waiter
 
 REASONS = (
     "joined",
@@ -141,7 +144,10 @@ class Chance:
         spread_ms: after which a member learns that a reduction is complete.
         chunk_ms: of a transfer, by the name of the rank that fetches.
         optimizer_raises: whether a rank's optimizer raises after this commit.
-        load_raises: whether it raises as a rank of several loads what it has fetched, by the rank's name.
+        load_raises: what a function raises that loads what a rank has fetched; "": it succeeds; by the rank's name.
+        take_raises: whether a function raises that gives a rank's state, by the rank's name.
+        overlaps: whether a rank's forward pass runs while its quorum is asked for.
+        samples: how much a replica has seen in a step.
     """
 
     network: random.Random = field(default_factory=lambda: random.Random("network"))
@@ -153,7 +159,10 @@ class Chance:
     spread_ms: Callable[[], int] = lambda: 1
     chunk_ms: Callable[[str], int] = lambda _: 20
     optimizer_raises: Callable[[str], bool] = lambda _: False
-    load_raises: Callable[[str], bool] = lambda _: False
+    load_raises: Callable[[str], str] = lambda _: ""
+    take_raises: Callable[[str], bool] = lambda _: False
+    overlaps: Callable[[str], bool] = lambda _: False
+    samples: Callable[[str], int] = lambda _: 1
 
 
 @dataclass(slots=True)
@@ -172,6 +181,7 @@ class Replica:
     elsewhere: str = ""
     world_size: int = 1
     released: bool = False  # it has left, and nobody heals from it
+    gathered: dict[str, dict[int, tuple[str, Waiter]]] = field(default_factory=dict)  # by its ranks, under each name
 
     @property
     def host(self) -> str:
@@ -440,11 +450,15 @@ class Cluster:
                 )
             )
         for trainer in replica.trainers:
-            trainer.syncs = Syncs(trainer) if chosen.num_fragments > 0 else None
             self.connect_rank(replica, trainer)
             if not loading:
-                trainer.start()
+                self.train(trainer)
         return replica
+
+    def train(self, trainer: Trainer) -> None:
+        """Have a trainer begin."""
+        loop = SyncLoop(trainer) if trainer.settings.num_fragments > 0 else Loop(trainer)
+        trainer.spawn(loop.run())
 
     def start_torchft(self, name: str, *, step: int = 0) -> TorchftProcess:
         """Start a replica group of torchft's kind, which has trained so far."""
@@ -475,13 +489,22 @@ class Cluster:
                 trainer.says_long_wait = lambda: self._say_where(trainer, stream, extra=True)
 
         def heard(
-            news: LossNotice | NewcomerAsks | LeaveRequest | Released | WaitsFor | StragglerNews | QuorumNews,
+            news: LossNotice
+            | NewcomerAsks
+            | LeaveRequest
+            | Released
+            | WaitsFor
+            | StragglerNews
+            | QuorumNews
+            | effects.TellGroupLost,
         ) -> None:
             match news:
                 case QuorumNews():
                     trainer.told_of_quorum(news)
                 case NewcomerAsks(replica_id):
-                    trainer.heard_of_newcomer(replica_id)
+                    trainer.recovery.heard_of_newcomer(replica_id)
+                case effects.TellGroupLost(_, message):
+                    trainer.group_lost(message)
                 case LeaveRequest():
                     trainer.leave()
                 case Released():
@@ -506,6 +529,7 @@ class Cluster:
         """A rank says once a beat where in its step it is, for as long as its stream stands."""
         if stream.open:
             self._say_where(trainer, stream, number=trainer.standing.beat(trainer.outside.own_ms()))
+            trainer.look()
             trainer.after(self.timeouts.beat_interval_ms, lambda: self._beat(trainer, stream))
 
     def _say_where(self, trainer: Trainer, stream: Stream, *, extra: bool = False, number: int = 0) -> None:

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 from tft_coord.core.fingerprint import Fingerprint
 from tft_coord.core.lighthouse import CLOCKS_DIFFER_MOST_MS
-from tft_coord.core.types import Hello, Quorum, Refusal
+from tft_coord.core.types import Hello, Quorum, QuorumKey, Refusal
 from tft_sim.invariants import InvariantBroken
 from tft_sim.lighthouse_process import JOB
 from tft_sim.process import State
-from tft_sim.trainer import Refused, Trainer
+from tft_sim.trainer import Trainer
+from tft_sim.waiting import Refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,6 +40,8 @@ class EndTruth:
         self._lost: set[str] = set()  # hosts whose manager server has found that a rank is gone
         self._away_ms: dict[ManagerProcess, dict[int, int]] = {}  # since when each rank's stream is
         self._given: dict[ManagerProcess, Quorum] = {}
+        self._refused: set[tuple[str, str]] = set()  # ranks that were refused something with a reason, and the code
+        self._keys: dict[str, set[QuorumKey]] = {}  # of the quorums that the manager servers of each host were given
 
     def rank_went(self, manager: ManagerProcess, rank: int) -> None:
         """A manager server has heard that a rank's newest stream is gone."""
@@ -51,6 +54,7 @@ class EndTruth:
     def given(self, manager: ManagerProcess, quorum: Quorum) -> None:
         """A manager server has got a quorum."""
         self._given[manager] = quorum
+        self._keys.setdefault(manager.replica.host, set()).add(quorum.key)
 
     def death_reported(self, manager: ManagerProcess, reason: str) -> None:
         """A manager server takes its group for lost: a rank has ended, or was away for a grace."""
@@ -65,6 +69,8 @@ class EndTruth:
 
     def gave_up(self, replica: Replica, trainer: Trainer, answer: Refused, deadline_ms: int) -> None:
         """A rank's request has failed: the time that it was given is not cut short."""
+        if self._has_to(replica, answer.code):
+            self._refused.add((trainer.name, answer.code))
         if answer.code == "deadline" and self._cluster.clock.now_ms < deadline_ms:
             raise InvariantBroken("I8", f"{trainer.name} is told that it has no more time, until {deadline_ms} ms")
 
@@ -100,10 +106,11 @@ class EndTruth:
 
     def ended(self, replica: Replica, trainer: Trainer, reason: str, answer: Refused) -> None:
         """A trainer ends itself, because it was refused something."""
-        if not self._has_to(replica, answer.code):
+        # Its training loop comes to that a while after the answer.
+        if (trainer.name, answer.code) not in self._refused and not self._has_to(replica, answer.code):
             raise InvariantBroken("I8", f"{trainer.name} ends ({reason}), and has no reason to: {answer.message}")
-        quorum = self._given.get(replica.manager) if replica.manager is not None else None
-        names = [replica.replica_id, *self._cluster.torchft, *([str(quorum.key)] if quorum is not None else [])]
+        keys = self._keys.get(replica.host, set())
+        names = [replica.replica_id, *self._cluster.torchft, *map(str, keys)]
         if not reason.startswith("vote") and not any(name in answer.message for name in names):
             raise InvariantBroken("I9", f"{trainer.name} ends ({reason}), and this names nobody: {answer.message!r}")
 
@@ -115,6 +122,10 @@ class EndTruth:
                 return replica.world_size > 1 and (replica.manager is None or not replica.manager.alive)
             case "no_verdict":
                 return True  # looked at when the time was over
+            case "unloadable":
+                return any(trainer.recovery.failed_loads > 1 for trainer in replica.trainers)
+            case "diverged":
+                return any(trainer.recovery.astray for each in self._cluster.lives for trainer in each.trainers)
             case Refusal.DEAD.value:
                 replaced = any(each.replaces == replica.replica_id for each in self._cluster.lives)
                 return replaced or replica.replica_id in self._deaths

@@ -48,22 +48,37 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What a group agrees on. The lineage tells a step from the same step after a state was loaded by hand."""
+    """What a group agrees on. The lineage tells a step from the same step after a state was loaded by hand; the attempt
+    tells one recovery from the next under the same key, and is 0 of a commit."""
 
     key: QuorumKey
     step: int
     lineage: int
     purpose: Purpose
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one member put into a reduction. `gradient` is None for zeros; `part` says of what: a bucket, a fragment."""
+    """What one member put into a reduction.
+
+    Args:
+        replica_id: of the member.
+        before: its state.
+        gradient: None: zeros.
+        part: of what it is: a bucket, a fragment.
+        factor: by which its tensor is multiplied before the sum.
+        divide_by: what it divides the sum by; of a mean without weights.
+        weight: that it enters into the sum of the weights, which divides; None: the mean has none.
+    """
 
     replica_id: str
     before: Held
     gradient: str | None
     part: str
+    factor: float = 1.0
+    divide_by: float = 1.0
+    weight: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -796,6 +811,20 @@ class Invariants:
         parts = {contribution.part for contribution in given.values()}
         if len(parts) > 1:
             raise InvariantBroken("I3", f"one mean in quorum {key}, rank {group_rank}, of {sorted(parts)}")
+        self._look_at_mean(key, group_rank, given.values())
+
+    @staticmethod
+    def _look_at_mean(key: QuorumKey, group_rank: int, given: Collection[Contribution]) -> None:
+        """The shares of those who gave add up to one, for every member."""
+        where = f"one mean in quorum {key}, rank {group_rank}"
+        weights = [each.weight for each in given if each.weight is not None]
+        if len(weights) not in (0, len(given)):
+            raise InvariantBroken("I4", f"{where}, is weighted by {len(weights)} of {len(given)} members")
+        total = sum(each.factor for each in given if each.gradient is not None)
+        for each in given:
+            divides = sum(weights) if weights else each.divide_by
+            if total and abs(total / divides - 1.0) > 1e-9:
+                raise InvariantBroken("I3", f"{where}: {each.replica_id} divides {total:g} by {divides:g}")
 
     def delivered(self, replica_id: str, reduced: Reduced) -> None:
         """A rank has learned what came out of a reduction."""

@@ -34,7 +34,7 @@ from tft_sim.lighthouse_process import LighthouseProcess
 from tft_sim.links import FAILS_AFTER_MS
 from tft_sim.network import Stream
 from tft_sim.process import Process, State
-from tft_sim.trainer import Refused
+from tft_sim.waiting import Refused
 
 if TYPE_CHECKING:
     from tft_sim.cluster import Cluster, Replica
@@ -257,8 +257,11 @@ class ManagerProcess(Process):
                 case effects.LeaveJob():
                     self.foreign.ended()
                     self._perform_session(self.session.leave(order.reason, order.serve_ms, order.finished_step))
-                case effects.TellGroupLost():
-                    self._cluster.marks.hit("a rank was told that its group is lost")  # it ends with the group
+                case effects.TellGroupLost(rank, _, left):
+                    self._cluster.marks.hit("a rank was told that its group is lost")
+                    # After a goodbye that rank may be about its own end; it learns of it if it asks.
+                    if rank in self._ranks and not left:
+                        self._ranks[rank].send(self, order)
                 case effects.RefuseSession():
                     raise AssertionError(order.message)  # here no two processes have one rank
 
@@ -483,6 +486,8 @@ class ManagerProcess(Process):
                 if self.session.answered(order.request, order.key):
                     self._cluster.invariants_of(self.replica.job).received(self.replica.host, order.key)
                     self.handle(events.UnchangedArrived(order.request, order.key))
+            case effects.RefuseRequest(_, _, Refusal.LOST):
+                pass  # it lives: the newer session that follows says the request again
             case effects.RefuseRequest():
                 if self.session.answered(order.request, None):
                     code = order.refusal.value

@@ -356,7 +356,7 @@ class Scenario:
     def _do_ready(self, words: list[str]) -> Iterable[str]:
         """ready c: a replica that was loading begins to train."""
         for trainer in self._trainers(words):
-            trainer.start()
+            self.cluster.train(trainer)
         return []
 
     def _do_run(self, words: list[str]) -> Iterable[str]:
@@ -542,7 +542,7 @@ class Scenario:
     def _do_silent_source(self, words: list[str]) -> Iterable[str]:
         """silent-source a: its state server accepts whoever comes, and sends nothing."""
         for trainer in self._trainers(words[:1]):
-            trainer.is_silent_source = True
+            trainer.recovery.is_silent_source = True
         return []
 
     def _do_late(self, words: list[str]) -> Iterable[str]:
@@ -607,7 +607,7 @@ class Scenario:
     def _do_snapshot_late(self, words: list[str]) -> Iterable[str]:
         """snapshot-late a: as a mistake, it takes its snapshots after its optimizer has stepped."""
         for trainer in self._trainers(words):
-            trainer.snapshots_late = True
+            trainer.recovery.snapshots_late = True
         return []
 
     def _do_leave(self, words: list[str]) -> Iterable[str]:

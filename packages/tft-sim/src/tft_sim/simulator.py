@@ -47,6 +47,8 @@ class SimulationConfig:
         probes: whether manager servers answer probes; None: all but in one job of ten, where they are older ones.
         speaks: trainers exchange a word at the end of each round. In most jobs quorums stand for a while, in some they
             ask in every step, and in some one replica is an older one that speaks no word.
+        syncs: whether trainers synchronize now and then; None: in one job of five.
+        checks: whether states are compared now and then; None: in one job of five.
         verbose_lines: lines of the trace that a failure shows.
     """
 
@@ -58,6 +60,8 @@ class SimulationConfig:
     stragglers: bool = False
     links: bool | None = None
     probes: bool | None = None
+    syncs: bool | None = None
+    checks: bool | None = None
     lost_state_ms: int | None = None
     speaks: bool = False
     verbose_lines: int = 60
@@ -102,6 +106,10 @@ WITHOUT_PROBES_SHARE = 0.1  # have manager servers that answer no probes
 TRIALS_SHARE = 0.5  # of those with bad links, have managers that try their peers
 LOAD_ERRORS = 0.1  # of the loads on a rank of a group of several
 SYNCS_SHARE = 0.2  # synchronize now and then
+CHECKS_SHARE = 0.2  # compare their states now and then
+WEIGHTED_SHARE = 0.25  # have weighted means
+OVERLAPS_SHARE = 0.5  # compute while the quorum is asked for, in half of their steps
+TAKE_ERRORS = 0.02  # of the calls of a function that gives a rank's state
 TWIN = "twin"  # whoever was started a second time under one replica id
 STRANGER = "stranger"  # whoever was started with other settings than the rest
 TORCHFT = "torchft"  # a group of torchft's kind
@@ -209,13 +217,24 @@ class Simulation:
         )
         # One job in five synchronizes now and then, with one sync in flight or several. It asks in the background.
         syncs = self._rng("syncs")
-        if syncs.random() < SYNCS_SHARE:
+        if syncs.random() < SYNCS_SHARE if config.syncs is None else config.syncs:
             num_fragments = syncs.choice((1, 2, 4))
             most_in_flight = min(num_fragments, syncs.choice((1, 2, 2, 3)))
             settings = replace(
                 settings, use_async_quorum=True, num_fragments=num_fragments, most_in_flight=most_in_flight
             )
             cluster_config = replace(cluster_config, trainers=settings)
+        # One job in five compares the states of its replicas, and one in four weights its means.
+        user = self._user = self._rng("user")
+        checks = user.random() < CHECKS_SHARE if config.checks is None else config.checks
+        settings = replace(
+            settings,
+            check_every=user.choice((1, 2, 3)) if checks else 0,
+            heals_divergence=user.random() < 0.7,
+            weighted=user.random() < WEIGHTED_SHARE,
+        )
+        cluster_config = replace(cluster_config, trainers=settings)
+        overlaps = user.random() < OVERLAPS_SHARE
         # One job in ten has older manager servers, which answer no probes; one in two has all ranks of a group on one
         # host.
         silence = self._rng("silence")
@@ -253,7 +272,10 @@ class Simulation:
             spread_ms=lambda: groups.randint(1, 60),
             chunk_ms=lambda _: groups.randint(5, 120 if self._calm else slow_chunk_ms),
             optimizer_raises=self._optimizer_raises,
-            load_raises=lambda _: not self._calm and self._loads.random() < LOAD_ERRORS,
+            take_raises=lambda _: not self._calm and self._loads.random() < TAKE_ERRORS,
+            overlaps=lambda _: overlaps and workload.random() < 0.5,
+            samples=lambda _: workload.randint(0, 63),
+            load_raises=lambda _: "" if self._calm or self._loads.random() >= LOAD_ERRORS else "it raised",
         )
         self.cluster = Cluster(
             cluster_config, chance, on_end=self._ended, on_line=on_line, log_lines=config.verbose_lines
@@ -337,6 +359,7 @@ class Simulation:
         for each in cluster.replicas.values():
             for trainer in each.trainers:
                 trainer.wake()
+                trainer.goes_astray_once = False
         for process in [cluster.lighthouse, *(p for r in cluster.replicas.values() for p in r.processes())]:
             process.resume()
         if self._links is not None and self._links.stay():
@@ -382,7 +405,7 @@ class Simulation:
     def _somebody_leaves(self) -> bool:
         """Whether one that was told to leave is still there."""
         trainers = itertools.chain(*(replica.trainers for replica in self.cluster.replicas.values() if replica.alive))
-        return any(trainer.leaving_since_ms is not None for trainer in trainers)
+        return any(trainer.wishes_to_leave for trainer in trainers)
 
     def _whole(self) -> bool:
         """In each job all replica groups have committed the newest step, in one quorum, and hold one state."""
@@ -429,7 +452,7 @@ class Simulation:
             self.cluster.marks.hit("a replica loaded for a while")
             new = self._start(replica.name, replaces=replaces, loading=True)
             for trainer in new.trainers:
-                trainer.after(loading_ms, trainer.start)
+                trainer.after(loading_ms, partial(self.cluster.train, trainer))
 
         self.cluster.clock.after(delay_ms, again)
 
@@ -770,11 +793,11 @@ class Simulation:
     def _restart_lighthouse(self) -> None:
         for replica in self.cluster.replicas.values():
             for trainer in replica.trainers if replica.alive else ():
-                if trainer.phase == "quorum" and trainer.plan is None:
+                if trainer.phase == "quorum" and trainer.held is None:
                     self.cluster.marks.hit("the lighthouse died while somebody joined")
                 if trainer.phase == "heal":
                     self.cluster.marks.hit("the lighthouse died while somebody healed")
-                if trainer.leaving_since_ms is not None and not trainer.left:
+                if trainer.wishes_to_leave and not trainer.left:
                     self.cluster.marks.hit("the lighthouse died while somebody was about to leave")
                 if trainer.left:
                     self.cluster.marks.hit("the lighthouse died while one that has left served")
@@ -836,6 +859,42 @@ class Simulation:
 
         self._on_replica(fail)
 
+    def _report_error(self) -> None:
+        """The user of a rank reports an error, wherever the rank is."""
+        self._on_replica(lambda replica: self._user.choice(replica.trainers).report_error())
+
+    def _register_state(self) -> None:
+        """The user registers a piece of state, wherever the ranks are."""
+
+        def register(replica: Replica) -> None:
+            for trainer in replica.trainers:
+                trainer.register_state()
+
+        self._on_replica(register)
+
+    def _go_astray(self) -> None:
+        """The memory of a rank is wrong when the states are compared next."""
+        if self.cluster.config.trainers.check_every:
+            self._on_replica(lambda replica: setattr(self._user.choice(replica.trainers), "goes_astray_once", True))
+
+    def _break_off(self) -> None:
+        """The strategies of a group end, and are entered again."""
+
+        def break_off(replica: Replica) -> None:
+            for trainer in replica.trainers:
+                trainer.breaks_off = True
+
+        self._on_replica(break_off)
+
+    def _save(self) -> None:
+        """The ranks of a group keep what they hold in a durable checkpoint, and load it a while later."""
+
+        def save(replica: Replica) -> None:
+            for trainer in replica.trainers:
+                trainer.save_once = True
+
+        self._on_replica(save)
+
     def _abort(self) -> None:
         """A rank's process group is aborted, whatever it does."""
         self._on_replica(lambda replica: self._faults.choice(replica.trainers).leave_group())
@@ -845,8 +904,9 @@ class Simulation:
 
         def load(replica: Replica) -> None:
             step = max(0, replica.trainers[0].step + self._faults.choice((-3, 0, 0, 1_000)))
+            inside = not self.cluster.config.trainers.num_fragments and self._user.random() < 0.3
             for trainer in replica.trainers:
-                trainer.loads_step = step
+                trainer.loads_step, trainer.loads_inside = step, inside
 
         self._on_replica(load)
 
@@ -855,7 +915,10 @@ class Simulation:
 
         def leave(replica: Replica) -> None:
             chosen = replica.trainers if self._faults.random() < 0.7 else [self._faults.choice(replica.trainers)]
+            # The loop of a group of one may end before its next step.
+            alone = len(replica.trainers) == 1 and not self.cluster.config.trainers.num_fragments
             for trainer in chosen:
+                trainer.ends_early = alone and self._user.random() < 0.3
                 trainer.after(self._faults.randint(0, 600), trainer.leave)
 
         self._on_replica(leave)
@@ -985,6 +1048,11 @@ FAULTS: tuple[Callable[[Simulation], None], ...] = (
     Simulation._hold_lock,
     Simulation._stick,
     Simulation._fail,
+    Simulation._report_error,
+    Simulation._register_state,
+    Simulation._go_astray,
+    Simulation._break_off,
+    Simulation._save,
     Simulation._abort,
     Simulation._load_by_hand,
     Simulation._shrink_only,

@@ -1,22 +1,27 @@
 """What the trainers of a simulated replica group find outside: their manager server, groups and snapshots.
 
-Law of this file: one implementation of `trainer.Surroundings`, over a cluster.
+Law of this file: what a trainer finds, over a cluster; nothing is decided.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tft_coord.core import events
 from tft_coord.core.standing import Late
-from tft_coord.core.types import QuorumKey, RankRequest, Verdict, Via
+from tft_coord.core.step import effects as do
+from tft_coord.core.types import Plan, QuorumKey, RankRequest, Verdict, Via
 from tft_coord.timeouts import Timeouts
 from tft_sim.clock import VirtualClock
+from tft_sim.group import Group
 from tft_sim.invariants import Invariants, Round
 from tft_sim.marks import Marks
 from tft_sim.process import State
-from tft_sim.trainer import LEAVE_WITHIN_MS, Group, Refused, Snapshot, Trainer, Waiter
+from tft_sim.recovery import Snapshot
+from tft_sim.trainer import Trainer
+from tft_sim.waiting import Refused, Waiter
 
 if TYPE_CHECKING:
     from tft_sim.cluster import Cluster, Replica
@@ -27,7 +32,7 @@ LEAVE_TAKEN_WITHIN_MS = 1_000
 
 @dataclass(slots=True)
 class Outside:
-    """What one replica's trainers find outside (`trainer.Surroundings`)."""
+    """What one replica's trainers find outside."""
 
     cluster: Cluster
     replica: Replica
@@ -50,21 +55,25 @@ class Outside:
         return self.cluster.marks
 
     def own_ms(self) -> int:
+        """What the trainer's own clock says, by which its lease counts."""
         now_ms = self.clock.now_ms
         if not self.cluster.config.slow_clocks:
             return now_ms
         self.marks.hit("a lease was judged by a slow clock")
         return now_ms - now_ms // 100
 
-    def ask(self, trainer: Trainer, request: RankRequest) -> Waiter:
+    def ask(self, trainer: Trainer, request: RankRequest, deadline_ms: int) -> Waiter:
+        """Ask the manager server. Resolves to a Plan, to a QuorumKey (unchanged), to Refused; to None: a new manager
+        server serves, which holds no quorum."""
         waiter = Waiter()
-        patience_ms = trainer.gives_up_after_ms or self.timeouts.quorum_timeout_ms
-        trainer.gives_up_after_ms = None
-        deadline_ms = self.clock.now_ms + patience_ms
+        first = self.replica.manager
         calls: list[int] = []
 
         def attempt() -> None:
             manager = self.replica.manager
+            if manager is not None and first is not None and manager is not first and not first.alive:
+                waiter.resolve(None)
+                return
 
             def make(call: int) -> events.RankAsked:
                 told = self.told.get(trainer.rank) is manager
@@ -96,17 +105,16 @@ class Outside:
             waiter.resolve(Refused("deadline"))
 
         attempt()
-        timer = trainer.after(patience_ms, give_up)
+        timer = trainer.after(max(0, deadline_ms - self.clock.now_ms), give_up)
         waiter.then(lambda _: timer.cancel())
         return waiter
 
-    def leave(self, trainer: Trainer) -> Waiter:
+    def leave(self, trainer: Trainer, order: do.TellLeaving) -> Waiter:
+        """Leave the job. Resolves when the manager server has taken it, or to None."""
         waiter = Waiter()
 
         def make(call: int) -> events.RankLeft:
-            finished = trainer.finished_step
-            reason = "it was told to" if finished is None else f"finished at step {finished}"
-            return events.RankLeft(trainer.rank, call, reason, LEAVE_WITHIN_MS, finished)
+            return events.RankLeft(trainer.rank, call, order.reason, order.serve_ms, order.finished_step)
 
         self.cluster.call(trainer, self.replica, make, lambda value: waiter.resolve(value))
         timer = trainer.after(LEAVE_TAKEN_WITHIN_MS, lambda: waiter.resolve(None))
@@ -117,6 +125,7 @@ class Outside:
         return not self.replica.released
 
     def say_late(self, trainer: Trainer, late: Late) -> None:
+        """Tell the manager server that a round waits for a member for longer than `join_timeout`."""
         manager = self.replica.manager
         if manager is not None:
             event = events.RankLate(trainer.rank, late.key, late.step)
@@ -172,15 +181,41 @@ class Outside:
 
     def is_silent(self, trainer: Trainer, replica_id: str) -> bool:
         replicas = [each for each in self.cluster.replicas.values() if each.replica_id == replica_id and not each.ended]
-        return any(each.trainers[trainer.rank].is_silent_source for each in replicas)
+        return any(each.trainers[trainer.rank].recovery.is_silent_source for each in replicas)
 
-    def snapshot_of(self, trainer: Trainer, replica_id: str, group_rank: int) -> Snapshot | None:
+    def _source(self, trainer: Trainer, replica_id: str) -> Trainer | None:
+        """The rank of that replica that a rank heals from, if it is reached."""
         for replica in self.cluster.replicas.values():
             if replica.replica_id == replica_id and not replica.ended:
-                source = replica.trainers[group_rank]
+                source = replica.trainers[trainer.rank]
                 reached = source.state is State.RUNNING and not self.cluster.network.is_cut(source.name, trainer.name)
-                return source.snapshot if reached else None
+                return source if reached else None
         return None
+
+    def snapshot_of(self, trainer: Trainer, replica_id: str) -> Snapshot | None:
+        """What that replica serves to that rank, if it can be reached."""
+        source = self._source(trainer, replica_id)
+        return source.recovery.snapshot if source is not None else None
+
+    def is_refused(self, trainer: Trainer, replica_id: str, plan: Plan) -> bool:
+        """Whether that replica says that it can't give that plan's state."""
+        source = self._source(trainer, replica_id)
+        refused = source.recovery.refuses if source is not None else None
+        return refused is not None and (refused.key, refused.step, refused.lineage) == (
+            plan.key,
+            plan.step,
+            plan.lineage,
+        )
+
+    def gather(self, trainer: Trainer, name: str, value: str) -> Waiter:
+        """Give a value. Resolves to those of all ranks of this group, or to None when they don't come."""
+        given = self.replica.gathered.setdefault(name, {})
+        given[trainer.rank] = value, Waiter()
+        if len(given) == self.replica.world_size:
+            values = tuple(value for _, (value, _) in sorted(given.items()))
+            for _, waiter in given.values():
+                self.clock.after(1, partial(waiter.resolve, values))
+        return trainer.within(given[trainer.rank][1], self.timeouts.timeout_ms)
 
     def received(self, trainer: Trainer, num_bytes: int) -> None:
         if self.replica.manager is not None:
@@ -195,8 +230,25 @@ class Outside:
     def optimizer_raises(self, trainer: Trainer) -> bool:
         return self.cluster.chance.optimizer_raises(self.replica.name)
 
-    def load_raises(self, trainer: Trainer) -> bool:
+    def load_raises(self, trainer: Trainer) -> str:
+        """What a function raises that loads what was fetched; "": it succeeds."""
         return self.cluster.chance.load_raises(trainer.name)
+
+    def take_raises(self, trainer: Trainer) -> bool:
+        """Whether a function that gives the user's state raises."""
+        return self.cluster.chance.take_raises(trainer.name)
+
+    def overlaps(self, trainer: Trainer) -> bool:
+        """Whether the forward pass runs while the quorum is asked for."""
+        return self.cluster.chance.overlaps(trainer.name)
+
+    def samples(self, trainer: Trainer) -> int:
+        """How much that replica has seen in this step."""
+        return self.cluster.chance.samples(self.replica.name)
+
+    def spread_ms(self) -> int:
+        """After which time a member learns that a reduction is complete."""
+        return self.cluster.chance.spread_ms()
 
     def hangs(self, trainer: Trainer) -> None:
         self.cluster.hangs.begins(self.replica, trainer)

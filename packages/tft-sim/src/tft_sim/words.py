@@ -4,7 +4,7 @@ Each member sends its word to all others, so a link that fails takes the word fr
 the words of all others it learns the sum a little later. A member that is torn away in between takes it from those that
 have not learned it yet.
 
-Law of this file: one group's words; whoever tells it that somebody left is `trainer.Group`.
+Law of this file: one group's words; whoever tells it that somebody left is `group.Group`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tft_sim.clock import VirtualClock
 from tft_sim.links import FAILS_AFTER_MS
 
 if TYPE_CHECKING:
-    from tft_sim.trainer import Waiter
+    from tft_sim.waiting import Waiter
 
 Sum = tuple[int, ...]
 

@@ -1,0 +1,221 @@
+"""A process group across replicas without tensors: the meeting of those that were configured with one key.
+
+Law of this file: who meets whom, what a reduction gives to whom, and which links fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import combinations, permutations
+
+from tft_coord.core.types import QuorumKey, Unreached, Via
+from tft_sim.clock import VirtualClock
+from tft_sim.invariants import Contribution, Invariants, Reduced
+from tft_sim.links import FAILS_AFTER_MS, Links
+from tft_sim.waiting import Waiter
+from tft_sim.words import Words
+
+
+@dataclass(slots=True)
+class _Reduction:
+    given: dict[str, Contribution] = field(default_factory=dict)
+    waiting: dict[str, Waiter] = field(default_factory=dict)
+    complete: bool = False
+
+
+class Group:
+    """The meeting of the ranks that were configured with one (key, group rank).
+
+    Its traffic is of the network: across a cut nothing is reduced, and nobody hears that another has left. Each two of
+    its members need a link; who finds that one is bad gives up, and can say whom it did not reach.
+
+    Args:
+        key, group_rank: what names it.
+        members: replica ids that belong to it.
+        clock, invariants: of the simulation.
+        spread_ms: gives the time after which a member learns that a reduction is complete.
+        is_cut: whether nothing comes through between two of the members.
+        links: between the members; all work unless given.
+        store: of the member whose rendezvous store is used.
+    """
+
+    def __init__(
+        self,
+        key: QuorumKey,
+        group_rank: int,
+        members: tuple[str, ...],
+        clock: VirtualClock,
+        invariants: Invariants,
+        spread_ms: Callable[[], int],
+        is_cut: Callable[[str, str], bool],
+        links: Links | None = None,
+        store: str = "",
+    ) -> None:
+        self.key = key
+        self._group_rank = group_rank
+        self._members = members
+        self._clock = clock
+        self._invariants = invariants
+        self._spread_ms = spread_ms
+        self._is_cut = is_cut
+        self._links = links or Links()
+        self._store = store
+        self._unreached: dict[str, list[Unreached]] = {}
+        self._is_timed = False  # a bad link is about to be found out
+        self._joined: dict[str, Waiter] = {}
+        self._met = False
+        self._left: set[str] = set()
+        self._reductions: dict[int, _Reduction] = {}
+        self.sticks = False  # by a fault of the network's, no reduction ends
+        self._words = Words(members, clock, spread_ms, self._carries_words, self._note_no_word)
+
+    def join(self, replica_id: str) -> Waiter:
+        """Configure: resolves to True when all members are here."""
+        waiter = Waiter()
+        if self._met or replica_id in self._left:
+            waiter.resolve(False)
+            return waiter
+        if self._links.is_bad(replica_id, self._store, Via.STORE):
+            report = Unreached(self._store, Via.STORE, "no connection")
+            self._unreached.setdefault(replica_id, []).append(report)
+            self._clock.after(FAILS_AFTER_MS, lambda: waiter.resolve(False))
+            return waiter
+        self._joined[replica_id] = waiter
+        self.look()
+        return waiter
+
+    def unreached_by(self, replica_id: str) -> list[Unreached]:
+        """Whom that member has found that it can't reach."""
+        return self._unreached.get(replica_id, [])
+
+    def abort(self, replica_id: str) -> None:
+        """End that member's own waiting, in the rendezvous or in a reduction."""
+        self._words.abort(replica_id)
+        waiting = [reduction.waiting.get(replica_id) for reduction in self._reductions.values()]
+        for waiter in (self._joined.get(replica_id), *waiting):
+            if waiter is not None:
+                waiter.resolve(None)
+
+    def leave(self, replica_id: str) -> None:
+        """Abort, shut down or die: who has met here can't go on without that member."""
+        self._left.add(replica_id)
+        if self._met:
+            self.look()
+        else:
+            self._joined.pop(replica_id, None)
+
+    def reduce(self, number: int, contribution: Contribution) -> Waiter:
+        """Reduce: resolves to `Reduced` when all members have reached it, to None when it fails.
+
+        When all have, each learns it a little later; a member that is torn away in between fails it for those who
+        have not learned it yet. So one member may commit what another has lost.
+        """
+        waiter = Waiter()
+        reduction = self._reductions.setdefault(number, _Reduction())
+        reduction.waiting[contribution.replica_id] = waiter
+        if self._misses(contribution.replica_id):
+            waiter.resolve(None)
+        else:
+            reduction.given[contribution.replica_id] = contribution
+            self.look()
+        return waiter
+
+    def exchange_word(self, step: int, replica_id: str, values: Sequence[int]) -> Waiter:
+        """Exchange the word of a round: resolves to the sum, to None when it fails for this member."""
+        waiter = Waiter()
+        if self._misses(replica_id):
+            waiter.resolve(None)
+        else:
+            self._words.exchange(step, replica_id, values, waiter)
+        return waiter
+
+    @property
+    def word_has_passed(self) -> bool:
+        """Whether every member that waits for a word has it."""
+        return self._words.has_passed()
+
+    def _carries_words(self, one: str, other: str) -> bool:
+        cut = self._is_cut(one, other) or self._is_cut(other, one)
+        return not cut and not self._links.loses_word(one, other, self._group_rank)
+
+    def _note_no_word(self, replica_id: str, other: str) -> bool:
+        """A link that loses words is found out; across a cut everything waits."""
+        lost = self._links.loses_word(replica_id, other, self._group_rank)
+        if lost and other not in self._left:
+            self._unreached.setdefault(replica_id, []).append(Unreached(other, Via.GROUP, "no word"))
+        return lost
+
+    def look(self) -> None:
+        """Somebody came, left, or can be reached again: what does that end?"""
+        self._words.look(self._misses)
+        self._look_at_links()
+        if not self._met and self._all_joined and not self._is_torn_apart():
+            self._met = True
+            for waiter in list(self._joined.values()):
+                waiter.resolve(True)
+        for number, reduction in list(self._reductions.items()):
+            for replica_id, waiter in list(reduction.waiting.items()):
+                if not waiter.done and self._misses(replica_id):
+                    waiter.resolve(None)
+            if reduction.complete:
+                if all(waiter.done for waiter in reduction.waiting.values()):
+                    self._reductions.pop(number, None)  # whoever heard of it may have looked in between
+            elif len(reduction.given) == len(self._members) and not self._is_torn_apart() and not self.sticks:
+                self._complete(number, reduction)
+
+    def _complete(self, number: int, reduction: _Reduction) -> None:
+        reduction.complete = True
+        self._invariants.reduced(self.key, self._group_rank, reduction.given)
+        gradients = tuple(sorted(each.gradient for each in reduction.given.values() if each.gradient is not None))
+        result = Reduced(self.key, self._group_rank, (number,), gradients)
+        for replica_id, waiter in reduction.waiting.items():
+            self._clock.after(self._spread_ms(), partial(self._deliver, replica_id, waiter, result))
+
+    def _deliver(self, replica_id: str, waiter: Waiter, result: Reduced) -> None:
+        if not waiter.done:
+            self._invariants.delivered(replica_id, result)
+            waiter.resolve(result)
+
+    def _misses(self, replica_id: str) -> bool:
+        """Whether that member sees that another one has left."""
+        return any(gone == replica_id or not self._is_cut(gone, replica_id) for gone in self._left)
+
+    def _is_torn_apart(self) -> bool:
+        return bool(self._bad_links()) or any(self._is_cut(one, other) for one, other in combinations(self._members, 2))
+
+    # --- bad links --------------------------------------------------------------------------------------------------
+
+    @property
+    def _all_joined(self) -> bool:
+        return len(self._joined) == len(self._members)
+
+    def _bad_links(self) -> list[tuple[str, str]]:
+        if not self._links.bad:
+            return []
+        return [pair for pair in permutations(self._members, 2) if self._links.is_bad(*pair, Via.GROUP)]
+
+    def _look_at_links(self) -> None:
+        """Where all have come, or reduce, each that uses a bad link finds out after a while."""
+        used = self._all_joined if not self._met else any(not each.complete for each in self._reductions.values())
+        if used and not self._is_timed and self._bad_links():
+            self._is_timed = True
+            self._clock.after(FAILS_AFTER_MS, self._links_fail)
+
+    def _links_fail(self) -> None:
+        self._is_timed = False
+        found: dict[str, list[Unreached]] = {}
+        for one, other in self._bad_links():
+            if other not in self._left and one not in self._left:
+                found.setdefault(one, []).append(Unreached(other, Via.GROUP, "no connection"))
+        waits: list[Waiter] = []
+        for one, reports in found.items():
+            waiting = [each.waiting.get(one) for each in self._reductions.values() if not each.complete]
+            waiting += [self._joined.get(one)] if not self._met else []
+            open_now = [waiter for waiter in waiting if waiter is not None and not waiter.done]
+            if open_now:
+                self._unreached[one] = reports
+            waits += open_now
+        for waiter in waits:
+            waiter.resolve(None)

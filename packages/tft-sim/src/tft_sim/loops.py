@@ -1,0 +1,190 @@
+"""The user's training loop as a script: one step after another, with a gradient in each.
+
+Law of this file: what the user does, in which order. What follows from it is decided by the step core.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+from tft_coord.core.step import Phase
+from tft_coord.core.step import effects as do
+from tft_coord.core.step import events as on
+from tft_coord.core.types import Plan
+from tft_sim.invariants import InvariantBroken, Reduced, Round
+from tft_sim.waiting import Life, UserError
+
+if TYPE_CHECKING:
+    from tft_sim.trainer import Trainer
+
+NUM_BUCKETS = 2  # reductions in a step: what one death tears between
+POLL_MS = 50
+
+
+class Loop:
+    """A training loop, and what each kind of them has in common.
+
+    Args:
+        trainer: whose.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def run(self) -> Life:
+        """Train to the end."""
+        trainer = self.trainer
+        while trainer.alive and not self._is_over:
+            yield from self.between_steps()
+            yield from self.one_step()
+        if trainer.finished_step is not None:
+            trainer.mark("a trainer finished")
+        yield from trainer.end_of_job()
+
+    @property
+    def _is_over(self) -> bool:
+        status = self.trainer.status
+        if self.trainer.ends_early and status.wishes and not status.is_open:
+            return True
+        return status.left or (self.trainer.finished_step is not None and status.verdict is True)
+
+    def one_step(self) -> Life:
+        """Ask, compute, reduce and vote. A fork of time: the plan comes before the forward pass, or while it runs."""
+        trainer = self.trainer
+        yield from self.load_by_hand()
+        if not (yield from trainer.quorum.start()):
+            return
+        if trainer.settings.weighted:
+            trainer.tell(on.WeightSet(float(1 + trainer.outside.samples(trainer))))
+        if not trainer.outside.overlaps(trainer) or not trainer.status.is_asynchronous:
+            yield from trainer.quorum.wait()
+        if not trainer.status.is_asynchronous and trainer.status.plan is not None:
+            yield from trainer.recovery.exchange()
+        yield from self.forward()
+        yield from trainer.quorum.wait()
+        if trainer.loads_inside:
+            trainer.loads_inside = False
+            yield from self.load_by_hand()
+        plan, reduced = trainer.status.plan, None
+        if plan is not None:
+            reduced = yield from self._reduce(plan)
+        self.fail_if_asked()
+        concluded, vote = yield from trainer.should_commit()
+        yield from self.concluded(concluded, vote, reduced)
+
+    def forward(self) -> Life:
+        """Compute for a while; a step that is known to have no quorum is cut short."""
+        trainer = self.trainer
+        trainer.phase = "forward"
+        step_ms = round(trainer.outside.step_ms(trainer) * trainer.share)
+        yield trainer.sleep(POLL_MS if trainer.status.phase is Phase.FAILED else step_ms)
+        if trainer.clock.now_ms - trainer.phase_since_ms >= trainer.outside.timeouts.slowest_step_ms:
+            trainer.mark("a first step took longer than slowest_step")
+        yield from trainer.hang_if_asked("forward")
+
+    def _reduce(self, plan: Plan) -> Life:
+        """Reduce all buckets. Returns: what came of them; None: one of them was lost."""
+        trainer = self.trainer
+        gradients: list[str] = []
+        numbers: list[int] = []
+        for bucket in range(NUM_BUCKETS):
+            trainer.phase = "reduction"
+            result = yield from trainer.reduce(f"bucket {bucket}", f"{trainer.replica_id}:{trainer.step}:{bucket}")
+            if result is None:
+                numbers.clear()
+                continue
+            numbers += result.numbers
+            gradients += result.gradients
+        complete = len(numbers) == NUM_BUCKETS
+        return Reduced(plan.key, trainer.rank, tuple(numbers), tuple(gradients)) if complete else None
+
+    # --- in common --------------------------------------------------------------------------------------------------
+
+    def between_steps(self) -> Life:
+        """Do what the user does there."""
+        trainer = self.trainer
+        if trainer.late_ms:
+            late_ms, trainer.late_ms = trainer.late_ms, 0
+            if late_ms >= trainer.outside.timeouts.slowest_step_ms:
+                trainer.mark("a trainer was late for longer than slowest_step")
+            trainer.phase = "between steps"
+            yield trainer.sleep(late_ms)
+
+    def load_by_hand(self) -> Life:
+        """Load another state, if the user is about to; what was asked before is about the state that was."""
+        trainer = self.trainer
+        self._save_or_load()
+        if trainer.loads_step is None or trainer.loads_inside:
+            return
+        yield from trainer.quorum.wait()
+        step, trainer.loads_step = trainer.loads_step, None
+        trainer.mark("a state was loaded by hand")
+        trainer.tell(on.StateLoaded({"step": step, "batches_committed": step}))
+        trainer.weights = f"by hand/{trainer.rank}"
+        trainer.speaking.unfit = "a state was loaded by hand"
+
+    def _save_or_load(self) -> None:
+        """Keep a durable checkpoint; go back to it when a commit has failed since."""
+        trainer = self.trainer
+        if trainer.save_once and not trainer.torn:
+            trainer.save_once = False
+            trainer.saved = trainer.weights, trainer.status.state_dict()
+        elif trainer.saved is not None and trainer.status.commit_failures > 0:
+            (weights, state), trainer.saved = trainer.saved, None
+            trainer.mark("a durable checkpoint was loaded")
+            trainer.tell(on.StateLoaded(state))
+            trainer.weights = weights
+            trainer.speaking.unfit = "a durable checkpoint was loaded"
+
+    def fail_if_asked(self, number: int = 0) -> None:
+        """Report an error of the user's own. `number`: of a step that was put aside; 0: in the open one."""
+        trainer = self.trainer
+        if not trainer.fails_once:
+            return
+        trainer.fails_once = False
+        trainer.note("has an error of its own in this step")
+        aside = trainer.status.attempt(number)
+        if aside is None:
+            trainer.report_error()
+        else:
+            trainer.tell(on.ErrorReported(UserError("the user's own"), aside.name))
+
+    def concluded(self, told: do.Concluded, vote: Round | None, reduced: Reduced | None) -> Life:
+        """Let the optimizer step after a yes."""
+        trainer = self.trainer
+        if told.committed:
+            if reduced is None or vote is None or told.plan is None:
+                raise InvariantBroken("I5", f"{trainer.name} commits step {trainer.step}, which was not reduced")
+            self.commit(told.plan, vote, reduced)
+        elif vote is not None:
+            self.not_committed(vote, told.plan.step if told.plan is not None else vote.step)
+        trainer.recovery.step_ended()
+        if told.committed and not trainer.left:
+            yield from trainer.hang_if_asked("optimizer")
+
+    def commit(self, plan: Plan, vote: Round, reduced: Reduced) -> None:
+        """Step."""
+        trainer, outside = self.trainer, self.trainer.outside
+        text = "|".join((trainer.weights, *reduced.gradients))
+        trainer.weights = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        outside.invariants.committed(trainer.host, trainer.rank, vote, plan.replica_world_size, trainer.state_held)
+        outside.invariants.applied(trainer.replica_id, trainer.rank, vote, reduced)
+        mean_of = len({gradient.rsplit(":", 2)[0] for gradient in reduced.gradients})
+        trainer.note(f"commits step {trainer.step}, " + (f"a mean of {mean_of}" if reduced.numbers else "the opening"))
+        if outside.invariants.num_lineages(trainer.rank, trainer.step) > 1:
+            trainer.mark("a lost step was committed again by others")
+        tears, trainer.tears_once = trainer.tears_once, False
+        if tears or outside.optimizer_raises(trainer):
+            # Half of the parameters may have been written.
+            trainer.note("raises in its optimizer: its state is torn")
+            trainer.tell(on.StateTorn())
+            trainer.weights = f"torn/{trainer.name}"
+
+    def not_committed(self, vote: Round, step: int) -> None:
+        """Tell the story of a step that was not committed."""
+        trainer = self.trainer
+        trainer.mark("a commit failed")
+        if trainer.outside.invariants.was_committed(vote, trainer.rank):
+            trainer.mark("one group committed what another lost")
+        trainer.note(f"does not commit step {max(vote.step, step) + 1}")

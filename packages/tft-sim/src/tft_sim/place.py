@@ -1,0 +1,219 @@
+"""Where in its step a simulated trainer is: what its beats tell, and what the watches hold against that.
+
+Law of this file: the place of the training thread, its hangs and its time; what it does there is the loop's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+from tft_coord.core.progress import Phase, Progress
+from tft_coord.core.step import StepCore
+from tft_coord.core.suspicion import WAITS_MS
+from tft_coord.core.types import Plan
+from tft_sim.clock import VirtualClock
+from tft_sim.pace_truth import OwnTime
+from tft_sim.process import Process, State
+from tft_sim.stretches import Stretches
+from tft_sim.waiting import Life, Waiter
+
+if TYPE_CHECKING:
+    from tft_sim.surroundings import Outside
+
+OUTSIDE = ("start", "between steps", "compare")
+OWN = ("forward", "optimizer")
+PHASES = {
+    **dict.fromkeys(OWN, Phase.OWN),
+    "reduction": Phase.REDUCING,
+    **dict.fromkeys(OUTSIDE, Phase.OUTSIDE),
+}
+Hanging = Literal["forward", "optimizer"]  # where in its step a trainer hangs
+
+
+class Place(Process):
+    """A process with a training thread.
+
+    Args:
+        name: of the process.
+        clock: of the simulation.
+        core: of its step.
+        outside: told of hangs.
+    """
+
+    def __init__(self, name: str, clock: VirtualClock, core: StepCore, outside: Outside) -> None:
+        self._phase = "start"
+        self._core = core
+        self._outside = outside
+        self.says_long_wait: Callable[[], None] = lambda: None  # to its manager server, out of turn
+        self.phase_since_ms = clock.now_ms
+        self.stopped_since_ms = 0  # the last time
+        self.is_seen_running = False  # by its kernel, though it says nothing
+        self.busy = Stretches()  # with its own work, in a step that is not excused, or stopped
+        self.reducing = Stretches()  # in one reduction
+        self.own_time = OwnTime()
+        self.will_hang: Hanging | None = None
+        self._hang: Waiter | None = None
+        super().__init__(name, clock)
+
+    @property
+    def plan(self) -> Plan | None:
+        """Of the attempt that was begun last."""
+        return self._core.status.plan
+
+    @property
+    def excused(self) -> bool:
+        """Whether the running step may take any time."""
+        status = self._core.status
+        return status.excused or status.pends
+
+    # --- where it is ------------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> str:
+        """Where in its step it is, one word."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, name: str) -> None:
+        if self._phase in (*OWN, "between steps"):
+            self.own_time.passed(self.clock.now_ms - self.phase_since_ms)
+        self._phase = name
+        self.phase_since_ms = self.clock.now_ms
+        self._note_stretches(anew=True)
+        since_ms = self.clock.now_ms
+        if self.progress_phase in (Phase.WAITING, Phase.REDUCING):
+            self.after(WAITS_MS, lambda: self._say_if_waits(since_ms))
+        if name in ("reduction", "word"):
+            self.waits_for_others(since_ms)
+
+    def waits_for_others(self, since_ms: int) -> None:
+        """Wait in a reduction or a word since then."""
+        raise NotImplementedError
+
+    def moved(self) -> None:
+        """Take its place anew: it has a quorum now, or none, while its training went on."""
+        self.phase = self._phase
+
+    def _say_if_waits(self, since_ms: int) -> None:
+        if self.phase_since_ms == since_ms and self.progress_phase in (Phase.WAITING, Phase.REDUCING):
+            self.says_long_wait()
+
+    def _note_stretches(self, *, anew: bool = False) -> None:
+        if not self.alive:
+            return  # a stopped one whose host is gone stays silent, whoever would wake it up
+        now_ms, stopped = self.clock.now_ms, self.state is State.STOPPED
+        inside = self._phase not in OUTSIDE
+        self.busy.now((stopped and inside) or (self._phase in OWN and not self.excused), now_ms)
+        self.reducing.now(self._phase == "reduction", now_ms, anew=anew)
+
+    @property
+    def progress_phase(self) -> Phase:
+        """Where in its step it is, as its beats tell it."""
+        if self._phase in OWN and self._core.status.pends:
+            return Phase.WAITING
+        return PHASES.get(self._phase, Phase.WAITING)
+
+    def progress(self) -> Progress:
+        """Return what its beats tell."""
+        status = self._core.status
+        is_between = status.plan is None or not (status.is_open or status.num_deferred)
+        return Progress(
+            step=status.step if is_between or status.plan is None else status.plan.step,
+            phase=self.progress_phase,
+            since_ms=self.clock.now_ms - self.phase_since_ms,
+            excused=self.excused,
+            slowest_step_ms=self._outside.timeouts.slowest_step_ms,
+            own_ms=self.own_time.median_ms,
+        )
+
+    # --- stops and hangs --------------------------------------------------------------------------------------------
+
+    def hold_lock(self) -> None:
+        """Hold the interpreter's lock until `resume`: it says and hears nothing, and its kernel sees it run."""
+        self.stop()
+        self.is_seen_running = True
+
+    def stop(self) -> None:
+        """SIGSTOP; to the others as if it held its interpreter's lock, but for whoever asks the kernel."""
+        self.is_seen_running = False
+        was_running = self.state is State.RUNNING
+        super().stop()
+        self._note_stretches()
+        if was_running:
+            self.stopped_since_ms = self.clock.now_ms
+            if self._phase in (*OWN, "reduction") and not self.excused:
+                self._hangs_now()
+
+    def end(self, *, vanish: bool = False) -> None:
+        """Be killed, or gone with its host; a stop ends with that."""
+        if self.state is State.STOPPED:
+            self.running_since_ms = self.clock.now_ms
+        super().end(vanish=vanish)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        super().resume()
+        self._note_stretches()
+
+    def _hangs_now(self) -> None:
+        raise NotImplementedError
+
+    @property
+    def hangs(self) -> bool:
+        """Whether it does, for ever unless `wake` is called."""
+        return self._hang is not None and not self._hang.done
+
+    def wake(self) -> None:
+        """If it hangs or would, it does no more."""
+        self.will_hang = None
+        if self._hang is not None:
+            self._hang.resolve(None)
+
+    def hang_if_asked(self, where: Hanging) -> Life:
+        """Hang there, if a script or a fault wants it, in a step that is not excused."""
+        if self.will_hang != where or self.excused:
+            return
+        self.will_hang = None
+        if self.phase != where:
+            self.phase = where
+        marks = self._outside.marks
+        marks.hit(f"a trainer hung in its {where}")
+        self.note("hangs" if where == "forward" else f"hangs in its {where}")
+        self._hang = Waiter()
+        self._hangs_now()
+        yield self._hang
+        self.note("hangs no more")
+
+    def note(self, text: str) -> None:
+        """Tell whoever tells the story."""
+        raise NotImplementedError
+
+    # --- running ----------------------------------------------------------------------------------------------------
+
+    def spawn(self, life: Life) -> Waiter:
+        """Run a thread of this process. Returns: resolved with what it returns."""
+        done = Waiter()
+
+        def go_on(value: Any) -> None:
+            try:
+                waiter = life.send(value)
+            except StopIteration as stop:
+                done.resolve(stop.value)
+                return
+            waiter.then(lambda result: self.run(lambda: go_on(result)))
+
+        go_on(None)
+        return done
+
+    def sleep(self, delay_ms: int) -> Waiter:
+        """Resolve after so long."""
+        waiter = Waiter()
+        self.after(delay_ms, lambda: waiter.resolve(None))
+        return waiter
+
+    def within(self, waiter: Waiter, timeout_ms: int) -> Waiter:
+        """Return the same, but None when the time-out passes first."""
+        timer = self.clock.after(timeout_ms, lambda: waiter.resolve(None))
+        waiter.then(lambda _: timer.cancel())
+        return waiter

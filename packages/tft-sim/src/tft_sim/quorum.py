@@ -1,0 +1,180 @@
+"""How a step of a simulated trainer begins: the comparison of states, the request, its answer, the process group.
+
+Law of this file: telling the core what came, and performing what it orders, beside the training thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+from tft_coord.core.step import effects as do
+from tft_coord.core.step import events as on
+from tft_coord.core.types import Plan
+from tft_coord.errors import StaleQuorum
+from tft_sim.invariants import InvariantBroken
+from tft_sim.waiting import Life, Lost, Refused, Waiter, error_of
+
+if TYPE_CHECKING:
+    from tft_sim.trainer import Trainer
+
+
+class Quorum:
+    """The quorum of the open attempt of one rank.
+
+    Args:
+        trainer: the rank.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._known = Waiter()  # the plan is here and the group built, or there is none
+        self._known.resolve(None)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the plan is here and the group built, or there is none."""
+        return self._known.done
+
+    def start(self) -> Life:
+        """Begin a step. Returns: whether one was begun; else this replica has left."""
+        trainer = self._trainer
+        if trainer.tell(on.StartAsked()):
+            return False
+        yield self._known
+        trainer.tell(on.AttemptSettled(trainer.recovery.offers(trainer.plan)))
+        for effect in trainer.tell(on.StartReady(bool(trainer.unreached))):
+            match effect:
+                case do.Pause(ms):
+                    trainer.mark("a rank paused before it asked again")
+                    yield trainer.sleep(ms)
+                case do.CompareState(name):
+                    yield from self._compare(name)
+        trainer.phase = "quorum"
+        goes_on = trainer.speaking.goes_on()
+        if not goes_on:
+            trainer.recovery.take_early()
+        unreached, trainer.unreached = tuple(trainer.unreached.values()), {}
+        started = on.StepStarted(
+            checkpoint_metadata=trainer.name,
+            group_usable=trainer.group is not None,
+            shrink_only=trainer.shrink_only,
+            poor_sources=tuple(sorted(trainer.recovery.poor_sources)),
+            unreached=unreached,
+            fingerprint=trainer.fingerprint,
+        )
+        for effect in trainer.tell(started):
+            if not isinstance(effect, do.Ask):
+                continue
+            if goes_on:
+                self._go_on(effect.attempt)
+            else:
+                trainer.speaking.asked()
+                self._known = trainer.spawn(self._negotiate(effect))
+        return True
+
+    def _go_on(self, attempt: int) -> None:
+        """Begin the next round of the quorum that stands, as if the answer had come that it does."""
+        key = self._trainer.held
+        assert key is not None
+        self._trainer.tell(on.UnchangedArrived(attempt, key))
+
+    def _compare(self, name: str) -> Life:
+        """Reduce the states of all ranks of this group to a digest."""
+        trainer, sound = self._trainer, self._trainer.weights
+        if trainer.goes_astray_once and not trainer.torn:
+            trainer.goes_astray_once = False
+            trainer.recovery.astray += 1
+            trainer.mark("a state went astray")
+            trainer.note("holds a state that went astray")
+            trainer.weights = f"astray/{trainer.name}/{trainer.clock.now_ms}"
+        trainer.phase = "compare"
+        trainer.speaking.unfit = "its state was compared"
+        own = "" if trainer.torn or trainer.outside.take_raises(trainer) else trainer.weights
+        digests = (yield trainer.outside.gather(trainer, name, own)) if trainer.world_size > 1 else (own,)
+        if digests is None or not all(digests):
+            trainer.mark("a state could not be compared")
+            trainer.weights = sound  # what is not compared nobody can find
+            trainer.tell(on.StateCompared(None))
+        else:
+            trainer.mark("states were compared")
+            trainer.tell(on.StateCompared(hashlib.blake2b("|".join(digests).encode(), digest_size=16).digest()))
+
+    def wait(self) -> Life:
+        """Wait until the plan is here and the group built, or there is no plan."""
+        trainer = self._trainer
+        if not self._known.done:
+            trainer.phase = "quorum"
+            yield self._known
+
+    # --- the quorum, beside the training thread -----------------------------------------------------------------------
+
+    def _negotiate(self, order: do.Ask) -> Life:
+        trainer = self._trainer
+        attempt, request = order.attempt, trainer.with_lease(order.request)
+        patience_ms = trainer.gives_up_after_ms or trainer.outside.timeouts.quorum_timeout_ms
+        trainer.gives_up_after_ms = None
+        deadline_ms = trainer.clock.now_ms + patience_ms
+        while (answer := (yield trainer.outside.ask(trainer, request, deadline_ms))) is None:
+            trainer.mark("a request was made again of a new manager server")
+            trainer.outside.invariants.started_anew(trainer.host, None)
+            for effect in trainer.tell(on.ServerRestarted()):
+                assert isinstance(effect, do.Ask)
+                request = trainer.with_lease(effect.request)
+        if isinstance(answer, Refused):
+            self._refused(attempt, answer)
+            return
+        try:
+            arrived = (
+                on.PlanArrived(attempt, answer) if isinstance(answer, Plan) else on.UnchangedArrived(attempt, answer)
+            )
+            orders = trainer.tell(arrived)
+            given = trainer.plan
+            assert given is not None
+            trainer.speaking.planned(given)
+        except StaleQuorum as stale:
+            raise InvariantBroken("I2", f"{trainer.name} is told that a plan stands, and has none: {stale}") from None
+        if not isinstance(answer, Plan):
+            trainer.mark("a rank was told unchanged")
+        for effect in orders:
+            if isinstance(effect, do.Configure):
+                yield from self._configure(effect)
+        trainer.moved()
+
+    def _refused(self, attempt: int, answer: Refused) -> None:
+        trainer = self._trainer
+        trainer.note(f"is refused a quorum ({answer.code})")
+        if trainer.core.status.num_deferred:
+            trainer.mark("a request failed with syncs in flight")
+        trainer.tell(on.QuorumFailed(attempt, error_of(answer)))
+        trainer.moved()
+
+    def _configure(self, order: do.Configure) -> Life:
+        trainer = self._trainer
+        attempt, plan = order.attempt, order.plan
+        if trainer.phase == "quorum":  # the training thread waits for this
+            trainer.phase = "configure"
+        trainer.leave_group()
+        broken: Exception | None = trainer.core.status.broken
+        if broken is None and trainer.speaking.is_broken(plan.key):
+            broken = Lost("its quorum is over")
+        if broken is not None:
+            trainer.mark("a broken quorum was not configured")
+            trainer.note("is given a broken quorum, and does not try to meet its members")
+            trainer.tell(on.ConfigureFailed(attempt, broken))
+            return
+        trainer.outside.invariants.joined_group(plan, trainer.rank)
+        group = trainer.group = trainer.outside.group(plan.key, trainer.rank, plan.replica_ids, plan.store_replica_id)
+        trainer.group_since_ms = trainer.clock.now_ms
+        joined = yield trainer.within(group.join(trainer.replica_id), trainer.outside.timeouts.timeout_ms)
+        # It may have been aborted by what it heard when it was stopped, just after they met.
+        if not joined or trainer.group is not group:
+            trainer.mark("a rendezvous failed")
+            trainer.note("can't meet the others of its quorum")
+            trainer.note_unreached(group)
+            if trainer.group is group:
+                trainer.leave_group()
+            trainer.tell(on.ConfigureFailed(attempt, Lost("a rendezvous failed")))
+            return
+        trainer.num_reductions = 0
+        trainer.tell(on.GroupConfigured(attempt, plan.key))

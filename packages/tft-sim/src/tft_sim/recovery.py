@@ -1,0 +1,330 @@
+"""How a state crosses between simulated trainers: who gives it, who fetches it, and what a rank does in each stage.
+
+Law of this file: performing what the core orders about states, with a digest for a state. Which stage comes next, and
+what a failure means, is the core's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tft_coord.core.step import Stage
+from tft_coord.core.step import effects as do
+from tft_coord.core.step import events as on
+from tft_coord.core.step.errors import HealingFailed
+from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, Unreached, Via
+from tft_sim.invariants import Held, Round
+from tft_sim.waiting import Life, Refused, Waiter
+
+if TYPE_CHECKING:
+    from tft_sim.trainer import Trainer
+
+POLL_MS = 50
+HEAL_CHUNKS = 4
+SOURCE_SILENT_MS = 1_000  # then another source is asked
+
+
+class LoadFailed(Exception):
+    """A function of the user's that loads a state raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A rank's live state as it was at a step boundary: under which key it is offered, and the core's part of it."""
+
+    key: QuorumKey
+    held: Held
+    own: dict[str, Any]
+
+
+class Recovery:
+    """The exchange of state, as one rank takes part in it.
+
+    Args:
+        trainer: the rank.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.snapshot: Snapshot | None = None
+        self.refuses: Plan | None = None  # whose state it could not give
+        self.poor_sources: set[str] = set()
+        self.is_silent_source = False  # its state server accepts, and sends nothing
+        self.snapshots_late = False  # by a mistake
+        self._late: do.Serve | None = None
+        self._newcomer = ""  # who asked, as a hint says that nothing has come of yet
+        self._early: tuple[Held, dict[str, Any]] | None = None  # its state at the boundary, taken on such a hint
+        self._lost: set[tuple[QuorumKey, str]] = set()  # members that serve nothing more
+        self._fetching: Waiter | None = None  # of the plan's reference, in the background
+        self._plan: Plan | None = None  # of that
+        self._chunk: Waiter | None = None  # that is on its way
+        self._fetched: Snapshot | None = None
+        self._is_loading = False
+        self.failed_loads = 0
+        self.astray = 0  # how often its memory was wrong
+        self._was_torn = False
+        self._started_ms = 0
+        self._received_bytes = 0
+        self._refused: set[str] = set()
+        self._silent_ms: dict[str, int] = {}  # since when sources of this transfer have sent nothing
+
+    # --- giving -----------------------------------------------------------------------------------------------------
+
+    def heard_of_newcomer(self, replica_id: str) -> None:
+        """Hear that somebody asks who will heal."""
+        self._newcomer = replica_id
+
+    def take_early(self) -> None:
+        """Take the state at the boundary, if somebody was said to ask; under which key it goes is not known yet."""
+        status, settings = self._trainer.status, self._trainer.settings
+        self._early = None
+        readable = not status.torn and status.lineage is not None and not self.snapshots_late
+        if self._newcomer and settings.use_async_quorum and not settings.num_fragments and readable:
+            self._early = self._trainer.state_held, status.own_state()
+        self._newcomer = ""
+
+    def planned(self, plan: Plan) -> None:
+        """Offer what was taken early under the plan's key, if somebody heals from it; else it was taken in vain."""
+        trainer = self._trainer
+        self._lost = {(key, name) for key, name in self._lost if key >= plan.key}
+        early, self._early = self._early, None
+        if early is None:
+            return
+        held, own = early
+        if not plan.serve or (held.step, held.lineage) != (plan.step, plan.lineage):
+            trainer.mark("a state was taken early in vain")
+            trainer.note("has taken its state early in vain, and drops it")
+            return
+        trainer.mark("a state was offered before the forward")
+        trainer.note(f"offers step {held.step} at once: it has taken it at the boundary")
+        self.snapshot = Snapshot(plan.key, held, own)
+
+    def offers(self, plan: Plan | None) -> bool:
+        """Whether it has offered this plan's state. A key can stand while its plan is told anew, of another step."""
+        offered = self.snapshot
+        if plan is None or offered is None:
+            return False
+        return (offered.key, offered.held.step, offered.held.lineage) == (plan.key, plan.step, plan.lineage)
+
+    def refuse(self, plan: Plan) -> None:
+        """Tell those that wait for that plan's state that it can't be had from here."""
+        self._trainer.mark("a state was refused to those that wait for it")
+        self.refuses = plan
+
+    def _serve(self, order: do.Serve) -> None:
+        trainer, plan = self._trainer, order.plan
+        if self.snapshots_late:
+            self._late = order
+        elif trainer.outside.take_raises(trainer):
+            self.refuse(plan)
+        else:
+            by_strategy = trainer.status.by_strategy
+            asynchronous = "at the start of its sync" if by_strategy else "after the reductions, before the vote"
+            self._offer(order, asynchronous if trainer.status.is_asynchronous else "before the forward")
+
+    def _offer(self, order: do.Serve, when: str) -> None:
+        trainer = self._trainer
+        trainer.note(f"offers step {trainer.step}: it has taken it {when}")
+        self.snapshot = Snapshot(order.plan.key, trainer.state_held, dict(order.own))
+
+    def step_ended(self) -> None:
+        """Take the state after the optimizer has stepped, by a mistake."""
+        order, self._late = self._late, None
+        if order is not None:
+            self._offer(order, "after the vote")
+
+    # --- the exchange, on the training thread -------------------------------------------------------------------------
+
+    def exchange(self) -> Life:
+        """Give or take state, if the plan says so."""
+        trainer = self._trainer
+        orders = trainer.tell(on.ExchangeAsked(self.offers(trainer.plan)))
+        while orders:
+            told: on.Event | None = None
+            for order in orders:
+                told = yield from self._do(order)
+            orders = trainer.tell(told) if told is not None else ()
+
+    def _do(self, order: do.Effect) -> Life:
+        """Perform one stage. Returns: what came of it."""
+        trainer = self._trainer
+        match order:
+            case do.Serve(attempt):
+                self._serve(order)
+                return on.StateServed(attempt)
+            case do.StageState(_, in_vain):
+                return (yield from self._stage(in_vain))
+            case do.Agree(plan, purpose, yes):
+                verdict = yield from trainer.vote(self._round(plan, purpose), yes)
+                return on.Agreed(purpose, verdict.yes)
+            case do.MatchState():
+                trainer.mark("a healing needed the rank's own state")
+                raises = trainer.outside.take_raises(trainer)
+                return on.StageEnded(Stage.MATCH, HealingFailed("its own state can't be taken") if raises else None)
+            case do.ExplainDivergence(plan, stops):
+                trainer.mark("a state that went astray was found")
+                trainer.note(f"finds that its state is not that of {plan.sources[0].replica_id}")
+                if stops:
+                    why = f"the state of replica {trainer.replica_id} is not that of the others"
+                    yield from trainer.quit("diverged", Refused("diverged", why, fatal=True))
+                return on.DivergenceExplained()
+            case do.LoadState(plan):
+                return self._load(plan)
+            case do.Raise(error):
+                yield from trainer.raises(error)
+        raise AssertionError(f"{trainer.name} can't do {order}")
+
+    def _round(self, plan: Plan, purpose: Purpose) -> Round:
+        return Round(plan.key, plan.step, plan.lineage, purpose, self._trainer.num_requests)
+
+    def _stage(self, in_vain: Exception | None) -> Life:
+        """Wait for the fetch."""
+        trainer = self._trainer
+        trainer.phase = "heal"
+        self._started_ms, self._was_torn = trainer.clock.now_ms, trainer.torn
+        self._fetched, self._is_loading = None, False
+        if in_vain is not None:
+            trainer.mark("a rank did not wait for a state in vain")
+            self.end_fetch()
+            return on.StageEnded(Stage.FETCH, in_vain)
+        assert self._fetching is not None
+        self._fetched = yield self._fetching
+        if self._fetched is None:
+            return on.StageEnded(Stage.FETCH, HealingFailed("no source has served the state"))
+        needs_own = (self._fetched.key.nonce + trainer.rank) % 2 == 1
+        return on.StageEnded(Stage.FETCH, None, self._fetched.own, needs_own)
+
+    def _load(self, plan: Plan) -> on.Event:
+        trainer, fetched = self._trainer, self._fetched
+        assert fetched is not None
+        self._is_loading = True
+        if trainer.world_size > 1:
+            trainer.outside.invariants.loads(trainer.host, trainer.rank, self._round(plan, Purpose.STAGED))
+        sentence = trainer.outside.load_raises(trainer)
+        if sentence:
+            self.failed_loads += 1
+            trainer.weights = f"torn/{trainer.name}"
+            return on.StageEnded(Stage.LOAD, LoadFailed(sentence), again=sentence)
+        trainer.weights = fetched.held.weights
+        return on.StageEnded(Stage.LOAD)
+
+    def ended(self, report: do.ReportHealed | do.ReportHealFailed) -> None:
+        """Tell the story."""
+        trainer = self._trainer
+        if isinstance(report, do.ReportHealFailed):
+            trainer.mark("a healing failed")
+            if self._is_loading:
+                trainer.mark("a rank of a group could not load" if trainer.world_size > 1 else "a rank could not load")
+                trainer.note("could not load what it fetched, or another rank could not")
+            else:
+                if self._fetched is not None and trainer.world_size > 1:
+                    trainer.mark("half of a group had fetched")
+                trainer.note("could not heal")
+            return
+        if self._was_torn:
+            trainer.mark("a torn group healed")
+        trainer.mark("a group healed")
+        if trainer.clock.now_ms - self._started_ms > trainer.outside.timeouts.join_timeout_ms:
+            trainer.mark("a healing took longer than join_timeout")
+        trainer.note(f"has healed: it holds step {trainer.step}")
+        trainer.outside.invariants.holds(trainer.replica_id, trainer.rank, trainer.state_held)
+
+    # --- the fetch, beside the training thread ------------------------------------------------------------------------
+
+    def fetch(self, plan: Plan) -> None:
+        """Begin to fetch a plan's reference."""
+        self.end_fetch()
+        self._plan = plan
+        self._fetching = self._trainer.spawn(self._fetch(plan))
+
+    def end_fetch(self) -> None:
+        """End the fetch, if one runs."""
+        self._plan = None
+        self._go_on()
+
+    def lost(self, notice: LossNotice) -> None:
+        """Hear that a member of a quorum is lost; one that lives still serves."""
+        if not notice.lives:
+            self._lost.add((notice.key, notice.replica_id))
+
+    def look(self) -> None:
+        """End a fetch whose last source is lost."""
+        if self._plan is not None and self._has_no_source(self._plan):
+            self._go_on()
+
+    def _go_on(self) -> None:
+        chunk, self._chunk = self._chunk, None
+        if chunk is not None:
+            chunk.resolve(None)
+
+    def _has_no_source(self, plan: Plan) -> bool:
+        return all((plan.key, source.replica_id) in self._lost for source in plan.sources)
+
+    def _fetch(self, plan: Plan) -> Life:
+        """The reference of the plan from the first source that serves it; the others carry on where one ends."""
+        trainer = self._trainer
+        trainer.note(f"heals from {plan.sources[0].replica_id}, step {plan.step}")
+        self._refused.clear()
+        self._silent_ms.clear()
+        deadline_ms = trainer.clock.now_ms + trainer.outside.timeouts.timeout_ms
+        chunks = 0
+        while trainer.clock.now_ms < deadline_ms and self._plan is plan:
+            if self._has_no_source(plan):
+                trainer.mark("a transfer lost its last source")
+                trainer.note("has lost its last source")
+                return None
+            if all(trainer.outside.is_refused(trainer, source.replica_id, plan) for source in plan.sources):
+                trainer.mark("a transfer was refused by all its sources")
+                return None
+            served = self._served(plan)
+            if served is None:
+                self._chunk = trainer.sleep(POLL_MS)
+                yield self._chunk
+                continue
+            self._chunk = trainer.sleep(trainer.outside.chunk_ms(trainer))
+            yield self._chunk
+            if self._has_no_source(plan) or self._plan is not plan:
+                continue
+            chunks += 1
+            self._received_bytes += 1
+            trainer.outside.received(trainer, self._received_bytes)
+            if chunks >= HEAL_CHUNKS:
+                return served
+        return None
+
+    def _served(self, plan: Plan) -> Snapshot | None:
+        trainer, outside = self._trainer, self._trainer.outside
+        for source in plan.sources:
+            name = source.replica_id
+            if (plan.key, name) in self._lost:
+                continue
+            if outside.is_unreachable(trainer, name):
+                trainer.could_not_reach(Unreached(name, Via.STATE, "no connection"))
+                self.poor_sources.add(name)
+                continue
+            if outside.is_silent(trainer, name):
+                if self._is_waited_for(name):
+                    return None
+                continue
+            snapshot = outside.snapshot_of(trainer, name)
+            if snapshot is None:
+                continue
+            held = snapshot.held
+            if (snapshot.key, held.step, held.lineage) == (plan.key, plan.step, plan.lineage):
+                return snapshot
+            if name not in self._refused and snapshot.key == plan.key:
+                trainer.note(f"refuses a snapshot of step {held.step}, for it needs step {plan.step}")
+                self._refused.add(name)
+            trainer.mark("a snapshot of another step was refused")
+        return None
+
+    def _is_waited_for(self, source: str) -> bool:
+        """Whether a source that sends nothing has had less than a second for it."""
+        since_ms = self._silent_ms.setdefault(source, self._trainer.clock.now_ms)
+        if self._trainer.clock.now_ms - since_ms < SOURCE_SILENT_MS:
+            return True
+        if source not in self.poor_sources:
+            self.poor_sources.add(source)
+            self._trainer.note(f"has heard nothing from source {source}, and asks it last from now on")
+        return False
