@@ -76,7 +76,7 @@ class Rank:
 
 
 def test_a_word_is_five_integers_that_members_add_up() -> None:
-    assert Rank().word() == Word(ok=True, ask=False, leave=False, recovering=False, check=state_check(10, LINEAGE))
+    assert Rank().word() == Word(ok=True, ask="", leave=False, recovering=False, check=state_check(10, LINEAGE))
     assert len(Rank().word().values()) == NUM_WORDS
     assert Rank().word(leave=True, ask="its state is to be loaded").values() == (1, 1, 1, 0, state_check(10, LINEAGE))
 
@@ -99,7 +99,7 @@ def test_a_rank_whose_quorum_is_broken_is_not_ok() -> None:
 
 def test_one_that_recovers_says_so_and_gives_no_check() -> None:
     rank = Rank(heal=True, up_to_date=(0, 2), participants=(0, 2), participating_rank=None)
-    assert rank.word(participates=False) == Word(ok=True, ask=False, leave=False, recovering=True, check=0)
+    assert rank.word(participates=False) == Word(ok=True, ask="", leave=False, recovering=True, check=0)
 
 
 def test_no_word_is_spoken_beside_a_member_that_knows_none() -> None:
@@ -415,7 +415,7 @@ def test_the_others_are_asked_to_ask_when_the_lease_runs_out() -> None:
         rank.core.beat(at_ms)
         rank.now_ms = at_ms
         rank.core.next_round(at_ms)
-        assert rank.word().ask == (at_ms - 1_000 > LEASE_MS * 2 / 3), at_ms
+        assert bool(rank.word().ask) == (at_ms - 1_000 > LEASE_MS * 2 / 3), at_ms
         rank.core.decided(yes=True, stands=True)
 
 

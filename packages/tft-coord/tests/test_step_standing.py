@@ -549,3 +549,58 @@ def test_a_strategy_that_gives_up_aborts_what_the_others_wait_in() -> None:
     begin_aside(rank)
     assert rank.tell(on.FlightsGivenUp()) == (do.AbortGroup(),)
     assert rank.asks().request.needs_configure
+
+
+# --- a word that is sent before its step ends -------------------------------------------------------------------------
+
+
+def recovering_in_a_sync() -> Speaker:
+    """A rank that is behind, in a sync whose others train on: it takes state as soon as the plan is here."""
+    rank = Speaker()
+    rank.begin(rank.plan_here(step=4, lineage=44, rank=1, healing=[1]))
+    rank.tell(on.StrategyExchanges())
+    return rank
+
+
+def test_who_recovers_in_a_sync_speaks_before_it_waits_for_its_state() -> None:
+    rank = recovering_in_a_sync()
+    assert rank.status.speaks_first
+    word = one(do.SendWord, rank.tell(on.WordAsked()))
+    assert not word.hears
+    assert word.values == (1, 0, 0, 1, 0)
+    assert rank.tell(on.WordAsked()) == (), "a round has one word"
+    one(do.ReportHealed, TRANSCRIPTS["heals"](rank))
+    assert not rank.status.speaks_first
+    rank.tell(on.EndAsked(0))
+    rank.tell(on.ReductionsEnded(0))
+    assert rank.tell(on.DeviceSynchronized(0)) == (do.HearWord(0, SEVEN, word.round_number),)
+    vote = rank.end_word(word, (1, 0, 0, 0, state_check(4, 44)))
+    assert vote.yes
+    assert not vote.stands, "somebody recovered"
+
+
+def test_who_spoke_and_then_got_no_state_votes_no() -> None:
+    rank = recovering_in_a_sync()
+    word = one(do.SendWord, rank.tell(on.WordAsked()))
+    one(do.StageState, rank.tell(on.ExchangeAsked()))
+    one(do.ReportHealFailed, rank.tell(on.StageEnded(Stage.FETCH, RuntimeError("the source is gone"))))
+    rank.tell(on.EndAsked(0))
+    rank.tell(on.ReductionsEnded(0))
+    assert one(do.HearWord, rank.tell(on.DeviceSynchronized(0)))
+    assert not rank.end_word(word, (1, 0, 0, 0, state_check(4, 44))).yes
+
+
+def test_a_word_that_the_group_can_not_send_is_left_to_the_end() -> None:
+    rank = recovering_in_a_sync()
+    assert rank.tell(on.WordAsked(RuntimeError("the group is broken"))) == ()
+    rank.tell(on.LossNoticed(LossNotice(SEVEN, "replica_0", 1, "silent")))
+    assert rank.tell(on.WordAsked()) == ()
+
+
+def test_nobody_else_speaks_before_the_end() -> None:
+    rank = Speaker()
+    rank.first()
+    rank.goes_on()
+    rank.tell(on.StrategyExchanges())
+    assert not rank.status.speaks_first
+    assert rank.tell(on.WordAsked()) == ()

@@ -48,21 +48,21 @@ class Word:
 
     Args:
         ok: it has no error in this round.
-        ask: the next round shall ask the lighthouse.
+        ask: why the next round shall ask the lighthouse, one phrase, or empty.
         leave: its group leaves after this round.
         recovering: it recovers in this round.
         check: digest of the participant's (step, lineage); 0 from others.
     """
 
     ok: bool
-    ask: bool
+    ask: str
     leave: bool
     recovering: bool
     check: int
 
     def values(self) -> tuple[int, int, int, int, int]:
         """Return the integers to exchange; members add them up."""
-        return int(self.ok), int(self.ask), int(self.leave), int(self.recovering), self.check
+        return int(self.ok), int(bool(self.ask)), int(self.leave), int(self.recovering), self.check
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,10 +235,6 @@ class Standing:
         """Whether all members of the quorum speak the word of a round."""
         return self._plan is not None and self._plan.lease_ms is not None
 
-    def lease_runs_out(self, now_ms: int) -> bool:
-        """Whether less than a third of the lease is left and beats have failed since the last renewal."""
-        return self._lease.runs_out(now_ms)
-
     # --- the beginning of a round -----------------------------------------------------------------------------------
 
     def next_round(self, now_ms: int, unfit: str = "") -> GoOn | Ask:
@@ -303,9 +299,22 @@ class Standing:
         """
         current = self._running()
         ok = ok and lineage is not None and self._state is not State.BROKEN
-        wants = bool(ask) or self._recalled or not current.plan.lease_ms or self.lease_runs_out(now_ms)
         check = state_check(current.step, lineage) if participates and lineage is not None else 0
-        return Word(ok, wants, leave, current.plan.heal and not current.without_request, check)
+        return Word(
+            ok,
+            ask or self._asks_next(current.plan, now_ms),
+            leave,
+            current.plan.heal and not current.without_request,
+            check,
+        )
+
+    def _asks_next(self, plan: Plan, now_ms: int) -> str:
+        if self._recalled:
+            return "the lighthouse told it to"
+        if not plan.lease_ms:
+            return "a member of its quorum asks in every step"
+        runs_out = self._lease.runs_out(now_ms)
+        return "its lease runs out: the lighthouse has not answered its beats" if runs_out else ""
 
     def summed(self, total: Sequence[int] | None, lineage: int | None) -> Vote:
         """Take the sum of all words of the running round; None: it did not complete.

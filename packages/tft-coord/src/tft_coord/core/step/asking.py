@@ -144,11 +144,13 @@ class Asking:
         books = self._books
         if books.own.torn:
             return "its state is torn"
+        if books.changed:
+            return books.changed
         if not usable:
             return "its process group is unusable"
         if books.own.lineage is None or self._stands is None or self._stands.key != books.held:
             return "it does not know its state, or its quorum, any more"
-        return books.changed
+        return ""
 
     def _goes_on(self, event: on.StepStarted, going: GoOn) -> Effects:
         """Begin the next round of the quorum that stands: the plan is known, and nobody is asked."""

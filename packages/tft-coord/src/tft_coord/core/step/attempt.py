@@ -38,6 +38,7 @@ class Attempt:
         agreed: what the word of its round means for this rank's vote; None: it has no word, or not yet.
         heard_a_no: a member's word says that it has an error, as all that have the sum know.
         says_leave: this rank's word says that its group leaves.
+        sent_word: number of the round whose word was sent before this attempt's end; None: none was.
         num_reductions, weight: of this rank; `is_weighted`: a reduction has used the weight.
     """
 
@@ -55,6 +56,7 @@ class Attempt:
         "num_reductions",
         "plan",
         "says_leave",
+        "sent_word",
         "weight",
     )
 
@@ -69,6 +71,7 @@ class Attempt:
         self.agreed: Vote | None = None
         self.heard_a_no = False
         self.says_leave = False
+        self.sent_word: int | None = None
         self.num_reductions = 0
         self.weight: float | None = None
         self.is_weighted = False

@@ -146,4 +146,5 @@ class Books:
             leaving.left,
             leaving.reason,
             self.losses.of_held,
+            self.standing.state,
         )

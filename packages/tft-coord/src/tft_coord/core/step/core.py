@@ -94,6 +94,7 @@ def _handlers_of(books: Books) -> dict[type, Handler]:
         on.EndAsked: ending.end_asked,
         on.ReductionsEnded: ending.reductions_ended,
         on.DeviceSynchronized: ending.device_synchronized,
+        on.WordAsked: ending.word_asked,
         on.WordEnded: ending.word_ended,
         on.VoteAsked: ending.vote_asked,
         on.VerdictArrived: ending.verdict_arrived,

@@ -321,11 +321,29 @@ class SendWord:
         key: of the quorum.
         values: to be added up.
         round_number: rises from one word of a quorum to the next.
+        why_asks: why this rank wants the next round to ask the lighthouse, one phrase, or empty.
+        hears: wait for the sum now; else `HearWord` comes later.
     """
 
     attempt: int
     key: QuorumKey
     values: tuple[int, ...]
+    round_number: int
+    why_asks: str = ""
+    hears: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class HearWord:
+    """Wait for the sum of the words of a round, in which this rank's own was sent before; tell `WordEnded`.
+
+    Args:
+        attempt: as in `EndAsked`.
+        key, round_number: as in the `SendWord` that was not to hear.
+    """
+
+    attempt: int
+    key: QuorumKey
     round_number: int
 
 
@@ -541,6 +559,7 @@ Effect: TypeAlias = (
     | PutAside
     | SynchronizeDevice
     | SendWord
+    | HearWord
     | ExchangeState
     | CastVote
     | ReportTooFew

@@ -95,6 +95,8 @@ class Ending:
             attempt.note(event.group_error)
             reports = (do.ReportError(attempt.name, event.group_error, True),)
         if attempt.speaks and attempt.agreed is None:
+            if attempt.sent_word is not None and attempt.plan is not None:
+                return (*reports, do.HearWord(event.attempt, attempt.plan.key, attempt.sent_word))
             return (*reports, *self._word(event, attempt, now_ms))
         return (*reports, *self._after_the_word(event.attempt, attempt, now_ms))
 
@@ -102,14 +104,28 @@ class Ending:
         """Tell all members how this round went here. Nobody's state is waited for before that."""
         plan, rounds = attempt.plan, self._rounds
         assert plan is not None, "a word without a quorum"
-        values, step = rounds.word(attempt, now_ms), self._books.standing.round_step
+        word, step = rounds.word(attempt, now_ms), self._books.standing.round_step
         is_alone = plan.replica_world_size == 1
-        if values is not None and step is not None and not is_alone:
+        if word is not None and step is not None and not is_alone:
             if event.group_error is None and rounds.can_send(plan):
-                return (do.SendWord(event.attempt, plan.key, values, step),)
-            values = None
-        rounds.summed(attempt, values)
+                return (do.SendWord(event.attempt, plan.key, word.values(), step, word.ask),)
+            word = None
+        rounds.summed(attempt, word.values() if word is not None else None)
         return self._after_the_word(event.attempt, attempt, now_ms)
+
+    def word_asked(self, event: on.WordAsked, now_ms: int) -> Effects:
+        """Send the word of the open attempt now. What can't be sent now is found again at its end."""
+        books, attempt = self._books, self._books.flights.last
+        plan, step = attempt.plan, books.standing.round_step
+        if not books.status().speaks_first or attempt.sent_word is not None or plan is None or step is None:
+            return ()
+        if event.group_error is not None or not self._rounds.can_send(plan):
+            return ()
+        word = self._rounds.word(attempt, now_ms)
+        if word is None:
+            return ()
+        attempt.sent_word = step
+        return (do.SendWord(0, plan.key, word.values(), step, word.ask, hears=False),)
 
     def word_ended(self, event: on.WordEnded, now_ms: int) -> Effects:
         attempt = self._attempt(event.attempt)

@@ -186,6 +186,17 @@ class DeviceSynchronized:
 
 
 @dataclass(frozen=True, slots=True)
+class WordAsked:
+    """The reductions of the open attempt have ended long before its end: `StepStatus.speaks_first`.
+
+    Args:
+        group_error: as in `DeviceSynchronized`.
+    """
+
+    group_error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class WordEnded:
     """The exchange of the word is over.
 
@@ -427,6 +438,7 @@ Event: TypeAlias = (
     | EndAsked
     | ReductionsEnded
     | DeviceSynchronized
+    | WordAsked
     | WordEnded
     | VoteAsked
     | VerdictArrived

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
-from tft_coord.core.standing import NUM_WORDS, Vote
+from tft_coord.core.standing import NUM_WORDS, Vote, Word
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 from tft_coord.core.step.effects import Effects
@@ -35,7 +35,7 @@ class Rounds:
 
     # --- the word -----------------------------------------------------------------------------------------------------
 
-    def word(self, attempt: Attempt, now_ms: int) -> tuple[int, ...] | None:
+    def word(self, attempt: Attempt, now_ms: int) -> Word | None:
         """Return this rank's word at the end of its reductions; None: its round has failed with another one."""
         books, plan = self._books, attempt.plan
         assert plan is not None, "a word without a quorum"
@@ -52,7 +52,7 @@ class Rounds:
             participates=attempt.is_participating,
             leave=attempt.says_leave,
             ask=asks,
-        ).values()
+        )
 
     def can_send(self, plan: Plan) -> bool:
         """Whether the process group of that quorum is there to send a word."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from tft_coord.core.standing import State
 from tft_coord.core.step.errors import QuorumBroken
 from tft_coord.core.step.values import Check, Healing, Phase, StepName
 from tft_coord.core.types import LossNotice, Plan, QuorumKey
@@ -55,6 +56,7 @@ class StepStatus(NamedTuple):
         left: it has left; no step begins any more.
         leave_reason: one phrase.
         losses: what has broken the quorum that is held; empty while it stands.
+        standing: where this rank stands with its quorum: whether the next step asks the lighthouse.
     """
 
     step: int
@@ -92,6 +94,7 @@ class StepStatus(NamedTuple):
     left: bool
     leave_reason: str
     losses: tuple[LossNotice, ...]
+    standing: State
 
     @property
     def error(self) -> Exception | None:
@@ -113,6 +116,15 @@ class StepStatus(NamedTuple):
         """Whether the open attempt is as it was begun: nothing reduced, nothing failed, nothing voted."""
         is_open = self.phase is Phase.ASKED or self.phase is Phase.PLANNED
         return is_open and not self.errors and self.broken is None and not self.has_reduced
+
+    @property
+    def speaks_first(self) -> bool:
+        """Whether this rank sends its word of the round before it takes the state that it needs, in the midst of its
+        attempt: else all would wait at their ends for that transfer. The shell tells `WordAsked` when it may."""
+        plan = self.plan
+        if plan is None or plan.lease_ms is None or self.num_deferred or self.exchanged:
+            return False
+        return self.by_strategy and self.healing is Healing.FETCHING
 
     def attempt(self, number: int) -> AttemptStatus | None:
         """Return the attempt of that number that was put aside; None if it is over."""
