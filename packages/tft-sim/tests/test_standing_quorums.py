@@ -16,6 +16,7 @@ from tft_coord.core.group import GroupCore
 from tft_coord.core.lighthouse import Job
 from tft_coord.core.living_quorum import LivingQuorum
 from tft_coord.core.standing import Lease, Standing, Vote
+from tft_coord.core.step import effects as do
 from tft_coord.core.types import QuorumKey, QuorumNews
 from tft_coord.timeouts import Timeouts
 from tft_sim import STANDING_MARKS, InvariantBroken, SimulationFailed, play, run_many, simulate
@@ -188,11 +189,11 @@ def ends_before_its_last_word(self: Speaking) -> Life:
     yield self._trainer.sleep(1)
 
 
-def waits_for_its_state_before_the_word(self: Ending, *said: Any, **more: Any) -> Life:
+def waits_for_its_state_before_the_word(self: Ending, order: do.SendWord) -> Life:
     plan = self._trainer.plan
-    if plan is not None and plan.heal and self._agreed is None:
+    if plan is not None and plan.heal:
         yield self._trainer.sleep(3_000)
-    yield from right_speak(self, *said, **more)
+    return (yield from right_speak(self, order))
 
 
 def pushes_no_recall(self: Job) -> list[Any]:
@@ -238,7 +239,7 @@ class Mutant:
 
 MUTANTS = [
     Mutant(Ending, "speak", waits_for_its_state_before_the_word, "standing_02_recall"),
-    Mutant(Standing, "summed", takes_a_lost_word_for_a_yes, 0, "W1"),
+    Mutant(Standing, "summed", takes_a_lost_word_for_a_yes, 0, "W1 I5"),
     Mutant(Votes, "cast", stands_whatever_the_others_say, "standing_03_words"),
     Mutant(Standing, "decided", lets_the_others_hang, "standing_03_words"),
     Mutant(GroupCore, "_breaks_alone", tells_no_other_rank, "standing_04_alone"),
@@ -279,4 +280,4 @@ def test_a_mistake_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> N
     right = vars(mutant.target)[mutant.name]
     mistake = property(mutant.mistake) if isinstance(right, property) else mutant.mistake
     monkeypatch.setattr(mutant.target, mutant.name, mistake)
-    assert seen(mutant) == mutant.invariant
+    assert seen(mutant) in mutant.invariant.split()

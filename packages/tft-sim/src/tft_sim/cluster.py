@@ -528,7 +528,7 @@ class Cluster:
     def _beat(self, trainer: Trainer, stream: Stream) -> None:
         """A rank says once a beat where in its step it is, for as long as its stream stands."""
         if stream.open:
-            self._say_where(trainer, stream, number=trainer.standing.beat(trainer.outside.own_ms()))
+            self._say_where(trainer, stream, number=trainer.number_beat())
             trainer.look()
             trainer.after(self.timeouts.beat_interval_ms, lambda: self._beat(trainer, stream))
 

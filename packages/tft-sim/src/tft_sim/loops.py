@@ -122,7 +122,6 @@ class Loop:
         trainer.mark("a state was loaded by hand")
         trainer.tell(on.StateLoaded({"step": step, "batches_committed": step}))
         trainer.weights = f"by hand/{trainer.rank}"
-        trainer.speaking.unfit = "a state was loaded by hand"
 
     def _save_or_load(self) -> None:
         """Keep a durable checkpoint; go back to it when a commit has failed since."""
@@ -135,7 +134,6 @@ class Loop:
             trainer.mark("a durable checkpoint was loaded")
             trainer.tell(on.StateLoaded(state))
             trainer.weights = weights
-            trainer.speaking.unfit = "a durable checkpoint was loaded"
 
     def fail_if_asked(self, number: int = 0) -> None:
         """Report an error of the user's own. `number`: of a step that was put aside; 0: in the open one."""

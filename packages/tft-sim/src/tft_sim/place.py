@@ -84,12 +84,6 @@ class Place(Process):
         since_ms = self.clock.now_ms
         if self.progress_phase in (Phase.WAITING, Phase.REDUCING):
             self.after(WAITS_MS, lambda: self._say_if_waits(since_ms))
-        if name in ("reduction", "word"):
-            self.waits_for_others(since_ms)
-
-    def waits_for_others(self, since_ms: int) -> None:
-        """Wait in a reduction or a word since then."""
-        raise NotImplementedError
 
     def moved(self) -> None:
         """Take its place anew: it has a quorum now, or none, while its training went on."""

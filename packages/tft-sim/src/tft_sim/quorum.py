@@ -51,9 +51,6 @@ class Quorum:
                 case do.CompareState(name):
                     yield from self._compare(name)
         trainer.phase = "quorum"
-        goes_on = trainer.speaking.goes_on()
-        if not goes_on:
-            trainer.recovery.take_early()
         unreached, trainer.unreached = tuple(trainer.unreached.values()), {}
         started = on.StepStarted(
             checkpoint_metadata=trainer.name,
@@ -61,23 +58,13 @@ class Quorum:
             shrink_only=trainer.shrink_only,
             poor_sources=tuple(sorted(trainer.recovery.poor_sources)),
             unreached=unreached,
-            fingerprint=trainer.fingerprint,
         )
-        for effect in trainer.tell(started):
-            if not isinstance(effect, do.Ask):
-                continue
-            if goes_on:
-                self._go_on(effect.attempt)
-            else:
-                trainer.speaking.asked()
-                self._known = trainer.spawn(self._negotiate(effect))
+        asked = next((each for each in trainer.tell(started) if isinstance(each, do.Ask)), None)
+        trainer.speaking.note_begin(asked)
+        if asked is not None:
+            trainer.recovery.take_early()
+            self._known = trainer.spawn(self._negotiate(asked))
         return True
-
-    def _go_on(self, attempt: int) -> None:
-        """Begin the next round of the quorum that stands, as if the answer had come that it does."""
-        key = self._trainer.held
-        assert key is not None
-        self._trainer.tell(on.UnchangedArrived(attempt, key))
 
     def _compare(self, name: str) -> Life:
         """Reduce the states of all ranks of this group to a digest."""
@@ -89,7 +76,6 @@ class Quorum:
             trainer.note("holds a state that went astray")
             trainer.weights = f"astray/{trainer.name}/{trainer.clock.now_ms}"
         trainer.phase = "compare"
-        trainer.speaking.unfit = "its state was compared"
         own = "" if trainer.torn or trainer.outside.take_raises(trainer) else trainer.weights
         digests = (yield trainer.outside.gather(trainer, name, own)) if trainer.world_size > 1 else (own,)
         if digests is None or not all(digests):
@@ -111,7 +97,7 @@ class Quorum:
 
     def _negotiate(self, order: do.Ask) -> Life:
         trainer = self._trainer
-        attempt, request = order.attempt, trainer.with_lease(order.request)
+        attempt, request = order.attempt, order.request
         patience_ms = trainer.gives_up_after_ms or trainer.outside.timeouts.quorum_timeout_ms
         trainer.gives_up_after_ms = None
         deadline_ms = trainer.clock.now_ms + patience_ms
@@ -120,7 +106,7 @@ class Quorum:
             trainer.outside.invariants.started_anew(trainer.host, None)
             for effect in trainer.tell(on.ServerRestarted()):
                 assert isinstance(effect, do.Ask)
-                request = trainer.with_lease(effect.request)
+                request = effect.request
         if isinstance(answer, Refused):
             self._refused(attempt, answer)
             return
@@ -129,9 +115,6 @@ class Quorum:
                 on.PlanArrived(attempt, answer) if isinstance(answer, Plan) else on.UnchangedArrived(attempt, answer)
             )
             orders = trainer.tell(arrived)
-            given = trainer.plan
-            assert given is not None
-            trainer.speaking.planned(given)
         except StaleQuorum as stale:
             raise InvariantBroken("I2", f"{trainer.name} is told that a plan stands, and has none: {stale}") from None
         if not isinstance(answer, Plan):
@@ -156,8 +139,6 @@ class Quorum:
             trainer.phase = "configure"
         trainer.leave_group()
         broken: Exception | None = trainer.core.status.broken
-        if broken is None and trainer.speaking.is_broken(plan.key):
-            broken = Lost("its quorum is over")
         if broken is not None:
             trainer.mark("a broken quorum was not configured")
             trainer.note("is given a broken quorum, and does not try to meet its members")

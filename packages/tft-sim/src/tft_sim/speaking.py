@@ -1,18 +1,19 @@
-"""A trainer's side of standing quorums: whether its next round asks, the word at the end of a round, its lease.
+"""A trainer's side of standing quorums: the word at the end of a round, over its process group.
 
-Law of this file: what the shell does with `tft_coord.core.standing`, which decides. What a round is the step core says.
+Law of this file: sending words and hearing sums. What a word says, what its sum means, and whether the next round asks
+is decided by the step core.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tft_coord.core.standing import Ask, Standing
-from tft_coord.core.standing import State as Stand
-from tft_coord.core.types import Plan, QuorumKey, QuorumNews, Verdict
+from tft_coord.core.step import effects as do
+from tft_coord.core.step import events as on
+from tft_coord.core.types import Plan
 from tft_sim.group import Group
 from tft_sim.invariants import Round
-from tft_sim.waiting import Life, Waiter
+from tft_sim.waiting import Life, Lost, Waiter
 
 if TYPE_CHECKING:
     from tft_sim.trainer import Trainer
@@ -21,7 +22,7 @@ LINGER_MS = 1_000  # so long one that leaves keeps its process group, for its la
 
 
 class Speaking:
-    """The standing quorums of one rank.
+    """The words of one rank.
 
     Args:
         trainer: the rank.
@@ -29,119 +30,69 @@ class Speaking:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self.core = Standing(trainer.outside.timeouts)
-        self.unfit = ""  # why it can't go on without asking, though its quorum stands
-
-    @property
-    def speaks(self) -> bool:
-        """Whether all members of the quorum speak the word of a round."""
-        return self.core.speaks
-
-    def is_broken(self, key: QuorumKey) -> bool:
-        """Whether that quorum, which was given last, can't complete another round."""
-        return self.core.key == key and self.core.state is Stand.BROKEN
+        self._sent = Waiter()  # the sum of the words of the round whose own word was sent last
 
     # --- the beginning of a round -----------------------------------------------------------------------------------
 
-    def goes_on(self) -> bool:
-        """Whether the next round asks nobody. Where it asks though its quorum stands, the group is left first."""
-        trainer = self._trainer
-        unfit, self.unfit = self.unfit, ""
-        if trainer.torn:
-            unfit = "its state is torn"
-        elif trainer.group is None:
-            unfit = unfit or "its process group is unusable"
-        going = self.core.next_round(trainer.outside.own_ms(), unfit)
-        if isinstance(going, Ask):
-            if going.breaks:
-                why = "its lease was over" if "lease" in going.why else "it had changed"
+    def note_begin(self, order: do.Ask | None) -> None:
+        """Tell the story of a round that begins. `order`: its request; None: it asks nobody."""
+        trainer, status = self._trainer, self._trainer.status
+        if order is not None:
+            if order.breaks:
+                why = "its lease was over" if "lease" in order.breaks else "it had changed"
                 trainer.mark(f"a rank asked where its quorum stood: {why}")
-                trainer.note(f"asks though its quorum stands: {going.why}")
-                trainer.leave_group()
-            return False
+                trainer.note(f"asks though its quorum stands: {order.breaks}")
+            return
         trainer.mark("a round began without a request")
-        plan = trainer.plan
+        plan = status.plan
         if plan is not None and plan.num_participants < plan.replica_world_size:
             trainer.mark("a quorum with spares stood")
-        if trainer.status.num_deferred:
+        if status.num_deferred:
             trainer.mark("a sync began without a request, with others in flight")
-        return True
-
-    def asked(self) -> None:
-        """Note that the request is sent now."""
-        self.core.asked(self._trainer.outside.own_ms())
-
-    def planned(self, plan: Plan) -> None:
-        """Take the plan that was given."""
-        trainer = self._trainer
-        in_flight = sum(each.plan is not None and each.plan.key == plan.key for each in trainer.status.aside)
-        self.core.planned(plan, trainer.outside.own_ms(), in_flight)
-        if trainer.settings.speaks and plan.lease_ms is None:
-            trainer.mark("an older member made all ask in every step")
 
     # --- its end ----------------------------------------------------------------------------------------------------
 
-    def send(self, plan: Plan, vote: Round, good: bool, *, leaves: bool) -> Waiter:
-        """Send the word of a round, when the own reductions have ended; resolves to the sum, or to None."""
-        trainer, now_ms = self._trainer, self._trainer.outside.own_ms()
-        counts = self._counts(plan, vote)
-        lineage = trainer.lineage if counts else vote.lineage
-        ends = trainer.finishes_at is not None and vote.step + 1 >= trainer.finishes_at
+    def send(self, order: do.SendWord) -> None:
+        """Send the word of a round."""
+        trainer, group = self._trainer, self._trainer.group
         every = trainer.settings.check_every
-        # The lighthouse is told what the states are compared to, and so all ask after this round.
-        ask = "the states are compared next" if every and (vote.step + 1) % every == 0 else ""
-        if ask and plan.lease_ms:
+        if order.why_asks and every and (order.round_number + 1) % every == 0:
             trainer.mark("a word said that states are compared next")
-        word = self.core.word(now_ms, ok=good, lineage=lineage, participates=counts, leave=leaves or ends, ask=ask)
-        if plan.lease_ms and self.core.lease_runs_out(now_ms):
+        if "lease runs out" in order.why_asks:
             trainer.mark("a word said that the lease runs out")
-        group = trainer.group
-        if group is None or group.key != plan.key or self.is_broken(plan.key) or trainer.status.broken is not None:
-            failed = Waiter()
-            failed.resolve(None)
-            return failed
-        sent = group.exchange_word(vote.step, trainer.replica_id, word.values())
+        if not order.hears:
+            trainer.mark("a word was sent before its step ended")
+        if group is None or group.key != order.key:
+            self._sent = Waiter()
+            self._sent.resolve(None)
+            return
+        sent = group.exchange_word(order.round_number, trainer.replica_id, order.values)
         sent.then(lambda total: self._learned(group, total))
-        return trainer.within(sent, trainer.outside.timeouts.timeout_ms)
+        self._sent = sent
 
     def _learned(self, group: Group, total: object) -> None:
         trainer = self._trainer
         if total is None and trainer.alive and trainer.group is group:
             trainer.note_unreached(group)
 
-    def _counts(self, plan: Plan, vote: Round) -> bool:
-        return plan.participating_rank is not None and self._trainer.step == vote.step
-
-    def hear(self, plan: Plan, vote: Round, sent: Waiter) -> Life:
-        """Wait for the sum of a round's words. Returns: what it means."""
-        trainer, invariants = self._trainer, self._trainer.outside.invariants
+    def hear(self, attempt: int, vote: Round, plan: Plan) -> Life:
+        """Wait for the sum of the words of a round. Returns: the event that tells it."""
+        trainer = self._trainer
         trainer.phase = "word"
-        total = yield sent
-        agreed = self.core.summed(total, trainer.lineage if self._counts(plan, vote) else vote.lineage)
-        invariants.worded(trainer.replica_id, trainer.rank, vote, agreed.yes if total is not None else None)
-        if total is not None and plan.lease_ms:
+        total = yield trainer.within(self._sent, trainer.outside.timeouts.timeout_ms)
+        if total is None:
+            trainer.mark("the word of a round failed")
+            if trainer.outside.invariants.was_committed(vote, trainer.rank):
+                trainer.mark("the word of a round came to some members alone")
+            trainer.note("sees the word of its round fail")
+            return on.WordEnded(attempt, None, Lost("the word of the round did not complete"))
+        if plan.lease_ms:
             asks, leaves = total[1], total[2]
             if 0 < asks < plan.replica_world_size:
                 trainer.mark("the word of some told the others to ask")
             if asks and leaves:
                 trainer.mark("one word said that all ask and that one leaves")
-        if total is None:
-            trainer.mark("the word of a round failed")
-            if invariants.was_committed(vote, trainer.rank):
-                trainer.mark("the word of a round came to some members alone")
-            trainer.note("sees the word of its round fail")
-        elif not agreed.yes:
-            trainer.mark("the word of a round was a no")
-        return agreed
-
-    def exchange(self, plan: Plan, vote: Round, good: bool, *, leaves: bool) -> Life:
-        """Send the word, and hear the sum of all."""
-        return (yield from self.hear(plan, vote, self.send(plan, vote, good, leaves=leaves)))
-
-    def decided(self, verdict: Verdict) -> None:
-        """Take the group's verdict on the round."""
-        if self.speaks and self.core.decided(yes=verdict.yes, stands=verdict.stands):
-            self._trainer.leave_group()  # nobody shall wait for it in a round that can't complete
+        return on.WordEnded(attempt, total)
 
     def let_the_last_word_pass(self) -> Life:
         """Keep the process group until the others have what this rank said last."""
@@ -151,29 +102,3 @@ class Speaking:
                 return
             trainer.mark("a leaver let its last word pass")
             yield trainer.sleep(1)
-
-    # --- news -------------------------------------------------------------------------------------------------------
-
-    def told(self, news: QuorumNews) -> bool:
-        """Take what the manager server says of the newest quorum. Returns: whether what runs has to be aborted."""
-        trainer, before = self._trainer, self.core.state
-        breaks = self.core.told(news)
-        if news.beat and news.age_ms > 2 * trainer.outside.timeouts.beat_interval_ms:
-            trainer.mark("an answer to an old beat came to a rank")
-        if self.core.state is Stand.RECALLED is not before:
-            trainer.mark("a standing rank was recalled")
-            trainer.note("is told to ask after its next word")
-        if breaks:
-            trainer.mark("the newest quorum broke the one that was held")
-            trainer.note(f"hears that its quorum is over ({trainer.phase})")
-        return breaks
-
-    def waits(self, since_ms: int) -> None:
-        """Say to the lighthouse that this rank waits for other members for too long, if it does."""
-        trainer, now_ms = self._trainer, self._trainer.outside.own_ms()
-        waits_ms = trainer.clock.now_ms - since_ms
-        late = self.core.late(now_ms, now_ms - waits_ms) if trainer.phase_since_ms == since_ms else None
-        if late is not None:
-            trainer.mark("a standing round was late")
-            trainer.note(f"says that step {late.step + 1} waits for a member for too long")
-            trainer.outside.say_late(trainer, late)

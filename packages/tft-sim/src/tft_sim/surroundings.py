@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tft_coord.core import events
-from tft_coord.core.standing import Late
 from tft_coord.core.step import effects as do
 from tft_coord.core.types import Plan, QuorumKey, RankRequest, Verdict, Via
 from tft_coord.timeouts import Timeouts
@@ -77,9 +76,8 @@ class Outside:
 
             def make(call: int) -> events.RankAsked:
                 told = self.told.get(trainer.rank) is manager
-                return events.RankAsked(
-                    trainer.rank, call, replace(request, fingerprint=()) if told else request, deadline_ms
-                )
+                said = () if told else trainer.fingerprint
+                return events.RankAsked(trainer.rank, call, replace(request, fingerprint=said), deadline_ms)
 
             def done(value: Any) -> None:
                 if isinstance(value, Refused) and value.code == "unreachable" and self.clock.now_ms < deadline_ms:
@@ -124,11 +122,11 @@ class Outside:
     def is_healed_from(self, trainer: Trainer) -> bool:
         return not self.replica.released
 
-    def say_late(self, trainer: Trainer, late: Late) -> None:
+    def say_late(self, trainer: Trainer, key: QuorumKey, step: int) -> None:
         """Tell the manager server that a round waits for a member for longer than `join_timeout`."""
         manager = self.replica.manager
         if manager is not None:
-            event = events.RankLate(trainer.rank, late.key, late.step)
+            event = events.RankLate(trainer.rank, key, step)
             self.cluster.network.message(trainer, manager, lambda: manager.handle(event), lambda: None)
 
     def vote(self, trainer: Trainer, vote: Round, yes: bool, *, leaving: bool = False, stands: bool = False) -> Waiter:

@@ -14,7 +14,7 @@ from typing import final
 
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
-from tft_coord.core.types import Plan, Purpose
+from tft_coord.core.types import Plan
 from tft_sim.invariants import InvariantBroken, Reduced, Round
 from tft_sim.loops import NUM_BUCKETS, Loop
 from tft_sim.trainer import Trainer
@@ -39,7 +39,6 @@ class Sync:
         number: of its attempt, once a later one has begun beside it; 0: it is open.
         has_begun: its plan was here, so that its reductions have begun, if there is anything to reduce.
         results: of its reductions.
-        word: the sum of all words, where this rank has sent its own before its end, because it recovers.
     """
 
     fragment: int = 0
@@ -47,7 +46,6 @@ class Sync:
     number: int = 0
     has_begun: bool = False
     results: list[Waiter] = field(default_factory=list)
-    word: Waiter | None = None
 
 
 @final
@@ -125,7 +123,6 @@ class SyncLoop(Loop):
         sync.step = plan.step + len(self._flight) - 1
         if plan.step == 0:
             # All begin with the same weights: there is nothing to reduce.
-            yield from self._speak_first(sync, plan)
             yield from trainer.exchange_now()
             self._flight.clear()
             yield from self._conclude(sync)
@@ -133,20 +130,7 @@ class SyncLoop(Loop):
         sync.fragment = fragment_of(plan.step, len(self._flight) - 1, self._num_fragments)
         self._start_reductions(sync, plan)
         self._look_if_behind(plan)
-        yield from self._speak_first(sync, plan)
-        yield from trainer.exchange_now()
-
-    def _speak_first(self, sync: Sync, plan: Plan) -> Life:
-        """Whoever recovers, with nothing in flight, sends its word before it waits for its state."""
-        trainer = self.trainer
-        if not (plan.heal and trainer.speaking.speaks and len(self._flight) == 1):
-            return
-        for result in sync.results:
-            if not result.done:
-                trainer.phase = "reduction"
-                yield result
-        vote = Round(plan.key, sync.step, plan.lineage, Purpose.COMMIT)
-        sync.word = trainer.speaking.send(plan, vote, trainer.status.error is None, leaves=False)
+        yield from trainer.exchange_now(sync.results)
 
     def _end_abandoned(self) -> Life:
         """End what has failed with its quorum, without a vote."""
@@ -202,7 +186,7 @@ class SyncLoop(Loop):
     def _conclude(self, sync: Sync) -> Life:
         """Its end, with a vote or without; a no fails those that were begun after it."""
         trainer = self.trainer
-        concluded, vote = yield from trainer.should_commit(sync.number, sync.results, sync.step, sync.word)
+        concluded, vote = yield from trainer.should_commit(sync.number, sync.results)
         reduced: Reduced | None = None
         plan = concluded.plan
         if concluded.committed and plan is not None:
@@ -231,7 +215,6 @@ class SyncLoop(Loop):
         trainer.mark("a strategy ended with syncs in flight")
         trainer.note(f"gives up {_syncs(len(self._flight))} in flight")
         trainer.tell(on.FlightsGivenUp())
-        trainer.speaking.unfit = "its strategy was entered again"
         trainer.outside.invariants.fell(trainer.host, trainer.rank)
         failed, self._flight = self._flight, []
         for each in failed:

@@ -10,16 +10,16 @@ Law of this file: one rank's events and effects, on the training thread and besi
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tft_coord.core.fingerprint import Fingerprint, fingerprint_of
-from tft_coord.core.standing import Standing
+from tft_coord.core.standing import State as Stand
 from tft_coord.core.step import Effects, Phase, StepCore, StepSettings, StepStatus
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 from tft_coord.core.stragglers import PaceKind, StragglerNews
-from tft_coord.core.types import LossNotice, Plan, QuorumKey, QuorumNews, RankRequest, Unreached, Verdict, Via
+from tft_coord.core.types import LossNotice, Plan, QuorumKey, QuorumNews, Unreached, Verdict, Via
 from tft_coord.errors import GroupLost
 from tft_sim.ending import Ending
 from tft_sim.group import Group
@@ -44,6 +44,8 @@ _ASIDE = (
     do.UsePlan,
     do.ForgetPace,
     do.BreakQuorum,
+    do.EndQuorum,
+    do.PrepareToServe,
     do.ReportLateLoss,
     do.BreakAll,
     do.AbortGroup,
@@ -139,6 +141,8 @@ class Trainer(Place):
                 init_sync=settings.init_sync,
                 check_every=settings.check_every,
                 heals_divergence=settings.heals_divergence,
+                lease_ms=outside.timeouts.lease_ms if settings.speaks else None,
+                timeouts=outside.timeouts,
             )
         )
         super().__init__(f"{host or replica_id}/{rank}", outside.clock, self.core, outside)
@@ -154,7 +158,7 @@ class Trainer(Place):
         first = f"random/{self.name}" if settings.init_sync else f"seeded/{rank}"
         self.weights = f"loaded{settings.run}/{rank}" if settings.step > 0 else first
         if settings.step > 0:
-            self.core.handle(on.StateLoaded({"step": settings.step, "batches_committed": 0}), outside.clock.now_ms)
+            self.core.handle(on.StateLoaded({"step": settings.step, "batches_committed": 0}), outside.own_ms())
         self.unreached: dict[tuple[str, Via], Unreached] = {}  # since its last request
         self.group: Group | None = None
         self.group_since_ms = 0
@@ -184,11 +188,6 @@ class Trainer(Place):
     def status(self) -> StepStatus:
         """What the core says of its step."""
         return self.core.status
-
-    @property
-    def standing(self) -> Standing:
-        """Whether its quorum stands."""
-        return self.speaking.core
 
     @property
     def step(self) -> int:
@@ -259,7 +258,7 @@ class Trainer(Place):
 
         Returns: the other effects, in order.
         """
-        effects = self.core.handle(event, self.clock.now_ms)
+        effects = self.core.handle(event, self.outside.own_ms())
         if not effects:
             return effects
         rest = []
@@ -281,6 +280,10 @@ class Trainer(Place):
             case do.BreakQuorum(notice):
                 self.recovery.lost(notice)
                 self.after(ABORT_AFTER_MS, lambda: self._abort(notice.key))
+            case do.EndQuorum(key):
+                self.mark("the newest quorum broke the one that was held")
+                self.note(f"hears that its quorum is over ({self.phase})")
+                self.after(ABORT_AFTER_MS, lambda: self._abort(key))
             case do.BreakAll() if self.group is not None:
                 self._abort(self.group.key)
             case do.AbortGroup():
@@ -305,6 +308,8 @@ class Trainer(Place):
     def _use(self, plan: Plan) -> None:
         status, outside = self.core.status, self.outside
         in_flight = sum(each.plan is not None and each.plan.key == plan.key for each in status.aside)
+        if self.settings.speaks and plan.lease_ms is None:
+            self.mark("an older member made all ask in every step")
         outside.invariants.planned(plan, self.rank, in_flight)
         if status.configured == plan.key and self.group is None:
             # It was aborted since it asked. A key is for one meeting: under it we would meet who has left, or nobody.
@@ -316,7 +321,6 @@ class Trainer(Place):
     def noticed(self, notice: LossNotice) -> None:
         """Hear of the loss of a member of a quorum."""
         held = self.core.status.held
-        self.standing.broke(notice.key)
         breaks = any(isinstance(each, do.BreakQuorum) for each in self._heard(on.LossNoticed(notice)))
         if breaks:
             self.mark(f"a notice came in: {self.phase}")
@@ -333,18 +337,21 @@ class Trainer(Place):
 
     def told_of_quorum(self, news: QuorumNews) -> None:
         """Hear which quorum is the newest."""
-        key = self.core.status.held
-        if self.speaking.told(news) and key is not None:
-            self.after(ABORT_AFTER_MS, lambda: self._abort(key))
+        before = self.core.status.standing
+        self.tell(on.QuorumNamed(news))
+        if news.beat and news.age_ms > 2 * self.outside.timeouts.beat_interval_ms:
+            self.mark("an answer to an old beat came to a rank")
+        if self.core.status.standing is Stand.RECALLED is not before:
+            self.mark("a standing rank was recalled")
+            self.note("is told to ask after its next word")
 
-    def waits_for_others(self, since_ms: int) -> None:
-        """Wait in a reduction or a word."""
-        if self.settings.speaks:
-            self.after(self.outside.timeouts.join_timeout_ms, lambda: self.speaking.waits(since_ms))
+    def number_beat(self) -> int:
+        """Return the number of a beat that is sent now; 0: it needs no answer."""
+        return next((order.number for order in self.tell(on.BeatDue()) if isinstance(order, do.NumberBeat)), 0)
 
     def _heard(self, event: on.Event) -> Effects:
         """Tell an event, and return all its effects, performed or not."""
-        effects = self.core.handle(event, self.clock.now_ms)
+        effects = self.core.handle(event, self.outside.own_ms())
         for effect in effects:
             self._perform(effect)
         return effects
@@ -366,14 +373,20 @@ class Trainer(Place):
         """Leave after the running step, as somebody says."""
         if not self.core.status.wishes:
             self.note("is told to leave")
-        self.tell(on.LeaveWished("it was told to", self.clock.now_ms + LEAVE_WITHIN_MS))
+        self.tell(on.LeaveWished("it was told to", self.outside.own_ms() + LEAVE_WITHIN_MS))
 
     def look(self) -> None:
         """Look once a beat whether it waits in vain."""
-        for effect in self.tell(on.Looked(self.left_out)):
-            if isinstance(effect, do.TellLeaving):
-                self.mark("a rank left while it waited for a quorum")
-                self.outside.leave(self, effect)
+        waits_ms = self.clock.now_ms - self.phase_since_ms if self.phase in ("reduction", "word") else None
+        for effect in self.tell(on.Looked(self.left_out, waits_ms)):
+            match effect:
+                case do.TellLeaving():
+                    self.mark("a rank left while it waited for a quorum")
+                    self.outside.leave(self, effect)
+                case do.TellLate(key, step):
+                    self.mark("a standing round was late")
+                    self.note(f"says that step {step + 1} waits for a member for too long")
+                    self.outside.say_late(self, key, step)
 
     def report_error(self) -> None:
         """Report an error of the user's, at whatever moment."""
@@ -470,22 +483,14 @@ class Trainer(Place):
         self.outside.invariants.delivered(self.replica_id, result)
         return result
 
-    def with_lease(self, request: RankRequest) -> RankRequest:
-        """Return a request that says for how long this rank would go on in a standing quorum."""
-        return replace(request, lease_ms=self.outside.timeouts.lease_ms) if self.settings.speaks else request
-
     # --- a step ends ------------------------------------------------------------------------------------------------
 
-    def should_commit(
-        self, number: int = 0, results: Collection[Waiter] = (), step: int | None = None, word: Waiter | None = None
-    ) -> Life:
+    def should_commit(self, number: int = 0, results: Collection[Waiter] = ()) -> Life:
         """End a step.
 
         Args:
             number: of one that was put aside; 0: the open one.
             results: of its reductions.
-            step: committed steps before it; None: as its plan says.
-            word: the sum of its words, where this rank has sent its own before.
         Returns: what the training loop is told, and the round that was voted on, if one was.
         """
         if number and self.core.status.is_open:
@@ -498,7 +503,7 @@ class Trainer(Place):
                 self.phase = "reduction"
                 yield result
         orders = orders or self.tell(on.ReductionsEnded(number))
-        end = Ending(self, number, step, word)
+        end = Ending(self, number)
         while True:
             concluded: do.Concluded | None = None
             asks: on.Event | None = None
@@ -509,9 +514,11 @@ class Trainer(Place):
                     case do.SynchronizeDevice():
                         failed = Lost("the process group failed") if self.group is None else None
                         asks = on.DeviceSynchronized(number, failed)
+                    case do.SendWord():
+                        asks = yield from end.speak(order)
+                    case do.HearWord():
+                        asks = yield from end.hear(order)
                     case do.ExchangeState():
-                        # Whoever recovers speaks before it waits for its state.
-                        yield from end.speak()
                         yield from self.recovery.exchange()
                         asks = on.VoteAsked()
                     case do.CastVote():
@@ -525,10 +532,18 @@ class Trainer(Place):
             assert asks is not None, f"{self.name} does not know what to do after {orders}"
             orders = self.tell(asks)
 
-    def exchange_now(self) -> Life:
-        """Give or take state as soon as the plan is here, as a strategy wants it."""
+    def exchange_now(self, results: Collection[Waiter] = ()) -> Life:
+        """Give or take state as soon as the plan is here, as a strategy wants it. `results`: of the reductions."""
         self.tell(on.StrategyExchanges())
         yield from self.quorum.wait()
+        if self.status.speaks_first:
+            for result in results:
+                if not result.done:
+                    self.phase = "reduction"
+                    yield result
+            for order in self.tell(on.WordAsked(Lost("the process group failed") if self.group is None else None)):
+                assert isinstance(order, do.SendWord)
+                self.speaking.send(order)
         yield from self.recovery.exchange()
 
     def vote(self, vote: Round, yes: bool, *, leaving: bool = False, stands: bool = False) -> Life:
@@ -580,7 +595,7 @@ class Trainer(Place):
                 case do.TellLeaving():
                     yield from self.tell_leaving(effect)
                 case do.ServeOn(until_ms):
-                    while self.outside.is_healed_from(self) and self.clock.now_ms < until_ms:
+                    while self.outside.is_healed_from(self) and self.outside.own_ms() < until_ms:
                         self.mark("one that has left was healed from")
                         yield self.sleep(POLL_MS)
         yield from self.speaking.let_the_last_word_pass()
