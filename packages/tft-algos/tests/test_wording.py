@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tft_algos import Manager
+from tft_algos import Manager, ManagerPhase, ManagerStatus
 from tft_algos.errors import SettingError
 from tft_algos.manager.config import config_of, from_environment
 from tft_algos.manager.wording import Wording, exchange_of, lease_of
@@ -30,12 +30,14 @@ class TalkingGroup:
         self.other: tuple[int, ...] | None = None
         self.error: Exception | None = None
         self.lingered: list[timedelta] = []
+        self.meanwhile: Callable[[], object] = lambda: None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inside, name)
 
     def exchange_word(self, words: Sequence[int], *, round_number: int, timeout: timedelta) -> EndedExchange:
         self.rounds.append(round_number)
+        self.meanwhile()
         if self.error is not None:
             raise self.error
         other, self.other = self.other or (1, 0, 0, 0, words[4]), None
@@ -116,6 +118,16 @@ def test_steady_steps_ask_once_and_say_one_word_each(pair: Any, asynchronous: bo
     assert it.coordinator.requests[0].lease_ms == 60_000
     assert it.group.rounds == [0, 1, 2, 3, 4]
     assert [purpose for _, _, _, purpose in it.coordinator.votes] == [Purpose.COMMIT] * 5
+
+
+def test_the_status_says_that_a_rank_waits_for_the_others_words(pair: Any) -> None:
+    it = pair(plan_of(7, size=2))
+    seen: list[ManagerStatus] = []
+    it.group.meanwhile = lambda: seen.append(it.manager.status())
+    assert it.step()
+    (status,) = seen
+    assert status.phase is ManagerPhase.VOTING
+    assert status.waits_for == "the end of the step at the other replicas: the other members of quorum 7: replica_1"
 
 
 def test_a_recall_and_a_wish_of_another_ask_after_that_step(pair: Any) -> None:

@@ -25,7 +25,7 @@ class ManagerPhase(enum.Enum):
     COMPUTING = "computing"  # forward, backward, data
     REDUCING = "in a reduction"
     RECOVERING = "receiving live state"
-    VOTING = "ending the step"  # serving live state, or waiting for the vote of its group
+    VOTING = "ending the step"  # serving live state, or waiting for the other replicas' words or its group's vote
     APPLYING = "applying a committed step"
     CLOSED = "shut down"
 
@@ -36,6 +36,7 @@ _OF_A_WAIT: Final = {
     waits.REDUCTION: ManagerPhase.REDUCING,
     waits.STATE: ManagerPhase.RECOVERING,
     waits.VOTE: ManagerPhase.VOTING,
+    waits.WORD: ManagerPhase.VOTING,
 }
 
 
