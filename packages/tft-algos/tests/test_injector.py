@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -29,9 +30,10 @@ from tft_algos.testing import (
 )
 from tft_algos.testing.injector.injector import WRAPPED_BY
 from tft_ckpt import HTTPTransport, StateUnavailable, StateUnsupported
-from tft_coord.core.types import QuorumKey
+from tft_coord.core.types import Plan, QuorumKey, RankRequest, Verdict
 from tft_coord.errors import DeadlinePassed
 from tft_pg.errors import ConfigureFailed, PeerFailed
+from tft_pg.word import EndedExchange
 
 A_KEY = QuorumKey(1, 1)
 OURS = [Place.QUORUM, Place.CONFIGURE, Place.REDUCTION, Place.VOTE, Place.SERVING, Place.HEALING]
@@ -192,7 +194,7 @@ def test_an_injector_without_a_manager_says_so() -> None:
         injector.module(torch.nn.Linear(1, 1))(torch.ones(1))
 
 
-@pytest.mark.parametrize("place", OURS + USERS)
+@pytest.mark.parametrize("place", Place)
 def test_a_fault_for_a_part_that_was_not_wrapped_is_refused(place: Place) -> None:
     method = WRAPPED_BY[place]
     injector = EventInjector(fault(place=place), fault(place=place, replica="b"), fault(place=place, rank=1))
@@ -310,6 +312,141 @@ def test_raised_in_the_users_code_it_comes_out_there(rigs: Any, place: Place) ->
     with pytest.raises(InjectedError) as raised:
         rig.step()
     assert raised.value.fault.place is place
+
+
+# --- standing quorums -------------------------------------------------------------------------------------------------
+
+
+class Standing:
+    """A coordinator whose quorums may stand, and a group of two that exchanges words; each notes what it was asked."""
+
+    def __init__(self) -> None:
+        self.group = FakeGroup(others=1.0)
+        self.words: list[tuple[int, ...]] = []
+        self.requests: list[RankRequest] = []
+        self.votes: list[bool] = []
+        self.lates: list[QuorumKey] = []
+
+    def exchange_word(self, words: Sequence[int], *, round_number: int, timeout: timedelta) -> EndedExchange:
+        self.words.append(tuple(words))
+        return EndedExchange(tuple(mine + other for mine, other in zip(words, (1, 0, 0, 0, words[4]), strict=True)))
+
+    def quorum(self, request: RankRequest, timeout: timedelta) -> Plan | QuorumKey:
+        self.requests.append(request)
+        plan = plan_of(len(self.requests), size=2, step=request.step, lineage=request.lineage or 0)
+        return replace(plan, lease_ms=request.lease_ms)
+
+    def vote(self, step: int, yes: bool, timeout: timedelta, *, stands: bool = False, **more: Any) -> Verdict:
+        self.votes.append(stands)
+        return Verdict(yes, stands=yes and stands)
+
+    def number_beats(self, number: Callable[[], int]) -> None:
+        self.beat = number
+
+    def late(self, key: QuorumKey, step: int) -> None:
+        self.lates.append(key)
+
+
+class StandingParts:
+    """The two as one part of a Manager each; what they do not say themselves a stand-in says."""
+
+    def __init__(self, says: Standing, inside: Any) -> None:
+        self._says, self._inside = says, inside
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._says if name in vars(Standing) else self._inside, name)
+
+
+class StandingRig:
+    """As `Rig`, of a replica whose quorums stand."""
+
+    def __init__(self, *faults: Fault) -> None:
+        self.says = Standing()
+        self.injector = EventInjector(*faults)
+        coordinator: Any = StandingParts(self.says, ScriptedCoordinator([]))
+        self.manager = Manager(
+            self.injector.group(StandingParts(self.says, self.says.group)),  # type: ignore[arg-type]
+            lambda _: None,
+            lambda: {"weight": torch.zeros(1)},
+            coordinator=self.injector.coordinator(coordinator),
+            checkpoint_transport=MemoryTransport(),
+            lighthouse_addr="localhost:1",
+            hostname="localhost",
+            replica_id="a",
+        )
+        self.manager._parts.audit.step_begins = lambda: None  # type: ignore[method-assign]
+        self.injector.attach(self.manager)
+
+    def steps(self, number: int) -> list[bool]:
+        return [whole_step(self.manager) for _ in range(number)]
+
+
+@pytest.fixture
+def standing() -> Iterator[Callable[..., StandingRig]]:
+    made: list[StandingRig] = []
+
+    def make(*faults: Fault) -> StandingRig:
+        made.append(StandingRig(*faults))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.manager.shutdown()
+
+
+def test_struck_parts_stand_like_those_inside(standing: Any) -> None:
+    rig = standing(fault(Action.FAIL, Place.REDUCTION, step=9))
+    assert rig.steps(5) == [True] * 5
+    assert [request.lease_ms for request in rig.says.requests] == [60_000]
+    assert rig.says.votes == [True] * 5
+    rig.manager._life._standing.late(A_KEY, 1)
+    assert rig.says.lates == [A_KEY]
+
+
+def test_the_job_asks_in_every_step_until_a_request_is_struck(standing: Any) -> None:
+    asked = fault(Action.FAIL, Place.QUORUM, step=2)
+    rig = standing(asked)
+    assert rig.steps(6) == [True, True, False, True, True, True]
+    assert [(request.step, request.lease_ms) for request in rig.says.requests] == [(0, 0), (1, 0), (2, 60_000)]
+    assert rig.injector.struck == (asked,)
+
+
+def test_a_fault_at_a_request_that_comes_later_ends_a_standing_quorum_with_a_beat(standing: Any) -> None:
+    rig = standing()
+    assert rig.steps(3) == [True, True, True]
+    asked = fault(Action.FAIL, Place.QUORUM)
+    rig.injector.inject(asked)
+    rig.injector.inject(fault(Action.FAIL, Place.QUORUM, step=1))  # that step is over
+    rig.says.beat()
+    assert rig.steps(3) == [True, False, True]
+    assert [word[1] for word in rig.says.words] == [0, 0, 0, 1, 0]
+    rig.says.beat()
+    assert rig.steps(2) == [True, True]
+    assert len(rig.says.requests) == 2
+
+
+@pytest.mark.parametrize("action", [Action.FAIL, Action.RAISE])
+def test_a_word_that_can_not_be_fails_its_round(standing: Any, action: Action) -> None:
+    asked = fault(action, Place.WORD, step=1)
+    rig = standing(asked)
+    assert rig.steps(3) == [True, False, True]
+    assert rig.says.requests[1].needs_configure
+    assert rig.injector.struck == (asked,)
+
+
+@pytest.mark.parametrize(("action", "number"), [(Action.KILL, signal.SIGKILL), (Action.STOP, signal.SIGSTOP)])
+def test_the_process_is_killed_or_stopped_before_its_word(
+    standing: Any, signals: list[tuple[int, int]], action: Action, number: int
+) -> None:
+    rig = standing(fault(action, Place.WORD))
+    assert rig.steps(1) == [True]
+    assert signals == [(os.getpid(), number)]
+
+
+def test_who_hangs_before_its_word_says_it_afterwards(standing: Any) -> None:
+    rig = standing(fault(Action.HANG, Place.WORD, hang_for=timedelta(milliseconds=1)))
+    assert rig.steps(2) == [True, True]
+    assert len(rig.says.words) == 2
 
 
 # --- fail -------------------------------------------------------------------------------------------------------------

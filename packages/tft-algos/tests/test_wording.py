@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ import torch.distributed as dist
 
 from tft_algos import Manager, ManagerPhase, ManagerStatus
 from tft_algos.errors import SettingError
+from tft_algos.manager.clock import SystemClock
 from tft_algos.manager.config import config_of, from_environment
 from tft_algos.manager.wording import Wording, exchange_of, lease_of
-from tft_algos.testing import FakeGroup, MemoryTransport, ScriptedCoordinator, plan_of
+from tft_algos.testing import EventInjector, FakeGroup, MemoryTransport, ScriptedCoordinator, plan_of
 from tft_coord.core.types import Plan, Purpose, QuorumKey, QuorumNews, Verdict
-from tft_pg import ProcessGroupGloo
+from tft_pg import ProcessGroup, ProcessGroupGloo
 from tft_pg.word import EndedExchange
 
 
@@ -193,6 +195,22 @@ def test_foreign_groups_take_part_where_they_reduce_on_the_cpu() -> None:
     assert exchange_of(FakeGroup()) is None
     group = ProcessGroupGloo()
     assert exchange_of(group) == group.exchange_word
+
+
+class ByAllreduce(FakeGroup):
+    """A group of ours that has no connections for words."""
+
+    exchange_word = ProcessGroup.exchange_word
+
+
+def test_words_by_an_allreduce_have_an_order_whoever_wraps_their_group() -> None:
+    def is_ordered(group: Any) -> bool:
+        shared: Any = SimpleNamespace(config=SimpleNamespace(timeout=timedelta(1)), clock=SystemClock())
+        return Wording(shared, group).is_ordered
+
+    for group, ordered in [(ProcessGroupGloo(), False), (ByAllreduce(), True), (FakeGroup(), False)]:
+        assert is_ordered(group) is is_ordered(EventInjector().group(group)) is ordered
+    assert is_ordered(Foreign("torchft-gloo"))
 
 
 def test_words_by_an_allreduce_are_refused_beside_syncs_in_flight(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ the step's core.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Final, TypeAlias, final
@@ -72,8 +73,10 @@ class Wording:
     @property
     def is_ordered(self) -> bool:
         """Whether the words have to come in the order of the reductions, as an allreduce has to."""
-        own = getattr(type(self._group), "exchange_word", None)
-        return self._exchange is not None and (own is None or own is ProcessGroup.exchange_word)
+        if self._exchange is None:
+            return False
+        own = getattr(self._group, "exchange_word", None)
+        return own is None or getattr(inspect.unwrap(own), "__func__", None) is ProcessGroup.exchange_word
 
     def exchange(self, order: do.SendWord) -> on.WordEnded:
         """Exchange a word; blocks until all members have sent theirs, or one can't."""

@@ -31,9 +31,10 @@ class Action(enum.Enum):
 class Place(enum.Enum):
     """Where in a step, each before it is done: the fault comes instead of it, or first.
 
-    QUORUM: the request. CONFIGURE: of the process group. FORWARD: of the module. BACKWARD: of the module, when its
-    first gradient is there. REDUCTION: an allreduce across the groups. VOTE: on the commit. OPTIMIZER: its step, after
-    the commit. SERVING: offering live state. HEALING: fetching it.
+    QUORUM: the request; a replica that waits for such a fault asks in every step. CONFIGURE: of the process group.
+    FORWARD: of the module. BACKWARD: of the module, when its first gradient is there. REDUCTION: an allreduce across
+    the groups. WORD: how the step went, told to the same rank of the other groups. VOTE: on the commit. OPTIMIZER: its
+    step, after the commit. SERVING: offering live state. HEALING: fetching it.
     """
 
     QUORUM = "quorum"
@@ -41,6 +42,7 @@ class Place(enum.Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
     REDUCTION = "reduction"
+    WORD = "word"
     VOTE = "vote"
     OPTIMIZER = "optimizer"
     SERVING = "serving"

@@ -35,7 +35,7 @@ from tft_algos.manager.config import ResolvedConfig
 from tft_algos.manager.coordinator import GroupCoordinator
 from tft_algos.manager.parts import Coordinator, Group
 from tft_algos.testing.injector.fault import Action, Fault, InjectedError, NotStruck, Place
-from tft_algos.testing.injector.wrappers import StruckCoordinator, StruckGroup, StruckTransport
+from tft_algos.testing.injector.wrappers import StruckGroup, StruckTransport, struck_coordinator
 from tft_ckpt import CheckpointTransport
 
 Module = TypeVar("Module", bound=torch.nn.Module)
@@ -49,6 +49,7 @@ WRAPPED_BY: Final = {
     Place.FORWARD: "module",
     Place.BACKWARD: "module",
     Place.REDUCTION: "group",
+    Place.WORD: "group",
     Place.VOTE: "coordinator",
     Place.OPTIMIZER: "optimizer",
     Place.SERVING: "transport",
@@ -170,18 +171,20 @@ class EventInjector:
     # --- the parts -----------------------------------------------------------------------------------------------
 
     def group(self, pg: Group) -> Group:
-        """The process group for the Manager. Places: CONFIGURE and REDUCTION."""
+        """The process group for the Manager. Places: CONFIGURE, REDUCTION, and WORD where it can exchange one."""
         self._wrapped.add("group")
         return StruckGroup(pg, self)
 
     def coordinator(self, of: ResolvedConfig | Coordinator) -> Coordinator:
         """The coordinator for the Manager: `Manager(..., coordinator=injector.coordinator)`. Places: QUORUM and VOTE.
 
+        Its quorums may stand where those of the one inside may.
+
         Args:
             of: a coordinator, or the config of a GroupCoordinator.
         """
         self._wrapped.add("coordinator")
-        return StruckCoordinator(GroupCoordinator(of) if isinstance(of, ResolvedConfig) else of, self)
+        return struck_coordinator(GroupCoordinator(of) if isinstance(of, ResolvedConfig) else of, self)
 
     def transport(self, transport: CheckpointTransport[Any]) -> CheckpointTransport[Any]:
         """The transport for the Manager. Places: SERVING and HEALING."""
@@ -249,6 +252,19 @@ class EventInjector:
                 self._pending.remove(due)
                 self._struck.append(due)
             return due
+
+    def is_awaited(self, place: Place) -> bool:
+        """Whether a fault may strike this rank at that place, in this step or in a later one."""
+        with self._lock:
+            manager = self._manager
+            if manager is None:
+                return False
+            me, step = manager.strategy.config, manager.current_step()
+            name = me.replica_id or ""
+            return any(
+                fault.strikes(place, replica=name, rank=me.rank, step=max(step, fault.step or 0))
+                for fault in self._pending
+            )
 
     def check_attached(self) -> None:
         """Raises: UsageError: nothing was attached."""

@@ -7,19 +7,23 @@ passes everything else on.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial, update_wrapper
 from typing import Any, Protocol, final
 
 import torch
 import torch.distributed as dist
 
-from tft_algos.manager.parts import Coordinator, Group
+from tft_algos.manager.parts import Coordinator, Group, StandingCoordinator
+from tft_algos.manager.wording import standing_coordinator
 from tft_algos.testing.injector.fault import Fault, Place
 from tft_ckpt import CheckpointTransport, StateKey, StateUnavailable
 from tft_coord.core.progress import Progress
-from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest, Verdict
+from tft_coord.core.types import Plan, Purpose, QuorumKey, QuorumNews, RankRequest, Verdict
 from tft_coord.errors import DeadlinePassed
 from tft_coord.news import News
+from tft_pg import WordExchange
 from tft_pg.errors import ConfigureFailed, PeerFailed
 from tft_pg.work import PendingWork
 
@@ -29,6 +33,8 @@ class Injector(Protocol):
 
     def reached(self, place: Place) -> Fault | None: ...
 
+    def is_awaited(self, place: Place) -> bool: ...
+
     def check_attached(self) -> None: ...
 
     def release(self) -> None: ...
@@ -36,14 +42,26 @@ class Injector(Protocol):
 
 @final
 class StruckGroup:
-    """A process group. FAIL: configure raises ConfigureFailed; a reduction's Work fails and its connections break."""
+    """A process group. FAIL: configure raises ConfigureFailed; a reduction's Work fails and its connections break, and
+    so do those of a word."""
 
     def __init__(self, inside: Group, injector: Injector) -> None:
         self._inside = inside
         self._injector = injector
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inside, name)
+        found = getattr(self._inside, name)
+        # A group that can't exchange a word has no such method, and then this one has none either.
+        return update_wrapper(partial(self._exchange_word, found), found) if name == "exchange_word" else found
+
+    def _exchange_word(
+        self, exchange: Callable[..., WordExchange], words: Sequence[int], *, round_number: int, timeout: timedelta
+    ) -> WordExchange:
+        fault = self._injector.reached(Place.WORD)
+        if fault is not None:
+            self._inside.abort()
+            raise PeerFailed(fault.describe())
+        return exchange(words, round_number=round_number, timeout=timeout)
 
     def configure(
         self,
@@ -95,12 +113,8 @@ class StruckGroup:
         self._inside.shutdown()
 
 
-@final
 class StruckCoordinator:
-    """A coordinator. FAIL: nobody answers in time, a DeadlinePassed. Only votes on a commit are votes here.
-
-    Its quorums do not stand (it is no `StandingCoordinator`), so that each step has a request that can be struck.
-    """
+    """A coordinator. FAIL: nobody answers in time, a DeadlinePassed. Only votes on a commit are votes here."""
 
     def __init__(self, inside: Coordinator, injector: Injector) -> None:
         self._inside = inside
@@ -147,6 +161,63 @@ class StruckCoordinator:
     def close(self) -> None:
         self._injector.release()
         self._inside.close()
+
+
+@final
+class StruckStandingCoordinator(StruckCoordinator):
+    """One whose quorums may stand. As long as a fault may strike at a request, the job asks in every step: this rank is
+    told that its quorum is recalled, and says a lease of zero with its requests."""
+
+    def __init__(self, inside: StandingCoordinator, injector: Injector) -> None:
+        super().__init__(inside, injector)
+        self._standing = inside
+        self._listener: Callable[[News], None] = lambda _: None
+        self._key: QuorumKey | None = None  # that was given last
+
+    def quorum(self, request: RankRequest, timeout: timedelta) -> Plan | QuorumKey:
+        self._answered(Place.QUORUM)
+        if request.lease_ms and self._injector.is_awaited(Place.QUORUM):
+            request = replace(request, lease_ms=0)
+        answer = self._standing.quorum(request, timeout)
+        self._key = answer.key if isinstance(answer, Plan) else answer
+        return answer
+
+    def vote(
+        self,
+        step: int,
+        yes: bool,
+        timeout: timedelta,
+        *,
+        key: QuorumKey,
+        purpose: Purpose,
+        leaving: bool = False,
+        stands: bool = False,
+    ) -> Verdict:
+        if purpose is Purpose.COMMIT:
+            self._answered(Place.VOTE)
+        return self._standing.vote(step, yes, timeout, key=key, purpose=purpose, leaving=leaving, stands=stands)
+
+    def listen(self, listener: Callable[[News], None]) -> None:
+        self._listener = listener
+        super().listen(listener)
+
+    def number_beats(self, number: Callable[[], int]) -> None:
+        def numbered() -> int:
+            # With each beat, because a fault is asked for at any time, and a recall counts for one quorum.
+            if self._key is not None and self._injector.is_awaited(Place.QUORUM):
+                self._listener(QuorumNews(self._key, recalled=True))
+            return number()
+
+        self._standing.number_beats(numbered)
+
+    def late(self, key: QuorumKey, step: int) -> None:
+        self._standing.late(key, step)
+
+
+def struck_coordinator(inside: Coordinator, injector: Injector) -> StruckCoordinator:
+    """Wrap a coordinator; its quorums may stand where those of the one inside may."""
+    standing = standing_coordinator(inside)
+    return StruckCoordinator(inside, injector) if standing is None else StruckStandingCoordinator(standing, injector)
 
 
 @final
