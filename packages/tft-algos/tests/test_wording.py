@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -16,11 +17,14 @@ from tft_algos import Manager, ManagerPhase, ManagerStatus
 from tft_algos.errors import SettingError
 from tft_algos.manager.clock import SystemClock
 from tft_algos.manager.config import config_of, from_environment
+from tft_algos.manager.healing import state_key
 from tft_algos.manager.wording import Wording, exchange_of, lease_of
 from tft_algos.testing import EventInjector, FakeGroup, MemoryTransport, ScriptedCoordinator, plan_of
+from tft_coord.core.lineage import state_check
 from tft_coord.core.types import Plan, Purpose, QuorumKey, QuorumNews, Verdict
+from tft_coord.timeouts import Timeouts
 from tft_pg import ProcessGroup, ProcessGroupGloo
-from tft_pg.word import EndedExchange
+from tft_pg.word import EndedExchange, WordExchange
 
 
 class TalkingGroup:
@@ -205,7 +209,9 @@ class ByAllreduce(FakeGroup):
 
 def test_words_by_an_allreduce_have_an_order_whoever_wraps_their_group() -> None:
     def is_ordered(group: Any) -> bool:
-        shared: Any = SimpleNamespace(config=SimpleNamespace(timeout=timedelta(1)), clock=SystemClock())
+        shared: Any = SimpleNamespace(
+            config=SimpleNamespace(timeout=timedelta(1), timeouts=Timeouts()), clock=SystemClock()
+        )
         return Wording(shared, group).is_ordered
 
     for group, ordered in [(ProcessGroupGloo(), False), (ByAllreduce(), True), (FakeGroup(), False)]:
@@ -221,6 +227,54 @@ def test_words_by_an_allreduce_are_refused_beside_syncs_in_flight(pair: Any, mon
         it.manager.start_quorum()
         it.manager.wait_quorum()
         assert (it.coordinator.requests[0].lease_ms is None) is ordered
+
+
+class LateWord(WordExchange):
+    """A word whose sum comes when the test says so."""
+
+    def __init__(self, sums: tuple[int, ...]) -> None:
+        self.comes = threading.Event()
+        self.sums = sums
+
+    def wait(self) -> tuple[int, ...]:
+        assert self.comes.wait(20)
+        return self.sums
+
+
+@pytest.mark.parametrize("end", ["comes", "fails", "never"])
+def test_who_recovers_in_a_sync_speaks_before_it_takes_its_state(
+    pair: Any, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    plan = plan_of(7, step=5, lineage=9, size=2, rank=1, healing=[1])
+    timeout = timedelta(seconds=0.2 if end == "never" else 20)
+    it = pair(plan, plan_of(8, step=5, lineage=9, size=2, rank=1), timeout=timeout)
+    own = {"step": 5, "batches_committed": 10, "lineage": f"{9:016x}"}
+    state = {"user": {"default": {"weight": torch.ones(1)}}, "tft": own}
+    it.manager._parts.shared.transport.shelf[state_key(plan)] = state
+    words: list[tuple[int, ...]] = []
+    late: list[LateWord] = []
+
+    def exchange(values: Sequence[int], *, round_number: int, timeout: timedelta) -> WordExchange:
+        assert it.manager.status().step == 0, "the state has not come"
+        words.append(tuple(values))
+        assert timeout > timedelta(minutes=10), "the others train until their syncs end"
+        late.append(LateWord((2, 0, 0, 1, state_check(5, 9)) if end != "fails" else (1, 0, 0, 1, state_check(5, 9))))
+        return late[-1]
+
+    monkeypatch.setattr(it.manager._parts.wording, "_exchange", exchange)
+    it.manager.start_quorum(use_async_quorum=True)
+    it.manager.wait_quorum()
+    it.manager.strategy.reduce_in_sync(torch.ones(2))
+    assert it.manager.strategy.exchange_state()
+    assert words == [(1, 0, 0, 1, 0)]
+    assert it.manager.current_step() == 5
+    if end != "never":
+        late[0].comes.set()
+    assert it.manager.should_commit() is (end == "comes")
+    late[0].comes.set()
+    assert len(words) == 1
+    it.manager.shutdown()
+    assert "tft-word" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_who_can_not_say_all_wishes_in_time_says_no_lease() -> None:

@@ -108,6 +108,7 @@ class Parts:
             rest.callback(self.shared.transport.shutdown, wait)
             rest.callback(self.early.drop)
             rest.callback(self.shared.coordinator.close)
+            rest.callback(self.wording.close)
             rest.callback(self.group.shutdown)
             rest.callback(self.wording.linger)
             rest.callback(self.reducer.close)

@@ -229,11 +229,12 @@ class StepRunner:
     def _worded(self, effects: Effects) -> Effects:
         """Exchange the word of the round, where it has one. Returns: what comes after it."""
         order = effects[-1]
-        if not isinstance(order, do.SendWord):
+        if not isinstance(order, do.SendWord | do.HearWord):
             return effects
         self._where.speaks = True
+        wording = self._parts.wording
         try:
-            ended = self._parts.wording.exchange(order)
+            ended = wording.exchange(order) if isinstance(order, do.SendWord) else wording.hear(order)
         finally:
             self._where.speaks = False
         return self._step.tell(ended)
@@ -317,7 +318,19 @@ class StepRunner:
         """What was put off in the step that is open: wait for its quorum, give or take state."""
         self._step.tell(on.StrategyExchanges())
         if self.plan() is not None:
-            self._parts.exchange.perform()
+            self._exchange()
+
+    def _exchange(self) -> None:
+        """Give or take state before the step ends. Who recovers says its word of the round first, so that the others
+        do not wait at their ends for its transfer."""
+        if self._step.status.speaks_first:
+            self._wait_for(self._reducer.finish)
+            if self._synchronize is not None:
+                self._synchronize()
+            for order in self._step.tell(on.WordAsked(self._parts.group.errored())):
+                assert isinstance(order, do.SendWord), order
+                self._parts.wording.send(order)
+        self._parts.exchange.perform()
 
     def _end_deferred(self, step: DeferredStep, timeout: timedelta | None) -> bool:
         """See `DeferredStep.should_commit`."""
@@ -359,7 +372,7 @@ class StepRunner:
         if status.plan is None or status.exchanged or status.is_abandoned:
             return False
         self._reports.raise_fatal()
-        self._parts.exchange.perform()
+        self._exchange()
         self._reports.raise_fatal()
         return self._step.status.healing is Healing.LOADED
 

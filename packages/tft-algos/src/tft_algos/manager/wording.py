@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Final, TypeAlias, final
 
@@ -19,10 +24,15 @@ from tft_algos.manager.parts import Coordinator, Group, StandingCoordinator
 from tft_algos.manager.shared import Shared
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
+from tft_coord.core.types import QuorumKey
+from tft_coord.errors import DeadlinePassed
+from tft_coord.timeouts import Timeouts
 from tft_pg import ProcessGroup, WordExchange, exchange_word_by_allreduce
 from tft_pg.word import LINGER
 
 Exchange: TypeAlias = Callable[..., WordExchange]
+END_WITHIN_S: Final = 5.0
+ANY_TIME_MS: Final = 7 * 24 * 3_600_000  # where no step hangs, however long it takes
 CPU_BACKEND: Final = "gloo"  # of foreign groups these reduce tensors on the CPU
 
 
@@ -54,6 +64,29 @@ def lease_of(config: ResolvedConfig, group: Group, coordinator: Coordinator) -> 
     return config.timeouts.lease_ms if can and not config.rank0_synchronization_only else None
 
 
+def sent_timeout(timeouts: Timeouts) -> timedelta:
+    """Return how long a word that was sent before its sync ended may be on its way: this rank recovers meanwhile, and
+    all train until their syncs end."""
+    longest_ms = timeouts.slowest_step_ms or ANY_TIME_MS
+    return timedelta(milliseconds=timeouts.heal_timeout_ms + longest_ms + timeouts.timeout_ms)
+
+
+def _receive(exchange: WordExchange, sums: Future[tuple[int, ...]]) -> None:
+    try:
+        sums.set_result(exchange.wait())
+    except BaseException as error:  # whoever hears it raises it
+        sums.set_exception(error)
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A word that was sent before its sync ended: of which quorum and round, and who receives the sum."""
+
+    name: tuple[QuorumKey, int]
+    sums: Future[tuple[int, ...]]
+    thread: threading.Thread | None
+
+
 @final
 class Wording:
     """The words of one rank.
@@ -67,6 +100,8 @@ class Wording:
         self._exchange = exchange_of(group)
         self._group = group
         self._timeout = shared.config.timeout
+        self._sent_timeout = sent_timeout(shared.config.timeouts)
+        self._sent: _Sent | None = None
         self._monotonic = shared.clock.monotonic
         self._last_s: float | None = None  # when the last word was complete
 
@@ -89,6 +124,46 @@ class Wording:
             return on.WordEnded(order.attempt, None, error)
         self._last_s = self._monotonic()
         return on.WordEnded(order.attempt, sums)
+
+    def send(self, order: do.SendWord) -> None:
+        """Send a word whose sum is heard at the end of its sync. A thread receives it meanwhile: in a large group the
+        sums of others pass through this rank."""
+        assert self._exchange is not None, "a word where this rank has said that it speaks none"
+        sent = self._sent = _Sent((order.key, order.round_number), Future(), None)
+        try:
+            exchange = self._exchange(order.values, round_number=order.round_number, timeout=self._sent_timeout)
+        except Exception as error:  # as in `exchange`
+            sent.sums.set_exception(error)
+            return
+        sent.thread = threading.Thread(target=_receive, args=(exchange, sent.sums), name="tft-word", daemon=True)
+        sent.thread.start()
+
+    def hear(self, order: do.HearWord) -> on.WordEnded:
+        """Wait for the sum of a word that was sent before."""
+        sent, self._sent = self._sent, None
+        assert sent is not None, "the sum of a word that was not sent"
+        assert sent.name == (order.key, order.round_number), (sent.name, order)
+        try:
+            sums = sent.sums.result(self._timeout.total_seconds())
+        except FutureTimeout:
+            self._last_s = None
+            late = DeadlinePassed(
+                f"the words of the other members of quorum {order.key} for step {order.round_number + 1} did not "
+                f"come within {self._timeout.total_seconds():g} s after this rank's own sync; the next step asks for "
+                "another quorum"
+            )
+            return on.WordEnded(order.attempt, None, late)
+        except Exception as error:  # as in `exchange`
+            self._last_s = None
+            return on.WordEnded(order.attempt, None, error)
+        self._last_s = self._monotonic()
+        return on.WordEnded(order.attempt, sums)
+
+    def close(self) -> None:
+        """Wait for the thread that receives, which ends with the process group's connections."""
+        sent, self._sent = self._sent, None
+        if sent is not None and sent.thread is not None:
+            sent.thread.join(END_WITHIN_S)
 
     def linger(self) -> None:
         """Keep the connections until the last word had time to pass; called when this Manager ends."""
