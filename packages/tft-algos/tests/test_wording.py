@@ -20,8 +20,8 @@ from tft_algos.manager.config import config_of, from_environment
 from tft_algos.manager.healing import state_key
 from tft_algos.manager.wording import Wording, exchange_of, lease_of
 from tft_algos.testing import EventInjector, FakeGroup, MemoryTransport, ScriptedCoordinator, plan_of
-from tft_coord.core.lineage import state_check
-from tft_coord.core.types import Plan, Purpose, QuorumKey, QuorumNews, Verdict
+from tft_coord.core.lineage import fold_lineage, initial_lineage, state_check
+from tft_coord.core.types import NewcomerAsks, Plan, Purpose, QuorumKey, QuorumNews, Verdict
 from tft_coord.timeouts import Timeouts
 from tft_pg import ProcessGroup, ProcessGroupGloo
 from tft_pg.word import EndedExchange, WordExchange
@@ -227,6 +227,23 @@ def test_words_by_an_allreduce_are_refused_beside_syncs_in_flight(pair: Any, mon
         it.manager.start_quorum()
         it.manager.wait_quorum()
         assert (it.coordinator.requests[0].lease_ms is None) is ordered
+
+
+def test_a_job_that_stands_knows_by_the_time_of_a_newcomer_that_its_state_may_be_taken_early(pair: Any) -> None:
+    lineage = initial_lineage("default")
+    for step in range(1, 12):
+        lineage = fold_lineage(lineage, QuorumKey(7, 7), step)
+    it = pair(plan_of(7, size=2), plan_of(8, step=11, lineage=lineage, size=2, healing=[1]))
+    assert all(it.step() for _ in range(10))
+    it.coordinator.listener(NewcomerAsks("replica_1"))
+    it.coordinator.listener(QuorumNews(QuorumKey(7, 7), recalled=True))
+    assert it.step()
+    transport = it.manager._parts.shared.transport
+    assert (it.num_asked, transport.staged) == (1, [])
+    it.manager.start_quorum()
+    it.manager.wait_quorum()
+    assert it.num_asked == 2
+    assert [key.step for key in transport.shelf] == [11], "it is offered before the forward"
 
 
 class LateWord(WordExchange):

@@ -247,7 +247,7 @@ def test_a_rank_gets_ready_to_serve_in_a_step_that_asks_nobody() -> None:
     rank.first()
     prepares = []
     for _ in range(6):
-        prepares.append(not none(do.PrepareToServe, rank.tell(on.StepStarted())))
+        prepares.append(one(do.GoOn, rank.tell(on.StepStarted())).prepares_to_serve)
         rank.end_word(rank.say())
     assert prepares == [False, False, False, True, False, False]
 

@@ -45,7 +45,7 @@ _ASIDE = (
     do.ForgetPace,
     do.BreakQuorum,
     do.EndQuorum,
-    do.PrepareToServe,
+    do.GoOn,
     do.ReportLateLoss,
     do.BreakAll,
     do.AbortGroup,

@@ -86,17 +86,20 @@ class EarlyState:
         """A member of the quorum was lost; from any thread."""
         self._member_lost = True
 
-    def step_begins(self, attempt: int, step: int, lineage: int | None, num_pieces: int) -> bool:
+    def step_begins(self, attempt: int, step: int, lineage: int | None, num_pieces: int, *, asks: bool = True) -> bool:
         """On the training thread, before the quorum is asked for.
 
         Args:
             attempt: counts the calls of start_quorum.
             step, lineage: of this replica's state; None: unknown, or it can't be read.
             num_pieces: of which the user's state is made; when there are more, they are looked at anew.
+            asks: a quorum is asked for. In one that stands nobody joins before the next request.
         Returns: whether `take` is to be called while it is.
         """
         self.drop()
-        newcomer, self._newcomer = self._newcomer, ""
+        newcomer = self._newcomer if asks else ""
+        if asks:
+            self._newcomer = ""
         if num_pieces != self._num_pieces:
             self._num_pieces, self._is_stable = num_pieces, None
         if lineage is None or not self._transport.stages:

@@ -58,7 +58,6 @@ class Orders:
             do.Fetch: self.exchange.start_fetch,
             do.BreakQuorum: self.break_quorum,
             do.EndQuorum: self.end_quorum,
-            do.PrepareToServe: lambda _: self.shared.transport.prepare_to_send(),
             do.BreakAll: lambda _: self.breaker.break_all(),
             do.AbortGroup: lambda _: self.group.abort(),
             do.ReportHealed: self.exchange.healed,

@@ -90,14 +90,22 @@ class StepRunner:
                 fingerprint=parts.fingerprint.unsaid(),
             )
         )
-        if effects:
-            (ask,) = effects
-            assert isinstance(ask, do.Ask), ask
-            self._asked(ask, limit)
-            return
+        (begin,) = effects
+        if isinstance(begin, do.GoOn):
+            self._goes_on(begin)
+        else:
+            assert isinstance(begin, do.Ask), begin
+            self._asked(begin, limit)
+
+    def _goes_on(self, order: do.GoOn) -> None:
+        """Begin a step that asks nobody."""
+        if order.looks_at_state:
+            self._look_at_state()
+        if order.prepares_to_serve:
+            self._shared.transport.prepare_to_send()
         self._where.step_begins()
         self._negotiation.goes_on()
-        if not (self._config.use_async_quorum if asynchronous is None else asynchronous):
+        if not self._step.status.is_asynchronous:
             self._reports.raise_fatal()
 
     def _asked(self, ask: do.Ask, limit: timedelta) -> None:
@@ -120,11 +128,13 @@ class StepRunner:
 
     def _takes_early(self, ask: do.Ask) -> bool:
         """Whether the state is taken at this step boundary, for a newcomer that asks."""
-        request, user = ask.request, self._shared.user_state
-        if not ask.may_take_early:
-            return False
-        lineage = request.lineage if user.readable and not request.torn else None
-        return self._parts.early.step_begins(ask.attempt, request.step, lineage, len(user.names))
+        return ask.may_take_early and self._look_at_state(asks=True)
+
+    def _look_at_state(self, *, asks: bool = False) -> bool:
+        """Whether the state is to be taken at this step boundary; it is looked at now and then, to know if it may."""
+        status, user = self._step.status, self._shared.user_state
+        lineage = status.lineage if user.readable and not status.torn else None
+        return self._parts.early.step_begins(status.name.attempt, status.step, lineage, len(user.names), asks=asks)
 
     def raise_if_left(self) -> None:
         """See `StepControl.raise_if_left`."""

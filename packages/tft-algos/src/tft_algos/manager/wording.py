@@ -140,7 +140,7 @@ class Wording:
 
     def hear(self, order: do.HearWord) -> on.WordEnded:
         """Wait for the sum of a word that was sent before."""
-        sent, self._sent = self._sent, None
+        sent = self._sent
         assert sent is not None, "the sum of a word that was not sent"
         assert sent.name == (order.key, order.round_number), (sent.name, order)
         try:

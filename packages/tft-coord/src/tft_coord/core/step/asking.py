@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final, final
 
-from tft_coord.core.standing import GoOn, State
+from tft_coord.core import standing
+from tft_coord.core.standing import State
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 from tft_coord.core.step.books import Books
@@ -92,7 +93,7 @@ class Asking:
         usable = event.group_usable and books.configured == books.held and books.losses.broken is None
         going = books.standing.next_round(now_ms, self._unfit(usable=usable and not left_others))
         books.changed = ""
-        if isinstance(going, GoOn):
+        if isinstance(going, standing.GoOn):
             return self._goes_on(event, going)
         if going.breaks:
             # The others have begun the next round, in which nobody shall wait for this rank.
@@ -126,12 +127,19 @@ class Asking:
             lease_ms=books.lease_ms,
         )
         self._unsaid = ()
-        # The ranks of a larger group can't know alike that somebody asks. A synchronous quorum serves before
-        # the reductions anyway, and so does a strategy that exchanges state as soon as the plan is here.
-        may_take_early = asynchronous and not books.by_strategy and settings.world_size == 1
         attempt = flights.last.name.attempt
         breaks = going.why if going.breaks else ""
-        return (*aborts, do.Ask(attempt, self._request, may_take_early, self._prepares, breaks))
+        return (*aborts, do.Ask(attempt, self._request, self._may_take_early, self._prepares, breaks))
+
+    @property
+    def _may_take_early(self) -> bool:
+        """Whether the state may be taken before it is known who heals from it.
+
+        The ranks of a larger group can't know alike that somebody asks. A synchronous quorum serves before the
+        reductions anyway, and so does a strategy that exchanges state as soon as the plan is here.
+        """
+        books = self._books
+        return books.flights.last.is_asynchronous and not books.by_strategy and books.settings.world_size == 1
 
     @property
     def _prepares(self) -> bool:
@@ -152,7 +160,7 @@ class Asking:
             return "it does not know its state, or its quorum, any more"
         return ""
 
-    def _goes_on(self, event: on.StepStarted, going: GoOn) -> Effects:
+    def _goes_on(self, event: on.StepStarted, going: standing.GoOn) -> Effects:
         """Begin the next round of the quorum that stands: the plan is known, and nobody is asked."""
         books = self._books
         own, before = books.own, self._stands
@@ -161,8 +169,8 @@ class Asking:
         if event.fingerprint or event.unreached:
             self._unsaid += event.unreached
             books.asks_next = "it has news for the lighthouse"
-        prepares = (do.PrepareToServe(),) if self._prepares else ()
-        return (*prepares, *self._planned(standing_plan(before, own.step, own.lineage, books.settings)))
+        goes = do.GoOn(self._may_take_early, self._prepares)
+        return (goes, *self._planned(standing_plan(before, own.step, own.lineage, books.settings)))
 
     def server_restarted(self, event: on.ServerRestarted, now_ms: int) -> Effects:
         """A new manager server holds no quorum, so neither does this rank."""

@@ -79,8 +79,16 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class PrepareToServe:
-    """Get ready to serve the state to others: there is time for it."""
+class GoOn:
+    """Begin the step in the quorum that stands, and ask nobody.
+
+    Args:
+        looks_at_state: the state may be looked at, to know whether it may be taken early in a step that asks.
+        prepares_to_serve: as in `Ask`.
+    """
+
+    looks_at_state: bool
+    prepares_to_serve: bool
 
 
 # --- the quorum -------------------------------------------------------------------------------------------------------
@@ -531,7 +539,7 @@ Effect: TypeAlias = (
     | Pause
     | CompareState
     | Ask
-    | PrepareToServe
+    | GoOn
     | UsePlan
     | Fetch
     | Configure
