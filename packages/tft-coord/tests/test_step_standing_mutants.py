@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from tft_coord.core.standing import Standing, Vote
+from tft_coord.core.standing import Standing, Vote, Word
 from tft_coord.core.step import books
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
@@ -21,6 +21,7 @@ from tft_coord.core.step.effects import Effects
 from tft_coord.core.step.ending import Ending
 from tft_coord.core.step.own_state import OwnState
 from tft_coord.core.step.rounds import Rounds
+from tft_coord.core.step.status import StepStatus
 from tft_coord.core.types import Plan
 
 TRANSCRIPTS = runpy.run_path(str(Path(__file__).with_name("test_step_standing.py")))
@@ -51,6 +52,7 @@ def right_of(target: Any, name: str) -> Callable[..., Any]:
 right_started = right_of(Asking, "step_started")
 right_goes_on = right_of(Asking, "_goes_on")
 right_word = right_of(Rounds, "word")
+right_asked = right_of(Ending, "word_asked")
 right_said = right_of(Ending, "_word")
 right_cast = right_of(Ending, "_cast")
 right_unfit = right_of(Asking, "_unfit")
@@ -125,9 +127,27 @@ def leaves_by_its_vote(self: Ending, number: int, attempt: Attempt, now_ms: int)
     return (*reports, replace(vote, leaving=self._books.leaving.is_due(now_ms)))
 
 
-def says_it_is_well(self: Rounds, attempt: Attempt, now_ms: int) -> tuple[int, ...] | None:
-    values = right_word(self, attempt, now_ms)
-    return None if values is None else (1, *values[1:])
+def says_it_is_well(self: Rounds, attempt: Attempt, now_ms: int) -> Word | None:
+    word = right_word(self, attempt, now_ms)
+    return None if word is None else replace(word, ok=True)
+
+
+def speaks_twice(self: Ending, event: on.WordAsked, now_ms: int) -> Effects:
+    effects = right_asked(self, event, now_ms)
+    self._books.flights.last.sent_word = None
+    return effects
+
+
+def speaks_over_a_failed_group(self: Ending, event: on.WordAsked, now_ms: int) -> Effects:
+    return right_asked(self, on.WordAsked(), now_ms)
+
+
+def never_speaks_first(self: Ending, event: on.WordAsked, now_ms: int) -> Effects:
+    return ()
+
+
+def always_speaks_first(self: StepStatus) -> bool:
+    return self.plan is not None and self.plan.lease_ms is not None and self.by_strategy
 
 
 def takes_its_own_lineage(self: Rounds, attempt: Attempt, plan: Plan) -> int | None:
@@ -156,7 +176,15 @@ MUTANTS = [
     Mutant(Ending, "_word", sends_over_a_failed_group, "where_the_group_is_gone_no_word_is_sent", ("failed",)),
     Mutant(Rounds, "can_send", yes, "where_the_group_is_gone_no_word_is_sent", ("lost",)),
     Mutant(Rounds, "can_send", yes, "where_the_group_is_gone_no_word_is_sent", ("unbuilt",)),
+    Mutant(Ending, "word_asked", never_speaks_first, "who_recovers_in_a_sync_speaks_before_it_waits_for_its_state"),
+    Mutant(Ending, "word_asked", speaks_twice, "who_recovers_in_a_sync_speaks_before_it_waits_for_its_state"),
+    Mutant(Ending, "word_asked", speaks_over_a_failed_group, "a_word_that_the_group_can_not_send_is_left_to_the_end"),
+    Mutant(StepStatus, "speaks_first", always_speaks_first, "nobody_else_speaks_before_the_end"),
     Mutant(Rounds, "word", says_it_is_well, "an_error_here_is_told_by_the_word"),
+    Mutant(Ending, "word_asked", never_speaks_first, "who_recovers_in_a_sync_speaks_before_it_waits_for_its_state"),
+    Mutant(Ending, "word_asked", speaks_twice, "who_recovers_in_a_sync_speaks_before_it_waits_for_its_state"),
+    Mutant(Ending, "word_asked", speaks_over_a_failed_group, "a_word_that_the_group_can_not_send_is_left_to_the_end"),
+    Mutant(StepStatus, "speaks_first", always_speaks_first, "nobody_else_speaks_before_the_end"),
     Mutant(Rounds, "word", says_it_is_well, "too_few_participants_are_a_no"),
     Mutant(Rounds, "_lineage", takes_its_own_lineage, "who_recovers_votes_by_the_word_and_its_state", (True,)),
     Mutant(Attempt, "speaks", no, "a_thousand_steady_steps_ask_nobody"),

@@ -28,7 +28,7 @@ class Ending:
     def __init__(self, trainer: Trainer, number: int) -> None:
         self._trainer = trainer
         self._number = number
-        self._heard: bool | None = None  # whether the word of its round completed; None: it was not heard
+        self._heard: Round | None = None  # the round whose word has completed
         self.vote: Round | None = None  # that was voted on
 
     def _plan(self) -> Plan:
@@ -53,7 +53,7 @@ class Ending:
         """Hear the sum of a word that was sent. Returns: the event that tells it."""
         vote = self._round(order.round_number, as_planned=True)
         ended = yield from self._trainer.speaking.hear(order.attempt, vote, self._plan())
-        self._heard = ended.sums is not None
+        self._heard = vote if ended.sums is not None else None
         return ended
 
     def cast(self, order: do.CastVote) -> Life:
@@ -65,13 +65,18 @@ class Ending:
         vote = self.vote = self._round(order.step)
         speaks = plan.lease_ms is not None
         if speaks:
-            complete = self._heard or plan.replica_world_size == 1
-            trainer.outside.invariants.worded(
-                trainer.replica_id, trainer.rank, vote, not order.why if complete else None
-            )
-            if complete and order.why:
-                trainer.mark("the word of a round was a no")
+            self._tell_word(order, vote, is_alone=plan.replica_world_size == 1)
         verdict = yield from trainer.vote(vote, order.yes, leaving=order.leaving, stands=order.stands)
         if speaks and order.yes and not verdict.yes:
             trainer.mark("a rank had its word, and another one of its group did not")
         return on.VerdictArrived(order.attempt, verdict.yes, verdict.leaves, verdict.stands)
+
+    def _tell_word(self, order: do.CastVote, vote: Round, *, is_alone: bool) -> None:
+        """Have it checked what the word of the round has meant for this rank, as its vote shows it."""
+        trainer = self._trainer
+        heard = self._heard or (vote if is_alone and order.yes else None)
+        trainer.outside.invariants.worded(
+            trainer.replica_id, trainer.rank, heard or vote, not order.why if heard is not None else None
+        )
+        if heard is not None and order.why:
+            trainer.mark("the word of a round was a no")

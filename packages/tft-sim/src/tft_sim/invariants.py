@@ -885,6 +885,8 @@ class Invariants:
         if yes is None:
             self._without_word.add((replica_id, group_rank, vote.key, vote.step))
             return
+        # A member that was alone may have gone back to an earlier step by hand.
+        self._without_word.discard((replica_id, group_rank, vote.key, vote.step))
         known = self._words.setdefault((vote.key, vote.step, group_rank), yes)
         if known != yes:
             raise InvariantBroken("W1", f"the word of {vote} is a {yes} for {replica_id} and a {known} for others")
