@@ -215,6 +215,38 @@ def test_what_changed_outside_of_the_rounds_breaks_the_quorum() -> None:
     assert rank.core.state is State.ASKS
 
 
+@pytest.mark.parametrize("trouble", ["unfit", "lease", "broken", "broken before the verdict"])
+def test_the_ranks_of_a_group_go_on_together_and_fail_what_one_of_them_can_not(trouble: str) -> None:
+    rank = Rank()
+    if trouble == "broken before the verdict":
+        rank.core.broke(Q)
+        rank.core.decided(yes=True, stands=True)
+    else:
+        rank.stands()
+    if trouble == "broken":
+        rank.core.broke(Q)
+    if trouble == "lease":
+        rank.now_ms += LEASE_MS
+    going = rank.core.next_round(rank.now_ms, "torn" if trouble == "unfit" else "", together=True)
+    assert isinstance(going, GoOn)
+    assert (going.step, going.fails.split()[0]) == (11, {"unfit": "torn", "lease": "the"}.get(trouble, "its"))
+    assert rank.core.decided(yes=False, stands=False), "the process group is aborted"
+    assert isinstance(rank.core.next_round(rank.now_ms, together=True), Ask), "and then all ask"
+
+
+def test_the_ranks_of_a_group_ask_together_where_the_verdict_said_so() -> None:
+    for stands, broken in [(False, False), (False, True)]:
+        rank = Rank()
+        rank.core.decided(yes=True, stands=stands)
+        if broken:
+            rank.core.broke(Q)
+        assert rank.core.next_round(rank.now_ms, "torn", together=True) == Ask("torn")
+    rank = Rank().stands()
+    rank.core.asked(rank.now_ms)
+    rank.core.broke(Q)
+    assert isinstance(rank.core.next_round(rank.now_ms, together=True), Ask)
+
+
 def test_a_rank_that_asks_anyway_breaks_nothing() -> None:
     rank = Rank()
     rank.core.decided(yes=True, stands=False)

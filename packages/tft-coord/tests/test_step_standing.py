@@ -172,6 +172,54 @@ def test_a_rank_that_has_changed_asks_and_breaks_the_quorum(what: str) -> None:
     assert rank.status.configured is None
 
 
+@pytest.mark.parametrize("what", ["torn", "unusable", "lost", "lease"])
+def test_a_rank_of_a_larger_group_begins_what_the_others_begin_and_fails_it(what: str) -> None:
+    """The others of its group compute with it in the round that they have begun: one that asked would wait for them in
+    vain, until quorum_timeout."""
+    rank = Speaker(world_size=2)
+    rank.first()
+    if what == "torn":
+        rank.tell(on.StateTorn())
+    elif what == "lost":
+        rank.tell(on.LossNoticed(LossNotice(SEVEN, "replica_1", 1, "silent")))
+    elif what == "lease":
+        rank.now_ms = LEASE_MS
+    effects = rank.goes_on(group_usable=what != "unusable")
+    assert isinstance(effects[0], do.AbortGroup), "nobody waits for it"
+    assert none(do.Configure, effects)
+    report = one(do.ReportError, effects)
+    assert (report.counts, report.name.step) == (True, 1)
+    assert "can't go on in quorum" in str(report.error)
+    assert not rank.status.pends
+    assert rank.tell(on.ReductionAsked()) == (do.LoseReduction(aborts=True),)
+    rank.tell(on.EndAsked())
+    rank.tell(on.ReductionsEnded())
+    vote = one(do.CastVote, rank.tell(on.DeviceSynchronized()))
+    assert (vote.yes, vote.stands) == (False, False)
+    rank.tell(on.VerdictArrived(0, False))
+    ask = rank.asks()
+    assert (ask.breaks, ask.request.needs_configure, ask.request.torn) == ("", True, what == "torn")
+
+
+def test_all_ranks_of_a_larger_group_ask_where_one_knew_of_the_break_when_it_voted() -> None:
+    rank = Speaker(world_size=2)
+    rank.first()
+    rank.goes_on()
+    word = rank.say()
+    rank.tell(on.QuorumNamed(QuorumNews(SEVEN, broken=True)))
+    vote = one(do.CastVote, rank.hears(word))
+    assert (vote.yes, vote.stands) == (True, False)
+    rank.tell(on.VerdictArrived(0, True, False, vote.stands))
+    assert not rank.asks().breaks
+
+
+def test_a_state_that_is_loaded_by_hand_is_asked_about_by_all_ranks_of_a_group() -> None:
+    rank = Speaker(world_size=2)
+    rank.first()
+    rank.tell(on.StateLoaded(rank.status.state_dict()))
+    assert rank.asks().breaks
+
+
 @pytest.mark.parametrize(("now_ms", "holds"), [(13_400, True), (13_600, False)])
 def test_the_lease_counts_from_the_sending_of_a_beat(now_ms: int, holds: bool) -> None:
     rank = Speaker()

@@ -59,6 +59,8 @@ right_unfit = right_of(Asking, "_unfit")
 right_summed = right_of(Rounds, "summed")
 right_decided = right_of(Rounds, "decided")
 right_planned = right_of(Standing, "planned")
+right_next_round = right_of(Standing, "next_round")
+right_fails = right_of(Asking, "_fails_with_its_group")
 
 
 def nothing(*_: object, **__: object) -> tuple[()]:
@@ -168,8 +170,27 @@ def forgets_those_in_flight(self: Standing, plan: Plan, now_ms: int, in_flight: 
     right_planned(self, plan, now_ms, 0)
 
 
+def asks_alone(self: Standing, now_ms: int, unfit: str = "", *, together: bool = False) -> Any:
+    return right_next_round(self, now_ms, unfit)
+
+
+def fails_what_all_ask_about(self: Standing, now_ms: int, unfit: str = "", *, together: bool = False) -> Any:
+    return right_next_round(self, now_ms, unfit, together=True)
+
+
+def fails_in_silence(self: Asking, plan: Plan, why: str) -> Effects:
+    return tuple(each for each in right_fails(self, plan, why) if not isinstance(each, do.AbortGroup))
+
+
+def stands_by_the_word_alone(self: Ending, number: int, attempt: Attempt, now_ms: int) -> Effects:
+    (*reports, vote) = right_cast(self, number, attempt, now_ms)
+    return (*reports, replace(vote, stands=attempt.agreed is not None and attempt.agreed.stands))
+
+
 ERROR = "an_error_anywhere_is_a_no_everywhere"
 CHANGED = "a_rank_that_has_changed_asks_and_breaks_the_quorum"
+TOGETHER = "a_rank_of_a_larger_group_begins_what_the_others_begin_and_fails_it"
+KNEW = "all_ranks_of_a_larger_group_ask_where_one_knew_of_the_break_when_it_voted"
 MUTANTS = [
     # rule 1: the word
     Mutant(Ending, "_word", waits_for_the_state_first, "the_word_comes_before_the_state_of_who_recovers"),
@@ -207,6 +228,15 @@ MUTANTS = [
         "_goes_on",
         forgets_what_it_has_to_say,
         "news_for_the_lighthouse_goes_with_the_request_after_the_next_word",
+    ),
+    *(Mutant(Standing, "next_round", asks_alone, TOGETHER, (case,)) for case in ("torn", "unusable", "lost", "lease")),
+    Mutant(Standing, "next_round", fails_what_all_ask_about, CHANGED, ("torn",)),
+    Mutant(Asking, "_fails_with_its_group", fails_in_silence, TOGETHER, ("torn",)),
+    Mutant(
+        Ending,
+        "_cast",
+        stands_by_the_word_alone,
+        KNEW,
     ),
     # rules 4 and 5: who aborts, and who leaves
     Mutant(Rounds, "decided", nothing, ERROR),

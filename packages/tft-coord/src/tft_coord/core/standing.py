@@ -82,9 +82,15 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class GoOn:
-    """Begin the next round of the standing quorum, at that step, and send nothing."""
+    """Begin the next round of the standing quorum, at that step, and send nothing.
+
+    Args:
+        fails: why this rank can't go on, one phrase: it aborts its process group and has an error in this round. Empty:
+            it can.
+    """
 
     step: int
+    fails: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +218,7 @@ class Standing:
         self._next_step = 0  # of the round that begins next without a request
         self._asked_ms = 0
         self._why = "it has no quorum yet"
+        self._group_goes_on = False  # by the last verdict, whatever this rank has heard since
 
     @property
     def state(self) -> State:
@@ -237,27 +244,34 @@ class Standing:
 
     # --- the beginning of a round -----------------------------------------------------------------------------------
 
-    def next_round(self, now_ms: int, unfit: str = "") -> GoOn | Ask:
+    def next_round(self, now_ms: int, unfit: str = "", *, together: bool = False) -> GoOn | Ask:
         """Decide whether the next round asks the lighthouse.
 
         Args:
             unfit: why this rank can't go on as it is, one phrase: its state changed outside of the rounds, or its
                 process group is unusable. Empty: it can.
+            together: the ranks of its group begin each round alike, because they compute together in it: one that asks
+                would wait for the others to ask, and they for it. So where the verdict said that the group goes on,
+                this rank goes on, too. What only this rank knows fails the round, and then all ask.
         """
-        if self._state is not State.STANDS:
+        begins = self._state is State.STANDS or (together and self._group_goes_on and self._state is State.BROKEN)
+        if not begins:
             return Ask(unfit or self._why)
-        if not unfit and not self._lease.holds(now_ms):
+        if self._state is State.BROKEN:
+            unfit = BROKEN
+        elif not unfit and not self._lease.holds(now_ms):
             unfit = "the lease of its quorum is over: the lighthouse has not answered its beats"
-        if unfit:
+        if unfit and not together:
             self._state, self._why = State.ASKS, unfit
             return Ask(unfit, breaks=True)
         step = self._next_step
         self._begin(step, now_ms, without_request=True)
-        return GoOn(step)
+        return GoOn(step, unfit)
 
     def asked(self, now_ms: int) -> None:
         """Note that the request is sent now for the first time; the lease of what it is answered counts from here."""
         self._asked_ms = now_ms
+        self._group_goes_on = False
         self._state, self._why = State.ASKS, "its last request was not answered"
 
     def planned(self, plan: Plan, now_ms: int, in_flight: int = 0) -> None:
@@ -342,22 +356,22 @@ class Standing:
             nobody shall wait for it.
         """
         current = self._rounds.popleft() if self._rounds else None
+        self._group_goes_on = False
         if not yes or current is None:
             self._rounds.clear()
             if self._state is not State.BROKEN:
                 self._state, self._why = State.ASKS, "its group did not commit the last round"
             return not yes
-        if self._state is State.BROKEN:
-            return False
-        self._state = State.ASKS
+        why = ""
         if not stands:
-            self._why = "the word of the last round said so"
+            why = "the word of the last round said so"
         elif current.recovers or any(each.recovers for each in self._rounds):
-            self._why = "a member recovered in the last round"
+            why = "a member recovered in the last round"
         elif not current.plan.lease_ms:
-            self._why = "a member of its quorum asks in every step"
-        else:
-            self._state = State.STANDS
+            why = "a member of its quorum asks in every step"
+        self._group_goes_on = not why
+        if self._state is not State.BROKEN:
+            self._state, self._why = (State.ASKS, why) if why else (State.STANDS, self._why)
         return False
 
     # --- news -------------------------------------------------------------------------------------------------------

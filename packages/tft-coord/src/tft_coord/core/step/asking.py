@@ -91,7 +91,10 @@ class Asking:
         books.failed_between = False
         # Without a key there is nothing that could be unusable: the first plan configures.
         usable = event.group_usable and books.configured == books.held and books.losses.broken is None
-        going = books.standing.next_round(now_ms, self._unfit(usable=usable and not left_others))
+        unfit = self._unfit(usable=usable and not left_others)
+        # A state is loaded by hand in all ranks of a group alike, so all of them ask.
+        together = settings.world_size > 1 and not books.changed and self._knows_its_quorum
+        going = books.standing.next_round(now_ms, unfit, together=together)
         books.changed = ""
         if isinstance(going, standing.GoOn):
             return self._goes_on(event, going)
@@ -156,9 +159,14 @@ class Asking:
             return books.changed
         if not usable:
             return "its process group is unusable"
-        if books.own.lineage is None or self._stands is None or self._stands.key != books.held:
+        if not self._knows_its_quorum:
             return "it does not know its state, or its quorum, any more"
         return ""
+
+    @property
+    def _knows_its_quorum(self) -> bool:
+        books = self._books
+        return books.own.lineage is not None and self._stands is not None and self._stands.key == books.held
 
     def _goes_on(self, event: on.StepStarted, going: standing.GoOn) -> Effects:
         """Begin the next round of the quorum that stands: the plan is known, and nobody is asked."""
@@ -169,8 +177,21 @@ class Asking:
         if event.fingerprint or event.unreached:
             self._unsaid += event.unreached
             books.asks_next = "it has news for the lighthouse"
-        goes = do.GoOn(self._may_take_early, self._prepares)
-        return (goes, *self._planned(standing_plan(before, own.step, own.lineage, books.settings)))
+        goes = do.GoOn(self._may_take_early and not going.fails, self._prepares)
+        plan = standing_plan(before, own.step, own.lineage, books.settings)
+        if going.fails:
+            return (goes, *self._fails_with_its_group(plan, going.fails))
+        return (goes, *self._planned(plan))
+
+    def _fails_with_its_group(self, plan: Plan, why: str) -> Effects:
+        """Begin a round that this rank can't commit, because the other ranks of its group begin it."""
+        books = self._books
+        orders = self._planned(plan)
+        books.abort()
+        last = books.flights.last
+        error = StepAbandoned(f"this rank can't go on in quorum {plan.key} ({why}); the next step asks for another")
+        last.note(error)
+        return (do.AbortGroup(), *orders, do.ReportError(last.name, error, True))
 
     def server_restarted(self, event: on.ServerRestarted, now_ms: int) -> Effects:
         """A new manager server holds no quorum, so neither does this rank."""

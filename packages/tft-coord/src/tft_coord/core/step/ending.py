@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import final
 
+from tft_coord.core.standing import State
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 from tft_coord.core.step.attempt import Attempt
@@ -169,7 +170,8 @@ class Ending:
         # What came after the word is told by none: the others commit by it. But who recovers needs its state.
         yes = agreed.yes and (not plan.heal or attempt.healing is Healing.LOADED)
         step, leaving = self._books.own.step, attempt.says_leave
-        vote = do.CastVote(number, step, plan.key, yes, leaving, enough, error, yes and agreed.stands, agreed.why)
+        stands = yes and agreed.stands and self._books.standing.state is not State.BROKEN
+        vote = do.CastVote(number, step, plan.key, yes, leaving, enough, error, stands, agreed.why)
         return (*reports, vote)
 
     def verdict_arrived(self, event: on.VerdictArrived, now_ms: int) -> Effects:

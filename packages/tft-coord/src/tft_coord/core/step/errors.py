@@ -24,7 +24,8 @@ class UsageError(TrainingError, RuntimeError):
 
 
 class StepAbandoned(TrainingError, RuntimeError):
-    """This step can't commit, because its replica has left the job while it ran."""
+    """This step can't commit, because its replica has left the job while it ran, or because this rank could not go on
+    when the others of its group began it."""
 
 
 class SyncAbandoned(TrainingError, RuntimeError):
