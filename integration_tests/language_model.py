@@ -35,6 +35,7 @@ from tft_algos import Manager, Optimizer, extend_mesh
 from tft_algos.manager.parts import Group
 from tft_algos.testing import Action, EventInjector, Fault, Place, digest
 from tft_ckpt import HTTPTransport
+from tft_coord.core.types import Plan, QuorumKey, RankRequest
 from tft_coord.timeouts import Timeouts
 from tft_lighthouse import LighthouseServer
 from tft_pg import ProcessGroupGloo, init_group
@@ -69,6 +70,7 @@ class Event:
         lineage: after a commit: which commits led there.
         digest: of this process's part of parameters and optimizer.
         participants: of the step.
+        requests: for a quorum, so far in its life.
         loss: of the text that is never trained on, at the end.
         text: the error of a failed step or of the end.
     """
@@ -78,6 +80,7 @@ class Event:
     lineage: int = 0
     digest: str = ""
     participants: int = 0
+    requests: int = 0
     loss: float = 0.0
     text: str = ""
 
@@ -138,6 +141,20 @@ def manager_with_faults(
     return manager, injector
 
 
+def count_requests(manager: Manager) -> Callable[[], int]:
+    """Count what that Manager asks its coordinator from now on. Returns: says how often it has."""
+    asked: list[int] = []  # the step of each
+    coordinator = manager._parts.shared.coordinator
+    asks = coordinator.quorum
+
+    def counted(request: RankRequest, timeout: timedelta) -> Plan | QuorumKey:
+        asked.append(request.step)
+        return asks(request, timeout)
+
+    coordinator.quorum = counted  # type: ignore[method-assign]
+    return lambda: len(asked)
+
+
 def live(training: Callable[[Callable[[Event], None]], None], connection: Connection) -> None:
     """The life of a trainer, in its own process: it tells of its end, whatever that is."""
     torch.set_num_threads(1)
@@ -171,6 +188,7 @@ def train(spec: Spec, connection: Connection) -> None:
 def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) -> None:
     rank, ranks = join_own_group()
     manager, injector = manager_with_faults(spec, tell)
+    requests = count_requests(manager)
     with manager:
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
         training = Training(spec.settings, extend_mesh(manager, mesh))
@@ -197,7 +215,8 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
             if manager.status().committed:
                 lineage = manager.state_dict()["lineage"]
                 told = digest(local(training.model.state_dict()), local(training.adam.state_dict()))
-                tell(Event("commit", manager.current_step(), lineage, told, manager.num_participants()))
+                participants = manager.num_participants()
+                tell(Event("commit", manager.current_step(), lineage, told, participants, requests()))
             else:
                 tell(Event("failed", manager.current_step(), text=str(error)))
         tell(Event("loss", manager.current_step(), loss=training.validation_loss()))
@@ -376,6 +395,15 @@ class Cluster:
         self.until(
             lambda: self.step >= unless_at or self.are_together(after), f"all commit together after step {after}"
         )
+
+    def until_it_stands(self, after: int = 0) -> None:
+        """Until all groups commit together, and none of their ranks has asked for the last step."""
+
+        def stands() -> bool:
+            last = [list(trainer.commits.values())[-2:] for trainer in self.trainers]
+            return self.are_together(after) and all(before.requests == step.requests for before, step in last)
+
+        self.until(stands, f"all commit together after step {after}, and ask nobody")
 
     def until_step(self, step: int) -> None:
         """Until the first has committed it."""

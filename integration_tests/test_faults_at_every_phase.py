@@ -56,11 +56,13 @@ SPREAD: Final = {
         Blow(Action.FAIL, Place.QUORUM),
         Blow(Action.KILL, Place.REDUCTION),
         Blow(Action.STOP, Place.FORWARD),
+        Blow(Action.KILL, Place.WORD),
     ),
     "three": (
         Blow(Action.RAISE, Place.VOTE),
         Blow(Action.KILL, Place.SERVING),
         Blow(Action.HANG, Place.BACKWARD, ends_by_kill=True),
+        Blow(Action.STOP, Place.WORD),
     ),
     "five": (
         Blow(Action.KILL, Place.CONFIGURE),
@@ -70,13 +72,14 @@ SPREAD: Final = {
     "two of two": (
         Blow(Action.KILL, Place.VOTE),
         Blow(Action.FAIL, Place.OPTIMIZER),
+        Blow(Action.FAIL, Place.WORD),
         Blow(Action.STOP, Place.HEALING, ends_by_kill=True),
     ),
 }
 
 
 def strike(cluster: Cluster, turn: int, blow: Blow) -> None:
-    """Let it happen to whose turn it is, and wait until all commit together again."""
+    """Let it happen to whose turn it is, in a quorum that stands, and wait until all commit together in one again."""
     # Who is first among those who hold the state gives it.
     group = cluster.groups[0 if blow.place is Place.SERVING else turn % len(cluster.groups)]
     rank = 0 if blow.place in OF_RANK_ZERO else len(group.trainers) - 1
@@ -93,7 +96,7 @@ def strike(cluster: Cluster, turn: int, blow: Blow) -> None:
             process = psutil.Process(trainer.process.pid)
             cluster.until_stopped(process)
             process.resume()
-    cluster.until_together(after=cluster.step)
+    cluster.until_it_stands(after=cluster.step)
     others = [each for each in cluster.groups if each is not group]
     assert [each.starts for each in others] == [starts[each.name] for each in others], f"{blow}: {cluster.story()}"
     cluster.check_digests()
@@ -111,6 +114,7 @@ def test_a_spread_of_faults(spawn: Spawn, size: str) -> None:
     groups, ranks = CLUSTERS[size]
     blows = SPREAD[size]
     with training_together(spawn, groups=groups, ranks=ranks) as cluster:
+        cluster.until_it_stands()
         for turn, blow in enumerate(blows):
             strike(cluster, turn, blow)
         losses = cluster.finish()
@@ -124,6 +128,7 @@ def test_a_spread_of_faults(spawn: Spawn, size: str) -> None:
 def test_every_fault_at_every_place(spawn: Spawn, size: str) -> None:
     groups, ranks = CLUSTERS[size]
     with training_together(spawn, groups=groups, ranks=ranks) as cluster:
+        cluster.until_it_stands()
         for turn, blow in enumerate(blow for blow in EVERY_BLOW if survivable(blow, groups)):
             strike(cluster, turn, blow)
         losses = cluster.finish()
