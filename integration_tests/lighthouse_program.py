@@ -71,6 +71,16 @@ class LighthouseProgram:
         """kill -9; returns when it is gone."""
         self._signal(signal.SIGKILL)
 
+    def stop(self) -> None:
+        """SIGSTOP, until `go_on`."""
+        assert self._process is not None, "it does not live"
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        assert self._process is not None, "it does not live"
+        self._process.send_signal(signal.SIGCONT)
+
     def end(self) -> None:
         """End what runs, if anything does."""
         if self._process is not None:
