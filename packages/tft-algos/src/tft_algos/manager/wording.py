@@ -27,7 +27,7 @@ from tft_coord.core.step import events as on
 from tft_coord.core.types import QuorumKey
 from tft_coord.errors import DeadlinePassed
 from tft_coord.timeouts import Timeouts
-from tft_pg import ProcessGroup, WordExchange, exchange_word_by_allreduce
+from tft_pg import ProcessGroup, WordExchange, WrappingProcessGroup, exchange_word_by_allreduce
 from tft_pg.word import LINGER
 
 Exchange: TypeAlias = Callable[..., WordExchange]
@@ -110,7 +110,10 @@ class Wording:
         """Whether the words have to come in the order of the reductions, as an allreduce has to."""
         if self._exchange is None:
             return False
-        own = getattr(self._group, "exchange_word", None)
+        group: object = self._group
+        while isinstance(group, WrappingProcessGroup):
+            group = group.parent
+        own = getattr(group, "exchange_word", None)
         return own is None or getattr(inspect.unwrap(own), "__func__", None) is ProcessGroup.exchange_word
 
     def exchange(self, order: do.SendWord) -> on.WordEnded:
