@@ -154,7 +154,10 @@ STANDING_MARKS: Mapping[int, tuple[str, ...]] = {
     4: ("a recall came with the answer to a beat", "the newest quorum broke the one that was held"),
     5: ("the word of a round came to some members alone", "a lost step was committed again by others"),
     6: ("the word of a round was a no",),
-    7: ("a rank asked where its quorum stood: it had changed",),
+    7: (
+        "a rank asked where its quorum stood: it had changed",
+        "a rank began a round with its group that it could not commit",
+    ),
     8: ("a rank had its word, and another one of its group did not",),
     9: ("one word said that all ask and that one leaves",),
     10: ("a leaver let its last word pass",),

@@ -44,6 +44,9 @@ class Speaking:
                 trainer.note(f"asks though its quorum stands: {order.breaks}")
             return
         trainer.mark("a round began without a request")
+        if status.error is not None:
+            trainer.mark("a rank began a round with its group that it could not commit")
+            trainer.note(f"begins with its group: {status.error}")
         plan = status.plan
         if plan is not None and plan.num_participants < plan.replica_world_size:
             trainer.mark("a quorum with spares stood")

@@ -177,11 +177,10 @@ class Asking:
         if event.fingerprint or event.unreached:
             self._unsaid += event.unreached
             books.asks_next = "it has news for the lighthouse"
-        goes = do.GoOn(self._may_take_early and not going.fails, self._prepares)
         plan = standing_plan(before, own.step, own.lineage, books.settings)
         if going.fails:
-            return (goes, *self._fails_with_its_group(plan, going.fails))
-        return (goes, *self._planned(plan))
+            return (*self._fails_with_its_group(plan, going.fails), do.GoOn())
+        return (do.GoOn(self._may_take_early, self._prepares), *self._planned(plan))
 
     def _fails_with_its_group(self, plan: Plan, why: str) -> Effects:
         """Begin a round that this rank can't commit, because the other ranks of its group begin it."""

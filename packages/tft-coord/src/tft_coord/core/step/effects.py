@@ -87,8 +87,8 @@ class GoOn:
         prepares_to_serve: as in `Ask`.
     """
 
-    looks_at_state: bool
-    prepares_to_serve: bool
+    looks_at_state: bool = False
+    prepares_to_serve: bool = False
 
 
 # --- the quorum -------------------------------------------------------------------------------------------------------
