@@ -18,20 +18,16 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Final, final
 
 import grpc
 import psutil
 
 from integration_tests.strangers import Script
-from tft_coord.errors import ProtocolError
-from tft_coord.transport import direct
-from tft_coord.transport.frames import FrameReader, framed
 from tft_coord.wire import services
 
 HONEST_WITHIN_S: Final = 1.0
@@ -42,8 +38,6 @@ GROWTH_BYTES: Final = 64 << 20
 # of them; 98 go with each cancelled call of a bare grpc.aio handler. As much again waits for the allocator to tidy up.
 KEPT_BY_GRPC_BYTES: Final = 400
 SILENT_S: Final = 0.1
-SOON_S: Final = 0.02
-BESIDE_S: Final = 10.0
 LINE_BYTES: Final = 1_000
 SPARES: Final = 0.75  # of the time: nothing is said that ends a group
 HEARD_ENOUGH: Final = 25
@@ -207,69 +201,6 @@ def _tls_hello() -> bytes:
     with suppress(ssl.SSLWantReadError):
         handshake.do_handshake()
     return outgoing.read()
-
-
-# --- a stream with a socket beside it --------------------------------------------------------------------------------
-
-
-@final
-class Beside:
-    """A stream to a lighthouse that was offered a socket, and that socket, over which nothing was said yet.
-
-    Args:
-        channel: to the lighthouse.
-        hello: the stream's first message.
-    """
-
-    def __init__(self, channel: grpc.Channel, hello: bytes) -> None:
-        self._said: SimpleQueue[bytes | None] = SimpleQueue()
-        self._said.put(hello)
-        stub: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
-            services.LIGHTHOUSE_SESSION, request_serializer=None, response_deserializer=None
-        )
-        self._call = stub(iter(self._said.get, None), metadata=direct.ASK, timeout=BESIDE_S)
-        try:
-            offer = direct.Offer.read(self._call.initial_metadata())
-            assert offer is not None, "no socket is offered"
-            self.greeting = framed(b"TFT direct 1\n" + offer.ticket)
-            self._socket = socket.create_connection(("127.0.0.1", offer.port), timeout=5)
-        except BaseException:
-            self._end_the_stream()
-            raise
-
-    def __enter__(self) -> Beside:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._socket.close()
-        self._end_the_stream()
-
-    def _end_the_stream(self) -> None:
-        self._said.put(None)
-        self._call.cancel()
-
-    def talk(self, greeting: bytes, frames: Iterable[bytes]) -> list[bytes]:
-        """Greet, and if that is answered, say all else.
-
-        Args:
-            greeting, frames: as they go over the wire.
-        Returns: what was heard until it fell silent, the answer to the greeting first.
-        """
-        frames_in = FrameReader()
-        heard: list[bytes] = []
-        with suppress(OSError, ProtocolError):
-            self._socket.settimeout(SILENT_S)
-            self._socket.sendall(greeting)
-            heard += frames_in.feed(self._socket.recv(1 << 16))
-            if not heard:
-                return []
-            self._said.put(direct.LAST)
-            for frame in frames:
-                self._socket.sendall(frame)
-            self._socket.settimeout(SOON_S)
-            while part := self._socket.recv(1 << 16):
-                heard += frames_in.feed(part)
-        return heard
 
 
 # --- messages in a call ----------------------------------------------------------------------------------------------

@@ -1,9 +1,8 @@
 """Damaged connections at the ports of the servers, while an honest client is served without a pause.
 
 `test_bad_input` damages messages inside good connections; here the bytes of the connections themselves are damaged:
-the preface, the frames of HTTP/2, their lengths, kinds and streams, the headers, and the messages inside; and, of the
-sockets beside the streams to the lighthouse, the greeting and the frames. Nothing may crash, hang or grow: no memory,
-no thread, no descriptor.
+the preface, the frames of HTTP/2, their lengths, kinds and streams, the headers, and the messages inside. Nothing may
+crash, hang or grow: no memory, no thread, no descriptor.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from grpc import insecure_channel
 from benchmarks.swarm import Connection
 from integration_tests.hostile import (
     HONEST_WITHIN_S,
-    Beside,
     Fuzzer,
     Watched,
     call_name,
@@ -40,7 +38,6 @@ from integration_tests.strangers import SCRIPTS, Script
 from integration_tests.test_bad_input import PORTS
 from tft_coord.errors import CoordinationError
 from tft_coord.transport import steady
-from tft_coord.transport.frames import framed
 from tft_coord.wire import services
 
 FUZZ_S: Final = 2.5
@@ -194,28 +191,6 @@ class AtThePort:
         return call_name(method)
 
 
-@final
-class BesideTheStreams:
-    """Good streams to a lighthouse, and damage on the sockets beside them."""
-
-    def __init__(self, server: Watched, script: Script, rng: random.Random) -> None:
-        self.told: Counter[str] = Counter()
-        self._server = server
-        self._script = script
-        self._rng = rng
-
-    def attack(self, number: int, *, spares: bool) -> None:
-        with insecure_channel(f"127.0.0.1:{self._server.port}") as channel, ExitStack() as ends:
-            for index in range(number * AT_ONCE, (number + 1) * AT_ONCE):
-                hello, *messages = self._script.session(index)
-                beside = ends.enter_context(Beside(channel, hello))
-                greeting, *frames = with_damage(self._rng, [beside.greeting, *map(framed, messages)])
-                answers = beside.talk(greeting, frames)
-                if answers:
-                    self.told["a greeting"] += 1
-                    self.told.update(map(self._script.name, answers[1:]))
-
-
 @dataclass(frozen=True)
 class Target:
     """What is attacked: a port of a server, by whom, and in how many connections at most each answer must be heard."""
@@ -244,7 +219,6 @@ TARGETS: Final = {
         AtThePort,
         {"RankWelcome": 20, "a no": 15, "ShouldCommit": 20, "CheckpointMetadata": 40, "Quorum": 150},
     ),
-    "direct socket": Target("lighthouse", BesideTheStreams, {"a greeting": 3, "AnswerQuorum": 8}),
 }
 
 

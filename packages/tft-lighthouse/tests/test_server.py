@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import queue
 import re
@@ -699,6 +700,24 @@ def test_after_shutdown_no_open_connection_is_answered_and_nothing_is_left() -> 
         free.bind(("127.0.0.1", port))
     with pytest.raises(Closed, match="was shut down"), lighthouse:
         pass
+
+
+def test_an_ended_stream_leaves_no_connection_to_the_garbage_collector(lighthouse: LighthouseServer) -> None:
+    """Which trainers switch off."""
+    port = int(lighthouse.address.rpartition(":")[2])
+    gc.disable()
+    try:
+        with Trainer("a:1", lighthouse.address) as a, Trainer("b:1", lighthouse.address) as b:
+            together(a.train, b.train)
+        del a, b
+        until = time.monotonic() + LATE.total_seconds()
+        while left := [
+            each for each in psutil.Process().net_connections("tcp") if each.raddr and each.raddr.port == port
+        ]:
+            assert time.monotonic() < until, left
+            time.sleep(0.01)
+    finally:
+        gc.enable()
 
 
 def test_a_lighthouse_that_forgets_everything_changes_nothing() -> None:

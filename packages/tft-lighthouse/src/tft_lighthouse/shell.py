@@ -14,7 +14,7 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final, Generic, TypeAlias, TypeVar, cast, final
 
@@ -25,12 +25,10 @@ from tft_coord.core.torchft_rule import TorchftCore
 from tft_coord.core.types import LossNotice, Member, Quorum, QuorumNews, Refusal
 from tft_coord.errors import ProtocolError, SettingError
 from tft_coord.rpc import grpc
-from tft_coord.transport import direct
-from tft_coord.transport.address import interface_of, peer_address
-from tft_coord.transport.direct import DirectPort, DirectSocket
+from tft_coord.transport.address import peer_address
 from tft_coord.transport.outbox import Outbox
 from tft_coord.transport.server import Server
-from tft_coord.transport.settings import MAX_REQUEST_BYTES, fail, server_options
+from tft_coord.transport.settings import fail, server_options
 from tft_coord.views import DescribedJob, LighthouseDescription
 from tft_coord.wire import codec, services
 from tft_coord.wire.services import Context
@@ -60,6 +58,9 @@ class LighthouseShell:
         self._loop = asyncio.get_running_loop()
         self._tick_s = config.timeouts.quorum_tick_ms / 1000
         self._grace_s = config.timeouts.reconnect_grace_ms / 1000
+        # A connection whose other host says nothing ends after heartbeat_timeout, by pings or by what it does not
+        # acknowledge. So one that was heard a moment before its end was closed by that host.
+        self._told_within_s = config.timeouts.heartbeat_timeout_ms / 2000
         self._config = config
         self._serves_since_ms = self._wall_ms()
         self._core = LighthouseCore(
@@ -78,6 +79,7 @@ class LighthouseShell:
         )
         self._numbers = itertools.count(1)
         self._streams: dict[int, Outbox] = {}
+        self._heard_s: dict[int, float] = {}  # when each stream was heard last; not those that are ended from here
         self._was_asked: set[int] = set()  # streams that are to say the quorum that they hold
         self._calls: dict[int, asyncio.Future[Quorum | effects.RefuseUnary | None]] = {}
         self._encode_quorum = _Last(codec.encode_quorum)
@@ -95,7 +97,6 @@ class LighthouseShell:
         self._graces: set[asyncio.TimerHandle] = set()
         self._last_look_s = 0.0
         self._next_look_at_waits_s = 0.0
-        self._direct = DirectPort(most_bytes=MAX_REQUEST_BYTES, silence_s=config.timeouts.heartbeat_timeout_ms / 1000)
         self._server = Server(
             server_options(config.timeouts, hears_beats=True),
             services.Services(
@@ -119,12 +120,6 @@ class LighthouseShell:
                 f"the lighthouse can't listen at {bind}: the port is in use or the address is not of this machine; "
                 "end the other process, or give another --bind"
             ) from error
-        try:
-            self._direct.open(interface_of(bind))
-        except OSError as error:
-            logger.warning(
-                "no socket beside the port can be had (%s); streams carry everything, at some more cost", error
-            )
         await self._server.start()
         self._tick()
         return port
@@ -140,7 +135,6 @@ class LighthouseShell:
         for call in list(self._calls):
             self._answer(call, None)
         await self._server.stop(LAST_ANSWERS_S)
-        await self._direct.close()
 
     # --- the cores' decisions ---------------------------------------------------------------------------------------
 
@@ -242,6 +236,7 @@ class LighthouseShell:
             outbox.put(message)
 
     def _close(self, stream: int) -> None:
+        self._heard_s.pop(stream, None)
         outbox = self._streams.get(stream)
         if outbox is not None:
             outbox.close()
@@ -266,43 +261,31 @@ class LighthouseShell:
         def overflows() -> None:
             name, peer = self._core.replica_of(stream) or "nobody yet", peer_address(context.peer())
             logger.warning("the stream of replica %s, from %s, is ended: it does not read what it is told", name, peer)
+            self._heard_s.pop(stream, None)
             serves.cancel()
 
         outbox = self._streams[stream] = Outbox(overflows)
-        sockets: list[DirectSocket] = []
-
-        def taken_up(socket: DirectSocket) -> None:
-            socket.overflows = overflows
-            sockets.append(socket)
-            outbox.divert(direct.LAST, socket.say)
-            socket.ended.add_done_callback(lambda _: outbox.close())
-
-        ticket = b""
-        reader: asyncio.Task[None] | None = None
+        self._heard_s[stream] = self._loop.time()
+        reader = self._loop.create_task(self._read(stream, outbox, context))
         try:
-            if self._direct.is_asked_for(context.invocation_metadata() or ()):
-                ticket, offer = self._direct.offer(taken_up)
-                await context.send_initial_metadata(offer)
-            reader = self._loop.create_task(self._read(stream, outbox, context, sockets))
             await outbox.write_all(context.write)
         finally:
-            if reader is not None:
-                reader.cancel()
-            self._direct.withdraw(ticket)
-            told = any(socket.hung_up for socket in sockets)
-            for socket in sockets:
-                socket.close()
+            reader.cancel()
+            heard_s = self._heard_s.pop(stream, None)
+            told = heard_s is not None and self._loop.time() - heard_s < self._told_within_s
             del self._streams[stream]
             self._was_asked.discard(stream)
             self._handle(events.StreamClosed(stream, told))
             self._look_after_grace()
 
-    async def _read(self, stream: int, outbox: Outbox, context: Context, sockets: Sequence[DirectSocket]) -> None:
+    async def _read(self, stream: int, outbox: Outbox, context: Context) -> None:
         """Hear the stream until its manager server closes its side, breaks, or talks nonsense."""
         said: Member | None = None
 
         def heard(message: bytes) -> None:
             nonlocal said
+            if not outbox.closed:
+                self._heard_s[stream] = self._loop.time()
             event = codec.decode_to_lighthouse(stream, message, said, was_asked=stream in self._was_asked)
             if isinstance(event, events.QuorumRequested):
                 said = event.member
@@ -313,27 +296,12 @@ class LighthouseShell:
                     return
             self._handle(event)
 
-        def refuse(error: ProtocolError) -> None:
-            message = f"from {peer_address(context.peer())}: {error}"
-            self._perform([effects.RefuseSession(stream, Refusal.MALFORMED, message)])
-
-        def heard_directly(message: bytes) -> None:
-            if outbox.closed:
-                return
-            try:
-                heard(message)
-            except ProtocolError as error:
-                refuse(error)
-
         try:
             while isinstance(message := cast("object", await context.read()), bytes):
-                if message == direct.LAST and sockets:
-                    sockets[0].hear(heard_directly)
-                    await sockets[0].ended
-                    break
                 heard(message)
         except ProtocolError as error:
-            refuse(error)
+            sentence = f"from {peer_address(context.peer())}: {error}"
+            self._perform([effects.RefuseSession(stream, Refusal.MALFORMED, sentence)])
         finally:
             outbox.close()
 

@@ -14,7 +14,8 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import cast, final
+from contextlib import suppress
+from typing import final
 
 from tft_coord.core import events
 from tft_coord.core.effects import (
@@ -60,12 +61,10 @@ from tft_coord.manager_server.trial import try_peers
 from tft_coord.rpc import grpc
 from tft_coord.security import call_metadata
 from tft_coord.timeouts import ROUND_TRIPS_TO_BE_BACK, Timeouts
-from tft_coord.transport import direct
-from tft_coord.transport.address import host_of, targets
+from tft_coord.transport.address import targets
 from tft_coord.transport.dial import TookTooLong, cancelled, dial
 from tft_coord.transport.listener import OF_ANOTHER_KIND, no_peer, secret_refused
 from tft_coord.transport.outbox import Outbox
-from tft_coord.transport.settings import MAX_MESSAGE_BYTES
 from tft_coord.wire import codec, services
 
 logger = logger_for_people(__name__)
@@ -73,8 +72,6 @@ logger = logger_for_people(__name__)
 PATIENCE_MOST = 8  # times heartbeat_timeout, for the first connection to a lighthouse
 SAY_AWAY_AFTER_MS = 2_000  # a restart of the lighthouse is shorter than this, a wrong address is not
 TELL_AWAY_EVERY_MS = 2_000  # a rank's next wait begins at any time, and is said after 5 s
-SOCKET_WITHIN_S = 1.0
-SOCKET_AGAIN_S = 600.0  # a stream that begins later than this asks for one again
 LAST_WORDS_S = 0.2  # how long the end of a trainer may be held up by telling the lighthouse of it
 
 
@@ -154,7 +151,6 @@ class LighthouseLink:
         self._redial: asyncio.TimerHandle | None = None
         self._next_beat: asyncio.TimerHandle | None = None
         self._open_request: int | None = None
-        self._without_socket: dict[str, float] = {}  # lighthouses whose sockets can't be reached, and until when
         self._patience_ms: dict[str, int] = {}  # for a connection to a lighthouse; more where that took too long
         self._said_far: set[str] = set()  # lighthouses of which it was said that they are far away
         self._reached: set[str] = set()  # lighthouses to which there has been a connection
@@ -356,37 +352,19 @@ class LighthouseLink:
         self._perform(self._core.dial_failed(self._targets.index(self._target), code, message))
 
     async def _converse(self, channel: grpc.aio.Channel) -> None:
-        asks = self._loop.time() >= self._without_socket.get(self._target, 0.0)
-        call = services.stream_stub(channel, services.LIGHTHOUSE_SESSION)(
-            metadata=(*self._metadata, *(direct.ASK if asks else ()))
-        )
+        call = services.stream_stub(channel, services.LIGHTHOUSE_SESSION)(metadata=self._metadata)
         outbox = Outbox(call.cancel)
         self._call, self._outbox, self._said = call, outbox, None
-        way = _Way(call, outbox, self._received_directly)
-        tasks = [
-            self._loop.create_task(self._write(call, outbox, way)),
-            self._loop.create_task(self._shorten(call, way)),
-        ]
+        writer = self._loop.create_task(self._write(call, outbox))
         try:
             self._perform(self._core.stream_opened(self._now_ms()))
-            while True:
-                message = await call.read()
-                if message is grpc.aio.EOF:
-                    break
-                assert isinstance(message, bytes)
-                if message == direct.LAST:
-                    way.last_came()
-                else:
-                    self._received(message)
-            if way.socket is not None:
-                await asyncio.wait([way.socket.ended], timeout=LAST_WORDS_S)
+            while isinstance(message := await call.read(), bytes):
+                self._received(message)
             self._note_trouble("it ended the stream")
         finally:
-            for task in tasks:
-                task.cancel()
+            writer.cancel()
             call.cancel()
-            await asyncio.wait(tasks)
-            way.end()
+            await asyncio.wait([writer])
 
     async def _look(self, address: int) -> None:
         """Ask another of the lighthouses what it is; one that can't be reached is nothing to us now."""
@@ -455,49 +433,10 @@ class LighthouseLink:
         if self._core.answered(event.request, key):
             self._arrived(event)
 
-    async def _shorten(self, call: grpc.aio.StreamStreamCall[bytes, bytes], way: _Way) -> None:
-        """Have the stream's messages go over a socket, if the lighthouse offers one that can be reached."""
-        try:
-            offered = await call.initial_metadata() or ()
-            offer = direct.Offer.read(cast("direct.Metadata", offered))  # grpc's stubs take it for a mapping
-            if offer is None:
-                return
-            socket = await direct.connect(
-                host_of(self._target),
-                offer,
-                most_bytes=MAX_MESSAGE_BYTES,
-                silence_s=self._timeouts.heartbeat_timeout_ms / 1000,
-                overflows=call.cancel,
-                within_s=SOCKET_WITHIN_S,
-            )
-        except grpc.aio.AioRpcError:
-            return  # the reader learns of the same end, and tells why
-        except Unreachable as error:
-            self._without_socket[self._target] = self._loop.time() + SOCKET_AGAIN_S
-            logger.info("replica %s: %s; the stream carries everything, at some more cost", self._replica_id, error)
-        else:
-            way.take(socket)
-        finally:
-            if way.socket is None:
-                way.give_up()
-
-    def _received_directly(self, message: bytes) -> bool:
-        """Returns: whether it made sense."""
-        try:
-            self._received(message)
-        except ProtocolError as error:
-            self._note_trouble(str(error))
-            return False
-        return True
-
-    async def _write(self, call: grpc.aio.StreamStreamCall[bytes, bytes], outbox: Outbox, way: _Way) -> None:
-        try:
+    async def _write(self, call: grpc.aio.StreamStreamCall[bytes, bytes], outbox: Outbox) -> None:
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader learns of the same end
             await outbox.write_all(call.write)
-            if way.socket is not None:
-                way.socket.close()
             await call.done_writing()
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            pass  # the reader learns of the same end, and tells why
 
     def _note_trouble(self, why: str) -> None:
         what = self._refusal or self._strange.get(self._target) or f"can't be reached: {why}"
@@ -647,61 +586,3 @@ class LighthouseLink:
         self._perform(self._core.tick(now_ms, lambda: self._progress(now_ms), lambda: self._waits(now_ms)))
         # Between a loss and the next welcome no beat is due however late it is; look again soon.
         self._next_beat = self._loop.call_at(max(self._core.next_beat_ms, now_ms + 50) / 1000, self._beat)
-
-
-@final
-class _Way:
-    """On which of the two a stream's messages go: on itself, or on its socket.
-
-    Args:
-        call: the stream.
-        outbox: what is said on it.
-        received: takes a message of the socket's; returns whether it made sense.
-    Fields:
-        socket: once there is one.
-    """
-
-    def __init__(
-        self, call: grpc.aio.StreamStreamCall[bytes, bytes], outbox: Outbox, received: Callable[[bytes], bool]
-    ) -> None:
-        self.socket: direct.DirectSocket | None = None
-        self._call = call
-        self._outbox = outbox
-        self._received = received
-        self._last_came = self._gave_up = False
-
-    def take(self, socket: direct.DirectSocket) -> None:
-        """Say everything on the socket from now on."""
-        self.socket = socket
-        self._outbox.divert(direct.LAST, socket.say)
-        socket.ended.add_done_callback(self._ended)
-        if self._last_came:
-            socket.hear(self._hear)
-
-    def give_up(self) -> None:
-        """There will be no socket. If the lighthouse believes that there is one, the next stream asks for none."""
-        self._gave_up = True
-        if self._last_came:
-            self._call.cancel()
-
-    def last_came(self) -> None:
-        """The lighthouse says everything on the socket from now on. That may be heard before `take`."""
-        self._last_came = True
-        if self._gave_up:
-            self._call.cancel()
-        elif self.socket is not None:
-            self.socket.hear(self._hear)
-
-    def end(self) -> None:
-        """The stream has ended."""
-        if self.socket is not None:
-            self.socket.abort()
-
-    def _ended(self, _: object) -> None:
-        # The stream dies with its socket; but when we have closed that, the lighthouse ends it, having heard all.
-        if not self._outbox.closed:
-            self._call.cancel()
-
-    def _hear(self, message: bytes) -> None:
-        if not self._received(message):
-            self._call.cancel()

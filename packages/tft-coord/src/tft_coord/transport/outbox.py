@@ -32,15 +32,11 @@ class Outbox:
         self._overflows = overflows
         self._most_bytes = most_bytes
         self.closed = False  # nothing more is taken
-        self._elsewhere: Callable[[bytes], object] | None = None
         self._idle: asyncio.Future[None] | None = None
 
     def put(self, message: bytes) -> None:
         """Say it after all that was said before; dropped when the outbox is closed."""
         if self.closed:
-            return
-        if self._elsewhere is not None:
-            self._elsewhere(message)
             return
         if self._messages and self._waiting_bytes + len(message) > self._most_bytes:
             self._messages.clear()
@@ -50,11 +46,6 @@ class Outbox:
         self._messages.append(message)
         self._waiting_bytes += len(message)
         self._wake()
-
-    def divert(self, last: bytes, say: Callable[[bytes], object]) -> None:
-        """Say `last` on this way, and all that is put from then on by `say`."""
-        self.put(last)
-        self._elsewhere = say
 
     def close(self) -> None:
         """Say what is here still, then end."""

@@ -90,8 +90,8 @@ def server_options(timeouts: Timeouts, *, hears_beats: bool = False) -> Options:
         ("grpc.max_connection_idle_ms", CONNECTION_IDLE_MS),
         ("grpc.max_connection_age_ms", CONNECTION_AGE_MS),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
-        # Half of the descriptors, for a member may have a socket beside its stream. Above it a connection is ended as
-        # it is made; without descriptors nothing of this process would work.
+        # Half of the descriptors, for all else of this process needs some as well. Above it a connection is ended as it
+        # is made.
         ("grpc.max_allowed_incoming_connections", max(1, descriptors.limit() // 2)),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 500),
