@@ -44,10 +44,8 @@ from tft_algos import Manager
 from tft_ckpt import HTTPTransport, StateKey
 from tft_ckpt.http.routes import data_path, manifest_path
 from tft_coord import ManagerClient, ManagerServer
-from tft_coord.client.local_link import LocalLink
 from tft_coord.core.types import Plan, Purpose, RankRequest
-from tft_coord.errors import CoordinationError, ProtocolError, Unreachable
-from tft_coord.transport.frames import framed
+from tft_coord.errors import CoordinationError
 from tft_coord.wire import codec, rank_codec, services
 from tft_coord.wire import coordination_pb2 as pb
 from tft_lighthouse import LighthouseServer
@@ -559,45 +557,3 @@ def test_the_offender_is_told_why(port: str, tmp_path: Path) -> None:
         for words, says in sessions[port]:
             assert says in fuzzer.converse([words], within_s=2)
         server.check(honest, "all of them")
-
-
-# --- rank 0's socket to its manager server -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        b"\xff\xff\xff\xff",
-        framed(b"\xff\xff"),
-        framed(rank_codec.encode_from_rank(rank_codec.RankHello(0, 1))),
-        framed(b""),
-    ],
-    ids=["a length of 4 GB", "no message", "a message of the stream", "nothing"],
-)
-def test_nonsense_on_the_local_socket_ends_it_and_nothing_else(words: bytes, capfd: pytest.CaptureFixture[str]) -> None:
-    with ManagerServer("a:1", NOBODY, "127.0.0.1", "127.0.0.1:0", "s:1", 1) as server:
-        link = server.link()
-        assert link is not None
-        with link:
-            link.settimeout(5)
-            link.sendall(words)
-            assert link.recv(100) == b""
-        with ManagerClient(server.address(), LATE) as client, pytest.raises(CoordinationError, match="rank not found"):
-            client.checkpoint_metadata(0, LATE)
-        assert server.alive()
-    assert "the socket of rank 0 is closed: " in sentence_of(capfd.readouterr().err)
-
-
-@pytest.mark.parametrize("words", [b"\xff\xff\xff\xff", framed(b"\xff\xff"), b""], ids=["4 GB", "no message", "an end"])
-def test_nonsense_from_the_manager_server_is_an_error_of_the_call(words: bytes) -> None:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        link = LocalLink(ours)
-        try:
-            theirs.sendall(words)
-            theirs.shutdown(socket.SHUT_WR)
-            with pytest.raises((Unreachable, ProtocolError)) as caught:
-                link.call(A_VOTE, 5.0, "a vote")
-            assert "\n" not in str(caught.value)
-        finally:
-            link.close()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-# A whole trainer's coordination: streams, the link, a server with its port. The child is a copy of all of it.
+# A whole trainer's coordination: streams, a server with its port. The child is a copy of all of it.
 _FORKS = """
 import gc, os, sys, time
 from datetime import timedelta
@@ -21,7 +21,7 @@ key = QuorumKey(1, 1)
 host = sys.argv[2]
 server = ManagerServer("group:1", "127.0.0.1:9", host, "127.0.0.1:0", "", 1)
 inside = ManagerServer("group:2", "127.0.0.1:9", host, "127.0.0.1:0", "", 1, in_process=True)
-client = ManagerClient(server.address(), group_rank=0, link=server.link())
+client = ManagerClient(server.address(), group_rank=0)
 other = ManagerClient(inside.address(), group_rank=0)
 
 def tcp_sockets():

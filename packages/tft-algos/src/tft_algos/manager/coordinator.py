@@ -457,11 +457,11 @@ class GroupCoordinator:
             group_rank=config.rank,
             token=config.token,
             timeouts=config.timeouts,
-            link=server.link() if server is not None else None,
             listener=self._told,
             progress=lambda: self._progress(),
             beat_number=lambda: self._beat_number(),
             is_alive=server.alive if server is not None else lambda: True,
+            connect_now=server is None,  # its own has just told its address
         )
 
 

@@ -5,7 +5,6 @@ Law of this file: one method a call; what a call means stands in protocol.md and
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,7 +12,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, final
 
 from tft_coord.client.caller import Caller, seconds
-from tft_coord.client.local_link import LocalLink
 from tft_coord.client.rank_session import RankSession
 from tft_coord.core.progress import Progress
 from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest, Verdict
@@ -45,8 +43,6 @@ class ManagerClient:
         group_rank: opens this rank's session at once, as `open_session` does; None leaves it to the caller.
         token: shared secret of the job, or None.
         timeouts: of the job.
-        link: `ManagerServer.link()`, in the process that started the manager server: its calls travel there. Closed
-            with this client.
         listener: told on the session of losses, of a member of a quorum or of this group, of newcomers that
             ask, and of what somebody wants of this rank: to leave, or to end. It is called by a thread of this client's
             and must return at once.
@@ -54,8 +50,8 @@ class ManagerClient:
             not said, and this rank never hangs.
         beat_number: gives the number of a beat that is sent now; the answer is a `QuorumNews` for the listener, which
             renews the lease of a standing quorum. 0: no answer is wanted.
-        is_alive: asked several times a second while the session opens; False ends that, because the manager server has
-            ended.
+        is_alive: asked several times a second while the session opens, and when it has broken; False ends that and
+            whatever waits for an answer, because the manager server has ended.
         connect_now: see whether it answers. False: the first call connects, and tells what there is to tell.
     Raises: SettingError: the address is none. Unreachable: nobody answered in time. ProtocolError: no such rank.
         Refused: another process is this rank.
@@ -69,17 +65,13 @@ class ManagerClient:
         group_rank: int | None = None,
         token: str | None = None,
         timeouts: Timeouts = Timeouts(),  # noqa: B008  # frozen
-        link: socket.socket | None = None,
         listener: Callable[[News], None] = lambda _: None,
         progress: Callable[[], Progress | None] = lambda: None,
         beat_number: Callable[[], int] = lambda: 0,
         is_alive: Callable[[], bool] = lambda: True,
         connect_now: bool = True,
     ) -> None:
-        # Who has the link to a server started it, and was told its address by it.
-        is_known = link is not None or not connect_now
-        self._caller = Caller("manager server", addr, connect_timeout, token, timeouts, is_known=is_known)
-        self._link = LocalLink(link) if link is not None else None
+        self._caller = Caller("manager server", addr, connect_timeout, token, timeouts, is_known=not connect_now)
         self._token = token
         self._timeouts = timeouts
         self._connect_within_s = connect_timeout.total_seconds()
@@ -118,8 +110,8 @@ class ManagerClient:
         what = f"rank {group_rank}'s quorum for step {request.step}"
         ask, timeout_s = rank_codec.Ask(group_rank, request), seconds(timeout)
         answer: Plan | QuorumKey | Verdict
-        if (way := self._way_of(group_rank)) is not None:
-            answer = way.call(ask, timeout_s, what)
+        if (session := self._session_of(group_rank)) is not None:
+            answer = session.call(ask, timeout_s, what)
         else:
             encoded = rank_codec.encode_rank_request(ask)
             answer = rank_codec.decode_plan(self._caller.call(self._quorum_stub, encoded, timeout_s, what, again=True))
@@ -177,15 +169,15 @@ class ManagerClient:
         """
         what = f"rank {group_rank}'s vote on step {step}" + (f" of quorum {key}" if key is not None else "")
         vote, timeout_s = rank_codec.Vote(group_rank, step, yes, key, purpose, leaving, stands), seconds(timeout)
-        way = self._way_of(group_rank)
+        session = self._session_of(group_rank)
         # Without a key a vote that is said twice could open the next round, so it travels as a call of its own.
-        if way is None or key is None:
+        if session is None or key is None:
             encoded = rank_codec.encode_vote(vote)
             again = key is not None
             return rank_codec.decode_verdict(
                 self._caller.call(self._commit_stub, encoded, timeout_s, what, again=again)
             )
-        verdict = way.call(vote, timeout_s, what)
+        verdict = session.call(vote, timeout_s, what)
         if not isinstance(verdict, Verdict):
             raise ProtocolError(f"{what}: the manager server answered with a plan; it is broken")
         return verdict
@@ -210,11 +202,11 @@ class ManagerClient:
         Raises: CoordinationError: this rank has no session here. DeadlinePassed, GroupLost, Unreachable: the manager
             server has not taken it.
         """
-        way = self._session  # not the link, which carries one call at a time: a question may be waiting on it
-        if way is None or way.group_rank != group_rank:
+        session = self._session_of(group_rank)
+        if session is None:
             raise CoordinationError(f"rank {group_rank} has no session with this manager server; open one first")
         leave = rank_codec.Leave(group_rank, reason, serve_ms, finished_step)
-        way.call(leave, seconds(timeout), f"rank {group_rank}'s leaving")
+        session.call(leave, seconds(timeout), f"rank {group_rank}'s leaving")
 
     def kill(self, msg: str, timeout: timedelta = timedelta(seconds=5)) -> None:
         """Have the processes of the manager server's group end at once, each with exit code 1.
@@ -226,12 +218,10 @@ class ManagerClient:
         """
         self._caller.call(self._kill_stub, rank_codec.encode_kill(msg), seconds(timeout), "the kill", again=False)
 
-    def _way_of(self, group_rank: int) -> LocalLink | RankSession | None:
-        """What carries that rank's calls: nothing but unary calls where it has no session here."""
+    def _session_of(self, group_rank: int) -> RankSession | None:
+        """What carries that rank's calls; None: it has no session here, and makes unary calls."""
         session = self._session
-        if session is None or session.group_rank != group_rank:
-            return None
-        return self._link if self._link is not None else session
+        return session if session is not None and session.group_rank == group_rank else None
 
     def checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
         """Where the live state of that rank of this manager server's group can be fetched.
@@ -300,8 +290,6 @@ class ManagerClient:
             return
         self._closed = True
         session, self._session = self._session, None
-        if self._link is not None:
-            self._link.close()
         if session is not None:
             session.close()
         self._caller.close()

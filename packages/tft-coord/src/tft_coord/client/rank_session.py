@@ -66,7 +66,8 @@ class RankSession:
         token: shared secret of the job, or None.
         timeouts: of the job.
         connect_within_s: how long the constructor waits until the manager server knows this rank.
-        is_alive: asked several times a second meanwhile; False ends the wait, because the manager server has ended.
+        is_alive: asked several times a second meanwhile, and when the stream has broken; False ends the wait and all
+            calls, because the manager server has ended.
         listener: told of losses, newcomers and wishes, on the process's loop; it must return at once.
         progress: gives where in its step this rank is; asked ten times a second, on the process's loop. None: not said.
         beat_number: gives the number of a beat that is sent now, on the process's loop; its answer is a `QuorumNews`
@@ -92,6 +93,7 @@ class RankSession:
         self._listener = listener
         self._progress = progress
         self._beat_number = beat_number
+        self._is_alive = is_alive
         self._metadata = call_metadata(token)
         self._timeouts = timeouts
         self._session = time.time_ns()
@@ -107,7 +109,7 @@ class RankSession:
         self._group_lost: GroupLost | None = None
         self._share = LoopShare(self._what, at_exit=self.close)
         try:
-            self._task = self._share.run(self._start(connect_within_s, is_alive))
+            self._task = self._share.run(self._start(connect_within_s))
         except BaseException:
             self._share.give_back()
             raise
@@ -196,11 +198,11 @@ class RankSession:
         for one in waiting.values():
             one.release(error)
 
-    async def _start(self, within_s: float, is_alive: Callable[[], bool]) -> asyncio.Task[None]:
+    async def _start(self, within_s: float) -> asyncio.Task[None]:
         known: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         task = asyncio.create_task(self._keep(known))
         give_up_at = time.monotonic() + within_s
-        while not (known.done() or task.done()) and (left_s := give_up_at - time.monotonic()) > 0 and is_alive():
+        while not (known.done() or task.done()) and (left_s := give_up_at - time.monotonic()) > 0 and self._is_alive():
             await asyncio.wait([known, task], timeout=min(left_s, ALIVE_LOOK_S), return_when=asyncio.FIRST_COMPLETED)
         if known.done():
             return task
@@ -209,7 +211,7 @@ class RankSession:
         task.cancel()
         await asyncio.wait([task])
         why = f" ({self._last_trouble})" if self._last_trouble else ""
-        if not is_alive():
+        if not self._is_alive():
             raise Unreachable(f"{self._what} was not taken: the manager server has ended{why}")
         raise Unreachable(
             f"{self._what} was not taken within {within_s:g} s{why}; check the address, which is the manager server's "
@@ -255,7 +257,8 @@ class RankSession:
                 if self._outbox is not None:
                     logger.info("%s broke: %s", self._what, error)
                     broken_at = time.monotonic()
-                elif time.monotonic() - broken_at >= self._timeouts.heartbeat_timeout_ms / 1000:
+                broken_s = time.monotonic() - broken_at
+                if broken_s >= self._timeouts.heartbeat_timeout_ms / 1000 or not self._is_alive():
                     self._release_all(Unreachable(f"{self._what} is broken: {error}; the manager server has ended"))
                 self._last_trouble = str(error)
                 # Its traceback holds this frame: kept here it would keep itself, and the channel with grpc's thread.

@@ -16,7 +16,6 @@ import logging
 import os
 import select
 import signal
-import socket
 import sys
 import threading
 from contextlib import suppress
@@ -32,13 +31,12 @@ GOODBYE: Final = b"goodbye\n"
 END_BY_FORCE_S: Final = 2.0
 
 
-def main(settings: str, report_fd: int, link_fd: int, parent_pid: int) -> None:
+def main(settings: str, report_fd: int, parent_pid: int) -> None:
     """Serve until the parent says goodbye or ends.
 
     Args:
         settings: JSON of a ManagerServerConfig.
         report_fd: a pipe for one line of JSON: the address, or the error that kept the server from starting.
-        link_fd: a socket whose other end is our parent's, for its calls.
         parent_pid: of the process that started this one.
     """
     # Whoever ends the trainers of a machine often signals all processes: the parent's end is the only one that counts.
@@ -46,10 +44,10 @@ def main(settings: str, report_fd: int, link_fd: int, parent_pid: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     configure_process(logging.WARNING)
     raise_limit()
-    asyncio.run(_serve(settings, report_fd, link_fd, parent_pid))
+    asyncio.run(_serve(settings, report_fd, parent_pid))
 
 
-async def _serve(settings: str, report_fd: int, link_fd: int, parent_pid: int) -> None:
+async def _serve(settings: str, report_fd: int, parent_pid: int) -> None:
     loop = asyncio.get_running_loop()
     parent_ended: asyncio.Future[bool] = loop.create_future()
 
@@ -70,7 +68,6 @@ async def _serve(settings: str, report_fd: int, link_fd: int, parent_pid: int) -
     try:
         shell = ManagerServerShell(ManagerServerConfig.from_json(settings), trainer_pid=os.getppid())
         report = {"address": await shell.start()}
-        await shell.attach(socket.socket(fileno=link_fd))
     except CoordinationError as error:
         report = {"error": str(error)}
     with suppress(BrokenPipeError), os.fdopen(report_fd, "w") as pipe:

@@ -37,7 +37,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 boot = json.loads(sys.stdin.buffer.readline())
 sys.path[:] = boot["path"]
 from tft_coord.manager_server.child import main
-main(boot["settings"], boot["report_fd"], boot["link_fd"], boot["parent_pid"])
+main(boot["settings"], boot["report_fd"], boot["parent_pid"])
 """
 
 
@@ -134,11 +134,6 @@ class ManagerServer:
         """Whether a signal ended its process, so that another one may well live; False while it lives."""
         return isinstance(self._server, _Child) and self._server.was_killed()
 
-    def link(self) -> socket.socket | None:
-        """The end of a pair of sockets to the child process, for one `ManagerClient` of this process: calls on it cost
-        a fraction of those by grpc. The caller closes it. None the second time, and where there is no child."""
-        return self._server.take_link() if isinstance(self._server, _Child) else None
-
     def kill(self) -> None:
         """End its process by force, whatever state it is in: stopped, hung, starting. `shutdown` must follow."""
         if isinstance(self._server, _Child):
@@ -204,30 +199,25 @@ class _Child:
         orders_fd, pipe_fd = os.pipe()
         report_fd, childs_fd = os.pipe()
         pipe = _Pipe(pipe_fd)
-        link, childs_link = socket.socketpair()
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-c", _BOOT, "tft-manager-server", config.replica_id],
                 stdin=orders_fd,
                 stdout=subprocess.DEVNULL,
-                pass_fds=[childs_fd, childs_link.fileno()],
+                pass_fds=[childs_fd],
                 # A session of its own: Ctrl-C in the parent's terminal reaches the parent, and this only through it.
                 start_new_session=True,
             )
         except BaseException:
             pipe.close()
-            link.close()
             os.close(report_fd)
             raise
         finally:
             os.close(orders_fd)
             os.close(childs_fd)
-            link_fd = childs_link.fileno()
-            childs_link.close()
-        self._untaken = [link]
         self._report_pipe = open(report_fd, "rb", buffering=0)  # noqa: SIM115  # closed by shutdown
         self._owner_pid = os.getpid()
-        self._end = weakref.finalize(self, _end, self._process, pipe, self._untaken, self._owner_pid)
+        self._end = weakref.finalize(self, _end, self._process, pipe, self._owner_pid)
         self._close_report = weakref.finalize(self, self._report_pipe.close)
         let_go_in_child(self)
         try:
@@ -235,7 +225,6 @@ class _Child:
                 "path": [str(entry) for entry in sys.path],
                 "settings": config.to_json(),
                 "report_fd": childs_fd,
-                "link_fd": link_fd,
                 "parent_pid": self._owner_pid,
             }
             pipe.write(json.dumps(boot).encode() + b"\n")
@@ -282,13 +271,9 @@ class _Child:
         if os.getpid() == self._owner_pid:
             self._process.kill()
 
-    def take_link(self) -> socket.socket | None:
-        return self._untaken.pop() if self._untaken else None
-
     def forked(self) -> Inheritance:
         """In a child: nothing of the parent's server's is held."""
-        report_fd = -1 if self._report_pipe.closed else self._report_pipe.fileno()
-        return Inheritance([report_fd, *(link.fileno() for link in self._untaken)])
+        return Inheritance([-1 if self._report_pipe.closed else self._report_pipe.fileno()])
 
     def shutdown(self) -> None:
         self._end()
@@ -358,12 +343,10 @@ class _Pipe:
             os.close(fd)
 
 
-def _end(process: subprocess.Popen[bytes], pipe: _Pipe, untaken_links: list[socket.socket], owner_pid: int) -> None:
+def _end(process: subprocess.Popen[bytes], pipe: _Pipe, owner_pid: int) -> None:
     """Say goodbye, close the pipe, and wait for the child's end; by force if it does not come."""
     if os.getpid() != owner_pid:
         return  # a forked child of the trainer holds a copy of the object; the server is not its own
-    for link in untaken_links:
-        link.close()
     pipe.write(b"goodbye\n")
     pipe.close()
     try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import socket
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeAlias, cast, final
 
@@ -24,7 +23,6 @@ from tft_coord.manager_server.config import ManagerServerConfig
 from tft_coord.manager_server.link import LighthouseLink
 from tft_coord.processes import is_stopped, this_process
 from tft_coord.transport.address import join_host_port, peer_address
-from tft_coord.transport.frames import FrameReader, framed
 from tft_coord.transport.outbox import Outbox
 from tft_coord.transport.server import Server
 from tft_coord.transport.settings import fail, server_options
@@ -60,7 +58,6 @@ class ManagerServerShell:
         self._numbers = itertools.count(1)  # of calls and streams
         self._waiting: dict[int, Callable[[Answer], None]] = {}
         self._ranks: set[_RankStream] = set()
-        self._local_ranks: set[_LocalRank] = set()
         self._healed_bytes: dict[int, int] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._processes: dict[int, LocalProcess] = {}  # of the ranks on this host
@@ -122,10 +119,6 @@ class ManagerServerShell:
         self._link.start()
         return address
 
-    async def attach(self, connection: socket.socket) -> None:
-        """Hear the calls of rank 0, which started this server, on a socket of its own too; closed by `stop`."""
-        await self._loop.create_unix_connection(lambda: _LocalRank(self), sock=connection)
-
     async def stop(self, last_words: str, *, left: bool) -> None:
         """Tell ranks and lighthouse that the group ends, and why; then end. Takes a fraction of a second at most.
 
@@ -141,8 +134,6 @@ class ManagerServerShell:
         await self._link.close()
         for rank in self._ranks:
             rank.outbox.close()
-        for local in self._local_ranks:
-            local.end()
         await self._server.stop(LAST_ANSWERS_S)
 
     def _quorum(self) -> Quorum | None:
@@ -442,8 +433,8 @@ class ManagerServerShell:
             case rank_codec.RankGoodbye():
                 rank.left = True
 
-    def _called(self, rank: _RankStream | _LocalRank, number: int, timeout_ms: int, asked: Asked) -> None:
-        """A call on a rank's stream or socket. Raises: ProtocolError: it speaks for another rank."""
+    def _called(self, rank: _RankStream, number: int, timeout_ms: int, asked: Asked) -> None:
+        """A call on a rank's stream. Raises: ProtocolError: it speaks for another rank."""
         if asked.group_rank != rank.rank:
             raise ProtocolError(f"the stream of rank {rank.rank} asks for rank {asked.group_rank}")
 
@@ -454,64 +445,6 @@ class ManagerServerShell:
         call = self._ask(asked, timeout_ms, reply)
         if call in self._waiting:
             rank.calls[number] = call
-
-    # --- rank 0's socket ---------------------------------------------------------------------------------------
-
-    def local_began(self, local: _LocalRank) -> None:
-        self._local_ranks.add(local)
-
-    def local_heard(self, local: _LocalRank, message: rank_codec.FromRank) -> None:
-        """Raises: ProtocolError: it makes no sense here; the socket is closed."""
-        match message:
-            case rank_codec.RankCall(number, timeout_ms, asked):
-                self._called(local, number, timeout_ms, asked)
-            case rank_codec.RankWithdraw(number):
-                self._withdraw(local.rank, local.calls.pop(number, 0))
-            case _:
-                raise ProtocolError(f"a {type(message).__name__} belongs on the stream and not on this socket")
-
-    def local_ended(self, local: _LocalRank) -> None:
-        """That the trainer lives is told by its stream; here only its open calls end."""
-        self._local_ranks.discard(local)
-        for call in local.calls.values():
-            self._withdraw(local.rank, call)
-
-
-@final
-class _LocalRank(asyncio.Protocol):
-    """The socket of rank 0: its calls that wait, by its own numbers."""
-
-    def __init__(self, shell: ManagerServerShell) -> None:
-        self.rank = 0
-        self.calls: dict[int, int] = {}
-        self._shell = shell
-        self._frames = FrameReader()
-        self._transport: asyncio.WriteTransport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.WriteTransport", transport)
-        self._shell.local_began(self)
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            for message in self._frames.feed(data):
-                self._shell.local_heard(self, rank_codec.decode_from_rank(message))
-        except ProtocolError as error:
-            logger.warning("the socket of rank %d is closed: %s", self.rank, error)
-            self.end()
-
-    def connection_lost(self, _reason: Exception | None) -> None:
-        self._transport = None
-        self._shell.local_ended(self)
-
-    def say(self, message: rank_codec.ToRank) -> None:
-        if self._transport is not None:
-            self._transport.write(framed(rank_codec.encode_to_rank(message)))
-
-    def end(self) -> None:
-        """Close when what was said is written."""
-        if self._transport is not None:
-            self._transport.close()
 
 
 @final
