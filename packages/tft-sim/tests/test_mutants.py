@@ -74,6 +74,7 @@ from tft_sim.worlds import LighthouseWorld
 ON_FOREIGN = SimulationConfig(foreign=True)
 WITH_STANDBY = SimulationConfig(standby=True)
 WITH_LINKS = SimulationConfig(links=True)
+STANDING_WITH_LINKS = SimulationConfig(links=True, speaks=True)
 STRAGGLERS_WITH_LINKS = replace(STRAGGLERS, links=True)
 PARTIAL = "scenario_21_partial_connectivity"
 OLDER_WITH_STANDBY = SimulationConfig(standby=True, probes=False)
@@ -439,12 +440,16 @@ def gives_way_to_every_newcomer(self: Handshake, replica_id: str, fingerprint: F
     return out
 
 
-def lets_the_last_say_who_is_ahead(self: Job) -> list[Any]:
+def lets_the_last_say_who_is_ahead(self: Job, within: Collection[str] | None = None) -> list[Any]:
     last = min((request.member.step for _, request in self._waiting() if request.member.live), default=0)
     for replica, request in self._waiting():
         if request.member.step > last:
             replica.request = replace(request, member=replace(request.member, live=False))
-    return right_refuse_the_ahead(self)
+    return right_refuse_the_ahead(self, within)
+
+
+def forgets_whom_it_leaves_out(self: Job, within: Collection[str] | None = None) -> list[Any]:
+    return right_refuse_the_ahead(self) if within is None else []
 
 
 def takes_an_older_lighthouse_for_the_end(
@@ -579,7 +584,7 @@ def knows_its_own_ids_only(self: Job, members: Any, now_ms: int, wall_ms: int) -
     return right_formed(self, members, now_ms, wall_ms)
 
 
-def lets_the_ahead_in(self: Job) -> list[Any]:
+def lets_the_ahead_in(self: Job, within: Collection[str] | None = None) -> list[Any]:
     return []
 
 
@@ -1146,6 +1151,7 @@ MUTANTS = [
     Mutant(Liveness, "hello", heals_no_more_after_a_redial, "P2", 767),
     Mutant(Job, "_formed", knows_its_own_ids_only, "I1", 23, WITHOUT_PROBES),
     Mutant(Job, "_refuse_the_ahead", lets_the_ahead_in, "I3", "scenario_12_foreign_states"),
+    Mutant(Job, "_refuse_the_ahead", forgets_whom_it_leaves_out, "I3", 100_959, STANDING_WITH_LINKS),
     Mutant(quorum, "_lost_state", waits_for_no_state, "I3", 0),
     Mutant(Job, "_patience_ms", waits_no_longer_for_the_paused, "I3", "lost_state"),
     Mutant(Liveness, "_lose", takes_a_stop_for_a_death, "I3", "lost_state"),

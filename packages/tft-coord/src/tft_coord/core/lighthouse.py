@@ -1408,6 +1408,11 @@ class Job:
         if lives is not None:
             self.waiting_for = lives
             return out
+        if len(decision.members) < len(waiting):
+            # Whoever holds the job's own newest state may be among those that are left out.
+            ahead = self._refuse_the_ahead({member.replica_id for member in decision.members})
+            if ahead:
+                return [*out, *ahead, *self._form(now_ms, wall_ms)]
         out += self._tell_of_the_kept_out(decision.kept_out, now_ms)
         return out + self._formed(decision.members, now_ms, wall_ms)
 
@@ -1634,9 +1639,10 @@ class Job:
                 out.append(effects.RefuseRequest(replica.stream, request.request, Refusal.OVER, message))
         return out
 
-    def _refuse_the_ahead(self) -> list[effects.LighthouseEffect]:
-        """A state loaded from outside must not overtake the job's own."""
-        waiting = self._waiting()
+    def _refuse_the_ahead(self, within: Collection[str] | None = None) -> list[effects.LighthouseEffect]:
+        """A state loaded from outside must not overtake the job's own. `within`: of these replicas; None: of all that
+        wait."""
+        waiting = [each for each in self._waiting() if within is None or each[0].replica_id in within]
         live = [request.member.step for _, request in waiting if request.member.live]
         if not live:
             return []
