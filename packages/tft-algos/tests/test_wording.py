@@ -33,6 +33,7 @@ class TalkingGroup:
     def __init__(self) -> None:
         self.inside = FakeGroup()
         self.rounds: list[int] = []
+        self.timeouts: list[timedelta] = []
         self.other: tuple[int, ...] | None = None
         self.error: Exception | None = None
         self.lingered: list[timedelta] = []
@@ -43,6 +44,7 @@ class TalkingGroup:
 
     def exchange_word(self, words: Sequence[int], *, round_number: int, timeout: timedelta) -> EndedExchange:
         self.rounds.append(round_number)
+        self.timeouts.append(timeout)
         self.meanwhile()
         if self.error is not None:
             raise self.error
@@ -155,6 +157,16 @@ def test_a_word_that_fails_is_logged_and_aborts_before_the_next_request(pair: An
     it.group.error = None
     assert it.step()
     assert it.coordinator.requests[1].needs_configure
+
+
+def test_a_word_of_an_error_is_not_waited_for_as_long_as_another(pair: Any) -> None:
+    it = pair(plan_of(7, size=2), plan_of(8, size=2, step=1), timeout=timedelta(seconds=30))
+    assert it.step()
+    it.manager.start_quorum()
+    it.manager.allreduce(torch.ones(2)).wait()
+    it.manager.report_error(RuntimeError("no room"))
+    assert not it.manager.should_commit()
+    assert it.group.timeouts == [timedelta(seconds=30), timedelta(seconds=1)]
 
 
 def test_a_late_round_is_told_and_beats_are_numbered(pair: Any) -> None:

@@ -14,6 +14,7 @@ from tft_coord.core.lineage import fold_lineage, state_check
 from tft_coord.core.step import Effects, Stage
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
+from tft_coord.core.step.rounds import ERROR_IS_SAID_FOR_MS
 from tft_coord.core.types import LossNotice, Plan, QuorumKey, QuorumNews, Unreached, Via
 from tft_coord.timeouts import Timeouts
 
@@ -386,9 +387,42 @@ def test_a_word_that_does_not_complete_is_a_no() -> None:
     rank.say()
     effects = rank.tell(on.WordEnded(0, None, RuntimeError("the connection has ended")))
     assert one(do.ReportError, effects).counts
-    vote = one(do.CastVote, effects)
-    assert not vote.yes
-    assert not none(do.AbortGroup, rank.tell(on.VerdictArrived(0, False)))
+    assert isinstance(effects[0], do.AbortGroup), "nobody waits for this rank, whatever the vote still waits for"
+    assert not one(do.CastVote, effects).yes
+    assert none(do.AbortGroup, rank.tell(on.VerdictArrived(0, False)))
+    assert rank.asks().request.needs_configure
+
+
+def test_after_an_error_between_two_reductions_nobody_is_kept_waiting_in_the_second() -> None:
+    """A backward pass raised in one replica: its word would reach nobody before timeout."""
+    rank = Speaker()
+    rank.begin(rank.plan_here())
+    for _ in range(2):
+        one(do.Reduce, rank.tell(on.ReductionAsked()))
+    rank.end_word(rank.say())
+    rank.goes_on()
+    one(do.Reduce, rank.tell(on.ReductionAsked()))
+    rank.tell(on.UserReportedError(RuntimeError("no room")))
+    rank.tell(on.EndAsked())
+    rank.tell(on.ReductionsEnded())
+    effects = rank.tell(on.DeviceSynchronized())
+    assert isinstance(effects[0], do.AbortGroup)
+    assert none(do.SendWord, effects)
+    assert not one(do.CastVote, effects).yes
+
+
+def test_who_has_an_error_after_its_reductions_says_so_for_a_moment() -> None:
+    rank = Speaker()
+    rank.begin(rank.plan_here())
+    one(do.Reduce, rank.tell(on.ReductionAsked()))
+    word = rank.say()
+    assert word.within_ms is None
+    rank.end_word(word)
+    rank.goes_on()
+    one(do.Reduce, rank.tell(on.ReductionAsked()))
+    rank.tell(on.UserReportedError(RuntimeError("no room")))
+    word = rank.say()
+    assert (word.values[0], word.within_ms) == (0, ERROR_IS_SAID_FOR_MS)
 
 
 @pytest.mark.parametrize("what", ["lost", "failed", "unbuilt"])

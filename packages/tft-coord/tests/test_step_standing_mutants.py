@@ -191,16 +191,17 @@ ERROR = "an_error_anywhere_is_a_no_everywhere"
 CHANGED = "a_rank_that_has_changed_asks_and_breaks_the_quorum"
 TOGETHER = "a_rank_of_a_larger_group_begins_what_the_others_begin_and_fails_it"
 KNEW = "all_ranks_of_a_larger_group_ask_where_one_knew_of_the_break_when_it_voted"
+LEFT = "after_an_error_between_two_reductions_nobody_is_kept_waiting_in_the_second"
 MUTANTS = [
     # rule 1: the word
     Mutant(Ending, "_word", waits_for_the_state_first, "the_word_comes_before_the_state_of_who_recovers"),
     Mutant(Ending, "_word", sends_over_a_failed_group, "where_the_group_is_gone_no_word_is_sent", ("failed",)),
     Mutant(Rounds, "can_send", yes, "where_the_group_is_gone_no_word_is_sent", ("lost",)),
     Mutant(Rounds, "can_send", yes, "where_the_group_is_gone_no_word_is_sent", ("unbuilt",)),
-    Mutant(Ending, "word_asked", never_speaks_first, "who_recovers_in_a_sync_speaks_before_it_waits_for_its_state"),
-    Mutant(Ending, "word_asked", speaks_twice, "who_recovers_in_a_sync_speaks_before_it_waits_for_its_state"),
-    Mutant(Ending, "word_asked", speaks_over_a_failed_group, "a_word_that_the_group_can_not_send_is_left_to_the_end"),
-    Mutant(StepStatus, "speaks_first", always_speaks_first, "nobody_else_speaks_before_the_end"),
+    Mutant(Rounds, "has_left_reductions", no, LEFT),
+    Mutant(Rounds, "has_left_reductions", yes, "who_has_an_error_after_its_reductions_says_so_for_a_moment"),
+    Mutant(Rounds, "unheard", nothing, LEFT),
+    Mutant(Rounds, "unheard", nothing, "a_word_that_does_not_complete_is_a_no"),
     Mutant(Rounds, "word", says_it_is_well, "an_error_here_is_told_by_the_word"),
     Mutant(Ending, "word_asked", never_speaks_first, "who_recovers_in_a_sync_speaks_before_it_waits_for_its_state"),
     Mutant(Ending, "word_asked", speaks_twice, "who_recovers_in_a_sync_speaks_before_it_waits_for_its_state"),

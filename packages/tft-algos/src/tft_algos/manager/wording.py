@@ -120,7 +120,10 @@ class Wording:
         """Exchange a word; blocks until all members have sent theirs, or one can't."""
         assert self._exchange is not None, "a word where this rank has said that it speaks none"
         try:
-            exchange = self._exchange(order.values, round_number=order.round_number, timeout=self._timeout)
+            timeout = self._timeout
+            if order.within_ms is not None:
+                timeout = min(timeout, timedelta(milliseconds=order.within_ms))
+            exchange = self._exchange(order.values, round_number=order.round_number, timeout=timeout)
             sums = exchange.wait()
         except Exception as error:  # of the group, which may be the user's own: the round has no word then
             self._last_s = None

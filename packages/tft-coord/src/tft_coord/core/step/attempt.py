@@ -37,6 +37,7 @@ class Attempt:
         fatal: the first error with which this process can't go on, however many others came before it.
         agreed: what the word of its round means for this rank's vote; None: it has no word, or not yet.
         heard_a_no: a member's word says that it has an error, as all that have the sum know.
+        is_unheard: this rank's word does not complete, and its process group was aborted for that.
         says_leave: this rank's word says that its group leaves.
         sent_word: number of the round whose word was sent before this attempt's end; None: none was.
         num_reductions, weight: of this rank; `is_weighted`: a reduction has used the weight.
@@ -51,6 +52,7 @@ class Attempt:
         "healing",
         "heard_a_no",
         "is_asynchronous",
+        "is_unheard",
         "is_weighted",
         "name",
         "num_reductions",
@@ -70,6 +72,7 @@ class Attempt:
         self.fatal: Exception | None = None
         self.agreed: Vote | None = None
         self.heard_a_no = False
+        self.is_unheard = False
         self.says_leave = False
         self.sent_word: int | None = None
         self.num_reductions = 0

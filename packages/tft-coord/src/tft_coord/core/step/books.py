@@ -46,6 +46,7 @@ class Books:
         standing: whether the next round asks the lighthouse.
         lease_ms: that its requests say; None: it speaks no word.
         changed: why this rank can't go on in its quorum without asking, one phrase; empty: it can.
+        num_reductions: of the attempt that was committed last.
         aborts_at_start: the process group is to be aborted before the next request.
         asks_next: why this rank wants the next round to ask, one phrase, or empty.
         leaving: whether it leaves.
@@ -69,6 +70,7 @@ class Books:
         self.lease_ms = settings.lease_ms
         self.changed = ""
         self.asks_next = ""
+        self.num_reductions = 0
         self.aborts_at_start = False
         self.leaving = Leaving()
         self.held: QuorumKey | None = None

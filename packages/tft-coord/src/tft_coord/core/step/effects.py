@@ -330,6 +330,7 @@ class SendWord:
         values: to be added up.
         round_number: rises from one word of a quorum to the next.
         why_asks: why this rank wants the next round to ask the lighthouse, one phrase, or empty.
+        within_ms: for so long at most, and for no longer than any word; None: as long as any.
         hears: wait for the sum now; else `HearWord` comes later.
     """
 
@@ -338,6 +339,7 @@ class SendWord:
     values: tuple[int, ...]
     round_number: int
     why_asks: str = ""
+    within_ms: int | None = None
     hears: bool = True
 
 

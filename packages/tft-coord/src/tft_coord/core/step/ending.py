@@ -17,7 +17,7 @@ from tft_coord.core.step.attempt import Attempt
 from tft_coord.core.step.books import Books
 from tft_coord.core.step.effects import Effects
 from tft_coord.core.step.errors import StepAbandoned, SyncAbandoned, UsageError
-from tft_coord.core.step.rounds import Rounds
+from tft_coord.core.step.rounds import ERROR_IS_SAID_FOR_MS, Rounds
 from tft_coord.core.step.values import Healing, Phase, StepName
 
 
@@ -108,9 +108,13 @@ class Ending:
         word, step = rounds.word(attempt, now_ms), self._books.standing.round_step
         is_alone = plan.replica_world_size == 1
         if word is not None and step is not None and not is_alone:
-            if event.group_error is None and rounds.can_send(plan):
-                return (do.SendWord(event.attempt, plan.key, word.values(), step, word.ask),)
-            word = None
+            leaves_others = rounds.has_left_reductions(attempt)
+            if event.group_error is None and rounds.can_send(plan) and not leaves_others:
+                within_ms = None if attempt.error is None else ERROR_IS_SAID_FOR_MS
+                return (do.SendWord(event.attempt, plan.key, word.values(), step, word.ask, within_ms),)
+            rounds.summed(attempt, None)
+            aborts = rounds.unheard(attempt) if leaves_others else ()
+            return (*aborts, *self._after_the_word(event.attempt, attempt, now_ms))
         rounds.summed(attempt, word.values() if word is not None else None)
         return self._after_the_word(event.attempt, attempt, now_ms)
 
@@ -137,7 +141,8 @@ class Ending:
             attempt.note(event.error)
             reports = (do.ReportError(attempt.name, event.error, True),)
         self._rounds.summed(attempt, event.sums)
-        return (*reports, *self._after_the_word(event.attempt, attempt, now_ms))
+        aborts = self._rounds.unheard(attempt) if event.sums is None else ()
+        return (*aborts, *reports, *self._after_the_word(event.attempt, attempt, now_ms))
 
     def _after_the_word(self, number: int, attempt: Attempt, now_ms: int) -> Effects:
         if number == 0 and not attempt.exchanged and attempt.has_to_exchange:
@@ -189,6 +194,7 @@ class Ending:
         aborts = self._rounds.decided(attempt, yes=committed, stands=stands)
         if yes and plan is not None:
             books.own.committed(plan)
+            books.num_reductions = attempt.num_reductions if attempt is not None else 0
         if number:
             flights.aside_ended(attempt, yes=committed, is_left_out=books.is_left_out)
         else:

@@ -7,7 +7,7 @@ unchanged.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 from tft_coord.core.standing import NUM_WORDS, Vote, Word
 from tft_coord.core.step import effects as do
@@ -20,6 +20,11 @@ from tft_coord.core.types import Plan
 if TYPE_CHECKING:
     from tft_coord.core.step.attempt import Attempt
     from tft_coord.core.step.books import Books
+
+
+# So long a rank with an error waits for the others' words. They may wait in a reduction that it has left, and then only
+# an abort of its process group tells them.
+ERROR_IS_SAID_FOR_MS: Final = 1_000
 
 
 @final
@@ -58,6 +63,16 @@ class Rounds:
         """Whether the process group of that quorum is there to send a word."""
         return self._books.losses.broken is None and self._books.configured == plan.key
 
+    def has_left_reductions(self, attempt: Attempt) -> bool:
+        """Whether this rank has an error and did fewer or more reductions than in its last commit: the others may wait
+        in one of them, where no word reaches them."""
+        return attempt.error is not None and attempt.num_reductions != self._books.num_reductions
+
+    def unheard(self, attempt: Attempt) -> Effects:
+        """The word does not complete, so this group does not commit: nobody shall wait for this rank in its round."""
+        attempt.is_unheard = True
+        return self._aborted()
+
     def summed(self, attempt: Attempt, sums: Sequence[int] | None) -> None:
         """Take the sum of all words; None: it did not complete."""
         standing, plan = self._books.standing, attempt.plan
@@ -84,6 +99,8 @@ class Rounds:
         if attempt is None or not attempt.speaks or attempt.abandoned is not None:
             return ()
         if not self._books.standing.decided(yes=yes, stands=stands):
+            return ()
+        if attempt.is_unheard:
             return ()
         if attempt.heard_a_no:
             self._books.aborts_at_start = True
