@@ -63,13 +63,17 @@ def test_the_round_trip_is_from_a_hello_to_its_welcome() -> None:
     assert core.round_trip_ms == 40
 
 
-def test_nothing_is_sent_before_the_welcome() -> None:
-    core = session()
+def test_nothing_but_beats_is_sent_before_the_welcome() -> None:
+    """A welcome may take longer than `heartbeat_timeout`: silence until then would be a loss."""
+    core = of_two_addresses()
     core.start(0)
     core.stream_opened(1)
     assert core.ask(1, Member("a"), None, 2) == []
-    assert core.tick(5_000) == []
-    assert core.welcomed(100, 50, 3) == [SendRequest(1, Member("a"), None)]
+    assert core.tick(1_000) == []
+    assert core.tick(1_001) == [SendBeat(0)], "no look at the other lighthouse either"
+    assert core.say_waits(None) == []
+    assert core.tick(2_001) == [SendBeat(0)]
+    assert core.welcomed(100, 50, 2_002) == [SendRequest(1, Member("a"), None)]
 
 
 def test_an_open_request_is_said_again_on_every_new_stream() -> None:
@@ -158,7 +162,7 @@ def test_told_that_it_is_lost_it_opens_a_newer_session_on_the_same_stream() -> N
     (sent,) = core.told_lost(100, 20)
     assert isinstance(sent, SendHello)
     assert sent.hello.session == 101
-    assert core.tick(5_000) == []  # not before the welcome
+    assert core.tick(5_000) == [SendBeat(0)]  # the request not before the welcome
     assert core.welcomed(101, 50, 30) == [SendRequest(1, Member("a"), None)]
     assert core.told_lost(100, 40) == []  # said twice
 

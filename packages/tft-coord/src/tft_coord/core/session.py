@@ -159,6 +159,7 @@ class SessionCore:
         self.cluster_id = ""
         self._ready = False
         self._welcomed = False
+        self._beats_count = False  # the session was announced on this stream, and is not known to be lost
         self._open: SendRequest | None = None
         self._fingerprint: Fingerprint = ()
         self._fingerprint_said = False  # in this session, on this stream
@@ -186,6 +187,7 @@ class SessionCore:
         self.connected = True
         self._opened_ms = now_ms
         self._welcomed = self._stays = False
+        self._beats_count = True
         self._fingerprint_said = False
         self._beats.clear()
         self._next_beat_ms = now_ms + self._timeouts.beat_interval_ms
@@ -194,7 +196,7 @@ class SessionCore:
     def stream_broke(self, now_ms: int) -> list[SessionEffect]:
         """The stream ended, or a dial failed: dial again, soon at first, then more slowly."""
         self.connected = False
-        self._welcomed = False
+        self._welcomed = self._beats_count = False
         if self.refused is not None:
             return []
         if self._broken_at_ms is None:  # only a welcome ends a break: dials that are refused slow down too
@@ -254,7 +256,7 @@ class SessionCore:
         """
         if session != self.session or not self.connected:
             return []
-        self._welcomed = False
+        self._welcomed = self._beats_count = False
         self.hangs = hung
         return [] if hung else self._open_newer()
 
@@ -267,6 +269,7 @@ class SessionCore:
 
     def _open_newer(self) -> list[SessionEffect]:
         self.session += 1
+        self._beats_count = True
         self._fingerprint_said = False
         return [self._hello()]
 
@@ -407,11 +410,15 @@ class SessionCore:
         progress: Callable[[], Progress | None] = lambda: None,
         waits: Callable[[], bool] = lambda: False,
     ) -> list[SessionEffect]:
-        """Beat when it is time; `progress` gives what the beat tells of the trainers, `waits` whether they wait."""
-        if not self._welcomed or now_ms < self._next_beat_ms:
+        """Beat when it is time; `progress` gives what the beat tells of the trainers, `waits` whether they wait.
+
+        Beats begin with the hello and not with the welcome: where the welcome takes longer than `heartbeat_timeout`,
+        the lighthouse would take the silence until then for a loss.
+        """
+        if not self._beats_count or now_ms < self._next_beat_ms:
             return []
         looks: list[SessionEffect] = []
-        if now_ms >= self._next_look_ms:
+        if self._welcomed and now_ms >= self._next_look_ms:
             # Twice in the time for which a lighthouse without memory believes that members live which are on another.
             self._next_look_ms = now_ms + self._timeouts.heartbeat_timeout_ms // 2
             looks += [Look(each) for each in range(self._num_addresses) if each != self._address_dialed]

@@ -358,6 +358,7 @@ class LighthouseLink:
         writer = self._loop.create_task(self._write(call, outbox))
         try:
             self._perform(self._core.stream_opened(self._now_ms()))
+            self._beat()
             while isinstance(message := await call.read(), bytes):
                 self._received(message)
             self._note_trouble("it ended the stream")
