@@ -52,7 +52,7 @@ class Ending:
     def hear(self, order: do.SendWord | do.HearWord) -> Life:
         """Hear the sum of a word that was sent. Returns: the event that tells it."""
         vote = self._round(order.round_number, as_planned=True)
-        ended = yield from self._trainer.speaking.hear(order.attempt, vote, self._plan())
+        ended = yield from self._trainer.speaking.hear(order, vote, self._plan())
         self._heard = vote if ended.sums is not None else None
         return ended
 

@@ -78,11 +78,15 @@ class Speaking:
         if total is None and trainer.alive and trainer.group is group:
             trainer.note_unreached(group)
 
-    def hear(self, attempt: int, vote: Round, plan: Plan) -> Life:
+    def hear(self, order: do.SendWord | do.HearWord, vote: Round, plan: Plan) -> Life:
         """Wait for the sum of the words of a round. Returns: the event that tells it."""
         trainer = self._trainer
+        attempt, within_ms = order.attempt, trainer.outside.timeouts.timeout_ms
+        if isinstance(order, do.SendWord) and order.within_ms is not None:
+            trainer.mark("an error was said by a word for a moment")
+            within_ms = min(within_ms, order.within_ms)
         trainer.phase = "word"
-        total = yield trainer.within(self._sent, trainer.outside.timeouts.timeout_ms)
+        total = yield trainer.within(self._sent, within_ms)
         if total is None:
             trainer.mark("the word of a round failed")
             if trainer.outside.invariants.was_committed(vote, trainer.rank):
