@@ -13,7 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from io import StringIO
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psutil
 import pytest
@@ -21,7 +21,8 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from integration_tests.conftest import Launch, started_by_us
-from tft_suite import Manager
+from tft_algos.manager.coordinator import GroupCoordinator
+from tft_coord.core.types import Verdict
 from tft_suite.demo.events import ReplicaEvent, StepCommitted
 from tft_suite.demo.link import Link
 from tft_suite.demo.process import ReplicaTask
@@ -143,17 +144,18 @@ def train_and_fail(task: ReplicaTask, link: Link) -> None:
 
 
 def lose_the_last_step(task: ReplicaTask, link: Link) -> None:
-    """Replica 1 votes no on the last step, once, after its gradients went out: it stays one behind the others."""
-    vote = Manager.should_commit
+    """Replica 1 votes no on the last step, once, after it told the others that it is well: it stays one behind them."""
+    vote = GroupCoordinator.vote
     lost: list[int] = []
 
-    def vote_or_lose(manager: Manager, timeout: timedelta | None = None) -> bool:
-        if task.replica == 1 and manager.current_step() == task.steps - 1 and not lost:
-            lost.append(task.steps)
-            manager.report_error(ValueError("lost on purpose"))
-        return vote(manager, timeout)
+    def vote_or_lose(coordinator: GroupCoordinator, step: int, yes: bool, timeout: timedelta, **more: Any) -> Verdict:
+        verdict = vote(coordinator, step, yes, timeout, **more)
+        if task.replica == 1 and step == task.steps - 1 and not lost:
+            lost.append(step)
+            return Verdict(False)
+        return verdict
 
-    Manager.should_commit = vote_or_lose  # type: ignore[assignment, method-assign]
+    GroupCoordinator.vote = vote_or_lose  # type: ignore[assignment, method-assign]
     train(task, link)
 
 
@@ -176,7 +178,7 @@ def test_a_replica_that_fails_is_reported_with_its_error(tmp_path: Path) -> None
 
 def test_a_replica_that_lost_the_last_step_heals_before_anybody_leaves(tmp_path: Path) -> None:
     exit_code, output = run(lose_the_last_step, tmp_path / "demo", steps=40)
-    assert "replica 1 discards the step after 39: ValueError: lost on purpose" in output
+    assert "replica 1 discards the step after 39: the vote was no" in output
     assert "replica 0 is at its last step, 40" in output
     assert "replica 0 discards" not in output
     report = json.loads((tmp_path / "demo" / "report.json").read_text())
