@@ -12,6 +12,7 @@ import pytest
 from tft_coord.core import effects, events, lighthouse
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.liveness import Replica
+from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.quorum import Form, Situation, Wait, decide
 from tft_coord.core.torchft_rule import TorchftCore
 from tft_coord.core.types import Hello, Member, QuorumKey
@@ -111,6 +112,41 @@ def test_who_is_missing_last_ends_the_waiting_whatever_has_come_between() -> Non
     assert sum(isinstance(one, effects.AnswerQuorum) for one in out) == 4
 
 
+def test_the_clock_applies_the_rule_the_more_seldom_the_more_there_are(rule: Rule) -> None:
+    """While thousands ask, what has come from them must not wait for one look at all of them after the other."""
+    core = a_core(NUMBER, Timeouts(quorum_tick_ms=10))
+    come(core, NUMBER, now_ms=1_000)
+    ask(core, 1, None, range(NUMBER - 1), 1_000)
+    rule.applied = 0
+    for now_ms in range(1_010, 1_910, 10):
+        core.tick(now_ms, STARTED_MS + now_ms)
+    assert 25 <= rule.applied <= 31  # once in 30 ms, and not once in 10
+    # Whatever may change the answer is looked at in the next tick.
+    rule.applied = 0
+    core.handle(events.DeathReported(0, "the end"), 1_910, STARTED_MS + 1_910)
+    core.handle(events.RequestWithdrawn(1, 1), 1_910, STARTED_MS + 1_910)
+    core.tick(1_920, STARTED_MS + 1_920)
+    assert rule.applied == 1
+
+
+def test_join_timeout_ends_by_the_clock_however_many_there_are() -> None:
+    core = a_core(1, Timeouts(quorum_tick_ms=10, join_timeout_ms=2_000, heartbeat_timeout_ms=60_000))
+    come(core, NUMBER, now_ms=1_000)
+    ask(core, 1, None, [0], 1_000)
+    first = key_of(core)
+    ask(core, 1, None, range(1, NUMBER), 1_100)
+    ask(core, 2, first, [0], 1_100)
+    ask(core, 3, key_of(core), range(NUMBER), 1_100)  # nobody recovers any more
+    key = key_of(core)
+    ask(core, 4, key, range(NUMBER - 1), 1_200)
+    for now_ms in range(1_210, 3_300, 10):
+        core.tick(now_ms, STARTED_MS + now_ms)
+    assert key_of(core) > key
+    quorum = core.quorum("job")
+    assert quorum is not None
+    assert len(quorum.members) == NUMBER - 1
+
+
 def test_a_reconnection_of_everybody_costs_each_of_them_little(rule: Rule) -> None:
     core = a_core(NUMBER)
     come(core, NUMBER, now_ms=1_000)
@@ -138,6 +174,30 @@ class Looks:
             return right(replica)
 
         return look
+
+
+class Members(dict[str, Member]):
+    """The members of a quorum, and how often they were looked through."""
+
+    looks = 0
+
+    def values(self) -> Any:
+        self.looks += 1
+        return super().values()
+
+
+def test_beats_of_a_whole_job_that_heals_look_through_its_members_once() -> None:
+    core = a_core(NUMBER)
+    come(core, NUMBER, now_ms=1_000)
+    ask(core, 0, None, range(NUMBER), 1_000)  # all but the first heal
+    job = core._jobs["job"]
+    members = job._members = Members(job._members)
+    for step, phase in ((0, Phase.OUTSIDE), (0, Phase.WAITING), (1, Phase.OUTSIDE)):
+        progress = Progress(step, phase, since_ms=10, excused=False, slowest_step_ms=600_000)
+        for stream in range(NUMBER):
+            core.handle(events.BeatReceived(stream, 1, progress), 1_100, STARTED_MS)
+        assert [each.has_healed for each in job.liveness.replicas.values()][1:] == [step == 1] * (NUMBER - 1)
+    assert members.looks <= 1
 
 
 def test_streams_that_break_together_cost_each_a_look_or_two(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ CLOCKS_DIFFER_MOST_MS = 365 * 24 * 3_600_000
 # Quorums whose losses are remembered after the next has formed.
 BROKEN_QUORUMS_KEPT = 16
 NAMES_SHOWN_MOST = 20
-MEMBERS_IN_A_MS = 10  # whom a look at each beat that says a wait may cost; of more members fewer beats cause one
+MEMBERS_IN_A_MS = 10  # whom a look may cost that a beat or the clock causes; of more members fewer cause one
 TOLD_OF_LINKS_MOST = 3  # warnings of others that one replica is given at once
 LOOK_AT_LINKS = "Look at the addresses, the interfaces and the firewalls of both sides"
 NOBODY_ASKS = "nobody has asked"
@@ -437,6 +437,7 @@ class Job:
         self.stragglers = StragglerWatch(config.stragglers)
         self.suspicion = Suspicion(config.timeouts)
         self._looked_ms = now_ms  # for silence
+        self._looked_at_all_ms = now_ms  # in a tick
         self._say_wait: set[str] = set()  # members whose newest beat says that they wait
         self.previous: Quorum | None = None
         self.waiting_for = NOBODY_ASKS
@@ -481,6 +482,7 @@ class Job:
         self._reach = Reach(config.min_replicas)
         self._kept = Kept()  # who was kept out of the next quorum when the rule was applied last
         self._heals_last = ""  # who was found to heal when that was last asked
+        self._healed_at: tuple[Quorum | None, int] | None = None  # of that quorum, see `_step_after_healing`
 
     def was_away(self, now_ms: int, away_ms: int) -> None:
         """The lighthouse was, for so long, and nobody is lost by it, nor who will be named only now."""
@@ -612,9 +614,17 @@ class Job:
         out: list[effects.LighthouseEffect] = []
         if self._asking is not None and now_ms - self._asking[2] >= self._timeouts.heartbeat_timeout_ms:
             out += self._asked_nobody(self._asking[0], now_ms)
-        out += self._judge_hung(now_ms) + self._look_at_paces(now_ms) + self._look_for_silence(now_ms)
-        out += self._look_who_does_not_come(now_ms) if self._living.has_begun_to_end else []
-        return out + self._judge(now_ms) + self._form(now_ms, wall_ms) + self._release_those_who_left(now_ms)
+        out += self._judge_hung(now_ms) + self._look_at_paces(now_ms)
+        # A look at thousands takes long while they ask, and what comes from them meanwhile waits for it.
+        is_due = now_ms - self._looked_at_all_ms >= len(self.liveness.replicas) // MEMBERS_IN_A_MS
+        if is_due:
+            self._looked_at_all_ms = now_ms
+            out += self._look_for_silence(now_ms)
+            out += self._look_who_does_not_come(now_ms) if self._living.has_begun_to_end else []
+        out += self._judge(now_ms)
+        if is_due or self._more <= 0:
+            out += self._form(now_ms, wall_ms)
+        return out + self._release_those_who_left(now_ms)
 
     def wait(self, now_ms: int) -> JobWait | None:
         """Who waits for whom: for the next quorum, or inside the step of the newest one."""
@@ -711,8 +721,15 @@ class Job:
         member = self._members.get(replica.replica_id)
         if replica.healing_since_ms is None or progress is None or member is None or member.torn:
             return False
-        reference = max((each.step for each in self._members.values() if not each.torn), default=0)
-        return progress.phase is Phase.OUTSIDE and progress.step >= max(reference, 1)
+        return progress.phase is Phase.OUTSIDE and progress.step >= self._step_after_healing()
+
+    def _step_after_healing(self) -> int:
+        """Return the step at which a member of the newest quorum holds the state. Each beat of one that heals asks it,
+        and in a first quorum all but one heal: so it is found once a quorum."""
+        if self._healed_at is None or self._healed_at[0] is not self.previous:
+            step = max((each.step for each in self._members.values() if not each.torn), default=0)
+            self._healed_at = self.previous, max(step, 1)
+        return self._healed_at[1]
 
     def _somebody_heals(self) -> bool:
         """In the newest quorum. A whole job that leaves together asks it each time: who healed last is seen first."""
