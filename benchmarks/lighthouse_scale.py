@@ -17,6 +17,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -42,39 +43,39 @@ OPENED_AT_ONCE = 250
 PATIENT = ("--heartbeat_timeout_ms", "60000")
 
 
-def _members(number: int) -> list[Member]:
-    """As groups of one rank report themselves."""
+def members(number: int, lease_ms: int | None = None) -> list[Member]:
+    """Groups of one rank as they report themselves; without a lease they ask in every step."""
     return [
         Member(
             f"replica_{index}:{uuid.UUID(int=index)}",
             address=f"host-{index}:29500",
             store_address=f"host-{index}:29501",
             min_replica_size=1,
+            lease_ms=lease_ms,
         )
         for index in range(number)
     ]
 
 
-def _at_step(member: Member, step: int) -> Member:
-    return Member(
-        member.replica_id,
-        address=member.address,
-        store_address=member.store_address,
-        step=step,
-        lineage=step * 0x9E3779B97F4A7C15 % 2**64,
-        live=step > 0,
-    )
+def at_step(member: Member, step: int) -> Member:
+    """That member when it has committed so many steps."""
+    return replace(member, step=step, lineage=step * 0x9E3779B97F4A7C15 % 2**64, live=step > 0)
 
 
-def _our_commands() -> Path:
+def our_command() -> Path:
+    """Our lighthouse, as a command."""
     return Path(sys.executable).parent / "tft-lighthouse"
 
 
-def _open_sessions(clients: Swarm, members: Sequence[Member]) -> None:
-    """Each says hello and is welcomed."""
+def open_sessions(clients: Swarm, groups: Sequence[Member]) -> None:
+    """Say hello for each and wait until it is welcomed; open the connections that are missing, each just before, for
+    the lighthouse ends one that says nothing for half a minute."""
     now_ms = time.time_ns() // 1_000_000
-    for first in range(0, len(members), OPENED_AT_ONCE):
-        some = list(zip(clients.connections, members, strict=True))[first : first + OPENED_AT_ONCE]
+    for first in range(0, len(groups), OPENED_AT_ONCE):
+        batch = groups[first : first + OPENED_AT_ONCE]
+        while len(clients.connections) < first + len(batch):
+            clients.connect()
+        some = list(zip(clients.connections[first:], batch, strict=False))
         for connection, member in some:
             hello = Hello("bench", member.replica_id, now_ms, member.address)
             connection.open_stream(
@@ -84,26 +85,26 @@ def _open_sessions(clients: Swarm, members: Sequence[Member]) -> None:
 
 
 def our_rounds(port: int, number: int, rounds: int) -> tuple[list[float], list[int]]:
-    """Unchanged quorums of that many members on our lighthouse.
+    """Unchanged quorums of that many members on our lighthouse, of a job whose lease is 0.
 
     Returns: of each round, seconds and bytes.
     Raises: RuntimeError: an answer was not "unchanged".
     """
-    members = _members(number)
+    groups = members(number, lease_ms=0)
     times_s, byte_counts = [], []
     with swarm(port, number) as clients:
-        _open_sessions(clients, members)
+        open_sessions(clients, groups)
         held: QuorumKey | None = None
         # The first forms the quorum; after the second all know it and are at one live state.
         for step in range(rounds + 2):
             words = [
                 connection.framed(
                     codec.encode_to_lighthouse(
-                        events.QuorumRequested(0, step + 1, _at_step(member, step), held),
-                        _at_step(member, step - 1) if step > 0 else None,
+                        events.QuorumRequested(0, step + 1, at_step(member, step), held),
+                        at_step(member, step - 1) if step > 0 else None,
                     )
                 )
-                for connection, member in zip(clients.connections, members, strict=True)
+                for connection, member in zip(clients.connections, groups, strict=True)
             ]
             for connection in clients.connections:
                 connection.messages.clear()
@@ -122,13 +123,13 @@ def our_rounds(port: int, number: int, rounds: int) -> tuple[list[float], list[i
 
 def unary_rounds(port: int, number: int, rounds: int) -> tuple[list[float], list[int]]:
     """The same by torchft's unary calls, on any lighthouse."""
-    members = _members(number)
+    groups = members(number)
     times_s, byte_counts = [], []
     with swarm(port, number) as clients:
         for step in range(rounds + 2):
             words = [
-                connection.unary(services.LIGHTHOUSE_QUORUM, codec.encode_lighthouse_request(_at_step(member, step)))
-                for connection, member in zip(clients.connections, members, strict=True)
+                connection.unary(services.LIGHTHOUSE_QUORUM, codec.encode_lighthouse_request(at_step(member, step)))
+                for connection, member in zip(clients.connections, groups, strict=True)
             ]
             bytes_before = clients.bytes_so_far
             took_s = clients.exchange(words)
@@ -143,7 +144,7 @@ def _rounds(sizes: Sequence[int], rounds: int) -> dict[str, dict[int, tuple[floa
     the last is still waited for."""
     systems: dict[str, tuple[Path, Callable[[int, int, int], tuple[list[float], list[int]]]]] = {
         "peer": (peer.lighthouse_command(), unary_rounds),
-        "ours": (_our_commands(), our_rounds),
+        "ours": (our_command(), our_rounds),
     }
     found: dict[str, dict[int, tuple[float, float]]] = {name: {} for name in systems}
     for number in sizes:
@@ -195,7 +196,7 @@ def measure_heartbeats(turns: int, seconds: int) -> Row:
     bare = [sys.executable, "-m", "benchmarks.bare_handler"]
     commands: dict[str, Path | Sequence[str]] = {
         "peer": peer.lighthouse_command(),
-        "ours": _our_commands(),
+        "ours": our_command(),
         "bare": bare,
     }
     found: dict[str, list[float]] = {name: [] for name in commands}
@@ -243,9 +244,9 @@ def _heartbeats_per_s(port: int, seconds: int) -> float:
 def measure_streams(seconds: float, number: int = STREAMS_BAR) -> Row:
     """P13: the share of a core that so many groups cost; it grows with their number."""
     allow_descriptors(number + SPARE_DESCRIPTORS)
-    members = _members(number)
-    with servers.lighthouse(_our_commands(), min_replicas=number) as started, swarm(started.port, number) as clients:
-        _open_sessions(clients, members)
+    groups = members(number)
+    with servers.lighthouse(our_command(), min_replicas=number) as started, swarm(started.port, number) as clients:
+        open_sessions(clients, groups)
         progress = Progress(1_000, Phase.REDUCING, since_ms=300, excused=False, slowest_step_ms=600_000)
         beat = codec.encode_to_lighthouse(events.BeatReceived(0, 1 << 30, progress))
         words = [connection.framed(beat) for connection in clients.connections]

@@ -10,7 +10,7 @@ class Row:
     """A measured bar of docs/performance.
 
     Args:
-        name: P1 to P16, or a word for a bar of the project's own.
+        name: P1 to P19, or a word for a bar of the project's own.
         what: is measured, with unit.
         ours, peer, other: figures as text; `other` is a reference besides torchft.
         ratio: ours over the peer's.

@@ -23,6 +23,8 @@ from benchmarks import (
     rejoin,
     serving,
     slow_link,
+    standing_join,
+    steady_steps,
     step_overhead,
     transfer,
 )
@@ -47,6 +49,9 @@ ROWS: dict[str, Callable[[bool], Row]] = {
     "p13": lambda short: lighthouse_scale.measure_streams(seconds=5.0 if short else 30.0),
     "p14": lambda short: lighthouse_start.measure(turns=3 if short else 7),
     "p15": lambda short: reconfigure.measure(turns=1 if short else 7, configures=5 if short else 20),
+    "p17": lambda short: steady_steps.measure_messages(steps=200 if short else 1_000),
+    "p18": lambda short: steady_steps.measure_away(seconds=5.0 if short else 30.0),
+    "p19": lambda short: standing_join.measure({1_000: 1} if short else standing_join.TURNS),
     "slow": lambda short: slow_link.measure(turns=2 if short else 14),
 }
 LAYOUT = "{:<5} {:<30} {:>16} {:>16} {:>22} {:>6}  {:<4} {}"

@@ -38,12 +38,18 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def lighthouse(command: Path | Sequence[str], *, min_replicas: int, flags: Sequence[str] = ()) -> Iterator[Started]:
-    """Run a lighthouse's command, a path or words, while the block lasts.
+def lighthouse(
+    command: Path | Sequence[str], *, min_replicas: int, flags: Sequence[str] = (), port: int | None = None
+) -> Iterator[Started]:
+    """Run a lighthouse's command, a path or words, while the block lasts, and kill it then.
 
+    Args:
+        command: path or words.
+        min_replicas, flags: of its command line.
+        port: it listens on; None takes a free one.
     Raises: RuntimeError: it ended, or did not answer within 30 s.
     """
-    port = free_port()
+    port = free_port() if port is None else port
     words = [str(command)] if isinstance(command, Path) else command
     arguments = [*words, "--bind", f"[::]:{port}", "--min_replicas", str(min_replicas), *flags]
     environment = {**os.environ, "RUST_LOG": "error"}

@@ -75,11 +75,16 @@ class Connection:
         self.received_bytes = 0
         self.messages: list[bytes] = []  # that came on the stream and were not taken yet
         self.answers = 0  # messages on the stream, or unary calls that ended
+        self.on_message: Callable[[bytes], object] = self.messages.append  # takes each message of the stream
+        # Of a longer message only so many bytes, the first ones, are read and given to `on_message`; None: all.
+        self.keep_bytes: int | None = None
         self._last_stream = -1
         self._unary = False
         self._unread = bytearray()
         self._skip = 0  # bytes of a unary answer that need not be looked at
         self._message = bytearray()  # of the stream, of which the end has not come
+        self._head = b""  # of a long message, of which the end has not come
+        self._left = 0  # bytes of it that have not come
         self._sock = sock
         settings = struct.pack(">HI", _INITIAL_WINDOW, _MOST)
         window = struct.pack(">I", _MOST - 65_535)
@@ -122,6 +127,7 @@ class Connection:
         if self._skip:
             skipped = min(self._skip, len(data))
             self._skip -= skipped
+            self._long_message_came(skipped)
             data = data[skipped:]
         unread = self._unread
         unread += data
@@ -129,9 +135,10 @@ class Connection:
         while len(unread) - at >= 9:
             length = int.from_bytes(unread[at : at + 3], "big")
             kind, flags = unread[at + 3], unread[at + 4]
-            if kind == _DATA and self._unary:
+            if kind == _DATA and (self._unary or 0 < length <= self._left):
                 here = min(length, len(unread) - at - 9)
                 self._skip = length - here
+                self._long_message_came(here)
                 at += 9 + here
                 continue
             if len(unread) - at - 9 < length:
@@ -155,14 +162,33 @@ class Connection:
             raise RuntimeError(f"the server ended a connection: {payload!r}")
 
     def _data_came(self, payload: bytes) -> None:
+        if self._left:
+            rest = min(self._left, len(payload))
+            self._long_message_came(rest)
+            payload = payload[rest:]
         self._message += payload
         while len(self._message) >= 5:
             end = 5 + int.from_bytes(self._message[1:5], "big")
             if len(self._message) < end:
+                keep = self.keep_bytes
+                if keep is not None and keep < end - 5 and keep <= len(self._message) - 5:
+                    self._head, self._left = bytes(self._message[5 : 5 + keep]), end - len(self._message)
+                    self._message.clear()
                 return
-            self.messages.append(bytes(self._message[5:end]))
-            self.answers += 1
+            message = bytes(self._message[5:end])
             del self._message[:end]
+            self._message_came(message[: self.keep_bytes])
+
+    def _long_message_came(self, num_bytes: int) -> None:
+        """Count what came of a message that is not kept whole; of a unary answer nothing is counted."""
+        if self._left and num_bytes:
+            self._left -= num_bytes
+            if not self._left:
+                self._message_came(self._head)
+
+    def _message_came(self, message: bytes) -> None:
+        self.answers += 1
+        self.on_message(message)
 
 
 @final
@@ -176,19 +202,26 @@ class Swarm:
 
     def __init__(self, port: int, number: int) -> None:
         self.connections: list[Connection] = []
+        self._port = port
         self._sockets: list[socket.socket] = []
         self._selector = selectors.DefaultSelector()
         self._buffer = bytearray(_AT_ONCE)
         try:
             for _ in range(number):
-                sock = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
-                self._sockets.append(sock)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self.connections.append(Connection(sock))
-                self._selector.register(sock, selectors.EVENT_READ, self.connections[-1])
+                self.connect()
         except BaseException:
             self.close()
             raise
+
+    def connect(self) -> Connection:
+        """Open one more connection, the last of `connections`."""
+        sock = socket.create_connection(("127.0.0.1", self._port), timeout=PATIENCE_S)
+        self._sockets.append(sock)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = Connection(sock)
+        self.connections.append(connection)
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+        return connection
 
     def close(self) -> None:
         """End all connections."""
