@@ -58,6 +58,24 @@ def test_where_the_machine_allows_fewer_groups_fewer_stand(monkeypatch: pytest.M
     assert standing_join.allowed(10_000) == 2_000
 
 
+def test_a_number_that_is_not_answered_costs_the_row_its_figure_and_not_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def our_turn(number: int) -> standing_join.Joined:
+        if number > standing_join.JUDGED:
+            raise standing_join.NotAnswered
+        return standing_join.Joined(took_s=0.2, lighthouse_s=0.1, swarm_s=0.1, beats_core=0.1)
+
+    monkeypatch.setattr(standing_join, "our_turn", our_turn)
+    monkeypatch.setattr(standing_join, "_peers_turn", lambda number: 1.0 if number == 1_001 else 0.0)
+    monkeypatch.setattr(standing_join, "allowed", lambda number: number)
+    row = standing_join.measure(standing_join.TURNS)
+    assert row.ours == "0.20/> 300 s"
+    assert row.met
+    monkeypatch.setattr(standing_join, "_peers_turn", lambda number: 0.5)
+    assert not standing_join.measure(standing_join.TURNS).met
+
+
 @pytest.mark.parametrize("piece", [1, 7, 100, 1_000_000])
 def test_of_a_long_message_the_first_bytes_are_kept_and_the_next_message_is_whole(piece: int) -> None:
     """However the words are cut into pieces."""
