@@ -66,8 +66,11 @@ class Sessions(RuleBasedStateMachine):
                 case SendRequest():
                     assert self.welcome, "a request goes out on a session that does not stand"
                     assert order.request == self.request, "what is not open is said"
-                case SendWithdraw() | SendBeat():
+                case SendWithdraw():
                     assert self.welcome
+                case SendBeat():
+                    assert self.is_open
+                    assert self.greeted == self.highest_session, "a beat is of the session that was announced last"
                 case GiveUp():
                     self.over = True
                 case HangUp():

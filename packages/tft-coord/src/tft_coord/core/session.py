@@ -285,6 +285,7 @@ class SessionCore:
         nobody then. An older lighthouse is left for the next dial, and so is one whose clock is far behind. The rest is
         final.
         """
+        self._welcomed = self._beats_count = False  # nothing more is said on this stream
         if refusal in (Refusal.STALE, Refusal.LOST):
             self._stays = True
             if not hung:
