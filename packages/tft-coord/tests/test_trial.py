@@ -75,6 +75,17 @@ def test_an_answer_to_another_trial_counts_for_nothing() -> None:
     assert trials.answered("n", 2, [], 300)
 
 
+def test_who_was_lost_in_its_trial_begins_another_one() -> None:
+    """What it answered came for the session that was lost, and nobody would answer that trial again."""
+    trials = Trials()
+    trials.look([replica("n")], MEMBERS, LIVING, 0)
+    again = replica("n")
+    again.session += 1
+    assert [each.number for each in trials.look([again], MEMBERS, LIVING, 3_000)] == [2]
+    assert trials.answered("n", 2, [], 3_100)
+    assert not trials.keep_out
+
+
 def test_no_answer_is_a_failure() -> None:
     trials = Trials()
     trials.look([replica("n")], MEMBERS, LIVING, 0)

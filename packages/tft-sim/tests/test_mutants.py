@@ -818,6 +818,18 @@ def lets_in_who_has_failed(self: Trials) -> dict[str, dict[str, str]]:
     return {}
 
 
+def keeps_the_trial_of_a_lost_session(self: Trials, waiting: Iterable[Replica], *rest: Any) -> list[Any]:
+    waiting = list(waiting)
+    for each in waiting:
+        trial = self._trials.get(each.replica_id)
+        if trial is not None and trial.came[0] == each.stream:
+            trial.came = (trial.came[0], each.session)
+    return right_look_at_trials(self, waiting, *rest)
+
+
+right_look_at_trials = Trials.look
+
+
 def tries_once(self: Trials, trial: Any, unreached: dict[str, str], now_ms: int) -> None:
     right_end_trial(self, trial, unreached, now_ms)
     trial.again_ms = now_ms + 10_000_000
@@ -1068,6 +1080,7 @@ MUTANTS = [
     Mutant(Reach, "heard", leaves_out_by_state_servers, "R2", 145, WITH_LINKS),
     Mutant(Trials, "running", lets_in_before_the_trial, "transcript", PARTIAL),
     Mutant(Trials, "failed", lets_in_who_has_failed, "R2", 0, WITH_LINKS),
+    Mutant(Trials, "look", keeps_the_trial_of_a_lost_session, "I6", 110_565, WITH_LINKS),
     Mutant(Trials, "_end", tries_once, "transcript R3", PARTIAL),
     Mutant(reach, "smallest_cover", puts_members_out_for_newcomers, "R2 transcript", PARTIAL),
     Mutant(Job, "_fit", fits_nobody_in, "R2", 0, WITH_LINKS),

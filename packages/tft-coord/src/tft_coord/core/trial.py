@@ -24,7 +24,7 @@ AGAIN_AFTER_MS: Final = (1_000, 2_000, 4_000, 5_000)
 @dataclass(slots=True)
 class _Trial:
     number: int
-    stream: int
+    came: tuple[int, int]  # the stream and the session of who was asked; what they began ends with them
     peers: tuple[str, ...]
     since_ms: int
     is_over: bool = False
@@ -70,7 +70,8 @@ class Trials:
             trial = self._trials.get(name)
             if trial is not None and not trial.is_over and now_ms - trial.since_ms >= ANSWERED_WITHIN_MS:
                 self._end(trial, dict.fromkeys(trial.peers, "its manager server has not answered"), now_ms)
-            is_new = trial is None or trial.stream != replica.stream
+            came = replica.stream, replica.session
+            is_new = trial is None or trial.came != came
             is_due = trial is not None and trial.is_over and trial.unreached and now_ms >= trial.again_ms
             if not is_new and not is_due:
                 continue
@@ -81,7 +82,7 @@ class Trials:
             self._last += 1
             failed, before = (trial.num_failed, trial.unreached) if trial is not None else (0, {})
             ids = tuple(peer.replica_id for peer in peers)
-            self._trials[name] = _Trial(self._last, replica.stream, ids, now_ms, num_failed=failed, unreached=before)
+            self._trials[name] = _Trial(self._last, came, ids, now_ms, num_failed=failed, unreached=before)
             out.append(effects.TryPeers(replica.stream, self._last, peers))
         return out
 
