@@ -431,6 +431,7 @@ class Cluster:
         replica = Replica(name, f"{name}:{life}", replaces, life, self._job_of(name))
         if twin_of:
             first = self.replicas[twin_of]
+            self.invariants_of(first.job).has_twin(first.replica_id)
             replica = Replica(name, first.replica_id, replaces, life, first.job, elsewhere=name)
         replica.world_size = world_size or self.config.world_size
         self.replicas[name] = replica

@@ -144,7 +144,7 @@ class HangTruth:
                 return
             if trainer.stopped_since_ms > at_ms or not lighthouse.attendance_of(replica.job).lives(replica.replica_id):
                 return
-            if lighthouse.attendance_of(replica.job).is_last_holder(replica.replica_id):
+            if lighthouse.attendance_of(replica.job).is_last_holder(replica.replica_id, trainer.step):
                 return  # without it the others would start over
             since_ms = cluster.losses.reached_since_ms(replica, trainer, plan.key, stopped=stopped)
             if since_ms is None or since_ms > at_ms or any(loss_ms >= at_ms for loss_ms in self._losses_ms):

@@ -399,10 +399,13 @@ class Attendance:
         """Whether a session of it stands."""
         return replica_id in self._sessions
 
-    def is_last_holder(self, replica_id: str) -> bool:
-        """Whether nobody else that lives holds the newest quorum's state."""
+    def is_last_holder(self, replica_id: str, step_now: int = 0) -> bool:
+        """Whether nobody else that lives holds the newest quorum's state. `step_now`: of that replica, which may have
+        gone on in a quorum that stands."""
         whole = [member for member in self._newest.members if not member.torn] if self._newest is not None else []
         step = max((member.step for member in whole), default=0)
+        if step_now > step + 1:  # all of them have
+            return {each.replica_id for each in whole if each.replica_id in self._sessions} == {replica_id}
         held = [member for member in whole if member.step == step]
         lineages = {member.lineage for member in held if member.replica_id == replica_id}
         living = {each.replica_id for each in held if each.replica_id in self._sessions and each.lineage in lineages}
@@ -547,7 +550,7 @@ class Attendance:
         if self._special & living:
             return
         living = {each for each in living if each in ids or not self._may_be_stalled(each, ids, now_ms)}
-        if 2 * len(ids) <= len(living):
+        if 2 * len(ids) <= len(living) - self._reach.num_outside(living, ids, now_ms):
             raise InvariantBroken("I2", f"quorum {quorum.key} has {len(ids)} of {len(living)} that live")
         if not skips_the_late:
             self._look_who_was_not_waited_for(quorum, living - ids, now_ms)
@@ -709,6 +712,7 @@ class Invariants:
         self._without_word: set[tuple[str, int, QuorumKey, int]] = set()  # ranks for which it did not complete
         self._last_rounds: dict[QuorumKey, set[int]] = {}  # that were agreed on after a newer quorum had committed
         self._newest_committed: QuorumKey | None = None
+        self._twins: set[str] = set()
         self._started_over: QuorumKey | None = None  # by a lighthouse that could not know of any earlier quorum
 
     def started_at(self, wall_ms: int) -> bool:
@@ -869,6 +873,11 @@ class Invariants:
         if reduced.key != vote.key or not all(known):
             raise InvariantBroken("I5", f"{replica_id} rank {group_rank} steps on a failed reduction in {vote}")
 
+    def has_twin(self, replica_id: str) -> None:
+        """Two processes run under that id by mistake. Who replaces one of them says that it has ended, and the other
+        goes on until it hears of it."""
+        self._twins.add(replica_id)
+
     def started_over(self, quorum: Quorum) -> None:
         """A lighthouse without memory and without a durable counter, to which nobody names a quorum, forms its first:
         members of an earlier one that can't reach it go on until their lease is over."""
@@ -891,6 +900,8 @@ class Invariants:
         if known != yes:
             raise InvariantBroken("W1", f"the word of {vote} is a {yes} for {replica_id} and a {known} for others")
         newest = self._newest_committed
+        if replica_id in self._twins:
+            return
         if self._started_over is not None and vote.key < self._started_over:
             return
         if yes and newest is not None and vote.key < newest and not self._several_lighthouses:

@@ -82,6 +82,11 @@ class ReachTruth:
             for name in pair.difference(ids)
         }
 
+    def num_outside(self, living: Collection[str], ids: Collection[str], now_ms: int) -> int:
+        """How many bad links are between two that live and are in no quorum of these: of each, one may not count."""
+        outside = set(living).difference(ids)
+        return sum(pair <= outside and now_ms - at_ms <= COUNTS_MS for pair, (at_ms, _) in self._said.items())
+
     def needless(
         self,
         ids: Collection[str],
@@ -109,7 +114,7 @@ class ReachTruth:
         free = {name for name in left_out if name in self._trials or self._failed.get(name)}
         # One that is in the quorum all the same holds the newest state, and whom it did not reach goes in its place:
         # never where it could have gone itself.
-        came = sorted(set(ids).intersection(self._failed))
+        came = sorted(name for name in ids if self._failed.get(name))
         pairs += [frozenset((name, other)) for name in came for other in self._failed[name].intersection(waiting)]
         left_out -= free
         if not left_out or len(waiting) > ALL_SETS_MOST:
