@@ -75,6 +75,8 @@ class Ending:
         """Have it checked what the word of the round has meant for this rank, as its vote shows it."""
         trainer = self._trainer
         heard = self._heard or (vote if is_alone and order.yes else None)
+        if order.why and (trainer.torn or trainer.lineage is None):
+            heard = None  # it does not know its own state any more, and takes no part in what the others agree on
         trainer.outside.invariants.worded(
             trainer.replica_id, trainer.rank, heard or vote, not order.why if heard is not None else None
         )
