@@ -248,6 +248,17 @@ def test_an_answer_to_an_earlier_attempt_changes_nothing() -> None:
         assert rank.status == before
 
 
+def test_a_state_that_is_loaded_in_a_step_changes_no_name_of_its_vote() -> None:
+    """A group that goes back to an earlier step would be given the verdict that it had there."""
+    rank = Rank()
+    for _ in range(3):
+        rank.commit(7, size=2)
+    rank.begin(QuorumKey(7, 7))
+    rank.tell(on.StateLoaded({"step": 1, "batches_committed": 2}))
+    vote = rank.vote()
+    assert (vote.step, vote.yes) == (3, False)
+
+
 def test_a_verdict_belongs_to_its_attempt() -> None:
     rank = Rank()
     assert rank.status.verdict is None

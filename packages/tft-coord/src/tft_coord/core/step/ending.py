@@ -171,10 +171,10 @@ class Ending:
         agreed = attempt.agreed
         if agreed is None:
             yes, leaving = enough and error is None, self._books.leaving.is_due(now_ms)
-            return (*reports, do.CastVote(number, self._books.own.step, plan.key, yes, leaving, enough, error))
+            return (*reports, do.CastVote(number, attempt.name.step, plan.key, yes, leaving, enough, error))
         # What came after the word is told by none: the others commit by it. But who recovers needs its state.
         yes = agreed.yes and (not plan.heal or attempt.healing is Healing.LOADED)
-        step, leaving = self._books.own.step, attempt.says_leave
+        step, leaving = attempt.name.step, attempt.says_leave
         stands = yes and agreed.stands and self._books.standing.state is not State.BROKEN
         vote = do.CastVote(number, step, plan.key, yes, leaving, enough, error, stands, agreed.why)
         return (*reports, vote)
