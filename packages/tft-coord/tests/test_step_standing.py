@@ -170,7 +170,11 @@ def test_a_rank_that_has_changed_asks_and_breaks_the_quorum(what: str) -> None:
     ask = one(do.Ask, effects)
     assert ask.breaks
     assert (ask.request.needs_configure, ask.request.held) == (True, SEVEN)
-    assert rank.status.configured is None
+    answer = rank.tell(on.PlanArrived(rank.number, rank.plan_here()))  # an answer to what it has asked before
+    assert none(do.Configure, answer), "a rendezvous is used once"
+    rank.tell(on.EndAsked(0))
+    rank.tell(on.ReductionsEnded(0))
+    assert none(do.SendWord, rank.tell(on.DeviceSynchronized(0))), "over a group that it has aborted"
 
 
 @pytest.mark.parametrize("what", ["torn", "unusable", "lost", "lease"])

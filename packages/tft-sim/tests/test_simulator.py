@@ -129,7 +129,7 @@ def test_bad_links_that_were_once_in_doubt_are_sound(seed: int) -> None:
     simulate(seed, SimulationConfig(links=True))
 
 
-@pytest.mark.parametrize("seed", [100_291, 100_959, 110_814, 111_815, 112_294, 112_311, 113_247])
+@pytest.mark.parametrize("seed", [100_291, 100_959, 110_814, 111_815, 112_294, 112_311, 113_247, 114_127, 115_243])
 def test_standing_quorums_with_bad_links_that_were_once_in_doubt_are_sound(seed: int) -> None:
     """Steps that go back by hand; a state from outside; newcomers that passed their trials; a twin; a last holder."""
     simulate(seed, SimulationConfig(links=True, speaks=True))

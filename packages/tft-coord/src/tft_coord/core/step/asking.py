@@ -90,7 +90,8 @@ class Asking:
         books.pends = True
         books.failed_between = False
         # Without a key there is nothing that could be unusable: the first plan configures.
-        usable = event.group_usable and books.configured == books.held and books.losses.broken is None
+        built = books.configured == books.held and not books.is_aborted
+        usable = event.group_usable and built and books.losses.broken is None
         unfit = self._unfit(usable=usable and not left_others)
         # A state is loaded by hand in all ranks of a group alike, so all of them ask.
         together = settings.world_size > 1 and not books.changed and self._knows_its_quorum
@@ -276,7 +277,7 @@ class Asking:
     def group_configured(self, event: on.GroupConfigured, now_ms: int) -> Effects:
         books = self._books
         if event.key == books.held:
-            books.configured = event.key
+            books.configured, books.is_aborted = event.key, False
             books.flights.left_others = False
             self._is_built(event.attempt)
         return ()

@@ -51,6 +51,7 @@ class Books:
         asks_next: why this rank wants the next round to ask, one phrase, or empty.
         leaving: whether it leaves.
         held, configured: keys of the quorum that it was given last, and that its process group is built for.
+        is_aborted: this rank has aborted the process group that is configured.
         group_lost: why this replica group can't go on, or None.
         failed_heals: recoveries in a row that failed.
         healed_in: the last attempt in which the state came from a source, or None.
@@ -75,6 +76,7 @@ class Books:
         self.leaving = Leaving()
         self.held: QuorumKey | None = None
         self.configured: QuorumKey | None = None
+        self.is_aborted = False
         self.group_lost: GroupLost | None = None
         self.failed_heals = 0
         self.healed_in: int | None = None
@@ -90,8 +92,9 @@ class Books:
         self.losses.hold(key)
 
     def abort(self) -> None:
-        """Note that the process group is aborted, so that the next request says that it can't be used."""
-        self.configured = None
+        """Note that the process group is aborted, so that the next request says that it can't be used. Its key stays:
+        an answer that comes late may name it again, and a rendezvous is used once."""
+        self.is_aborted = True
 
     def fatal_of(self, attempt: Attempt) -> Exception | None:
         """Return why this process can't go on with that attempt, and with nothing else; or None."""

@@ -61,7 +61,8 @@ class Rounds:
 
     def can_send(self, plan: Plan) -> bool:
         """Whether the process group of that quorum is there to send a word."""
-        return self._books.losses.broken is None and self._books.configured == plan.key
+        books = self._books
+        return books.losses.broken is None and books.configured == plan.key and not books.is_aborted
 
     def has_left_reductions(self, attempt: Attempt) -> bool:
         """Whether this rank has an error and did fewer or more reductions than in its last commit: the others may wait
