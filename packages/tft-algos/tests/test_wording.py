@@ -21,9 +21,12 @@ from tft_algos.manager.healing import state_key
 from tft_algos.manager.wording import Wording, exchange_of, lease_of
 from tft_algos.testing import EventInjector, FakeGroup, MemoryTransport, ScriptedCoordinator, plan_of
 from tft_coord.core.lineage import fold_lineage, initial_lineage, state_check
+from tft_coord.core.step import effects as do
+from tft_coord.core.step import events as on
 from tft_coord.core.types import NewcomerAsks, Plan, Purpose, QuorumKey, QuorumNews, Verdict
 from tft_coord.timeouts import Timeouts
 from tft_pg import ErrorSwallowingProcessGroupWrapper, ProcessGroup, ProcessGroupDummy, ProcessGroupGloo
+from tft_pg.errors import DeadlinePassed as PgDeadlinePassed
 from tft_pg.word import EndedExchange, WordExchange
 
 
@@ -307,6 +310,19 @@ def test_who_recovers_in_a_sync_speaks_before_it_takes_its_state(
     assert len(words) == 1
     it.manager.shutdown()
     assert "tft-word" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_word_that_failed_by_a_time_out_is_told_as_it_failed(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error is a TimeoutError too, and is not the wait of this rank at the end of its sync."""
+    it, error = pair(plan_of(7, size=2)), PgDeadlinePassed("the group's own")
+
+    def exchange(*_: Any, **__: Any) -> WordExchange:
+        raise error
+
+    wording = it.manager._parts.wording
+    monkeypatch.setattr(wording, "_exchange", exchange)
+    wording.send(do.SendWord(0, QuorumKey(7, 7), (1, 0, 0, 1, 0), 4, hears=False))
+    assert wording.hear(do.HearWord(3, QuorumKey(7, 7), 4)) == on.WordEnded(3, None, error)
 
 
 def test_who_can_not_say_all_wishes_in_time_says_no_lease() -> None:

@@ -97,9 +97,9 @@ class EarlyState:
         Returns: whether `take` is to be called while it is.
         """
         self.drop()
-        newcomer = self._newcomer if asks else ""
+        newcomer = ""
         if asks:
-            self._newcomer = ""
+            newcomer, self._newcomer = self._newcomer, ""
         if num_pieces != self._num_pieces:
             self._num_pieces, self._is_stable = num_pieces, None
         if lineage is None or not self._transport.stages:

@@ -10,8 +10,7 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -118,27 +117,21 @@ class Wording:
 
     def exchange(self, order: do.SendWord) -> on.WordEnded:
         """Exchange a word; blocks until all members have sent theirs, or one can't."""
-        assert self._exchange is not None, "a word where this rank has said that it speaks none"
-        try:
-            timeout = self._timeout
-            if order.within_ms is not None:
-                timeout = min(timeout, timedelta(milliseconds=order.within_ms))
-            exchange = self._exchange(order.values, round_number=order.round_number, timeout=timeout)
-            sums = exchange.wait()
-        except Exception as error:  # of the group, which may be the user's own: the round has no word then
-            self._last_s = None
-            return on.WordEnded(order.attempt, None, error)
-        self._last_s = self._monotonic()
-        return on.WordEnded(order.attempt, sums)
+        begin, timeout = self._words, self._timeout
+        if order.within_ms is not None:
+            timeout = min(timeout, timedelta(milliseconds=order.within_ms))
+        return self._ended(
+            order.attempt, lambda: begin(order.values, round_number=order.round_number, timeout=timeout).wait()
+        )
 
     def send(self, order: do.SendWord) -> None:
         """Send a word whose sum is heard at the end of its sync. A thread receives it meanwhile: in a large group the
         sums of others pass through this rank."""
-        assert self._exchange is not None, "a word where this rank has said that it speaks none"
+        begin = self._words
         sent = self._sent = _Sent((order.key, order.round_number), Future(), None)
         try:
-            exchange = self._exchange(order.values, round_number=order.round_number, timeout=self._sent_timeout)
-        except Exception as error:  # as in `exchange`
+            exchange = begin(order.values, round_number=order.round_number, timeout=self._sent_timeout)
+        except Exception as error:  # as in `_ended`
             sent.sums.set_exception(error)
             return
         sent.thread = threading.Thread(target=_receive, args=(exchange, sent.sums), name="tft-word", daemon=True)
@@ -149,21 +142,32 @@ class Wording:
         sent = self._sent
         assert sent is not None, "the sum of a word that was not sent"
         assert sent.name == (order.key, order.round_number), (sent.name, order)
-        try:
-            sums = sent.sums.result(self._timeout.total_seconds())
-        except FutureTimeout:
-            self._last_s = None
-            late = DeadlinePassed(
-                f"the words of the other members of quorum {order.key} for step {order.round_number + 1} did not "
-                f"come within {self._timeout.total_seconds():g} s after this rank's own sync; the next step asks for "
-                "another quorum"
+        return self._ended(order.attempt, partial(self._received, sent))
+
+    @property
+    def _words(self) -> Exchange:
+        assert self._exchange is not None, "a word where this rank has said that it speaks none"
+        return self._exchange
+
+    def _received(self, sent: _Sent) -> tuple[int, ...]:
+        """Raises: DeadlinePassed: the others' words did not come in time. What the exchange has raised."""
+        if not wait((sent.sums,), self._timeout.total_seconds()).done:
+            key, number = sent.name
+            raise DeadlinePassed(
+                f"the words of the other members of quorum {key} for step {number + 1} did not come within "
+                f"{self._timeout.total_seconds():g} s after this rank's own sync; the next step asks for another quorum"
             )
-            return on.WordEnded(order.attempt, None, late)
-        except Exception as error:  # as in `exchange`
+        return sent.sums.result()
+
+    def _ended(self, attempt: int, sums: Callable[[], tuple[int, ...]]) -> on.WordEnded:
+        """Wait for the sum of a round's words. Returns: the event that tells it."""
+        try:
+            total = sums()
+        except Exception as error:  # of the group, which may be the user's own: the round has no word then
             self._last_s = None
-            return on.WordEnded(order.attempt, None, error)
+            return on.WordEnded(attempt, None, error)
         self._last_s = self._monotonic()
-        return on.WordEnded(order.attempt, sums)
+        return on.WordEnded(attempt, total)
 
     def close(self) -> None:
         """Wait for the thread that receives, which ends with the process group's connections."""
