@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final, final
 
-from tft_coord.core import standing
-from tft_coord.core.standing import State
+from tft_coord.core.standing import GoOn, State
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 from tft_coord.core.step.books import Books
@@ -97,7 +96,7 @@ class Asking:
         together = settings.world_size > 1 and not books.changed and self._knows_its_quorum
         going = books.standing.next_round(now_ms, unfit, together=together)
         books.changed = ""
-        if isinstance(going, standing.GoOn):
+        if isinstance(going, GoOn):
             return self._goes_on(event, going)
         if going.breaks:
             # The others have begun the next round, in which nobody shall wait for this rank.
@@ -169,7 +168,7 @@ class Asking:
         books = self._books
         return books.own.lineage is not None and self._stands is not None and self._stands.key == books.held
 
-    def _goes_on(self, event: on.StepStarted, going: standing.GoOn) -> Effects:
+    def _goes_on(self, event: on.StepStarted, going: GoOn) -> Effects:
         """Begin the next round of the quorum that stands: the plan is known, and nobody is asked."""
         books = self._books
         own, before = books.own, self._stands
