@@ -54,6 +54,19 @@ def right_of(target: Any, name: str) -> Callable[..., Any]:
     return cast("Callable[..., Any]", right.fget if isinstance(right, property) else right)
 
 
+def must_be_seen(
+    mutant: Mutant, transcripts: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *more: type[Exception]
+) -> None:
+    """Play a mutant's transcript without the mistake, and with it: it fails then. `more`: it may fail by these, too."""
+    transcript = transcripts[f"test_{mutant.seen_by}"]
+    transcript(*mutant.case)
+    right = vars(mutant.target)[mutant.name]
+    mistake = property(mutant.mistake) if isinstance(right, property) else mutant.mistake
+    monkeypatch.setattr(mutant.target, mutant.name, mistake)
+    with pytest.raises((AssertionError, pytest.fail.Exception, ValueError, *more)):
+        transcript(*mutant.case)
+
+
 right_planned = right_of(Asking, "_planned")
 right_cast = right_of(Ending, "_cast")
 right_failed = right_of(Recovery, "_failed")
@@ -663,10 +676,4 @@ MUTANTS = [
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.name}-{mutant.seen_by}"[:70])
 def test_a_mistake_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    transcript = TRANSCRIPTS[f"test_{mutant.seen_by}"]
-    transcript(*mutant.case)
-    right = vars(mutant.target)[mutant.name]
-    mistake = property(mutant.mistake) if isinstance(right, property) else mutant.mistake
-    monkeypatch.setattr(mutant.target, mutant.name, mistake)
-    with pytest.raises((AssertionError, pytest.fail.Exception, ValueError)):
-        transcript(*mutant.case)
+    must_be_seen(mutant, TRANSCRIPTS, monkeypatch)

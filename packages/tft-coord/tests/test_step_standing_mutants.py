@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import runpy
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,28 +24,8 @@ from tft_coord.core.step.status import StepStatus
 from tft_coord.core.types import Plan
 
 TRANSCRIPTS = runpy.run_path(str(Path(__file__).with_name("test_step_standing.py")))
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """A mistake.
-
-    Args:
-        target, name, mistake: what is patched, and with what.
-        seen_by: the transcript that fails then; `test_` is left out.
-        case: its parameters, if it has some.
-    """
-
-    target: Any
-    name: str
-    mistake: Any
-    seen_by: str
-    case: tuple[Any, ...] = ()
-
-
-def right_of(target: Any, name: str) -> Callable[..., Any]:
-    right = vars(target)[name]
-    return cast("Callable[..., Any]", right.fget if isinstance(right, property) else right)
+HARNESS = runpy.run_path(str(Path(__file__).with_name("test_step_mutants.py")))
+Mutant, right_of, must_be_seen = (HARNESS[name] for name in ("Mutant", "right_of", "must_be_seen"))
 
 
 right_started = right_of(Asking, "step_started")
@@ -261,11 +240,5 @@ MUTANTS = [
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.name}-{mutant.seen_by}"[:70])
-def test_a_mistake_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    transcript = TRANSCRIPTS[f"test_{mutant.seen_by}"]
-    transcript(*mutant.case)
-    right = vars(mutant.target)[mutant.name]
-    mistake = property(mutant.mistake) if isinstance(right, property) else mutant.mistake
-    monkeypatch.setattr(mutant.target, mutant.name, mistake)
-    with pytest.raises((AssertionError, pytest.fail.Exception, ValueError, AttributeError)):
-        transcript(*mutant.case)
+def test_a_mistake_is_seen(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    must_be_seen(mutant, TRANSCRIPTS, monkeypatch, AttributeError)
