@@ -11,10 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 
-import torch
-from torch import nn
-
-from benchmarks.step_worker import BATCH, WRAPPERS, tell
+from benchmarks.step_worker import one_layer, tell
 
 STEADY_STEPS = 50
 
@@ -29,11 +26,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, required=True)
     parser.add_argument("--lighthouse", required=True)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
 
-    model, optimizer, _ = WRAPPERS[arguments.system](arguments, nn.Linear(arguments.hidden, arguments.hidden))
-    data = torch.randn(BATCH, arguments.hidden, generator=torch.Generator().manual_seed(arguments.rank))
+    model, optimizer, data = one_layer(arguments)
     manager = optimizer.manager
     step, participants, steps_together = 0, 0, 0
     while True:

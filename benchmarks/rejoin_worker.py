@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.step_worker import BATCH, WRAPPERS, make_model, tell
+from benchmarks.step_worker import WRAPPERS, batch_of, make_model, tell
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
         adam.load_state_dict(state["optimizer"])
 
     manager.register_state_dict_fn("training", load, take)
-    data = torch.randn(BATCH, arguments.hidden, generator=torch.Generator().manual_seed(arguments.rank))
+    data = batch_of(arguments)
     tell(kind="constructed", at_s=time.time())
     step = 0
     while True:

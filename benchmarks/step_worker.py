@@ -90,6 +90,19 @@ def wrap_tft(arguments: argparse.Namespace, model: nn.Module) -> tuple[nn.Module
 WRAPPERS = {"ddp": wrap_ddp, "torchft": wrap_torchft, "tft": wrap_tft}
 
 
+def one_layer(arguments: argparse.Namespace) -> tuple[nn.Module, Any, torch.Tensor]:
+    """A layer of `hidden` by `hidden` and its optimizer, wrapped, and the batch of this replica."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, optimizer, _ = WRAPPERS[arguments.system](arguments, nn.Linear(arguments.hidden, arguments.hidden))
+    return model, optimizer, batch_of(arguments)
+
+
+def batch_of(arguments: argparse.Namespace) -> torch.Tensor:
+    """The same for a rank in each of its runs."""
+    return torch.randn(BATCH, arguments.hidden, generator=torch.Generator().manual_seed(arguments.rank))
+
+
 def tell(**facts: object) -> None:
     """One line for the parent."""
     json.dump(facts, sys.stdout)
@@ -112,7 +125,7 @@ def main() -> None:
     torch.set_num_threads(1)
 
     model, optimizer, close = WRAPPERS[arguments.system](arguments, make_model(arguments.hidden))
-    data = torch.randn(BATCH, arguments.hidden, generator=torch.Generator().manual_seed(arguments.rank))
+    data = batch_of(arguments)
     times_ms: list[float] = []
     before = time.perf_counter()
     for step in range(arguments.warmup + arguments.steps):
