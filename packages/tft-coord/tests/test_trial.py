@@ -110,6 +110,15 @@ def test_who_needs_none() -> None:
     assert not trials.keep_out
 
 
+def test_who_is_known_not_to_reach_a_member_begins_none_and_what_its_last_one_found_counts() -> None:
+    trials = Trials()
+    trials.look([replica("n")], MEMBERS, LIVING, 0)
+    trials.answered("n", 1, [missed("a")], 100)
+    assert trials.look([replica("n")], MEMBERS, LIVING, 10_000, {"n": {"b"}, "b": {"n"}}) == []
+    assert list(trials.failed()) == ["n"]
+    assert trials.look([replica("n")], MEMBERS, LIVING, 10_000, {"n": {"another newcomer"}}) != []
+
+
 def test_of_many_members_a_few_are_tried() -> None:
     many = {f"m{number:02}": member(f"m{number:02}") for number in range(40)}
     living = {name: replica(name) for name in many}

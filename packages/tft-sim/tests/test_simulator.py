@@ -123,15 +123,17 @@ def test_a_newcomer_alone_holds_the_newest_state_and_does_not_reach_a_member(see
     simulate(seed, replace(SimulationConfig(), links=True))
 
 
-@pytest.mark.parametrize("seed", [110_029, 110_565])
+@pytest.mark.parametrize("seed", [110_029, 110_565, 119_204])
 def test_bad_links_that_were_once_in_doubt_are_sound(seed: int) -> None:
-    """A bad link between two that have not asked; a trial whose newcomer was lost in it."""
+    """A bad link between two that have not asked; a newcomer that was lost in its trial; half a state loaded."""
     simulate(seed, SimulationConfig(links=True))
 
 
-@pytest.mark.parametrize("seed", [100_291, 100_959, 110_814, 111_815, 112_294, 112_311, 113_247, 114_127, 115_243])
+@pytest.mark.parametrize(
+    "seed", [100_291, 100_959, 110_814, 111_815, 112_294, 112_311, 113_247, 114_127, 115_243, 116_263]
+)
 def test_standing_quorums_with_bad_links_that_were_once_in_doubt_are_sound(seed: int) -> None:
-    """Steps that go back by hand; a state from outside; newcomers that passed their trials; a twin; a last holder."""
+    """Steps that go back by hand; a state from outside; trials passed and failed; a twin; a last holder."""
     simulate(seed, SimulationConfig(links=True, speaks=True))
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from tft_coord.core.fingerprint import Fingerprint
 from tft_coord.core.lighthouse import CLOCKS_DIFFER_MOST_MS
-from tft_coord.core.types import Hello, Quorum, QuorumKey, Refusal
+from tft_coord.core.types import Hello, Quorum, QuorumKey, RankRequest, Refusal
 from tft_sim.invariants import InvariantBroken
 from tft_sim.lighthouse_process import JOB
 from tft_sim.process import State
@@ -40,6 +40,7 @@ class EndTruth:
         self._lost: set[str] = set()  # hosts whose manager server has found that a rank is gone
         self._away_ms: dict[ManagerProcess, dict[int, int]] = {}  # since when each rank's stream is
         self._given: dict[ManagerProcess, Quorum] = {}
+        self._asked: dict[str, RankRequest] = {}  # by each rank, what it has said of its state last
         self._refused: set[tuple[str, str]] = set()  # ranks that were refused something with a reason, and the code
         self._keys: dict[str, set[QuorumKey]] = {}  # of the quorums that the manager servers of each host were given
 
@@ -55,6 +56,10 @@ class EndTruth:
         """A manager server has got a quorum."""
         self._given[manager] = quorum
         self._keys.setdefault(manager.replica.host, set()).add(quorum.key)
+
+    def asks(self, trainer: Trainer, request: RankRequest) -> None:
+        """A rank asks its manager server for a quorum."""
+        self._asked[trainer.name] = request
 
     def death_reported(self, manager: ManagerProcess, reason: str) -> None:
         """A manager server takes its group for lost: a rank has ended, or was away for a grace."""
@@ -165,10 +170,10 @@ class EndTruth:
         return loaded and live and _step(replica) > _step(other)
 
     def _may_be_torn(self, replica_id: str) -> bool:
-        """Whether its ranks hold different states, or half of one."""
+        """Whether its ranks hold different states, or half of one: as they said, for it may be another one by now."""
         for replica in self._lives_of(replica_id):
-            states = {(trainer.step, trainer.lineage) for trainer in replica.trainers}
-            if len(states) > 1 or any(trainer.torn for trainer in replica.trainers):
+            said = [self._asked[each.name] for each in replica.trainers if each.name in self._asked]
+            if len({(each.step, each.lineage) for each in said}) > 1 or any(each.torn for each in said):
                 return True
         return False
 

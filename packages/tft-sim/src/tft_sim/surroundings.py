@@ -67,6 +67,7 @@ class Outside:
         waiter = Waiter()
         first = self.replica.manager
         calls: list[int] = []
+        self.cluster.ends.asks(trainer, request)
 
         def attempt() -> None:
             manager = self.replica.manager

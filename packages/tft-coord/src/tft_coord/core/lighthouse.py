@@ -1401,8 +1401,8 @@ class Job:
             self.waiting_for = f"the members of quorum {self._asking[1][0]}, which a replica holds"
             return out
         if self.previous is not None:
-            newcomers = self._reach.may_try((replica for replica, _ in waiting), now_ms)
-            out += self._reach.trials.look(newcomers, self._members, self.liveness.replicas, now_ms)
+            replicas, bad_links = self.liveness.replicas, self._reach.bad_links(now_ms)
+            out += self._reach.trials.look((each for each, _ in waiting), self._members, replicas, now_ms, bad_links)
         kept = self._look_at_links(now_ms)
         if kept.waits:
             self._kept = replace(kept, out=self._kept.out)  # until it is decided anew, they stand in for nobody

@@ -322,12 +322,11 @@ class Reach:
 
     def counts(self, now_ms: int) -> bool:
         """Whether anything that was said, or tried, keeps somebody out now."""
-        return self.trials.keep_out or bool(self._counted(now_ms))
+        return self.trials.keep_out or bool(self.bad_links(now_ms))
 
-    def may_try(self, waiting: Iterable[Replica], now_ms: int) -> list[Replica]:
-        """List those that no report keeps out now: they may show whether they reach their peers."""
-        named = self._counted(now_ms)
-        return [replica for replica in waiting if replica.replica_id not in named]
+    def bad_links(self, now_ms: int) -> Mapping[str, set[str]]:
+        """Give the bad links that count now, by each end."""
+        return self._links.counted(now_ms, self._is_explained if self._missed else None)
 
     def look(self, peers: Mapping[str, Peer], now_ms: int) -> Kept:
         """Decide who is left out of the next quorum.
@@ -409,7 +408,7 @@ class Reach:
         return shorten(f"{name} is left out of the next quorum: it {clause}")
 
     def _said_of(self, name: str, now_ms: int, *, when: bool = True) -> str:
-        others = sorted(self._counted(now_ms).get(name, ()))
+        others = sorted(self.bad_links(now_ms).get(name, ()))
         if not others:
             return self._said_of_trial(name, now_ms)
         links = [link for other in others if (link := self._links.link(name, other)) is not None]
@@ -495,9 +494,6 @@ class Reach:
 
     # --- what counts --------------------------------------------------------------------------------------------------
 
-    def _counted(self, now_ms: int) -> Mapping[str, set[str]]:
-        return self._links.counted(now_ms, self._is_explained if self._missed else None)
-
     def _is_explained(self, pair: Pair, link: BadLink) -> bool:
         """Whether one end could not come, because it did not reach the store: another store is tried first."""
         for said_by, end in (pair, pair[::-1]):
@@ -509,7 +505,7 @@ class Reach:
     def _around(self, peers: Mapping[str, Peer], now_ms: int) -> dict[str, set[str]]:
         """Give the bad links between these, those that trials have found included."""
         names = peers.keys()
-        counted = self._counted(now_ms).items()
+        counted = self.bad_links(now_ms).items()
         found = {name: there for name, others in counted if name in names and (there := others & names)}
         for name, unreached in self.trials.failed().items():
             for other in unreached:
@@ -520,7 +516,7 @@ class Reach:
 
     def _plan(self, peers: Mapping[str, Peer], now_ms: int) -> _Plan:
         """Decide who of these is left out, or take it from before where nothing has changed since."""
-        self._counted(now_ms)
+        self.bad_links(now_ms)
         failed = self.trials.failed()
         for plan in self._plans:
             if plan.version == self._links.version and plan.failed == failed and plan.peers == peers:

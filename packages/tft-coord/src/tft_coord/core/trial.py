@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final, final
 
 from tft_coord.core import effects
@@ -19,6 +20,7 @@ from tft_coord.core.types import TRIED_MOST, Member, PeerAddresses, Unreached
 
 ANSWERED_WITHIN_MS: Final = 5_000  # look-ups and dials take 4 s at most
 AGAIN_AFTER_MS: Final = (1_000, 2_000, 4_000, 5_000)
+NO_LINKS: Final[Mapping[str, Collection[str]]] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -48,7 +50,12 @@ class Trials:
         self._last = 0
 
     def look(
-        self, waiting: Iterable[Replica], members: Mapping[str, Member], living: Mapping[str, Replica], now_ms: int
+        self,
+        waiting: Iterable[Replica],
+        members: Mapping[str, Member],
+        living: Mapping[str, Replica],
+        now_ms: int,
+        bad_links: Mapping[str, Collection[str]] = NO_LINKS,
     ) -> list[effects.TryPeers]:
         """Begin the trials that are due.
 
@@ -57,6 +64,8 @@ class Trials:
             members: of the newest quorum; empty: there is none, and nobody needs a trial.
             living: all replicas that are known.
             now_ms: the time.
+            bad_links: whom each can't reach, by the reports that count. Who has such a link to a member begins no
+                trial, which would show the same; what its last one has found counts on.
         Returns: whom to ask for a trial.
         """
         newcomers = {each.replica_id: each for each in waiting if each.tries_peers and each.replica_id not in members}
@@ -73,7 +82,8 @@ class Trials:
             came = replica.stream, replica.session
             is_new = trial is None or trial.came != came
             is_due = trial is not None and trial.is_over and trial.unreached and now_ms >= trial.again_ms
-            if not is_new and not is_due:
+            is_known = not members.keys().isdisjoint(bad_links.get(name, ()))
+            if is_known or not (is_new or is_due):
                 continue
             peers = self._peers(members, living)
             if not peers:
