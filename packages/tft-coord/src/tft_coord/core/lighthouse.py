@@ -1409,9 +1409,10 @@ class Job:
             self.waiting_for = kept.waits
             return out
         self._kept = kept
-        decision = decide(self._situation(waiting, now_ms))
+        situation = self._situation(waiting, now_ms)
+        decision = decide(situation)
         if isinstance(decision, Form) and decision.kept_out:
-            decision = self._fit(decision, now_ms)
+            decision = self._fit(decision, situation)
         if not isinstance(decision, Form):
             out += self._recall_for(waiting, now_ms) if self._living.stands else []
             self.waiting_for = self._with_the_kept_out(decision.reason, waiting, now_ms)
@@ -1468,16 +1469,15 @@ class Job:
                 peers = others
         return self._reach.look(peers, now_ms)
 
-    def _fit(self, form: Form, now_ms: int) -> Form | Wait:
+    def _fit(self, form: Form, situation: Situation) -> Form | Wait:
         """Of those that wait the fewest are left out. Who has not asked yet is not in this quorum: a bad link to it
-        keeps nobody out."""
-        peers = peers_of(self.liveness.replicas.values(), self._members, now_ms)
+        keeps nobody out. Where others are left out than without it, the rule is applied to what is left."""
+        peers = peers_of(self.liveness.replicas.values(), self._members, situation.now_ms)
         able = {*form.kept_out, *(member.replica_id for member in form.members)}
-        kept_out = self._reach.fit({name: peer for name, peer in peers.items() if name in able}, now_ms)
+        kept_out = self._reach.fit({name: peer for name, peer in peers.items() if name in able}, situation.now_ms)
         if kept_out is None:
             return Wait("a replica that all others reach and that holds the newest state of those that have asked")
-        requests = ((name, self.liveness.replicas[name].request) for name in sorted(able - kept_out))
-        return Form(tuple(request.member for _, request in requests if request is not None), tuple(sorted(kept_out)))
+        return form if kept_out == set(form.kept_out) else decide(replace(situation, kept_out=kept_out))
 
     def _with_the_kept_out(self, reason: str, waiting: list[tuple[Replica, OpenRequest]], now_ms: int) -> str:
         """Why there is no quorum, and for those that wait in vain who can't reach them."""
@@ -1522,9 +1522,13 @@ class Job:
     def _situation(self, waiting: list[tuple[Replica, OpenRequest]], now_ms: int) -> Situation:
         replicas = self.liveness.replicas.values()
         from_ms = self._living.joins_from_ms
-        asked_ms = {replica.replica_id: max(request.asked_ms, from_ms) for replica, request in waiting}
-        # Who is kept out may have asked long ago; the others are not hurried by it.
-        first_asked_ms = min((at for name, at in asked_ms.items() if name not in self._kept.out), default=now_ms)
+        out = self._kept.out.union(self._left_out())
+        for replica, _ in waiting:
+            if replica.replica_id in out or replica.ineligible_until_ms > now_ms:
+                replica.barred_ms = now_ms
+        # Who could not be in a quorum may have asked long ago; the others are not hurried by it.
+        asked_ms = {each.replica_id: max(request.asked_ms, each.barred_ms, from_ms) for each, request in waiting}
+        first_asked_ms = min((at for name, at in asked_ms.items() if name not in out), default=now_ms)
         reference_step, lost_sources = self._lost_sources(now_ms)
         return Situation(
             waiting={replica.replica_id: request.member for replica, request in waiting},

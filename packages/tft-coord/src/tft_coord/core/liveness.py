@@ -76,6 +76,7 @@ class Replica:
     healed_bytes: int = 0
     progress_ms: int = 0
     ineligible_until_ms: int = 0
+    barred_ms: int = 0  # when it waited last and was kept out, or left out: its wait hurries nobody
     left: str | None = None
     finished: bool = False  # it left because its training was over
     serves: bool = False
