@@ -123,9 +123,9 @@ def test_a_newcomer_alone_holds_the_newest_state_and_does_not_reach_a_member(see
     simulate(seed, replace(SimulationConfig(), links=True))
 
 
-@pytest.mark.parametrize("seed", [110_029, 110_565, 119_204, 120_433])
+@pytest.mark.parametrize("seed", [110_029, 110_565, 119_204, 120_433, 123_748])
 def test_bad_links_that_were_once_in_doubt_are_sound(seed: int) -> None:
-    """A bad link between two that have not asked; a newcomer lost in its trial; half a state; a long wait."""
+    """A link of two that have not asked; a newcomer lost in its trial; half a state; a long wait; one that left."""
     simulate(seed, SimulationConfig(links=True))
 
 

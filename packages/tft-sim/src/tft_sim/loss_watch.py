@@ -71,8 +71,8 @@ class LossWatch:
         cluster.clock.after(REACHED_MS, look)
 
     def _judge(self, replica: Replica, trainer: Trainer, key: QuorumKey, at_ms: int) -> None:
-        if (key, replica.replica_id) in self._left:
-            return  # its ranks wait for the next quorum
+        if trainer.left or (key, replica.replica_id) in self._left:
+            return  # it trains no more, or its ranks wait for the next quorum
         since_ms = self.reached_since_ms(replica, trainer, key)
         if since_ms is None:
             return
