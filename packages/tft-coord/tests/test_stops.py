@@ -72,21 +72,21 @@ def look(core: GroupCore, stopped: bool, from_ms: int, to_ms: int) -> list[effec
 
 def test_each_stop_is_reported_once_and_every_probe_hears_of_it() -> None:
     core = group()
-    assert core.handle(events.ProbeCame(), 0) == []
+    assert core.handle(events.ProbeCame(7), 0) == []
     assert core.looks(0)
     reason = "rank 0 is stopped (SIGSTOP or a debugger); continue it with SIGCONT, or end it"
-    assert look(core, True, 0, 1_000) == [effects.ReportStop(reason, 400)]
+    assert look(core, True, 0, 1_000) == [effects.ReportStop(reason, 400, is_news=True, probe=7)]
     assert core.stopped(1_000) == (reason, 1_000)
     assert core.is_hung(1_000)
     assert look(core, False, 1_000, 1_100) == []
     assert core.stopped(1_100) == ("", 0)
     assert not core.is_hung(1_100)
-    assert look(core, True, 2_000, 3_000) == [effects.ReportStop(reason, 400)]
+    assert look(core, True, 2_000, 3_000) == [effects.ReportStop(reason, 400, is_news=True, probe=7)]
 
 
 def test_a_stopped_rank_whose_stream_breaks_is_not_dead() -> None:
     core = group()
-    core.handle(events.ProbeCame(), 0)
+    core.handle(events.ProbeCame(7), 0)
     core.handle(events.RankDisconnected(0, 1), 1_000)
     assert core.looks(1_000)
     first, *again = look(core, True, 1_000, 60_000)
@@ -111,12 +111,21 @@ def test_on_a_lighthouse_that_does_not_probe_it_is_dead_as_before() -> None:
 
 def test_one_that_goes_on_and_does_not_come_back_is_lost() -> None:
     core = group()
-    core.handle(events.ProbeCame(), 0)
+    core.handle(events.ProbeCame(7), 0)
     core.handle(events.RankDisconnected(0, 1), 1_000)
     look(core, True, 1_000, 4_000)
     assert effects.ReportDeath("rank 0's stream broke and was not back within 300 ms") in look(
         core, False, 4_000, 10_000
     )
+
+
+def test_a_stopped_rank_that_is_gone_is_stopped_no_more() -> None:
+    """Nobody can look at it any more."""
+    core = group(2)
+    core.handle(events.ProbeCame(7), 0)
+    look(core, True, 0, 500)
+    core.handle(events.RanksLookedAt({}), 600)
+    assert core.stopped(1_000) == ("", 0)
 
 
 def test_a_rank_that_nobody_looks_at_has_the_grace() -> None:

@@ -260,6 +260,7 @@ class Quorum:
             LighthouseConfig(), started_ms=1_000_000, cluster_id="c", nonces=iter(range(1, 100)).__next__, now_ms=0
         )
         self.now_ms = 1_000
+        self.probe_of: dict[int, int] = {}  # by each stream, the number of the newest
         for stream, name in enumerate("abc", 1):
             hello = Hello("job", name, 1, f"{name}:1", ready=True, answers_probes=answers_probes)
             for order in self.do(events.HelloReceived(stream, hello)):
@@ -269,7 +270,16 @@ class Quorum:
         self.ask_all()
 
     def do(self, event: events.LighthouseEvent) -> list[effects.LighthouseEffect]:
-        return self.core.handle(event, self.now_ms, self.now_ms + 1_000_000)
+        return self._out(self.core.handle(event, self.now_ms, self.now_ms + 1_000_000))
+
+    def _out(self, orders: list[effects.LighthouseEffect]) -> list[effects.LighthouseEffect]:
+        self.probe_of.update({each.stream: each.number for each in orders if isinstance(each, effects.Probe)})
+        return orders
+
+    def says_stopped(self, number: int) -> list[str]:
+        """c says after that probe that it is stopped. Returns: who is lost by it."""
+        out = self.do(events.ProbeAnswered(3, number, "rank 0 is stopped"))
+        return [each.replica_id for each in out if isinstance(each, effects.ReplicaLost)]
 
     def ask(self, stream: int) -> list[effects.LighthouseEffect]:
         member = Member("abc"[stream - 1], step=self.step, lineage=7, live=self.step > 0)
@@ -286,7 +296,7 @@ class Quorum:
         out: list[effects.LighthouseEffect] = []
         for _ in range(0, time_ms, 100):
             self.now_ms += 100
-            out += self.core.tick(self.now_ms, self.now_ms + 1_000_000)
+            out += self._out(self.core.tick(self.now_ms, self.now_ms + 1_000_000))
         return out
 
 
@@ -351,10 +361,27 @@ def test_a_stop_that_was_said_a_while_ago_is_no_stop() -> None:
     """It may have gone on meanwhile; the next answer says."""
     quorum = Quorum()
     quorum.pass_ms(400)
-    quorum.do(events.ProbeAnswered(3, 0, "rank 0 is stopped"))
+    quorum.says_stopped(0)
+    quorum.says_stopped(quorum.probe_of[3])
     quorum.pass_ms(700)
     for stream in (1, 2):
         quorum.do(events.BeatReceived(stream, 0, waits(300), waits=True))
     assert [each for each in quorum.pass_ms(100) if isinstance(each, effects.ReplicaLost)] == []
-    quorum.do(events.ProbeAnswered(3, 0, "rank 0 is stopped"))
-    assert "c, session 1, was lost: its process is stopped" in str(quorum.do(events.BeatReceived(3)))
+    assert quorum.says_stopped(quorum.probe_of[3]) == ["c"]
+
+
+def test_a_stop_that_was_found_after_no_recent_probe_is_asked_after() -> None:
+    """What was said has waited, on its way or for a lighthouse that was stopped itself."""
+    quorum = Quorum()
+    quorum.pass_ms(1_500)
+    for stream in (1, 2):
+        quorum.do(events.BeatReceived(stream, 0, waits(300), waits=True))
+    old = quorum.probe_of[3]
+    quorum.pass_ms(300)
+    quorum.do(events.ProbeAnswered(3, old))
+    quorum.pass_ms(300)
+    new = quorum.probe_of[3]
+    assert new > old
+    assert quorum.says_stopped(old) == []
+    assert quorum.says_stopped(new) == ["c"]
+    assert quorum.says_stopped(0) == []

@@ -232,9 +232,9 @@ class ManagerProcess(Process):
                         self._perform_session(self.session.say_waits(progress), extra=True)
                 case effects.ReportLate(key, step):
                     self._send(partial(events.LateReported, key=key, step=step))
-                case effects.ReportStop(reason, stopped_ms):
+                case effects.ReportStop(reason, stopped_ms, _, probe):
                     self._cluster.marks.hit("a manager server reported a stop")
-                    said = partial(events.ProbeAnswered, number=0, stopped=reason, stopped_ms=stopped_ms)
+                    said = partial(events.ProbeAnswered, number=probe, stopped=reason, stopped_ms=stopped_ms)
                     self._send(said, extra=True)
                 case effects.AnswerPlan():
                     self._cluster.invariants_of(self.replica.job).planned_from(order.plan, order.quorum)
@@ -469,7 +469,7 @@ class ManagerProcess(Process):
                 stopped, stopped_ms = self.group.stopped(now_ms)
                 answer = partial(events.ProbeAnswered, number=number, stopped=stopped, stopped_ms=stopped_ms)
                 self._send(answer, extra=True)
-                self.handle(events.ProbeCame())
+                self.handle(events.ProbeCame(number))
             case effects.RefuseSession():
                 hung = self._is_hung()
                 told = self.session.told_refused(order.refusal, order.message, now_ms, order.silent_ms, hung=hung)

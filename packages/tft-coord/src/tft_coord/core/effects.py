@@ -393,11 +393,12 @@ class ReportLate:
 @dataclass(frozen=True, slots=True)
 class ReportStop:
     """Tell the lighthouse that ranks of this group are stopped, and for how long at least. Again where `is_news` is
-    false."""
+    false. `probe`: the number of the newest probe that came, so that the lighthouse knows how old this is at most."""
 
     reason: str
     stopped_ms: int = 0
     is_news: bool = True
+    probe: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,9 +113,10 @@ class DeathReported:
 
 @dataclass(frozen=True, slots=True)
 class ProbeAnswered:
-    """The manager server of that stream answers a probe; `number` 0: it says unasked that its group is stopped.
+    """The manager server of that stream answers a probe, or says once more what it has found after that one.
 
-    `stopped` names the stopped ranks, one phrase; "": none is known to be. `stopped_ms`: for how long, at least.
+    `number`: of the newest probe that came; 0: none did. `stopped` names the stopped ranks, one phrase; "": none is
+    known to be. `stopped_ms`: for how long, at least.
     """
 
     stream: int
@@ -269,6 +270,8 @@ class NewestNamed:
 @dataclass(frozen=True, slots=True)
 class ProbeCame:
     """The lighthouse asks after this group, because others wait for it. It was answered already."""
+
+    number: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,7 @@ class GroupCore:
         self._stops = StopWatch()
         self._reported_stop: tuple[int, ...] = ()  # the ranks of it, while it lasts
         self._reported_ms = 0
-        self._is_probed = False  # by a lighthouse that goes by what it is told of stops; an older one does not
+        self._probe = 0  # the number of the newest; an older lighthouse sends none, and hears of no stops
         self._said_wait_ms = -SAME_WAIT_MS  # since when the wait lasts that the lighthouse was told of out of turn
         self._followed: QuorumKey | None = None  # of the newest plan that the ranks were given
         self._waits = ""  # whom this group's open request waits for, as the lighthouse said last
@@ -228,7 +228,7 @@ class GroupCore:
             case events.RankLate(_, key, step):
                 return [effects.ReportLate(key, step)] if self._newest.is_late(key, step) else []
             case events.ProbeCame():
-                self._is_probed = True
+                self._probe = event.number
                 self._stops.asked(now_ms)
                 return []
             case events.RanksLookedAt():
@@ -310,7 +310,7 @@ class GroupCore:
         """Ranks on this host were found stopped, or running. The lighthouse is told once of each stop."""
         self._stops.seen(event.stopped, now_ms)
         for rank in self._broken_ms:
-            if self._is_probed and self._stops.is_held(rank):
+            if self._probe and self._stops.is_held(rank):
                 # It can't dial again before it goes on, and a machine that was held up takes a while for it then.
                 # Nobody waits for it meanwhile: the others have gone on, or there are none.
                 patience_ms = self._timeouts.heartbeat_timeout_ms - self._timeouts.reconnect_grace_ms
@@ -324,7 +324,7 @@ class GroupCore:
         if ranks == before and not again:
             return []
         self._reported_ms = now_ms
-        return [effects.ReportStop(*self.stopped(now_ms), is_news=ranks != before)]
+        return [effects.ReportStop(*self.stopped(now_ms), ranks != before, self._probe)]
 
     def tick(self, now_ms: int) -> list[effects.GroupEffect]:
         """Judge graces and deadlines that have passed."""

@@ -575,8 +575,8 @@ class Job:
                     out += self._look_for_silence(now_ms, wall_ms)
             case events.ProbeAnswered():
                 self.suspicion.answered(replica.replica_id, event.number, now_ms)
-                replica.stopped = (event.stopped, event.stopped_ms, now_ms) if event.stopped else None
-                if event.stopped:
+                out += self._hear_of_stop(replica, event, now_ms)
+                if replica.stopped is not None:
                     out += self._look_for_silence(now_ms, wall_ms)
             case events.QuorumReported():
                 out += self._reported(event, now_ms)
@@ -904,6 +904,17 @@ class Job:
             lost = self.liveness.silence(name, reason, now_ms)
             out += self._told_lost(lost) if lost is not None else []
         return out + self._form(now_ms, wall_ms) if found.lost and wall_ms is not None else out
+
+    def _hear_of_stop(self, replica: Replica, event: events.ProbeAnswered, now_ms: int) -> list[effects.Probe]:
+        """A stop counts where it was seen just now; where that is not known, it is asked after."""
+        replica.stopped = None
+        if not event.stopped or replica.replica_id not in self._members:
+            return []
+        if self.suspicion.is_new(replica.replica_id, event.number, now_ms):
+            replica.stopped = event.stopped, event.stopped_ms, now_ms
+            return []
+        number = self.suspicion.ask_again(replica.replica_id, now_ms)
+        return [effects.Probe(event.stream, number)] if number is not None else []
 
     def _sighting(self, replica: Replica, now_ms: int) -> Sighting:
         reached = replica.stream is not None and replica.answers_probes

@@ -65,7 +65,8 @@ class StopWatch:
         return bool(self._found) or (self._asked_until_ms is not None and now_ms < self._asked_until_ms)
 
     def seen(self, stopped: Mapping[int, bool], now_ms: int) -> None:
-        """A look has found these ranks stopped, or running."""
+        """A look has found these ranks stopped, or running. It is at all that can be looked at."""
+        self._found = {rank: found for rank, found in self._found.items() if rank in stopped}
         for rank, is_stopped in stopped.items():
             if not is_stopped:
                 self._found.pop(rank, None)

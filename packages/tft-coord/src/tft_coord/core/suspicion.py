@@ -95,6 +95,7 @@ class _Probed:
 
     sent_ms: dict[int, int] = field(default_factory=dict)  # unanswered probes, the oldest first
     last_sent_ms: int | None = None
+    last_number: int = 0
     answers: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=ANSWERS_KEPT))  # (when, how late)
 
     @property
@@ -146,6 +147,18 @@ class Suspicion:
             return
         probed.answers.append((now_ms, now_ms - sent_ms))
         probed.sent_ms = {each: at_ms for each, at_ms in probed.sent_ms.items() if each > number}
+
+    def is_new(self, replica_id: str, number: int, now_ms: int) -> bool:
+        """Whether what is said after that probe was seen just now. It may have waited on its way, or for this
+        lighthouse, while the process went on."""
+        probed = self._of.get(replica_id)
+        if probed is None or probed.last_sent_ms is None or number != probed.last_number:
+            return False
+        return now_ms - probed.last_sent_ms < PROBE_EVERY_MS + (probed.bound_ms(now_ms) or UNANSWERED_MS)
+
+    def ask_again(self, replica_id: str, now_ms: int) -> int | None:
+        """Probe it once more. Returns: the number of the probe; None: the last one was sent just now."""
+        return self._send(replica_id, now_ms) if self._is_due(replica_id, now_ms) else None
 
     def look(
         self, members: Collection[Sighting], now_ms: int, spared: Callable[[Collection[str]], Collection[str]]
@@ -215,7 +228,7 @@ class Suspicion:
     def _send(self, replica_id: str, now_ms: int) -> int:
         probed = self._of.setdefault(replica_id, _Probed())
         self._last_number += 1
-        probed.last_sent_ms = now_ms
+        probed.last_sent_ms, probed.last_number = now_ms, self._last_number
         probed.sent_ms[self._last_number] = now_ms
         return self._last_number
 

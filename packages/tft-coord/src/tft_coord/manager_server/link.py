@@ -29,6 +29,7 @@ from tft_coord.core.effects import (
     RefuseRequest,
     RefuseSession,
     Release,
+    ReportStop,
     TellLost,
     TellNewest,
     TellStraggler,
@@ -213,11 +214,11 @@ class LighthouseLink:
         """Say now that the group waits for others."""
         self._perform(self._core.say_waits(self._progress(self._now_ms())))
 
-    def report_stop(self, reason: str, stopped_ms: int, *, is_news: bool) -> None:
+    def report_stop(self, report: ReportStop) -> None:
         """Say that ranks of this group are stopped; a lighthouse that asks after it is told again."""
-        if is_news:
-            logger.warning("replica %s: %s", self._replica_id, reason)
-        self._say(events.ProbeAnswered(0, 0, reason, stopped_ms))
+        if report.is_news:
+            logger.warning("replica %s: %s", self._replica_id, report.reason)
+        self._say(events.ProbeAnswered(0, report.probe, report.reason, report.stopped_ms))
 
     def report_late(self, key: QuorumKey, step: int) -> None:
         """Say that a round of a standing quorum waits for a member for too long."""
@@ -520,7 +521,7 @@ class LighthouseLink:
                 self._arrived(events.NobodyHeals())
             case Probe(_, number):
                 self._say(events.ProbeAnswered(0, number, *self._stopped(now_ms)))
-                self._arrived(events.ProbeCame())
+                self._arrived(events.ProbeCame(number))
             case RefuseSession(_, refusal, sentence, silent_ms):
                 self._refusal = f"refuses this replica: {sentence}"
                 self._note_trouble("it ended the stream")

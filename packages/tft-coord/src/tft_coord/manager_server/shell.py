@@ -170,8 +170,8 @@ class ManagerServerShell:
                     self._link.say_waits()
                 case effects.ReportLate(key, step):
                     self._link.report_late(key, step)
-                case effects.ReportStop(reason, stopped_ms, is_news):
-                    self._link.report_stop(reason, stopped_ms, is_news=is_news)
+                case effects.ReportStop() as report:
+                    self._link.report_stop(report)
                 case effects.NotifyRank(rank, notice):
                     self._tell(rank, notice)
                 case effects.TellNewcomer(rank, replica_id):
