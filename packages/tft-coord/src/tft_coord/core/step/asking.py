@@ -193,8 +193,10 @@ class Asking:
         return (do.AbortGroup(), *orders, do.ReportError(last.name, error, True))
 
     def server_restarted(self, event: on.ServerRestarted, now_ms: int) -> Effects:
-        """A new manager server holds no quorum, so neither does this rank."""
+        """A new manager server holds no quorum, so neither does this rank. Only a group of one has one: what the old
+        one took for the end of the group was this rank, which lives."""
         books = self._books
+        books.group_lost = None
         books.hold(None)
         books.configured = None
         self._stands = None

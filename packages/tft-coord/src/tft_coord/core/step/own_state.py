@@ -73,6 +73,12 @@ class OwnState:
         self._compared_step = self._diverged_step = self.divergences = 0
         self.live = self.torn = False
 
+    @property
+    def lineage_before_check(self) -> int | None:
+        """What the lineage was before the last comparison made the digest a part of it; None: it is not of that."""
+        check = self.check
+        return check.before if check is not None and check.after == self.lineage else None
+
     # --- whether all hold the same state ------------------------------------------------------------------------------
 
     def is_due(self, every: int) -> bool:

@@ -87,9 +87,11 @@ class Rounds:
             attempt.agreed = standing.summed(sums, self._lineage(attempt, plan))
 
     def _lineage(self, attempt: Attempt, plan: Plan) -> int | None:
-        """Return the lineage that the round started from. Whoever has not got the reference yet takes the plan's."""
+        """Return the lineage that the round started from. Whoever has not got the reference yet takes the plan's, and
+        so does whoever has compared its state for a later attempt while this one was in flight."""
+        own = self._books.own
         holds = attempt.healing is Healing.LOADED or plan.replica_rank in plan.up_to_date
-        return self._books.own.lineage if holds else plan.lineage
+        return own.lineage if holds and own.lineage_before_check != plan.lineage else plan.lineage
 
     def decided(self, attempt: Attempt | None, *, yes: bool, stands: bool) -> Effects:
         """Take the verdict. Returns: a group that does not commit aborts, so that nobody waits for it.
