@@ -120,6 +120,19 @@ class TestSilence:
     def test_between_two_steps_it_is_only_late(self) -> None:
         assert group_of(word(OUTSIDE, 100)).now(300_000) == word(OUTSIDE, 300_100)
 
+    def test_where_the_quorum_stands_its_next_step_may_have_begun(self) -> None:
+        """Nothing is seen of that: a trainer that is stopped then would be between two steps for ever."""
+        progress = group_of(word(OWN, 100))
+        progress.ended(0, 8, 50, stands=True)
+        late_ms = max(LIMIT_MS, SILENT_MS + 1)
+        assert progress.now(49 + late_ms) == word(OUTSIDE, late_ms - 1, step=8), "join_timeout may decide until then"
+        assert progress.now(50 + late_ms) == word(OWN, late_ms, step=8)
+        assert progress.is_hung(50 + late_ms)
+        progress.said(0, word(OUTSIDE, late_ms, step=8), 50 + late_ms)
+        assert not progress.is_hung(60 + late_ms), "it evaluates, and says so"
+        progress.ended(0, 8, 60 + late_ms)
+        assert not progress.is_hung(1_000_000)
+
     @pytest.mark.parametrize("phase", [WAITING, REDUCING])
     def test_nobody_holds_the_lock_while_it_waits(self, phase: Phase) -> None:
         progress = group_of(word(phase, 60_000))

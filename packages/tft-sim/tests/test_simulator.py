@@ -130,10 +130,29 @@ def test_bad_links_that_were_once_in_doubt_are_sound(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "seed", [100_291, 100_959, 110_814, 111_815, 112_294, 112_311, 113_247, 114_127, 115_243, 116_263, 125_511, 146_454]
+    "seed",
+    [
+        100_291,
+        100_959,
+        110_814,
+        111_815,
+        112_294,
+        112_311,
+        113_247,
+        114_127,
+        115_243,
+        116_263,
+        125_511,
+        146_454,
+        139_015,
+        154_915,
+        156_207,
+        157_959,
+        158_471,
+    ],
 )
 def test_standing_quorums_with_bad_links_that_were_once_in_doubt_are_sound(seed: int) -> None:
-    """Steps that go back by hand; a state from outside; trials passed and failed; a twin; a last holder; old stops."""
+    """Steps that go back by hand; a state from outside; trials passed and failed; a twin; a last holder; hangs."""
     simulate(seed, SimulationConfig(links=True, speaks=True))
 
 

@@ -91,12 +91,15 @@ class HangTruth:
         return max(trainer.busy.longest_ms(now_ms), believed_ms)
 
     def _may_be_unheard(self, replica: Replica, trainer: Trainer, since_ms: int) -> bool:
-        """The way to its manager server was cut, for less than a ping takes to find it and again: its beats are lost,
-        and its silence is not told from that of a held interpreter lock. Or the manager server was stopped itself, and
-        tells on waking up of a silence, before it reads what its ranks have said."""
+        """It has vanished without a word. Or the way to its manager server was cut, for less than a ping takes to find
+        it and again: its beats are lost, and its silence is not told from that of a held interpreter lock. Or the
+        manager server was stopped itself, and tells on waking up of a silence, before it reads what its ranks said.
+        """
         manager = replica.manager
         if manager is None:
             return False
+        if not trainer.alive:
+            return True
         calm_since_ms = self._cluster.network.calm_since_ms(manager.name, trainer.name)
         return max(calm_since_ms, manager.running_since_ms) > since_ms
 

@@ -404,8 +404,10 @@ class Attendance:
         gone on in a quorum that stands."""
         whole = [member for member in self._newest.members if not member.torn] if self._newest is not None else []
         step = max((member.step for member in whole), default=0)
-        if step_now > step + 1:  # all of them have
-            return {each.replica_id for each in whole if each.replica_id in self._sessions} == {replica_id}
+        if step_now > step and {each.replica_id for each in whole if each.replica_id in self._sessions} == {replica_id}:
+            return True  # all of them have gone on with it
+        if step_now > step + 1:
+            return False
         held = [member for member in whole if member.step == step]
         lineages = {member.lineage for member in held if member.replica_id == replica_id}
         living = {each.replica_id for each in held if each.replica_id in self._sessions and each.lineage in lineages}

@@ -215,7 +215,7 @@ class GroupCore:
                 case effects.AnswerRankUnchanged(_, rank):
                     progress.planned(rank, None, now_ms, excused=False, heals=False)
                 case effects.AnswerVote(_, rank, verdict) if voted_on is not None:
-                    progress.ended(rank, voted_on + verdict.yes, now_ms)
+                    progress.ended(rank, voted_on + verdict.yes, now_ms, stands=verdict.stands)
 
     def _handle(self, event: events.GroupEvent, now_ms: int) -> list[effects.GroupEffect]:
         match event:

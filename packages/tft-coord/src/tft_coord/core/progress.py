@@ -93,6 +93,7 @@ class _Word:
     told_ms: int = 0  # its since_ms as the beat itself said it, however long that was on its way
     healed: bool = False  # it was given a plan that heals it
     seen: bool = False  # it did something, or was given something, just then; else its beat said it
+    stands: bool = False  # its next round begins without a request, so that nothing is seen of that
 
 
 class GroupProgress:
@@ -122,7 +123,7 @@ class GroupProgress:
         if self._was_there(before, progress, now_ms):
             known_ms = min(before.progress.since_ms + now_ms - before.at_ms, MAX_INT64)
             progress = replace(progress, since_ms=max(progress.since_ms, known_ms))
-        self._words[rank] = _Word(progress, now_ms, told_ms, before.healed)
+        self._words[rank] = _Word(progress, now_ms, told_ms, before.healed, stands=before.stands)
 
     def _is_overtaken(self, word: _Word, progress: Progress, now_ms: int) -> bool:
         """Whether a beat was sent before what has been seen of its rank since. Believed, one who hears its verdict and
@@ -165,9 +166,12 @@ class GroupProgress:
         if word is not None:
             self._is(rank, Phase.WAITING, word.progress.step, now_ms, excused=word.progress.excused)
 
-    def ended(self, rank: int, step: int, now_ms: int) -> None:
+    def ended(self, rank: int, step: int, now_ms: int, *, stands: bool = False) -> None:
         """A rank is given the verdict on its step, and is between two steps. `step`: those that are committed now."""
         self._is(rank, Phase.OUTSIDE, step, now_ms, excused=False)
+        word = self._words.get(rank)
+        if word is not None:
+            word.stands = stands
 
     def _is(self, rank: int, phase: Phase, step: int, now_ms: int, *, excused: bool) -> None:
         word = self._words.get(rank)
@@ -227,10 +231,12 @@ class GroupProgress:
         return progress is not None and progress.is_hung
 
     def _now_of(self, word: _Word, now_ms: int) -> Progress:
-        """What it said runs on. Who has said nothing since, inside a step, holds its lock, and nobody waits so."""
+        """What it said runs on. Who has said nothing since, inside a step, holds its lock, and nobody waits so. Where
+        the quorum stands, its next step may have begun: it is between two steps until it would hang in that one."""
         progress, silent_ms = word.progress, min(now_ms - word.at_ms, MAX_INT64 - word.progress.since_ms)
         waits = progress.phase in (Phase.WAITING, Phase.REDUCING)
-        if waits and silent_ms > self._silent_after_ms:
+        hangs = word.stands and 0 < progress.slowest_step_ms <= silent_ms
+        if (waits or (hangs and progress.phase is Phase.OUTSIDE)) and silent_ms > self._silent_after_ms:
             return replace(progress, phase=Phase.OWN, since_ms=silent_ms)
         return replace(progress, since_ms=progress.since_ms + silent_ms)
 
