@@ -149,6 +149,8 @@ def test_bad_links_that_were_once_in_doubt_are_sound(seed: int) -> None:
         156_207,
         157_959,
         158_471,
+        123_647,
+        154_090,
     ],
 )
 def test_standing_quorums_with_bad_links_that_were_once_in_doubt_are_sound(seed: int) -> None:

@@ -117,7 +117,7 @@ class Attendance:
         self._lost_state_ms = max(lost_state_ms, timeouts.heartbeat_timeout_ms)
         self._broke: set[str] = set()  # who was lost by its stream
         self._min_replicas = min_replicas
-        self._timeouts = timeouts
+        self.timeouts = timeouts
         self._on_broken = on_broken
         self._on_left = on_left
         self._newest: Quorum | None = None
@@ -468,7 +468,7 @@ class Attendance:
     def _waits_for_links(self, waits: str, now_ms: int) -> bool:
         """Whether it waits because of bad links, as it may. (R1 is the bound on that.)"""
         if waits.startswith("the report of"):
-            return self._reach.waits_for_both_ends(now_ms, self._timeouts.quorum_tick_ms)
+            return self._reach.waits_for_both_ends(now_ms, self.timeouts.quorum_tick_ms)
         if waits.startswith("the trial of"):
             return bool(self._reach.in_trial())
         return waits.startswith(("a set of at least", "a replica that all others reach"))
@@ -489,7 +489,7 @@ class Attendance:
         away = living.difference(ids, waiting) & self._reach.excused(ids, now_ms)
         hold = [each.replica_id for each in before if each.replica_id in away and each.step > step and not each.torn]
         waited_ms = now_ms - min(self._asked_ms[replica_id] for replica_id in ids)
-        if hold and waited_ms < self._timeouts.join_timeout_ms:
+        if hold and waited_ms < self.timeouts.join_timeout_ms:
             raise InvariantBroken("R2", f"quorum {quorum.key} goes on from step {step} without {hold}, which hold more")
 
     def _may_come_back(self, replica_id: str, now_ms: int) -> bool:
@@ -497,7 +497,7 @@ class Attendance:
         if replica_id not in self._lost or self.is_dead(replica_id) or replica_id in self._gone:
             return False
         broke = replica_id in self._broke
-        patience_ms = self._timeouts.heartbeat_timeout_ms if broke else self._lost_state_ms
+        patience_ms = self.timeouts.heartbeat_timeout_ms if broke else self._lost_state_ms
         return now_ms - self._lost_ms[replica_id] < patience_ms
 
     def _look_who_starts_over(self, quorum: Quorum, previous: Quorum, now_ms: int) -> None:
@@ -563,7 +563,7 @@ class Attendance:
         if since_ms is None or self._healed.get(replica_id, (0, -1))[1] >= since_ms:
             return False
         asked_ms = min(self._asked_ms[each] for each in formed)
-        return now_ms - max(since_ms, asked_ms) >= self._timeouts.first_byte_ms
+        return now_ms - max(since_ms, asked_ms) >= self.timeouts.first_byte_ms
 
     def _look_who_is_ahead(self, quorum: Quorum) -> None:
         """A state that was loaded from outside does not overtake the job's own."""
@@ -575,13 +575,13 @@ class Attendance:
     def _look_who_was_not_waited_for(self, quorum: Quorum, late: Collection[str], now_ms: int) -> None:
         """Who lives is waited for until join_timeout, and who heals for as long as bytes arrive."""
         waited_ms = now_ms - min(self._asked_ms[replica_id] for replica_id in quorum.replica_ids)
-        if late and waited_ms < self._timeouts.join_timeout_ms:
+        if late and waited_ms < self.timeouts.join_timeout_ms:
             raise InvariantBroken("P2", f"quorum {quorum.key} has waited {waited_ms} ms at most for {sorted(late)}")
         for replica_id in late:
-            since_ms = self._heals_ms.get(replica_id, now_ms - self._timeouts.heal_timeout_ms)
+            since_ms = self._heals_ms.get(replica_id, now_ms - self.timeouts.heal_timeout_ms)
             _, healed_ms = self._healed.get(replica_id, (0, -1))
-            arrive = healed_ms >= since_ms and now_ms - healed_ms < self._timeouts.heartbeat_timeout_ms
-            if now_ms - since_ms < self._timeouts.heal_timeout_ms and arrive:
+            arrive = healed_ms >= since_ms and now_ms - healed_ms < self.timeouts.heartbeat_timeout_ms
+            if now_ms - since_ms < self.timeouts.heal_timeout_ms and arrive:
                 raise InvariantBroken("P2", f"quorum {quorum.key} leaves {replica_id} out, which heals")
 
 
@@ -597,7 +597,7 @@ class Attendances:
         self._of_job: dict[str, Attendance] = {}
         self._hellos: dict[int, Hello] = {}
         self._said_hello_last = 0  # on which stream
-        self._asked: dict[str, tuple[int, QuorumKey]] = {}  # who was asked for which quorum
+        self._asked: dict[str, tuple[int, QuorumKey, int]] = {}  # on which stream, for which quorum, and when
 
     def of(self, job: str) -> Attendance:
         """That job's."""
@@ -640,9 +640,13 @@ class Attendances:
                     attendance.finished(event.stream, event.finished_step)
                 attendance.left(event.stream)
             case events.QuorumReported():
-                quorum = event.quorum
-                if quorum is not None and self._asked.get(job) == (event.stream, quorum.key):
-                    attendance.reported(quorum)
+                if event.quorum is not None and self._is_asked(job, event.stream, event.quorum.key, now_ms):
+                    attendance.reported(event.quorum)
+
+    def _is_asked(self, job: str, stream: int, key: QuorumKey, now_ms: int) -> bool:
+        """Whether it waits for what is told there of that quorum; it gives that up after a heartbeat_timeout."""
+        *asked, since_ms = self._asked.get(job, (None, None, 0))
+        return asked == [stream, key] and now_ms - since_ms < self.of(job).timeouts.heartbeat_timeout_ms
 
     def decided(self, order: effects.LighthouseEffect, now_ms: int) -> None:
         """It decides something."""
@@ -676,7 +680,7 @@ class Attendances:
             case effects.TryPeers():
                 self.of(self.job_of(order.stream)).tries(order.stream, order.number)
             case effects.AskForQuorum():
-                self._asked[self.job_of(order.stream)] = order.stream, order.key
+                self._asked[self.job_of(order.stream)] = order.stream, order.key, now_ms
             case effects.Welcome():
                 self.of(self.job_of(order.stream)).welcomed(self._hellos[order.stream], order.stream)
 
@@ -715,7 +719,7 @@ class Invariants:
         self._last_rounds: dict[QuorumKey, set[int]] = {}  # that were agreed on after a newer quorum had committed
         self._newest_committed: QuorumKey | None = None
         self._twins: set[str] = set()
-        self._started_over: QuorumKey | None = None  # by a lighthouse that could not know of any earlier quorum
+        self._unknown: frozenset[QuorumKey] = frozenset()  # that a lighthouse could not know of when it started over
 
     def started_at(self, wall_ms: int) -> bool:
         """Another lighthouse starts, at that time by the clock on the wall.
@@ -863,7 +867,8 @@ class Invariants:
             raise InvariantBroken("I3", f"{replica_id} has {after} after {vote}, others {known}")
         self.holds(replica_id, group_rank, after)
         self.num_commits += 1
-        if self._newest_committed is None or vote.key > self._newest_committed:
+        newest = self._newest_committed
+        if vote.key not in self._unknown and (newest is None or vote.key > newest):
             self._newest_committed = vote.key
         self.newest_commit = (vote.step, num_members)
 
@@ -883,7 +888,9 @@ class Invariants:
     def started_over(self, quorum: Quorum) -> None:
         """A lighthouse without memory and without a durable counter, to which nobody names a quorum, forms its first:
         members of an earlier one that can't reach it go on until their lease is over."""
-        self._started_over = quorum.key
+        self._unknown = frozenset(self._formed - {quorum.key})
+        if self._newest_committed in self._unknown:
+            self._newest_committed = None
 
     # --- standing quorums -----------------------------------------------------------------------------------------
 
@@ -904,7 +911,7 @@ class Invariants:
         newest = self._newest_committed
         if replica_id in self._twins:
             return
-        if self._started_over is not None and vote.key < self._started_over:
+        if vote.key in self._unknown:
             return
         if yes and newest is not None and vote.key < newest and not self._several_lighthouses:
             rounds = self._last_rounds.setdefault(vote.key, set())

@@ -554,7 +554,9 @@ class Job:
         if replica is None:
             return []
         if replica.lost is not None:
-            if isinstance(event, events.QuorumReported):
+            if self._asking is not None and self._asking[0] == event.stream:
+                if not isinstance(event, events.QuorumReported):
+                    return []  # its answer is on the way
                 # Who trained together is as true as it was before it was lost, and it may have been the last to know.
                 out += self._reported(event, now_ms)
                 out += self._form(now_ms, wall_ms)
