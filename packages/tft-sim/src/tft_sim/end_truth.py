@@ -39,7 +39,7 @@ class EndTruth:
         self._deaths: set[str] = set()  # replica ids of groups whose end was reported
         self._lost: set[str] = set()  # hosts whose manager server has found that a rank is gone
         self._away_ms: dict[ManagerProcess, dict[int, int]] = {}  # since when each rank's stream is
-        self._given: dict[ManagerProcess, Quorum] = {}
+        self._torn: set[str] = set()  # hosts that were given a quorum in which nobody has a whole state
         self._asked: dict[str, RankRequest] = {}  # by each rank, what it has said of its state last
         self._refused: set[tuple[str, str]] = set()  # ranks that were refused something with a reason, and the code
         self._keys: dict[str, set[QuorumKey]] = {}  # of the quorums that the manager servers of each host were given
@@ -54,7 +54,8 @@ class EndTruth:
 
     def given(self, manager: ManagerProcess, quorum: Quorum) -> None:
         """A manager server has got a quorum."""
-        self._given[manager] = quorum
+        if all(self._may_be_torn(each) for each in quorum.replica_ids):
+            self._torn.add(manager.replica.host)
         self._keys.setdefault(manager.replica.host, set()).add(quorum.key)
 
     def asks(self, trainer: Trainer, request: RankRequest) -> None:
@@ -147,8 +148,7 @@ class EndTruth:
                 own = min(trainer.step for trainer in replica.trainers)
                 return any(step is not None and step > own for step in finished)
             case Refusal.MALFORMED.value:
-                quorum = self._given.get(replica.manager) if replica.manager is not None else None
-                return quorum is not None and all(self._may_be_torn(each) for each in quorum.replica_ids)
+                return replica.host in self._torn
             case _:
                 return False
 

@@ -377,6 +377,7 @@ class Attendance:
         self._sessions.pop(replica_id, None)
         self._asking.pop(replica_id, None)
         self._heals_ms.pop(replica_id, None)
+        self._reach.lost(replica_id)
         self._lost[replica_id] = session
         self._lost_ms[replica_id] = now_ms
         self._broke = (self._broke | {replica_id}) if broke else (self._broke - {replica_id})
@@ -487,6 +488,7 @@ class Attendance:
             raise InvariantBroken("R2", f"quorum {quorum.key}: {wrong}")
         step = max((each.step for each in quorum.members if not each.torn), default=0)
         away = living.difference(ids, waiting) & self._reach.excused(ids, now_ms)
+        away = {each for each in away if not self._may_be_stalled(each, ids, now_ms)}
         hold = [each.replica_id for each in before if each.replica_id in away and each.step > step and not each.torn]
         waited_ms = now_ms - min(self._asked_ms[replica_id] for replica_id in ids)
         if hold and waited_ms < self.timeouts.join_timeout_ms:

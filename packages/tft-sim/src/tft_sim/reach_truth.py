@@ -51,6 +51,11 @@ class ReachTruth:
             del self._trials[replica_id]
             self._failed[replica_id] = set(unreached)
 
+    def lost(self, replica_id: str) -> None:
+        """What it has found counts no more when it comes again."""
+        self._trials.pop(replica_id, None)
+        self._failed.pop(replica_id, None)
+
     def formed(self, ids: Collection[str]) -> None:
         """Who is in a quorum is no newcomer any more."""
         for name in ids:

@@ -1605,7 +1605,9 @@ class Job:
         silent = [name for name, each in known if each is not None and each.lost and each.fell_silent and not each.dead]
         if not silent:
             return []
-        newest = max(member.step for member in members)
+        newest = max((member.step for member in members if not member.torn), default=None)
+        if newest is None:
+            return []  # it does not go on: nobody holds a whole state, as the members are told
         patience = f"after {self._config.lost_state_ms} ms of waiting (--lost-state-timeout-ms)"
         sentence = (
             f"the job goes on from step {newest}, {patience}: step {step} was held by {_listed(silent)}, which fell "

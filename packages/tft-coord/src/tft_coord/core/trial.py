@@ -70,7 +70,11 @@ class Trials:
         """
         newcomers = {each.replica_id: each for each in waiting if each.tries_peers and each.replica_id not in members}
         if self._trials:
-            self._trials = {name: trial for name, trial in self._trials.items() if name in newcomers}
+            self._trials = {
+                name: trial
+                for name, trial in self._trials.items()
+                if name in newcomers or (name not in members and trial.unreached and _lives(living.get(name), trial))
+            }
         if not newcomers or not members:
             return []
         out: list[effects.TryPeers] = []
@@ -87,7 +91,8 @@ class Trials:
                 continue
             peers = self._peers(members, living)
             if not peers:
-                self._trials.pop(name, None)
+                if trial is not None and not trial.unreached:
+                    del self._trials[name]  # nobody is left whom it might not reach
                 continue
             self._last += 1
             failed, before = (trial.num_failed, trial.unreached) if trial is not None else (0, {})
@@ -149,3 +154,8 @@ class Trials:
         addresses = ((members[name].address, members[name].store_address) for name in there)
         found = (tuple(address for address in each if address) for each in addresses)
         return tuple(PeerAddresses(name, each) for name, each in zip(there, found, strict=True) if each)
+
+
+def _lives(replica: Replica | None, trial: _Trial) -> bool:
+    """Whether the session stands that has found that: it may only be between two requests."""
+    return replica is not None and replica.healthy and replica.session == trial.came[1]
