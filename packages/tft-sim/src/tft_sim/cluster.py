@@ -545,11 +545,12 @@ class Cluster:
         """Whether a rank of it that can be looked at is stopped, or was a moment ago, for as long as that."""
         ranks = [each for life in self.lives if life.replica_id == replica_id for each in life.trainers]
         for each in ranks:
-            until_ms = self.clock.now_ms if each.state is State.STOPPED else each.running_since_ms
-            recent = self.clock.now_ms - until_ms < STOP_KNOWN_MS
-            lasted = until_ms - each.stopped_since_ms >= for_ms
-            if self.is_local(each) and not each.is_seen_running and recent and lasted:
-                return True
+            stops = [each.stop_seen_ms]
+            if each.state is State.STOPPED and not each.is_seen_running:
+                stops.append((each.stopped_since_ms, self.clock.now_ms))
+            for since_ms, until_ms in stops if self.is_local(each) else ():
+                if self.clock.now_ms - until_ms < STOP_KNOWN_MS and until_ms - since_ms >= for_ms:
+                    return True
         return False
 
     def end_process(self, process: Process, *, vanish: bool = False) -> None:

@@ -159,7 +159,11 @@ class EndTruth:
         """Whether that one differs, and what it says weighs as much: who has trained yields to none that has not."""
         if other.job != replica.job or _fingerprint(other) == _fingerprint(replica):
             return False
-        return not _has_trained(replica) or _has_trained(other)
+        # A member may not have heard of its quorum.
+        stands = _has_trained(other) or self._cluster.our_lighthouse.attendance_of(other.job).is_member(
+            other.replica_id
+        )
+        return not _has_trained(replica) or stands
 
     def _is_behind(self, other: Replica, replica: Replica) -> bool:
         """Whether that one has a state of this job's own, and this one is ahead of it with one loaded from outside."""

@@ -414,6 +414,10 @@ class Attendance:
         living = {each.replica_id for each in held if each.replica_id in self._sessions and each.lineage in lineages}
         return step > 0 and living == {replica_id}
 
+    def is_member(self, replica_id: str) -> bool:
+        """Whether it is one of the newest quorum."""
+        return self._newest is not None and self._newest.member(replica_id) is not None
+
     def is_dead(self, replica_id: str) -> bool:
         """Whether its end was reported, or another has taken its place for good."""
         return replica_id in self._dead

@@ -49,6 +49,7 @@ class Place(Process):
         self.phase_since_ms = clock.now_ms
         self.stopped_since_ms = 0  # the last time
         self.is_seen_running = False  # by its kernel, though it says nothing
+        self.stop_seen_ms = 0, 0  # from when to when its kernel saw it stopped, the last time
         self.busy = Stretches()  # with its own work, in a step that is not excused, or stopped
         self.reducing = Stretches()  # in one reduction
         self.own_time = OwnTime()
@@ -125,8 +126,13 @@ class Place(Process):
 
     def hold_lock(self) -> None:
         """Hold the interpreter's lock until `resume`: it says and hears nothing, and its kernel sees it run."""
+        self._note_stop()
         self.stop()
         self.is_seen_running = True
+
+    def _note_stop(self) -> None:
+        if self.state is State.STOPPED and not self.is_seen_running:
+            self.stop_seen_ms = self.stopped_since_ms, self.clock.now_ms
 
     def stop(self) -> None:
         """SIGSTOP; to the others as if it held its interpreter's lock, but for whoever asks the kernel."""
@@ -141,12 +147,14 @@ class Place(Process):
 
     def end(self, *, vanish: bool = False) -> None:
         """Be killed, or gone with its host; a stop ends with that."""
+        self._note_stop()
         if self.state is State.STOPPED:
             self.running_since_ms = self.clock.now_ms
         super().end(vanish=vanish)
 
     def resume(self) -> None:
         """SIGCONT."""
+        self._note_stop()
         super().resume()
         self._note_stretches()
 
