@@ -14,6 +14,7 @@ from tft_coord.core import effects, events
 from tft_coord.core.effects import AnswerQuorum, LighthouseEffect, NotifyLoss, QuorumFormed, TellNewest
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.progress import Phase, Progress
+from tft_coord.core.quorum import decide
 from tft_coord.core.stragglers import StragglerAction, StragglerPolicy
 from tft_coord.core.types import Hello, Member, Quorum, QuorumKey, QuorumNews
 from tft_coord.timeouts import Timeouts
@@ -115,11 +116,21 @@ class TestRecall:
         assert told(table.ask("c", 0)) == dict.fromkeys("ab", QuorumNews(key, recalled=True))
         assert told(table.pass_ms(1_000, "a", "b")) == {}, "it is said once, and then with each answer to a beat"
 
-    def test_one_that_asks_soon_after_a_quorum_was_formed_calls_back_by_the_next_tick(self) -> None:
+    def test_so_does_one_that_asks_soon_after_a_quorum_was_formed(self) -> None:
         table = Table()
         key = table.together("a", "b")
         table.hello("c")
-        assert told([*table.ask("c", 0), *table.pass_ms(100)]) == dict.fromkeys("ab", QuorumNews(key, recalled=True))
+        assert told(table.ask("c", 0)) == dict.fromkeys("ab", QuorumNews(key, recalled=True))
+
+    def test_of_several_newcomers_one_alone_costs_a_look_at_all_members(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        looks: list[int] = []
+        table = Table()
+        table.together("a", "b")
+        monkeypatch.setattr("tft_coord.core.lighthouse.decide", lambda situation: looks.append(1) or decide(situation))
+        for name in "cde":
+            table.hello(name)
+            table.ask(name, 0)
+        assert len(looks) == 1
 
     def test_the_answer_to_each_beat_repeats_it(self) -> None:
         table = Table()

@@ -607,9 +607,14 @@ class Job:
             case events.QuorumRequested():
                 out += self._requested(replica, event, now_ms)
                 self._more = 0 if event.member.shrink_only else self._more - 1
-                if self._more <= 0 and self._may_form(now_ms):
+                if (self._more <= 0 and self._may_form(now_ms)) or self._is_first_newcomer(replica):
                     out += self._form(now_ms, wall_ms)
         return out
+
+    def _is_first_newcomer(self, replica: Replica) -> bool:
+        """Whether its request is the only one beside a quorum that stands: its trial and the recall begin at once. Of
+        many that come together the others wait for the tick, because each look costs as much as there are members."""
+        return self._living.stands and replica.replica_id not in self._members and len(self._waiting()) == 1
 
     def tick(self, now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
         """Let time pass."""
