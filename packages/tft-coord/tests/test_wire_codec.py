@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -333,6 +334,35 @@ def test_a_quorum_framed_by_hand_is_what_protobuf_writes(quorum: Quorum, request
     answer = pb.QuorumAnswer(request=request, quorum=pb.Quorum.FromString(codec.encode_quorum(quorum)))
     expected = pb.FromLighthouse(answer=answer).SerializeToString()
     assert codec.frame_quorum_answer(request, codec.encode_quorum(quorum)) == expected
+
+
+@given(quorums, st.sampled_from([0, 1, 127, 128, 2**32, MAX_UINT64]))
+def test_a_packed_quorum_is_unpacked(quorum: Quorum, request: int) -> None:
+    packed = codec.pack_quorum(codec.encode_quorum(quorum))
+    answer = pb.QuorumAnswer(request=request, packed=pb.Packed.FromString(packed))
+    framed = codec.frame_quorum_answer(request, packed, packed=True)
+    assert framed == pb.FromLighthouse(answer=answer).SerializeToString()
+    assert codec.decode_from_lighthouse(framed) == AnswerQuorum(0, request, quorum)
+
+
+@pytest.mark.parametrize(
+    ("size", "data", "says"),
+    [
+        (0, b"", "outside 1.."),
+        (2**31, b"", "outside 1.."),
+        (5, b"no zlib", "not a packed quorum"),
+        (5, zlib.compress(b"123456"), "another number"),
+        (6, zlib.compress(b"12345"), "another number"),
+        (5, zlib.compress(b"12345")[:-1], "another number"),
+        (5, zlib.compress(b"12345") + b"6", "another number"),
+        (1_000, zlib.compress(bytes(50_000_000)), "another number"),
+        (5, zlib.compress(b"\xff" * 5), "not a Quorum"),
+    ],
+)
+def test_a_damaged_packed_quorum_is_refused(size: int, data: bytes, says: str) -> None:
+    packed = pb.Packed(size=size, data=data).SerializeToString()
+    with pytest.raises(ProtocolError, match=says):
+        codec.decode_from_lighthouse(codec.frame_quorum_answer(1, packed, packed=True))
 
 
 @given(members, texts)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -285,6 +286,26 @@ def test_the_same_refusal_is_one_line_a_minute(caplog: pytest.LogCaptureFixture)
         refusals.say("a call", types.Refusal.MALFORMED, str(number))
     refusals.say("a stream", types.Refusal.DUPLICATE, "replica a already lives")
     assert caplog.messages[-1] == caplog.messages[2]  # what is kept is bounded
+
+
+@pytest.mark.parametrize("unpacks", [True, False])
+def test_a_long_quorum_goes_packed_to_whom_unpacks_it(
+    lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch, unpacks: bool
+) -> None:
+    """An older manager server does not say that it does."""
+    packed: list[bytes] = []
+    read_hello, pack = codec._hello_from_wire, lighthouse._shell._pack_quorum
+    monkeypatch.setattr(codec, "PACKED_FROM_BYTES", 1)
+    monkeypatch.setattr(codec, "_hello_from_wire", lambda wire: replace(read_hello(wire), unpacks=unpacks))
+    monkeypatch.setattr(lighthouse._shell, "_pack_quorum", lambda encoded: packed.append(encoded) or pack(encoded))
+    groups = [Trainer(name, lighthouse.address) for name in ("1", "2")]
+    try:
+        plans = together(*(group.ask for group in groups))
+        assert [plan.replica_ids for plan in plans if isinstance(plan, Plan)] == [("1", "2")] * 2
+        assert len(packed) == 2 * unpacks
+    finally:
+        for group in groups:
+            group.close()
 
 
 def test_an_error_in_one_job_is_one_traceback_and_costs_the_other_nothing(

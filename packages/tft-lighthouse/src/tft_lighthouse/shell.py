@@ -83,7 +83,9 @@ class LighthouseShell:
         self._was_asked: set[int] = set()  # streams that are to say the quorum that they hold
         self._calls: dict[int, asyncio.Future[Quorum | effects.RefuseUnary | None]] = {}
         self._encode_quorum = _Last(codec.encode_quorum)
+        self._pack_quorum = _Last(codec.pack_quorum)
         self._framed: tuple[int, bytes, bytes] = (0, b"", b"")  # the last answer: request, quorum, and around it
+        self._unpacks: set[int] = set()  # streams whose other end reads a packed quorum
         self._encode_notice: _Last[LossNotice] = _Last(
             lambda notice: codec.encode_from_lighthouse(effects.NotifyLoss(0, notice))
         )
@@ -181,7 +183,7 @@ class LighthouseShell:
         for decision in decisions:
             match decision:
                 case effects.AnswerQuorum(stream, request, quorum):
-                    self._put(stream, self._frame_answer(request, quorum))
+                    self._put(stream, self._frame_answer(request, quorum, packs=stream in self._unpacks))
                 case effects.NotifyLoss(stream, notice):
                     self._put(stream, self._encode_notice(notice))
                 case effects.TellNewest(stream, news):
@@ -223,11 +225,14 @@ class LighthouseShell:
                 case _:
                     self._put(decision.stream, codec.encode_from_lighthouse(decision))
 
-    def _frame_answer(self, request: int, quorum: Quorum) -> bytes:
+    def _frame_answer(self, request: int, quorum: Quorum, *, packs: bool) -> bytes:
         """Replicas that started together ask by the same numbers, and are given the same bytes."""
         encoded = self._encode_quorum(quorum)
+        packs = packs and len(encoded) >= codec.PACKED_FROM_BYTES
+        if packs:
+            encoded = self._pack_quorum(encoded)
         if self._framed[0] != request or self._framed[1] is not encoded:
-            self._framed = (request, encoded, codec.frame_quorum_answer(request, encoded))
+            self._framed = (request, encoded, codec.frame_quorum_answer(request, encoded, packed=packs))
         return self._framed[2]
 
     def _put(self, stream: int, message: bytes) -> None:
@@ -275,6 +280,7 @@ class LighthouseShell:
             told = heard_s is not None and self._loop.time() - heard_s < self._told_within_s
             del self._streams[stream]
             self._was_asked.discard(stream)
+            self._unpacks.discard(stream)
             self._handle(events.StreamClosed(stream, told))
             self._look_after_grace()
 
@@ -294,6 +300,8 @@ class LighthouseShell:
                 if event.quorum is not None:
                     self._handle_report(event)
                     return
+            elif isinstance(event, events.HelloReceived) and event.hello.unpacks:
+                self._unpacks.add(stream)
             self._handle(event)
 
         try:

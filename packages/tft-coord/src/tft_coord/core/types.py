@@ -261,6 +261,7 @@ class Hello:
         tries_peers: its manager server dials its peers when it is asked to (`TryPeers`).
         lease_ms: as in Member; 0 also where it is not said. A lighthouse without memory waits for so long for the
             members of `held`.
+        unpacks: it reads a quorum that is packed.
     """
 
     job: str
@@ -278,6 +279,7 @@ class Hello:
     answers_probes: bool = False
     tries_peers: bool = False
     lease_ms: int = 0
+    unpacks: bool = True
 
     def __post_init__(self) -> None:
         _check_names(replica_id=self.replica_id, job=self.job)

@@ -12,7 +12,9 @@ Law of this file: bytes in, values out, and back; no I/O, no state, nothing that
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import replace
+from typing import Final
 
 from tft_coord.core.effects import (
     AnnounceNewcomer,
@@ -63,6 +65,9 @@ from tft_coord.wire.limits import (
     MAX_WORLD_SIZE,
 )
 
+MAX_UNPACKED_BYTES: Final = 64 << 20  # as long as a message may be
+PACKED_FROM_BYTES: Final = 16 << 10  # a shorter quorum costs more to pack than it saves
+
 
 def encode_to_lighthouse(event: LighthouseEvent, said: Member | None = None) -> bytes:
     """What the lighthouse shall be told; the stream's number stays at home.
@@ -112,6 +117,7 @@ def encode_to_lighthouse(event: LighthouseEvent, said: Member | None = None) -> 
                 answers_probes=hello.answers_probes,
                 tries_peers=hello.tries_peers,
                 lease_ms=hello.lease_ms,
+                unpacks=hello.unpacks,
             )
             return pb.ToLighthouse(hello=greeting).SerializeToString()
         case QuorumReported():
@@ -277,11 +283,37 @@ def encode_quorum(quorum: Quorum) -> bytes:
     return _quorum_to_wire(quorum).SerializeToString()
 
 
-def frame_quorum_answer(request: int, encoded: bytes) -> bytes:
-    """The same bytes as `encode_from_lighthouse(AnswerQuorum(...))`, around a quorum that is encoded already."""
-    # Protobuf's own framing, by hand: field 1 of QuorumAnswer is the request, field 2 the quorum, and the answer is
-    # field 5 of FromLighthouse. A default value (0) is left out, as everywhere in proto3.
-    head = (b"\x08" + _varint(request) if request else b"") + b"\x12" + _varint(len(encoded))
+def pack_quorum(encoded: bytes) -> bytes:
+    """Compress a quorum that is encoded already. Of a thousand members it is an eighth, and all of them are told it."""
+    return pb.Packed(size=len(encoded), data=zlib.compress(encoded, level=1)).SerializeToString()
+
+
+def _unpacked(packed: pb.Packed) -> pb.Quorum:
+    """Raises: ProtocolError: it is damaged, or longer than it says, or than any message."""
+    if not 0 < packed.size <= MAX_UNPACKED_BYTES:
+        raise ProtocolError(f"a packed quorum of {packed.size} bytes is outside 1..{MAX_UNPACKED_BYTES}")
+    unpacks = zlib.decompressobj()
+    try:
+        encoded = unpacks.decompress(packed.data, packed.size + 1)
+    except zlib.error as error:
+        raise ProtocolError(f"{len(packed.data)} bytes are not a packed quorum: {error}") from None
+    if len(encoded) != packed.size or not unpacks.eof or unpacks.unused_data:
+        raise ProtocolError(f"a packed quorum says {packed.size} bytes and has another number")
+    return fields.parse(pb.Quorum, encoded)
+
+
+def frame_quorum_answer(request: int, encoded: bytes, *, packed: bool = False) -> bytes:
+    """The same bytes as `encode_from_lighthouse(AnswerQuorum(...))`, around a quorum that is encoded already.
+
+    Args:
+        request: that is answered.
+        encoded: by `encode_quorum`.
+        packed: it went through `pack_quorum` as well.
+    """
+    # Protobuf's own framing, by hand: field 1 of QuorumAnswer is the request, field 2 the quorum and field 5 the packed
+    # one; the answer is field 5 of FromLighthouse. A default value (0) is left out, as everywhere in proto3.
+    field = b"\x2a" if packed else b"\x12"
+    head = (b"\x08" + _varint(request) if request else b"") + field + _varint(len(encoded))
     return b"\x2a" + _varint(len(head) + len(encoded)) + head + encoded
 
 
@@ -565,6 +597,7 @@ def _hello_from_wire(message: pb.Hello) -> Hello:
         answers_probes=message.answers_probes,
         tries_peers=message.tries_peers,
         lease_ms=fields.checked_count("lease_ms", message.lease_ms, LONGEST_MS),
+        unpacks=message.unpacks,
     )
 
 
@@ -574,6 +607,8 @@ def _answer_from_wire(message: pb.QuorumAnswer) -> AnswerQuorum | AnswerUnchange
             return AnswerUnchanged(0, message.request, fields.key_from_wire(message.unchanged))
         case "quorum":
             return AnswerQuorum(0, message.request, _quorum_from_wire(message.quorum))
+        case "packed":
+            return AnswerQuorum(0, message.request, _quorum_from_wire(_unpacked(message.packed)))
         case "refused":
             refusal, sentence = fields.refused_from_wire(message.refused)
             return RefuseRequest(0, message.request, refusal, sentence)

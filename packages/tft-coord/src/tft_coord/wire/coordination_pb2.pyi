@@ -365,7 +365,7 @@ class Source(_message.Message):
     def __init__(self, replica_rank: _Optional[int] = ..., replica_id: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("job", "replica_id", "session", "address", "replaces", "ready", "held", "lighthouse_started_ms", "cluster_id", "left", "num_answers", "pid", "tries_peers", "answers_probes", "lease_ms")
+    __slots__ = ("job", "replica_id", "session", "address", "replaces", "ready", "held", "lighthouse_started_ms", "cluster_id", "left", "num_answers", "pid", "tries_peers", "answers_probes", "unpacks", "lease_ms")
     JOB_FIELD_NUMBER: _ClassVar[int]
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -380,6 +380,7 @@ class Hello(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     TRIES_PEERS_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_PROBES_FIELD_NUMBER: _ClassVar[int]
+    UNPACKS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     job: str
     replica_id: str
@@ -395,8 +396,9 @@ class Hello(_message.Message):
     pid: int
     tries_peers: bool
     answers_probes: bool
+    unpacks: bool
     lease_ms: int
-    def __init__(self, job: _Optional[str] = ..., replica_id: _Optional[str] = ..., session: _Optional[int] = ..., address: _Optional[str] = ..., replaces: _Optional[str] = ..., ready: bool = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., lighthouse_started_ms: _Optional[int] = ..., cluster_id: _Optional[str] = ..., left: bool = ..., num_answers: _Optional[int] = ..., pid: _Optional[int] = ..., tries_peers: bool = ..., answers_probes: bool = ..., lease_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., replica_id: _Optional[str] = ..., session: _Optional[int] = ..., address: _Optional[str] = ..., replaces: _Optional[str] = ..., ready: bool = ..., held: _Optional[_Union[QuorumKey, _Mapping]] = ..., lighthouse_started_ms: _Optional[int] = ..., cluster_id: _Optional[str] = ..., left: bool = ..., num_answers: _Optional[int] = ..., pid: _Optional[int] = ..., tries_peers: bool = ..., answers_probes: bool = ..., unpacks: bool = ..., lease_ms: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("step", "phase", "since_ms", "excused", "slowest_step_ms")
@@ -645,16 +647,26 @@ class QuorumNews(_message.Message):
     def __init__(self, key: _Optional[_Union[QuorumKey, _Mapping]] = ..., broken: bool = ..., recalled: bool = ..., beat: _Optional[int] = ..., age_ms: _Optional[int] = ...) -> None: ...
 
 class QuorumAnswer(_message.Message):
-    __slots__ = ("request", "quorum", "unchanged", "refused")
+    __slots__ = ("request", "quorum", "unchanged", "refused", "packed")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     QUORUM_FIELD_NUMBER: _ClassVar[int]
     UNCHANGED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    PACKED_FIELD_NUMBER: _ClassVar[int]
     request: int
     quorum: Quorum
     unchanged: QuorumKey
     refused: Refused
-    def __init__(self, request: _Optional[int] = ..., quorum: _Optional[_Union[Quorum, _Mapping]] = ..., unchanged: _Optional[_Union[QuorumKey, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
+    packed: Packed
+    def __init__(self, request: _Optional[int] = ..., quorum: _Optional[_Union[Quorum, _Mapping]] = ..., unchanged: _Optional[_Union[QuorumKey, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., packed: _Optional[_Union[Packed, _Mapping]] = ...) -> None: ...
+
+class Packed(_message.Message):
+    __slots__ = ("size", "data")
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    size: int
+    data: bytes
+    def __init__(self, size: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class FromLighthouse(_message.Message):
     __slots__ = ("welcome", "refused", "lost", "ask_for_quorum", "answer", "loss_notice", "ask_to_leave", "newcomer_asks", "released", "waits", "try_peers", "probe", "straggler", "quorum_news")
