@@ -88,7 +88,9 @@ class HangTruth:
         believed_ms = trainer.busy.believed_ms(
             now_ms, silent_since_ms=silent_since_ms, heard_ms=silent_since_ms - beat_ms * 5 // 4
         )
-        return max(trainer.busy.longest_ms(now_ms), believed_ms)
+        # Where quorums stand nothing is seen of the beginning of a step: who is silent for so long may be in one.
+        silent = trainer.state is State.STOPPED and self._cluster.config.trainers.speaks
+        return max(trainer.busy.longest_ms(now_ms), believed_ms, now_ms - silent_since_ms if silent else 0)
 
     def _may_be_unheard(self, replica: Replica, trainer: Trainer, since_ms: int) -> bool:
         """It has vanished without a word. Or the way to its manager server was cut, for less than a ping takes to find

@@ -162,7 +162,7 @@ class SyncLoop(Loop):
     def _start_reductions(self, sync: Sync, plan: Plan) -> None:
         """Start all its reductions, at once."""
         trainer = self.trainer
-        if trainer.status.broken is None:
+        if trainer.status.broken is None or plan.replica_world_size == 1:  # one that is alone needs nobody
             trainer.outside.invariants.started(trainer.host, trainer.rank, plan.key, sync.fragment)
             trainer.note(f"starts fragment {sync.fragment}, with {_syncs(len(self._flight) - 1)} in flight")
         for bucket in range(NUM_BUCKETS):

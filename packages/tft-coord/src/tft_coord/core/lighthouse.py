@@ -915,7 +915,7 @@ class Job:
     def _hear_of_stop(self, replica: Replica, event: events.ProbeAnswered, now_ms: int) -> list[effects.Probe]:
         """A stop counts where it was seen just now; where that is not known, it is asked after."""
         replica.stopped = None
-        if not event.stopped or replica.replica_id not in self._members:
+        if not event.stopped or replica.left is not None or replica.replica_id not in self._members:
             return []
         if self.suspicion.is_new(replica.replica_id, event.number, now_ms):
             replica.stopped = event.stopped, event.stopped_ms, now_ms
