@@ -90,7 +90,9 @@ class ReachTruth:
     def num_outside(self, living: Collection[str], ids: Collection[str], now_ms: int) -> int:
         """How many bad links are between two that live and are in no quorum of these: of each, one may not count."""
         outside = set(living).difference(ids)
-        return sum(pair <= outside and now_ms - at_ms <= COUNTS_MS for pair, (at_ms, _) in self._said.items())
+        said = {pair for pair, (at_ms, _) in self._said.items() if now_ms - at_ms <= COUNTS_MS}
+        said.update(frozenset((name, other)) for name, unreached in self._failed.items() for other in unreached)
+        return sum(pair <= outside for pair in said)
 
     def needless(
         self,
