@@ -29,6 +29,7 @@ from tft_sim import (
 from tft_sim.group import Group
 from tft_sim.hang_truth import HangTruth, Told
 from tft_sim.invariants import Attendance, Contribution, Held, Reduced, Round
+from tft_sim.process import State
 from tft_sim.stretches import Stretches
 
 
@@ -389,6 +390,7 @@ class TestHangTruth:
         clock, timeouts = VirtualClock(), Timeouts(slowest_step_ms=TestHangTruth.LIMIT_MS)
         stub: Any = SimpleNamespace
         trainer = stub(name="a:1/0", hangs=True, plan=None, phase_since_ms=0, stopped_since_ms=0, busy=Stretches())
+        trainer.alive, trainer.state = True, State.RUNNING
         trainer.busy.now(True, 0)
         manager = stub(name="a:1/manager", address="a:1", running_since_ms=0)
         manager.replica = stub(replica_id="a:1", trainers=[trainer], manager=manager, alive=True)
