@@ -1,4 +1,4 @@
-"""One blocking call with a deadline, said again when the connection breaks under it.
+"""One blocking call with a deadline, retried when the connection breaks.
 
 Law of this file: attempts, deadlines and the translation of failures; no meaning of any call.
 """
@@ -23,14 +23,18 @@ from tft_coord.transport.settings import channel_options, error_of
 from tft_coord.wire.limits import MAX_COUNT
 from tft_coord.wire.services import UnaryStub, unary_stub
 
-# Nobody serves it: an answer of any kind shows that a gRPC server is there.
+# No server implements this method: an answer of any kind shows that a gRPC server is there.
 _PROBE = "/torchft.TftProbe/Probe"
 _AGAIN_S = 0.1
-LONGEST = timedelta(milliseconds=MAX_COUNT)  # of which a server takes a whole number; it hangs up on another
+# a server accepts a whole number up to this; it closes the connection on a larger one
+LONGEST = timedelta(milliseconds=MAX_COUNT)
 
 
 def seconds(timeout: timedelta, name: str = "timeout") -> float:
-    """Raises: TypeError: it is no timedelta. SettingError: it is not longer than nothing, or too long to be sent."""
+    """Return the timeout in seconds.
+
+    Raises: TypeError: `timeout` is no timedelta. SettingError: `timeout` is not positive, or is too long to be sent.
+    """
     if not isinstance(timeout, timedelta):
         raise TypeError(f"{name} must be a datetime.timedelta, not {type(timeout).__name__}")
     if timeout <= timedelta(0):
@@ -45,14 +49,17 @@ class Caller:
     """A channel to one server.
 
     Args:
-        peer: what it is, in words, for messages.
+        peer: the kind of server, in words, for messages.
         address: `host:port` or `http://host:port`.
-        connect_timeout: how long the constructor tries to reach it.
+        connect_timeout: how long the constructor tries to reach the server.
         token: shared secret of the job, or None.
-        timeouts: heartbeat_timeout_ms bounds how long a broken connection is tried again.
-        is_known: somebody has just said that he serves there: the first call connects.
-        waits: try for the whole connect_timeout where nobody listens or the name is unknown, for a server may come.
-    Raises: SettingError: the address is none. Unreachable: nobody answered. ProtocolError: another kind of server does.
+        timeouts: heartbeat_timeout_ms bounds how long a call retries a broken connection.
+        is_known: the server is known to run at this address, so the first call connects and the constructor does not
+            probe.
+        waits: retry for the whole connect_timeout when the port refuses connections or the name is unknown, because the
+            server may start later.
+    Raises: SettingError: the address is invalid. Unreachable: no server answered. ProtocolError: another kind of server
+        answered.
     """
 
     def __init__(
@@ -73,31 +80,31 @@ class Caller:
         self._metadata = call_metadata(token)
         within_s = seconds(connect_timeout, "connect_timeout")
         self._closed = False
-        self._parent_pid = 0  # in a forked child: whose client this is a copy of
+        self._parent_pid = 0  # in a forked child: the process that owns this client
         self._channel = grpc.insecure_channel(self.target, options=channel_options(timeouts))
         let_go_in_child(self)
         resolved = names.look_up(self.target)
         try:
             if not is_known:
                 self._probe(within_s, waits=waits)
-                resolved.wait(AGAIN_AFTER_S)  # grpc has resolved it, so this is done in a moment
+                resolved.wait(AGAIN_AFTER_S)  # grpc has resolved the name already, so this wait is short
         except BaseException:
             self._channel.close()
             raise
 
     def stub(self, method: str) -> UnaryStub:
-        """For `call`."""
+        """Return the stub of this method, for `call`."""
         return unary_stub(self._channel, method)
 
     def call(self, stub: UnaryStub, request: bytes, timeout_s: float, what: str, *, again: bool) -> bytes:
-        """Call and wait for the answer.
+        """Call the method and wait for the answer.
 
         Args:
             stub: of the method.
-            request: encoded.
-            timeout_s: within which the answer must be here.
-            what: the caller's words for what it wants, for messages.
-            again: the request may be said again on a new connection, because saying it twice is saying it once.
+            request: the encoded request.
+            timeout_s: time limit for the answer.
+            what: the caller's words for the call, for messages.
+            again: the request is idempotent, so the client may resend it on a new connection.
         Raises: an error of tft_coord.errors, never one of grpc.
         """
         give_up_at = time.monotonic() + timeout_s
@@ -116,27 +123,30 @@ class Caller:
                     refused = secret_refused(failure.details() or "no reason given", shown=bool(self._metadata))
                     raise Refused(f"{self.peer} {refused}", code="unauthenticated") from None
                 if not isinstance(error, Unreachable) or not again:
-                    raise error from None  # grpc's own text only repeats it
+                    raise error from None  # grpc's own text only repeats this error
                 now = time.monotonic()
-                # A call that waited before it broke had a connection until now.
+                # A call that waited before it failed had a connection until now.
                 if broken_since is None or now - tried_at > 1.0:
                     broken_since = now
                 if now - broken_since >= self._broken_at_most_s:
                     raise error from None
-            except ValueError as error:  # grpc's word for a channel that was closed between two lines
+            except ValueError as error:  # grpc raises ValueError when the channel closes between two lines
                 raise Closed(f"{what}: this client was closed; make a new one") from error
-            names.look_up(self.target)  # grpc does too, and the server may have moved
+            names.look_up(self.target)  # grpc resolves the name too, and the server may have moved
             time.sleep(random.uniform(0.05, 0.1))
 
     def close(self) -> None:
-        """Calls under way end with Closed. Idempotent."""
+        """Close the channel; calls in progress end with Closed. Idempotent."""
         if self._closed:
             return
         self._closed = True
         self._channel.close()
 
     def forked(self) -> Inheritance:
-        """In a child: closed, and the connection is the parent's."""
+        """Mark the copy in a forked child as closed and return what it inherits.
+
+        The connection belongs to the parent.
+        """
         was_closed, self._closed, self._parent_pid = self._closed, True, os.getppid()
         return Inheritance(places=() if was_closed else names.places(self.target), kept=[self._channel])
 
@@ -150,7 +160,10 @@ class Caller:
             raise Closed(f"{what}: this client was closed; make a new one")
 
     def _probe(self, within_s: float, *, waits: bool) -> None:
-        """See who answers. What can't mend itself is said at once: another kind of server, say."""
+        """Check that a gRPC server answers.
+
+        A failure that waiting can't repair, such as another kind of server, raises at once.
+        """
         give_up_at = time.monotonic() + within_s
         left_s, again = within_s, False
         while True:
@@ -162,7 +175,7 @@ class Caller:
             if not waits or isinstance(why, ProtocolError) or left_s <= 0:
                 break
             if again:
-                # A proxy that speaks HTTP/2 says at once, and each time, that the server behind it is away.
+                # A proxy that speaks HTTP/2 answers at once, and each time, that the server behind it is unavailable.
                 if failure.code() is not grpc.StatusCode.UNAVAILABLE:
                     break
                 time.sleep(_AGAIN_S)
@@ -172,7 +185,7 @@ class Caller:
         raise type(why)(f"{self.peer} {no_peer(self._kind, why, within=within)}") from None
 
     def _failure(self, within_s: float, *, wait_for_ready: bool) -> grpc.RpcError | None:
-        """Why no gRPC server has answered; None: one has."""
+        """Return why no gRPC server has answered, or None if one has."""
         try:
             self.stub(_PROBE)(b"", timeout=within_s, wait_for_ready=wait_for_ready)
         except grpc.RpcError as failure:

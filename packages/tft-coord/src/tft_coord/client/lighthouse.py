@@ -1,6 +1,6 @@
-"""`LighthouseClient`: torchft's unary calls to a lighthouse, ours or theirs.
+"""`LighthouseClient`: torchft's unary calls to a lighthouse, of this project or of torchft.
 
-Law of this file: one method a call.
+Law of this file: one method for each call.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from tft_coord.wire.services import UnaryStub
 
 @final
 class LighthouseClient:
-    """A client without a stream. Calls may come from any thread, several at once.
+    """A client without a stream. Several threads may call it at the same time.
 
     Args:
         addr: of the lighthouse, `host:port` or `http://host:port`.
-        connect_timeout: how long the constructor tries to reach it.
+        connect_timeout: how long the constructor tries to reach the lighthouse.
         token: shared secret, or None.
-        waits: a server that is not there yet, or whose name is unknown, is tried for the whole connect_timeout. False:
-            only a connection that takes long is.
-    Raises: SettingError: the address is none. Unreachable: nobody answered. ProtocolError: another kind of server did.
+        waits: retry for the whole connect_timeout when the server is not there yet or its name is unknown. False: use
+            the connect_timeout only for a connection that takes long.
+    Raises: SettingError: the address is invalid. Unreachable: no server answered. ProtocolError: another kind of server
+        answered.
     """
 
     def __init__(
@@ -62,11 +63,11 @@ class LighthouseClient:
         """Ask for a quorum that contains this replica and wait for it; counts as a heartbeat.
 
         Args:
-            replica_id: who asks.
-            timeout: within which it must be here. When it passes, the request is withdrawn: no later quorum contains
-                a member that is not there.
-            address, store_address, step, world_size, shrink_only: told to all members.
-            data: a JSON object of the user's own, told to all members.
+            replica_id: of the replica that asks.
+            timeout: time limit for the quorum. When it passes, the request is withdrawn, so that no later quorum
+                contains a member that has gone.
+            address, store_address, step, world_size, shrink_only: sent to all members.
+            data: a JSON object of the user, sent to all members.
         Raises: TypeError: data is no dict, timeout no timedelta. SettingError: data is not JSON. DeadlinePassed.
         """
         if data is not None and not isinstance(data, dict):
@@ -90,16 +91,18 @@ class LighthouseClient:
         return quorum_view(codec.decode_lighthouse_response(answer))
 
     def heartbeat(self, replica_id: str, timeout: timedelta = timedelta(seconds=5)) -> None:
-        """Give a sign of life. Raises: DeadlinePassed, Unreachable."""
+        """Send a heartbeat. Raises: DeadlinePassed, Unreachable."""
         request = codec.encode_heartbeat(replica_id)
         what = f"replica {replica_id}'s heartbeat"
         self._caller.call(self._heartbeat_stub, request, seconds(timeout), what, again=False)
 
     def describe(self, timeout: timedelta = timedelta(seconds=5)) -> LighthouseDescription:
-        """What the lighthouse says of itself: version, clock, time-outs, jobs. Only ours does.
+        """Return the lighthouse's description of itself: version, clock, timeouts, jobs.
 
-        Raises: UnknownCall: it is torchft's. ProtocolError: it is none. Refused: the secret is wrong.
-            DeadlinePassed, Unreachable.
+        torchft's lighthouse does not support this call.
+
+        Raises: UnknownCall: the lighthouse is torchft's. ProtocolError: the server is no lighthouse. Refused: the
+            secret is wrong. DeadlinePassed, Unreachable.
         """
         what = "what the lighthouse says of itself"
         answer = self._call_ours(self._describe_stub, b"", seconds(timeout), what, again=False)
@@ -114,40 +117,42 @@ class LighthouseClient:
         reason: str = "",
         serve: timedelta | None = None,
     ) -> None:
-        """Ask a replica to leave its job after its running step. It is asked again until it has left.
+        """Ask a replica to leave its job after its current step. The lighthouse repeats the request until the replica
+        has left.
 
         Args:
-            job: that it belongs to.
-            replica_id: its id, or the name in it (before the colon) if one living replica has that.
-            timeout: within which the lighthouse must have taken it.
-            reason: why; the replica logs it, and who asked.
-            serve: for how long it may serve its state to those that heal; None: its own default.
-        Raises: Refused: there is no such job or replica, the message says who is there; or the secret is wrong.
-            UnknownCall: it is torchft's. ProtocolError: it is none. DeadlinePassed, Unreachable.
+            job: of the replica.
+            replica_id: its id, or the name in it (before the colon) if exactly one living replica has that name.
+            timeout: time limit for the lighthouse to accept the request.
+            reason: why; the replica logs it, with the address of the caller.
+            serve: for how long the replica may serve its state to healing replicas; None: the replica's default.
+        Raises: Refused: there is no such job or replica (the message lists those present), or the secret is wrong.
+            UnknownCall: the lighthouse is torchft's. ProtocolError: the server is no lighthouse. DeadlinePassed,
+            Unreachable.
         """
         serve_ms = 0 if serve is None else int(1_000 * seconds(serve, "serve"))
         request = codec.encode_drain(DrainRequested(0, job, replica_id, reason, serve_ms))
         self._call_ours(self._drain_stub, request, seconds(timeout), f"draining {replica_id}", again=True)
 
     def close(self) -> None:
-        """Calls under way end with Closed. Idempotent."""
+        """Close the channel; calls in progress end with Closed. Idempotent."""
         self._caller.close()
 
     def _call_ours(self, stub: UnaryStub, request: bytes, timeout_s: float, what: str, *, again: bool) -> bytes:
-        """A call that torchft's lighthouse does not know, nor does another program's server."""
+        """Make a call that neither torchft's lighthouse nor another program's server knows."""
         try:
             return self._caller.call(stub, request, timeout_s, what, again=again)
         except UnknownCall:
             pass
         try:
-            # Without a member in it a request changes nothing there; a lighthouse refuses it.
+            # A request without a member changes nothing on the server; a lighthouse refuses it.
             self._caller.call(self._quorum_stub, b"", timeout_s, what, again=False)
         except UnknownCall:
             raise ProtocolError(f"{self._caller.peer} is no lighthouse: {OF_ANOTHER_KIND}") from None
         except (DeadlinePassed, Unreachable):
             raise
         except CoordinationError:
-            pass  # it knows the call
+            pass  # the server knows the quorum call, so it is a lighthouse
         raise UnknownCall(
             f"{self._caller.peer} is torchft's, which does not know this call ({what}); start tft-lighthouse there"
         )

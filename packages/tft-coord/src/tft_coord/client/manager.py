@@ -1,6 +1,6 @@
-"""`ManagerClient`: how a group rank asks for the next quorum and votes.
+"""`ManagerClient`: a group rank asks for the next quorum and votes through it.
 
-Law of this file: one method a call; what a call means stands in protocol.md and is decided by the manager server.
+Law of this file: one method for each call. protocol.md defines what a call means, and the manager server decides it.
 """
 
 from __future__ import annotations
@@ -27,34 +27,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Unchanged:
-    """The quorum of that key stands and every member is at the asker's state: the plan of that key stands too,
-    with the asker's step and lineage as the reference, and nobody heals."""
+    """The quorum of that key stands, and every member is at the state of the caller.
+
+    The plan of that key stands too, with the caller's step and lineage as the reference, and no member heals.
+    """
 
     key: QuorumKey
 
 
 @final
 class ManagerClient:
-    """A group rank's way to its manager server. Calls may come from any thread, several at once.
+    """A group rank's client of its manager server. Several threads may call it at the same time.
 
     Args:
         addr: of the manager server, `host:port` or `http://host:port`.
-        connect_timeout: how long the constructor tries to reach it.
+        connect_timeout: how long the constructor tries to reach the server.
         group_rank: opens this rank's session at once, as `open_session` does; None leaves it to the caller.
         token: shared secret of the job, or None.
         timeouts: of the job.
-        listener: told on the session of losses, of a member of a quorum or of this group, of newcomers that
-            ask, and of what somebody wants of this rank: to leave, or to end. It is called by a thread of this client's
-            and must return at once.
-        progress: asked ten times a second, by a thread of this client's, where in its step this rank is; None: it is
-            not said, and this rank never hangs.
-        beat_number: gives the number of a beat that is sent now; the answer is a `QuorumNews` for the listener, which
-            renews the lease of a standing quorum. 0: no answer is wanted.
-        is_alive: asked several times a second while the session opens, and when it has broken; False ends that and
-            whatever waits for an answer, because the manager server has ended.
-        connect_now: see whether it answers. False: the first call connects, and tells what there is to tell.
-    Raises: SettingError: the address is none. Unreachable: nobody answered in time. ProtocolError: no such rank.
-        Refused: another process is this rank.
+        listener: receives news of the session: losses in a quorum or in this group, newcomers that ask for state, and
+            requests that this rank leave or end. A thread of this client calls it; it must return at once.
+        progress: returns where in its step this rank is. A thread of this client calls it ten times a second. None: the
+            rank reports no progress and never counts as hung.
+        beat_number: returns the number of the beat that is sent now. The answer is a `QuorumNews` for the listener,
+            which renews the lease of a standing quorum. 0: no answer is wanted.
+        is_alive: called several times a second while the session opens, and while it is broken. False means that the
+            manager server has ended: opening stops and all waiting calls fail.
+        connect_now: check that the server answers. False: the first call connects, and reports a failure.
+    Raises: SettingError: the address is invalid. Unreachable: no server answered in time. ProtocolError: the group has
+        no such rank. Refused: another process is this rank.
     """
 
     def __init__(
@@ -93,16 +94,16 @@ class ManagerClient:
                 raise
 
     def quorum(self, group_rank: int, request: RankRequest, timeout: timedelta) -> Plan | Unchanged:
-        """Ask for the next quorum and wait for it; said again when the connection breaks.
+        """Ask for the next quorum and wait for it. The client resends the request when the connection breaks.
 
         Args:
-            group_rank: who asks.
+            group_rank: the rank that asks.
             request: this rank's state and settings.
-            timeout: within which the plan must be here.
+            timeout: time limit for the plan.
         Returns: this rank's plan, or Unchanged when the plan of `request.held` stands.
         Raises:
-            DeadlinePassed: it took too long; the message says who was waited for. The request is withdrawn.
-            StaleQuorum: this rank asked again from another thread; that newer request stands.
+            DeadlinePassed: the request timed out and is withdrawn; the message names the missing peers.
+            StaleQuorum: this rank asked again from another thread; the newer request stands.
             Refused: the lighthouse refuses this replica; the message says why.
             GroupLost: a rank of this group is lost.
             Unreachable: the manager server is gone.
@@ -133,17 +134,19 @@ class ManagerClient:
         key: QuorumKey | None = None,
         purpose: Purpose = Purpose.COMMIT,
     ) -> bool:
-        """Vote, and wait for the verdict of the group. The verdict is final; a vote with a key is said again when the
-        connection breaks, and gets the same verdict.
+        """Vote, and wait for the verdict of the group.
+
+        The verdict is final. The client resends a vote with a key when the connection breaks, and gets the same
+        verdict.
 
         Args:
-            group_rank, step: who votes, and on which step.
+            group_rank, step: the rank that votes, and the step.
             should_commit: this rank's vote.
-            timeout: within which the verdict must be here; when it passes, an open round is sealed as no.
+            timeout: time limit for the verdict; when it passes, an open round is sealed as no.
             key: of the quorum that the step belongs to; None votes as torchft's clients do, in the one open round.
-            purpose: what is voted on.
+            purpose: what the vote is about.
         Returns: True iff every rank of the group voted yes.
-        Raises: DeadlinePassed, GroupLost, Unreachable: there is no verdict; neither step nor go on without one.
+        Raises: DeadlinePassed, GroupLost, Unreachable: there is no verdict; the caller must neither step nor go on.
         """
         return self.vote(group_rank, step, should_commit, timeout, key=key, purpose=purpose).yes
 
@@ -159,18 +162,18 @@ class ManagerClient:
         leaving: bool = False,
         stands: bool = False,
     ) -> Verdict:
-        """As `should_commit`, with a wish.
+        """Vote as `should_commit` does, with the rank's wish to leave and its view of the round.
 
         Args:
             leaving: this rank wishes that the group leaves after this step.
-            stands: in the word of the round nobody asked, left or recovered.
+            stands: in this rank's round no replica asked, left or recovered.
         Returns: the verdict, whether all ranks of the group leave now, and whether the quorum stands for all of them.
         Raises: as `should_commit`.
         """
         what = f"rank {group_rank}'s vote on step {step}" + (f" of quorum {key}" if key is not None else "")
         vote, timeout_s = rank_codec.Vote(group_rank, step, yes, key, purpose, leaving, stands), seconds(timeout)
         session = self._session_of(group_rank)
-        # Without a key a vote that is said twice could open the next round, so it travels as a call of its own.
+        # A vote without a key that is sent twice could open the next round, so it travels as a separate call.
         if session is None or key is None:
             encoded = rank_codec.encode_vote(vote)
             again = key is not None
@@ -191,16 +194,16 @@ class ManagerClient:
         *,
         finished_step: int | None = None,
     ) -> None:
-        """Leave the job, after a verdict that says so or between two steps; the whole group does.
+        """Leave the job with the whole group, after a verdict that says so or between two steps.
 
         Args:
-            group_rank: who leaves; it has a session here.
+            group_rank: the rank that leaves; it has a session here.
             reason: why.
             serve_ms: for how long the group serves its state, at most.
-            timeout: within which the manager server must have taken it.
-            finished_step: the last step of the training, which is over; None: others may train on.
+            timeout: time limit for the manager server to accept the request.
+            finished_step: the last step of the finished training; None: other replicas may train on.
         Raises: CoordinationError: this rank has no session here. DeadlinePassed, GroupLost, Unreachable: the manager
-            server has not taken it.
+            server has not accepted the request.
         """
         session = self._session_of(group_rank)
         if session is None:
@@ -209,24 +212,24 @@ class ManagerClient:
         session.call(leave, seconds(timeout), f"rank {group_rank}'s leaving")
 
     def kill(self, msg: str, timeout: timedelta = timedelta(seconds=5)) -> None:
-        """Have the processes of the manager server's group end at once, each with exit code 1.
+        """End the processes of the manager server's group at once, each with exit code 1.
 
         Args:
-            msg: why; they log it, and who asked.
-            timeout: within which the manager server must have told them.
-        Raises: DeadlinePassed, Unreachable, Refused: nobody was told.
+            msg: why; the processes log it, with the address of the caller.
+            timeout: time limit for the manager server to tell the processes.
+        Raises: DeadlinePassed, Unreachable, Refused: no process was told.
         """
         self._caller.call(self._kill_stub, rank_codec.encode_kill(msg), seconds(timeout), "the kill", again=False)
 
     def _session_of(self, group_rank: int) -> RankSession | None:
-        """What carries that rank's calls; None: it has no session here, and makes unary calls."""
+        """Return the session that carries that rank's calls; None: the rank makes unary calls."""
         session = self._session
         return session if session is not None and session.group_rank == group_rank else None
 
     def checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
-        """Where the live state of that rank of this manager server's group can be fetched.
+        """Return where the live state of that rank of this manager server's group can be fetched.
 
-        Raises: ProtocolError: "rank not found": it has asked for no quorum yet. DeadlinePassed, Unreachable.
+        Raises: ProtocolError: "rank not found": the rank has asked for no quorum yet. DeadlinePassed, Unreachable.
         """
         what = f"the checkpoint metadata of rank {rank}"
         request = rank_codec.encode_metadata_request(rank)
@@ -235,9 +238,10 @@ class ManagerClient:
         )
 
     def open_session(self, group_rank: int) -> None:
-        """Keep this rank's stream up until `close`: when it breaks for longer than reconnect_grace, the rank is lost.
+        """Open this rank's stream and keep it until `close`; return when the manager server knows the rank.
 
-        Returns when the manager server knows the rank.
+        A rank whose stream is broken for longer than reconnect_grace is lost.
+
         Raises: ProtocolError: the group has no such rank. Refused: another process has it. Unreachable: the manager
             server did not answer.
         """
@@ -258,34 +262,38 @@ class ManagerClient:
         )
 
     def healed(self, healed_bytes: int) -> None:
-        """Tell how many bytes of live state this process has received so far, ever rising; they travel with the beats.
+        """Record how many bytes of live state this process has received so far; the beats carry the highest number.
 
-        While they rise, a quorum waits for this group longer than join_timeout. Costs nothing; call it for every chunk.
+        While the number rises, a quorum waits for this group longer than join_timeout. The call is cheap; call it for
+        every chunk.
         """
         if self._session is not None:
-            # More than a beat can carry is not progress that anybody could see.
+            # The wire format carries no larger number.
             most = min(healed_bytes, MAX_HEALED_BYTES)
             self._session.healed_bytes = max(self._session.healed_bytes, most)
 
     @property
     def is_answered(self) -> bool:
-        """Whether the manager server answers on this rank's session; True without a session. False from
-        `heartbeat_timeout` and an eighth after a manager server has stopped, and while a broken stream is dialled."""
+        """Return whether the manager server answers on this rank's session; True without a session.
+
+        The value is False from 1.125 heartbeat_timeout after a manager server has stopped, and while a broken stream
+        redials.
+        """
         session = self._session
         return session is None or session.is_welcome
 
     def late(self, key: QuorumKey, step: int) -> None:
-        """Tell that this rank has waited for `join_timeout` in the round of that step of a standing quorum."""
+        """Report that this rank has waited for `join_timeout` in the round of that step of a standing quorum."""
         if self._session is not None:
             self._session.late(key, step)
 
     def beat(self) -> None:
-        """Tell where in its step this rank is, out of turn: who has never told it can't be found to hang."""
+        """Report this rank's progress now, ahead of the next beat: a rank that never reports can't be found to hang."""
         if self._session is not None:
             self._session.beat()
 
     def close(self) -> None:
-        """Say goodbye for this rank, if it has a session, and end; calls under way end with Closed. Idempotent."""
+        """Say goodbye for this rank, if it has a session, and close; calls in progress end with Closed. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -313,8 +321,8 @@ class ManagerClient:
         timeout: timedelta,
         reconfigure_handle: str = "",
     ) -> QuorumResult:
-        """torchft's call. As there, replicas at the same step are taken to hold the same state."""
-        from tft_coord.views import result_view  # nobody else needs it, and a trainer's start waits for each import
+        """Make torchft's call. As in torchft, replicas at the same step count as holding the same state."""
+        from tft_coord.views import result_view  # no other method needs it, and each import delays a trainer's start
 
         request = RankRequest(
             step=step,

@@ -1,8 +1,8 @@
-"""A group rank's stream to its manager server: as long as it stands, the rank lives.
+"""A group rank's stream to its manager server: the rank lives as long as the stream is open.
 
-That it stands is what counts, and grpc's own threads see to that, however long this process holds the interpreter
-lock. Calls travel on it too, for that takes a third of the time of a call of its own. When it breaks it is dialled
-again at once, and what still waits for an answer is said again.
+grpc's own threads keep the stream open, however long this process holds the interpreter lock. Calls travel on the
+stream too, because that takes a third of the time of a separate call. A broken stream redials at once, and resends all
+calls that still wait for an answer.
 
 Law of this file: one stream, kept up on the process's loop, and the calls on it; no meaning of any call.
 """
@@ -49,10 +49,10 @@ from tft_coord.wire import rank_codec, services
 logger = logging.getLogger(__name__)
 
 ALIVE_LOOK_S = 0.2
-LOOK_EVERY_S = 0.1  # at the training thread, which says nothing itself
+LOOK_EVERY_S = 0.1  # at the training thread, which reports nothing itself
 GOODBYE_WITHIN_S = 0.2
-# At the deadline the manager server answers with a verdict, or with a sentence that says who was waited for. A busy
-# machine delivers it a moment late, and a rank without a verdict can't go on.
+# At the deadline the manager server answers with a verdict, or with a sentence that names the missing peers. A busy
+# machine delivers the answer a moment late, and a rank without a verdict can't go on.
 LATE_ANSWER_S = 0.25
 
 
@@ -62,16 +62,17 @@ class RankSession:
 
     Args:
         address: of the manager server, `host:port`.
-        group_rank: who we are.
+        group_rank: of this process.
         token: shared secret of the job, or None.
         timeouts: of the job.
         connect_within_s: how long the constructor waits until the manager server knows this rank.
-        is_alive: asked several times a second meanwhile, and when the stream has broken; False ends the wait and all
-            calls, because the manager server has ended.
-        listener: told of losses, newcomers and wishes, on the process's loop; it must return at once.
-        progress: gives where in its step this rank is; asked ten times a second, on the process's loop. None: not said.
-        beat_number: gives the number of a beat that is sent now, on the process's loop; its answer is a `QuorumNews`
-            for the listener. 0: none is wanted.
+        is_alive: called several times a second while the constructor waits, and while the stream is broken. False means
+            that the manager server has ended: the wait ends and all calls fail.
+        listener: receives losses, newcomers and requests, on the process's loop; it must return at once.
+        progress: returns where in its step this rank is; called ten times a second, on the process's loop. None: no
+            report.
+        beat_number: returns the number of the beat that is sent now, on the process's loop; the answer is a
+            `QuorumNews` for the listener. 0: no answer is wanted.
     Raises: ProtocolError: the group has no such rank. Refused: another process has it. Unreachable: the manager server
         did not answer.
     """
@@ -100,12 +101,12 @@ class RankSession:
         self._what = f"the stream of rank {group_rank} to its manager server at {address}"
         self.group_rank = group_rank
         self.healed_bytes = 0
-        self.is_welcome = False  # the manager server answers on a stream that stands
+        self.is_welcome = False  # the manager server answers on the open stream
         self._outbox: Outbox | None = None
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, _Waiting] = {}  # touched on the loop only
+        self._waiting: dict[int, _Waiting] = {}  # only the loop reads and writes it
         self._last_trouble = ""
-        self._over: CoordinationError | None = None  # why no call will be answered any more
+        self._over: CoordinationError | None = None  # the reason why no call gets an answer any more
         self._group_lost: GroupLost | None = None
         self._share = LoopShare(self._what, at_exit=self.close)
         try:
@@ -117,12 +118,12 @@ class RankSession:
     def call(
         self, asked: rank_codec.Ask | rank_codec.Vote | rank_codec.Leave, timeout_s: float, what: str
     ) -> Plan | QuorumKey | Verdict:
-        """Ask and wait for the answer; may be called by several threads at once.
+        """Ask and wait for the answer. Several threads may call this at the same time.
 
         Args:
             asked: the question, of this rank.
-            timeout_s: within which the answer must be here.
-            what: the caller's words for what it wants, for messages.
+            timeout_s: time limit for the answer.
+            what: the caller's words for the call, for messages.
         Raises: an error of tft_coord.errors.
         """
         waiting = _Waiting(asked, time.monotonic() + timeout_s)
@@ -133,14 +134,14 @@ class RankSession:
             if not waiting.answered.acquire(timeout=timeout_s + LATE_ANSWER_S):
                 raise DeadlinePassed(f"{what}: no answer from the manager server at {self._address} in {timeout_s:g} s")
         except BaseException:
-            with suppress(RuntimeError):  # the loop has ended: nobody waits for anything any more
+            with suppress(RuntimeError):  # the loop has ended, and with it every waiting call
                 loop.call_soon_threadsafe(self._withdraw, number)
             raise
         match waiting.answer:
             case rank_codec.Failure(code, message):
                 raise error_of_code(code, message, what)
             case CoordinationError() as error:
-                # The loop's frames add nothing, and its text would stand here twice.
+                # The traceback of the loop adds nothing, and its text would appear twice.
                 told = type(error)(f"{what}: {error.args[0] if error.args else error}")
                 if isinstance(error, Refused) and isinstance(told, Refused):
                     told.code = error.code
@@ -149,7 +150,7 @@ class RankSession:
                 return answer
 
     def beat(self) -> None:
-        """Tell where in its step this rank is, out of turn."""
+        """Report this rank's progress now, ahead of the next beat."""
 
         def now() -> None:
             if self._outbox is not None:
@@ -158,8 +159,10 @@ class RankSession:
         self._share.loop.call_soon_threadsafe(now)
 
     def late(self, key: QuorumKey, step: int) -> None:
-        """Tell that this rank has waited for `join_timeout` in that round of a standing quorum. A stream that is broken
-        just now drops it: the other members say it too."""
+        """Report that this rank has waited for `join_timeout` in that round of a standing quorum.
+
+        A broken stream drops the report: the other members send it too.
+        """
 
         def now() -> None:
             if self._outbox is not None:
@@ -168,7 +171,8 @@ class RankSession:
         self._share.loop.call_soon_threadsafe(now)
 
     def close(self) -> None:
-        """Say goodbye and end. Calls under way end with Closed. Idempotent, for the exit of the process closes too."""
+        """Say goodbye and close; calls in progress end with Closed. Idempotent, because the exit of the process closes
+        too."""
         if self._share.inherited or self._share.given_back:
             return
         self._share.run_last(self._end())
@@ -224,7 +228,7 @@ class RankSession:
         if self._outbox is not None:
             self._outbox.put(rank_codec.encode_from_rank(rank_codec.RankGoodbye()))
             self._outbox.close()
-            # The manager server ends its side when ours is closed: then it has heard the goodbye.
+            # The manager server closes its side when this side is closed: then it has received the goodbye.
             await asyncio.wait([self._task], timeout=GOODBYE_WITHIN_S)
         await cancelled(self._task)
         with suppress(asyncio.CancelledError, CoordinationError):
@@ -239,7 +243,7 @@ class RankSession:
             raise
 
     async def _dial_for_ever(self, known: asyncio.Future[None]) -> None:
-        """Dial again whenever the stream breaks, soon at first, then more slowly. Ends by goodbye or refusal."""
+        """Redial whenever the stream breaks, fast at first, then more slowly. A goodbye or a refusal ends the loop."""
         broken_at = time.monotonic()
         while True:
             try:
@@ -247,7 +251,7 @@ class RankSession:
                 return
             except (grpc.aio.AioRpcError, Unreachable) as failure:
                 if self._group_lost is not None:
-                    # The manager server has ended, as it said that it would; who asks now need not wait to learn it.
+                    # The manager server has ended, as it announced. Later calls fail at once.
                     self._over = self._group_lost
                     self._release_all(self._over)
                     return
@@ -261,7 +265,8 @@ class RankSession:
                 if broken_s >= self._timeouts.heartbeat_timeout_ms / 1000 or not self._is_alive():
                     self._release_all(Unreachable(f"{self._what} is broken: {error}; the manager server has ended"))
                 self._last_trouble = str(error)
-                # Its traceback holds this frame: kept here it would keep itself, and the channel with grpc's thread.
+                # The traceback of the error holds this frame. A reference to the error from here would be a cycle that
+                # keeps the channel and grpc's thread alive.
                 del error
             finally:
                 self._outbox = None
@@ -270,7 +275,7 @@ class RankSession:
             await asyncio.sleep(random.uniform(0.05, 0.1) if fast else random.uniform(0.1, 0.25))
 
     async def _one_stream(self, known: asyncio.Future[None]) -> None:
-        """One dial and, if it succeeds, the life of one stream."""
+        """Dial once and, if that succeeds, run one stream until it ends."""
         channel = await dial(self._address, self._timeouts)
         try:
             await self._converse(channel, known)
@@ -278,7 +283,7 @@ class RankSession:
             await channel.close()
 
     async def _converse(self, channel: grpc.aio.Channel, known: asyncio.Future[None]) -> None:
-        """The life of one stream. Returns when it was ended by goodbye; a break raises."""
+        """Run one stream. Return when a goodbye ended it; raise when it breaks."""
         call = services.stream_stub(channel, services.MANAGER_SESSION)(metadata=self._metadata)
         outbox = self._outbox = Outbox(call.cancel)
         outbox.put(rank_codec.encode_from_rank(rank_codec.RankHello(self.group_rank, self._session)))
@@ -308,7 +313,7 @@ class RankSession:
                         self._tell(news)
                     case rank_codec.RanksLost(sentence, left):
                         self._group_lost = GroupLost(sentence)
-                        if not left:  # after a goodbye this rank may be about its own end; it learns of it if it asks
+                        if not left:  # after a goodbye this rank may end too; it learns of the loss if it asks
                             self._tell(self._group_lost)
                     case rank_codec.RankWelcome():
                         self.is_welcome = True
@@ -328,17 +333,20 @@ class RankSession:
         try:
             self._listener(what)
         except Exception:
-            # The stream shows that this rank lives; a fault of who listens must not end it.
+            # The stream shows that this rank lives; a fault of the listener must not end it.
             logger.exception("%s: its listener raised at: %s", self._what, what)
 
     async def _write(self, call: grpc.aio.StreamStreamCall[bytes, bytes], outbox: Outbox) -> None:
-        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader learns of the same end
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader sees the same end
             await outbox.write_all(call.write)
             await call.done_writing()
 
     async def _beat(self, outbox: Outbox) -> None:
-        """Tell where in its step this rank is, and how much live state has come in, if there is anything to tell: once
-        a beat, and when a wait for others has lasted for a moment, because one of them may be gone."""
+        """Report this rank's progress and the received bytes of live state, if there is anything to report.
+
+        The method reports once a beat, and once when a wait for other replicas has lasted for a moment, because one of
+        them may be gone.
+        """
         told, wait, loop = 0, LongWait(), asyncio.get_running_loop()
         while True:
             told = self._say_where(outbox, told, self._number())
@@ -360,7 +368,7 @@ class RankSession:
         try:
             return self._beat_number()
         except Exception:
-            # As for a listener. Without answers its lease runs out, and it asks.
+            # As for a listener. Without answers the rank's lease expires, and the rank asks for a quorum.
             logger.exception("%s: it can't number its beats", self._what)
             return 0
 
@@ -368,7 +376,7 @@ class RankSession:
         try:
             return self._progress()
         except Exception:
-            # As for a listener: whoever can't say where it is lives all the same.
+            # As for a listener: a rank that can't report its progress is alive all the same.
             logger.exception("%s: it can't say where in its step it is", self._what)
             return None
 

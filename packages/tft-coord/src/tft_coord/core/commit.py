@@ -1,14 +1,14 @@
-"""The vote of one replica group: all ranks yes, or nobody steps.
+"""The vote of one replica group: the group steps only if all ranks vote yes.
 
-A round belongs to its quorum key, step and purpose, so a late vote can never meet another round. The verdict is
-final: it is kept, and given again to every late or repeated vote of that round, because an answer that was lost must
-not become another answer. The first deadline to pass, or the loss of a rank, seals an open round as no.
+A round belongs to its quorum key, step and purpose, so a late vote can never meet another round. The verdict is final.
+Every late or repeated vote of that round gets the same verdict, because a lost answer must not become another answer.
+The first deadline to pass, or the loss of a rank, seals an open round as no.
 
-A rank that wishes that the group leaves says so with its vote. The wish changes no verdict; it is part of it, so that
-all ranks leave after the same step: those whose round is decided already, in the next one. The verdict also says
-whether the quorum stands: every rank says so of the word of its own round.
+A rank sends its wish that the group leaves with its vote. The wish changes no verdict. It is part of the verdict, so
+that all ranks leave after the same step: ranks whose round is decided already leave in the next one. The verdict also
+says whether the quorum stands: every rank reports so for its own round.
 
-Law of this file: rounds and verdicts; who waits for an answer is the caller's business by call number.
+Law of this file: rounds and verdicts; the caller keeps the waiting calls by their numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_ROUNDS = 64
 
 @dataclass(frozen=True, slots=True)
 class RoundName:
-    """What a vote belongs to."""
+    """The name of a round: what a vote belongs to."""
 
     key: QuorumKey | None
     step: int
@@ -32,15 +32,16 @@ class RoundName:
 @dataclass(slots=True)
 class _Round:
     votes: dict[int, bool] = field(default_factory=dict)
-    stands: bool = True  # all that have voted say so
-    deadlines_ms: dict[int, int] = field(default_factory=dict)  # rank -> its first; stays when its call goes away
+    stands: bool = True  # every rank that has voted says so
+    # rank -> its first deadline; stays when its call goes away
+    deadlines_ms: dict[int, int] = field(default_factory=dict)
     waiting: dict[int, int] = field(default_factory=dict)  # call -> rank
     verdict: Verdict | None = None
     answered: set[int] = field(default_factory=set)  # ranks, for rounds without a key
 
 
 class Votes:
-    """All rounds of one replica group that may still be asked about.
+    """All rounds of one replica group that a rank may still ask about.
 
     Args:
         world_size: ranks in the group; a round is yes when each has voted yes.
@@ -52,7 +53,8 @@ class Votes:
         self._lost: str | None = None
         self._wished = False  # some rank wishes that the group leaves
         self._sealed: QuorumKey | None = None  # no round of that quorum can be a yes
-        self.stands_in: QuorumKey | None = None  # of the newest verdict, if that says so
+        # the key of the newest verdict, if that verdict says that the quorum stands
+        self.stands_in: QuorumKey | None = None
 
     def cast(
         self,
@@ -65,18 +67,20 @@ class Votes:
         leaving: bool = False,
         stands: bool = False,
     ) -> list[tuple[int, int, Verdict]]:
-        """A rank votes; it waits as `call` unless the verdict is among the answers returned.
+        """Record a rank's vote; it waits as `call` unless the verdict is among the answers returned.
 
-        A rank that votes again gets the verdict, or takes its old call's place; its first vote stands.
+        A rank that votes again gets the verdict, or replaces its old call; its first vote stands.
+
         Args:
-            leaving: it wishes that the group leaves; kept until a round is decided in which that can be agreed on.
-            stands: in the word of its round nobody asked, left or recovered.
+            leaving: the rank wishes that the group leaves; kept until a round is decided in which the ranks can agree
+                on it.
+            stands: in the rank's round no replica asked, left or recovered.
         Returns: (call, rank, verdict) for each call that is answered now.
         """
         self._wished = self._wished or leaving
         current = self._rounds.get(name)
         if current is None or (name.key is None and rank in current.answered):
-            # Clients that name no quorum: a rank that votes after its answer opens the next round.
+            # Some clients name no quorum: a rank that votes after its answer opens the next round.
             current = self._rounds[name] = _Round()
         if rank not in current.votes:
             current.votes[rank] = yes
@@ -89,7 +93,7 @@ class Votes:
         if current.verdict is None:
             sealed = self._lost is not None or (name.key is not None and name.key == self._sealed)
             if sealed or not all(current.votes.values()):
-                self._seal(name, current, yes=False)  # one no decides; the others need not be waited for
+                self._seal(name, current, yes=False)  # one no decides, without a wait for the other ranks
             elif len(current.votes) == self._world_size:
                 self._seal(name, current, yes=True)
         answers = self._release(current)
@@ -108,24 +112,28 @@ class Votes:
         return answers
 
     def unseal(self) -> None:
-        """Begin another quorum, or the same one anew: all ranks are given it together."""
+        """Begin another quorum, or the same one anew: all ranks get it together."""
         self._sealed = None
 
     def _forget_earlier(self, name: RoundName) -> None:
-        """Forget the rounds of the steps before: in a quorum that stands no request ends them. All ranks have voted on
-        this one, and a vote that is said again is one of the last few."""
+        """Forget the rounds of earlier steps, because in a standing quorum no request ends them.
+
+        All ranks have voted on this step, and a repeated vote belongs to one of the last few rounds.
+        """
         over = [each for each, one in self._rounds.items() if not one.waiting and each.step < name.step]
         for each in over:
             if each.key == name.key:
                 del self._rounds[each]
 
     def has_room(self, name: RoundName) -> bool:
-        """Whether a vote of that name can be kept: rounds end when every rank has asked for its next quorum, and before
-        that a caller could open any number of them."""
+        """Return whether a vote of that name can be kept.
+
+        Rounds end when every rank has asked for its next quorum. Before that a caller could open any number of rounds.
+        """
         return name in self._rounds or len(self._rounds) < MAX_ROUNDS
 
     def _seal(self, name: RoundName, current: _Round, *, yes: bool) -> None:
-        # A healing's rounds are no end of a step; and who names no quorum has not heard of leaving.
+        # A healing's rounds do not end a step, and a client that names no quorum does not know about leaving.
         leaves = self._wished and name.purpose is Purpose.COMMIT and name.key is not None
         is_commit = name.purpose is Purpose.COMMIT
         stands = yes and is_commit and current.stands
@@ -134,14 +142,14 @@ class Votes:
             self.stands_in = name.key if stands else None
 
     def missing_to(self, rank: int) -> list[int]:
-        """The ranks that have not voted in the open round in which that rank waits; none if it waits in none."""
+        """Return the ranks that have not voted in the open round in which that rank waits; [] if it waits in none."""
         for current in self._rounds.values():
             if current.verdict is None and rank in current.waiting.values():
                 return [other for other in range(self._world_size) if other not in current.votes]
         return []
 
     def withdraw(self, call: int) -> None:
-        """The caller went away. Its vote stands, for the verdict must not depend on a connection."""
+        """Forget a call whose caller has gone. Its vote stands, because the verdict must not depend on a connection."""
         for current in self._rounds.values():
             current.waiting.pop(call, None)
 
@@ -155,7 +163,7 @@ class Votes:
         return answers
 
     def next_deadline_ms(self) -> int | None:
-        """When `tick` has something to do next."""
+        """Return when `tick` has something to do next."""
         deadlines = [
             deadline_ms
             for current in self._rounds.values()
@@ -165,12 +173,12 @@ class Votes:
         return min(deadlines, default=None)
 
     def leave(self) -> list[tuple[int, int, Verdict]]:
-        """A rank has left: what is open is a no, and all leave."""
+        """Seal all open rounds as no, because a rank has left; all ranks leave."""
         self._wished = True
         return self.lose_rank("the group has left")
 
     def lose_rank(self, reason: str) -> list[tuple[int, int, Verdict]]:
-        """A rank is lost: no open or later round can be a yes."""
+        """Seal all open rounds as no, because a rank is lost; no later round can be a yes."""
         self._lost = reason
         answers: list[tuple[int, int, Verdict]] = []
         for name, current in self._rounds.items():
@@ -180,11 +188,11 @@ class Votes:
         return answers
 
     def forget_before(self, step: int) -> None:
-        """Every rank has asked for its next quorum at that step: what was decided is asked about no more.
+        """Forget decided rounds: every rank has asked for its next quorum at that step.
 
-        A verdict that stayed would be given to another vote of the same name: that of a step which is tried again
-        without a key, or which comes again because a state was loaded by hand. A round that is open stays for those who
-        will still vote in it (syncs in flight); the bound keeps rounds that nobody ends from growing.
+        A kept verdict would answer another vote of the same name: a step without a key that is tried again, or a step
+        that repeats because a state was loaded by hand. An open round stays for the ranks that still vote in it (syncs
+        in flight). The bound keeps the number of rounds that no rank ends from growing.
         """
         over = [
             name

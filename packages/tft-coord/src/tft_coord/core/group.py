@@ -1,8 +1,8 @@
-"""The manager server: makes one voice of a replica group's ranks, and agrees with them.
+"""The manager server: it merges the requests of a replica group's ranks into one, and agrees with them.
 
-All ranks ask before the group asks; the request is the merge of theirs; every rank gets its own plan of the same
-quorum. A rank that goes away takes its request with it; a rank that is lost ends the group, because a group commits
-whole or not at all.
+All ranks ask before the group asks. The group's request is the merge of theirs. Every rank gets its own plan of the
+same quorum. A rank that disconnects takes its request with it. A rank that is lost ends the group, because a group
+commits as a whole or not at all.
 
 Law of this file: decisions only; the caller gives the time and performs the effects in order.
 """
@@ -43,7 +43,7 @@ from tft_coord.errors import ProtocolError
 from tft_coord.timeouts import Timeouts
 
 MAX_NOTICES_KEPT = 1024
-SAME_WAIT_MS = 200  # two beats about one wait differ by less
+SAME_WAIT_MS = 200  # two reports of the same wait differ by less
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,8 @@ class _Asked:
 
 
 def _all_at_state_of(own: Member, quorum: Quorum) -> Quorum:
-    """What "unchanged" says to our request: all members are whole, and where we are."""
+    """Return the quorum that "unchanged" stands for: all members are intact and at the state of the group's own
+    request."""
     members = tuple(
         replace(
             member,
@@ -73,25 +74,25 @@ def _all_at_state_of(own: Member, quorum: Quorum) -> Quorum:
 
 
 def _all_unreached(requests: Collection[RankRequest]) -> tuple[Unreached, ...]:
-    """Whom any rank could not reach, each once a port, as many as a message may name."""
+    """Return the peers that some rank could not reach, each once per port, as many as a message may name."""
     found = {(each.replica_id, each.via): each for request in requests for each in request.unreached}
     return tuple(found[key] for key in sorted(found, key=lambda key: (key[0], key[1].value))[:UNREACHED_MOST])
 
 
 def _about(notice: LossNotice) -> tuple[QuorumKey, str, int, bool]:
-    """What it says; two that differ in their reasons alone are one."""
+    """Return what the notice is about; two notices that differ only in their reasons are the same."""
     return notice.key, notice.replica_id, notice.session, notice.lives
 
 
 class GroupCore:
-    """One replica group's manager server.
+    """The decisions of one replica group's manager server.
 
     Args:
         replica_id: of the group.
         address: of the manager server, `host:port`.
         store_address: of the group's rendezvous store, `host:port`.
         world_size: ranks in the group, at least 1.
-        timeouts: reconnect_grace_ms judges a rank's broken stream.
+        timeouts: reconnect_grace_ms is the time limit for a rank's broken stream.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class GroupCore:
         if world_size < 1:
             raise ProtocolError(f"replica {replica_id} has world_size {world_size}; give at least 1")
         self.quorum: Quorum | None = None
-        self._stands_at: Member | None = None  # our request to which it was said last that the quorum stands unchanged
+        self._stands_at: Member | None = None  # the group's last request that was answered "unchanged"
         self._replica_id = replica_id
         self._address = address
         self._store_address = store_address
@@ -109,93 +110,100 @@ class GroupCore:
         self._asked: dict[int, _Asked] = {}
         self._open_request: int | None = None
         self._open_member: Member | None = None
-        self._steady = False  # in the plan that the ranks were given nobody heals and all are up to date
-        self._planned_step = 0  # at which they were given it
+        self._steady = False  # in the ranks' current plan no member heals and all are up to date
+        self._planned_step = 0  # the step of that plan
         self._last_request = 0
         self._votes = Votes(world_size)
-        # Of each rank: its newest attempt that was answered, and what; attempt 0 is one that does not say.
+        # For each rank: its newest attempt that was answered, and the answer. Attempt 0 means that the rank sends no
+        # attempt number.
         self._given: dict[int, tuple[int, effects.AnswerPlan | effects.AnswerRankUnchanged]] = {}
         self._metadata: dict[int, str] = {}
-        self._fingerprints: dict[int, Fingerprint] = {}  # what each rank has said last
-        self._fingerprint_changed = False  # since the lighthouse was told
+        self._fingerprints: dict[int, Fingerprint] = {}  # each rank's newest fingerprint
+        self._fingerprint_changed = False  # since the last request to the lighthouse
         self._streams: dict[int, int] = {}
-        self._sessions: dict[int, int] = {}  # of each rank's newest process that has said hello
+        self._sessions: dict[int, int] = {}  # the session of each rank's newest process that has said hello
         self._broken_ms: dict[int, int] = {}
         self._progress = GroupProgress(world_size, timeouts)
         self._stops = StopWatch()
-        self._reported_stop: tuple[int, ...] = ()  # the ranks of it, while it lasts
+        self._reported_stop: tuple[int, ...] = ()  # the ranks of the reported stop, while it lasts
         self._reported_ms = 0
-        self._probe = 0  # the number of the newest; an older lighthouse sends none, and hears of no stops
-        self._said_wait_ms = -SAME_WAIT_MS  # since when the wait lasts that the lighthouse was told of out of turn
-        self._followed: QuorumKey | None = None  # of the newest plan that the ranks were given
-        self._waits = ""  # whom this group's open request waits for, as the lighthouse said last
+        # the number of the newest probe; an older lighthouse sends no probes and gets no reports of stops
+        self._probe = 0
+        self._said_wait_ms = -SAME_WAIT_MS  # the start of the wait that was last reported out of turn
+        self._followed: QuorumKey | None = None  # the key of the ranks' newest plan
+        self._waits = ""  # the replicas that the group's open request waits for, in the lighthouse's words
         self._newest = NewestQuorum()
-        self._left_out: tuple[StragglerNews, int] | None = None  # as a straggler, and until when
-        self._told_wait_ms: dict[int, int] = {}  # when each rank was told for which others it waits
+        # the news that this group is left out as a straggler, and its end time
+        self._left_out: tuple[StragglerNews, int] | None = None
+        self._told_wait_ms: dict[int, int] = {}  # when each rank was told which other ranks it waits for
         self._lost: str | None = None
-        self._left = False  # it was lost by a goodbye
-        self._leaves: str | None = None  # why the group has left the job
+        self._left = False  # the group was lost by a goodbye
+        self._leaves: str | None = None  # the reason why the group has left the job
         self._news: list[
             LeaveRequest | Released | KillOrder | StragglerNews
-        ] = []  # for each rank, one that is away included
-        self._notices: list[LossNotice] = []  # of the quorum that is held, and of those that are still to come
+        ] = []  # for every rank, also for ranks that are disconnected now
+        self._notices: list[LossNotice] = []  # of the held quorum and of quorums still to come
 
     @property
     def lost(self) -> str | None:
-        """Why the group is lost, or None."""
+        """Return why the group is lost, or None."""
         return self._lost
 
     @property
     def is_recalled(self) -> bool:
-        """Whether the lighthouse has recalled the newest quorum, as far as this group knows."""
+        """Return whether the lighthouse has recalled the newest quorum, as far as this group knows."""
         return self._newest.pushed().recalled
 
     def report(self) -> Quorum | None:
-        """The newest quorum with its members as they were when it was answered last, for a lighthouse without memory:
-        whoever it takes for lost has held that state."""
+        """Return the newest quorum with its members as they were at its last answer, for a lighthouse without memory.
+
+        A member that such a lighthouse takes for lost has held that state.
+        """
         if self.quorum is None or self._stands_at is None:
             return self.quorum
         return _all_at_state_of(self._stands_at, self.quorum)
 
     def checkpoint_metadata(self, rank: int) -> str | None:
-        """Where that rank's live state can be fetched, as it said with its last request; None before."""
+        """Return where that rank's live state can be fetched, as its last request said; None before that."""
         return self._metadata.get(rank)
 
     def progress(self, now_ms: int) -> Progress | None:
-        """Where in its step the group is: the word of its next beat to the lighthouse. None: its ranks don't say."""
+        """Return where in its step the group is, for the next beat to the lighthouse. None: the ranks report no
+        progress."""
         return self._progress.now(now_ms)
 
     def is_hung(self, now_ms: int) -> bool:
-        """Whether a rank of the group hangs, or is stopped: it can't go on before that ends."""
+        """Return whether a rank of the group hangs or is stopped, so that the group can't go on."""
         return self._stops.is_held() or self._progress.is_hung(now_ms)
 
     def waits(self, now_ms: int) -> bool:
-        """Whether all ranks wait for others, and have said so."""
+        """Return whether all ranks have reported that they wait for other replicas."""
         return self._lost is None and self._progress.waits_since_ms(now_ms) is not None
 
     def stopped(self, now_ms: int) -> tuple[str, int]:
-        """Return which ranks are stopped, one phrase, and for how long, as a probe is answered; "": none is known."""
+        """Return a phrase that names the stopped ranks, and for how long, as the answer to a probe; "": no rank is
+        known to be stopped."""
         ranks = self._stops.stopped(now_ms)
         if not ranks:
             return "", 0
         stopped_ms = self._stops.stopped_ms(now_ms)
         if any(rank in self._broken_ms for rank in ranks):
-            stopped_ms += self._timeouts.heartbeat_timeout_ms  # for so long it had said nothing when its stream ended
+            stopped_ms += self._timeouts.heartbeat_timeout_ms  # the rank was silent for so long when its stream ended
         return stop_reason(ranks), stopped_ms
 
     def looks(self, now_ms: int) -> bool:
-        """Whether the processes of the ranks on this host are to be looked at, every LOOK_EVERY_MS."""
+        """Return whether the shell must look at the processes of the ranks on this host every LOOK_EVERY_MS."""
         broken = any(rank in self._sessions for rank in self._broken_ms)
         return self._lost is None and (broken or self._stops.looks(now_ms))
 
     def handle(self, event: events.GroupEvent, now_ms: int) -> list[effects.GroupEffect]:
-        """Take one event; returns what to do about it, in order."""
+        """Handle one event; return the effects, in order."""
         out = self._handle(event, now_ms)
         self._follow(event, out, now_ms)
         return out
 
     def _follow(self, event: events.GroupEvent, decided: list[effects.GroupEffect], now_ms: int) -> None:
-        """Where in their step the ranks are now, as far as this shows it: their beats may not come."""
+        """Update the ranks' progress from this event and its effects, because their beats may not come."""
         progress = self._progress
         match event:
             case events.RankProgressed():
@@ -241,7 +249,7 @@ class GroupCore:
                 self._streams.pop(event.rank, None)
                 self._stops.forget(event.rank)
                 if event.left and self._leaves is not None and self._lost is None:
-                    # This server ends with its rank. Another rank that still has to leave need not wait to learn it.
+                    # This server ends with its rank. Another rank that still has to leave learns it at once.
                     message = self._left_message()
                     return [effects.TellGroupLost(rank, message, left=True) for rank in sorted(self._streams)]
                 return self._lose(f"rank {event.rank} ended: {event.reason}", left=event.left)
@@ -277,14 +285,14 @@ class GroupCore:
             case events.PaceTold(news):
                 if news.kind is not PaceKind.LEFT_OUT:
                     self._left_out = None
-                elif self._left_out is None or self._left_out[0] != news:  # told again, it lasts no longer
+                elif self._left_out is None or self._left_out[0] != news:  # repeated news does not extend the pause
                     self._left_out = (news, now_ms + news.pause_ms)
                 return self._tell_all(news)
             case events.KillAsked(message):
                 return self._tell_all(KillOrder(message))
 
     def _tell_wait(self, event: events.RankProgressed, now_ms: int) -> list[effects.GroupEffect]:
-        """A rank waits; where it is for other ranks of the group, it is told for which."""
+        """Tell a waiting rank which other ranks of the group it waits for."""
         rank, progress = event.rank, event.progress
         if self._world_size == 1 or progress.phase is not Phase.WAITING or progress.since_ms < TELL_AFTER_MS:
             return []
@@ -299,7 +307,7 @@ class GroupCore:
         return [effects.TellRank(rank, WaitsFor(sentence))]
 
     def _say_wait(self, now_ms: int) -> list[effects.GroupEffect]:
-        """All ranks wait: the lighthouse hears of it at once, because somebody may be gone that they wait for."""
+        """Report at once to the lighthouse that all ranks wait, because a replica that they wait for may be gone."""
         since_ms = self._progress.waits_since_ms(now_ms) if self._lost is None else None
         if since_ms is None or since_ms - self._said_wait_ms < SAME_WAIT_MS:
             return []
@@ -307,19 +315,20 @@ class GroupCore:
         return [effects.SayWaits()]
 
     def _looked_at(self, event: events.RanksLookedAt, now_ms: int) -> list[effects.GroupEffect]:
-        """Ranks on this host were found stopped, or running. The lighthouse is told once of each stop."""
+        """Record which ranks of this host are stopped or running. Report each stop to the lighthouse once."""
         self._stops.seen(event.stopped, now_ms)
         for rank in self._broken_ms:
             if self._probe and self._stops.is_held(rank):
-                # It can't dial again before it goes on, and a machine that was held up takes a while for it then.
-                # Nobody waits for it meanwhile: the others have gone on, or there are none.
+                # A stopped rank can't redial before it goes on, and a machine that was suspended takes a while then. No
+                # replica waits for the rank meanwhile: the others have gone on, or there are none.
                 patience_ms = self._timeouts.heartbeat_timeout_ms - self._timeouts.reconnect_grace_ms
                 self._broken_ms[rank] = now_ms + patience_ms
         ranks, before = self._stops.stopped(now_ms), self._reported_stop
         self._reported_stop = ranks
         if not ranks or self._lost is not None:
             return []
-        # Where its stream has ended it is stopped for long, and may be lost though few wait, who have nobody probed.
+        # A stop that outlasts the rank's stream is long. The rank may be lost although only a few replicas wait, and
+        # they have no probe sent.
         again = any(rank in self._broken_ms for rank in ranks) and now_ms - self._reported_ms >= SAY_AGAIN_MS
         if ranks == before and not again:
             return []
@@ -327,7 +336,7 @@ class GroupCore:
         return [effects.ReportStop(*self.stopped(now_ms), ranks != before, self._probe)]
 
     def tick(self, now_ms: int) -> list[effects.GroupEffect]:
-        """Judge graces and deadlines that have passed."""
+        """Handle graces and deadlines that have passed."""
         out: list[effects.GroupEffect] = []
         for rank, broken_ms in list(self._broken_ms.items()):
             if now_ms - broken_ms >= self._timeouts.reconnect_grace_ms:
@@ -344,7 +353,7 @@ class GroupCore:
         return out
 
     def next_deadline_ms(self) -> int | None:
-        """When `tick` has something to do next."""
+        """Return when `tick` has something to do next."""
         deadlines = [broken_ms + self._timeouts.reconnect_grace_ms for broken_ms in self._broken_ms.values()]
         deadlines += [asked.deadline_ms for asked in self._asked.values()]
         vote = self._votes.next_deadline_ms()
@@ -373,10 +382,10 @@ class GroupCore:
 
     def _disconnected(self, event: events.RankDisconnected, now_ms: int) -> list[effects.GroupEffect]:
         if self._streams.get(event.rank) != event.stream:
-            return []  # an older stream of that rank
+            return []  # the end of an older stream of that rank
         del self._streams[event.rank]
         if event.left:
-            # It said goodbye: open rounds can't be a yes without it, and nothing else is wrong.
+            # The rank said goodbye: open rounds can't be a yes without it, and nothing else is wrong.
             return self._lose(f"rank {event.rank} shut down", left=True)
         self._broken_ms[event.rank] = now_ms
         return []
@@ -396,7 +405,7 @@ class GroupCore:
     # --- leaving ------------------------------------------------------------------------------------------------
 
     def _rank_left(self, event: events.RankLeft) -> list[effects.GroupEffect]:
-        """The group leaves with the first of its ranks: no other can commit a step or train on without it."""
+        """Let the group leave with the first of its ranks: no other rank can commit a step or train on without it."""
         out: list[effects.GroupEffect] = []
         if self._leaves is None:
             self._leaves = event.reason
@@ -417,30 +426,34 @@ class GroupCore:
     # --- losses of others ---------------------------------------------------------------------------------------
 
     def _noticed(self, notice: LossNotice) -> list[effects.GroupEffect]:
-        """A member of a quorum was lost: for the one that is held it is told on, for one to come it is kept."""
+        """Handle the loss of a member of a quorum: tell the ranks if they hold that quorum, keep the notice if it is to
+        come."""
         held = self.quorum.key if self.quorum is not None else None
         if (held is not None and notice.key < held) or _about(notice) in map(_about, self._notices):
             return []
-        # Those of the lowest keys are kept: nothing that is said of quorums to come pushes those of the held one out.
+        # The notices with the lowest keys are kept, so notices of quorums to come never push out those of the held one.
         self._notices = sorted([*self._notices, notice], key=lambda each: each.key)[:MAX_NOTICES_KEPT]
         return [effects.NotifyRank(rank, notice) for rank in sorted(self._streams)] if notice.key == held else []
 
     def _newcomer(self, replica_id: str) -> list[effects.GroupEffect]:
-        """Somebody asks who will heal. A rank alone may take its state at its next step boundary. Of several ranks some
-        would hear of it before that boundary and some after, and taking the state may need all of them at once."""
+        """Tell the rank of a group of one that a newcomer will heal from it.
+
+        A single rank may take a snapshot of its state at its next step boundary. In a larger group some ranks would
+        hear of the newcomer before that boundary and some after it. Taking the state may need all of them at once.
+        """
         if self._world_size > 1:
             return []
         return [effects.TellNewcomer(rank, replica_id) for rank in sorted(self._streams)]
 
     def _session_lost(self, event: events.SessionLost) -> list[effects.GroupEffect]:
-        """The others of the quorum that is held go on without us, if it is that session's."""
+        """Notice the loss of this group's own session: the other members of the held quorum go on."""
         quorum, lost = self.quorum, (self._replica_id, event.session)
         if quorum is None or lost not in [(member.replica_id, member.session) for member in quorum.members]:
             return []
         return self._noticed(LossNotice(quorum.key, self._replica_id, event.session, event.reason))
 
     def _tell_again(self, rank: int) -> list[effects.GroupEffect]:
-        """What a rank's stream that was broken has missed."""
+        """Return what a rank has missed while its stream was broken."""
         out: list[effects.GroupEffect] = [effects.TellRank(rank, news) for news in self._news]
         if self._newest.is_news:
             out.append(effects.TellRank(rank, self._newest.pushed()))
@@ -507,8 +520,11 @@ class GroupCore:
         return [*out, effects.AskLighthouse(self._open_request, member, held, self._fingerprint())]
 
     def _breaks_alone(self, rank: int, held: QuorumKey | None) -> list[effects.GroupEffect]:
-        """A rank asks where the group's verdict was that the quorum stands: the other ranks have begun the next round,
-        or are about to. None of its rounds can be committed any more, and they are told so."""
+        """Fail the rounds of a standing quorum in which one rank asks for a new quorum.
+
+        The group's verdict was that the quorum stands, so the other ranks have begun the next round or are about to.
+        None of its rounds can be committed any more, and the ranks are told so.
+        """
         if held is None or self._votes.stands_in != held or self._world_size == 1:
             return []
         self._votes.stands_in = None
@@ -520,7 +536,7 @@ class GroupCore:
         ]
 
     def _named(self, news: QuorumNews, sent_ms: int | None) -> list[effects.GroupEffect]:
-        """The lighthouse names the newest quorum. What changes by it is told to the ranks at once."""
+        """Handle the lighthouse's name of the newest quorum. Tell the ranks at once what changes by it."""
         held = self.quorum.key if self.quorum is not None else None
         if not self._newest.named(news, sent_ms, held):
             return []
@@ -528,8 +544,11 @@ class GroupCore:
         return [effects.TellRank(rank, changed) for rank in sorted(self._streams)]
 
     def _given_before(self, event: events.RankAsked) -> effects.AnswerPlan | effects.AnswerRankUnchanged | None:
-        """What that very attempt was answered, if the rank has not heard it. Asked of the lighthouse it would count as
-        the next request, and this group would be one behind the others from then on."""
+        """Return the earlier answer to this very attempt, if the rank has not received it.
+
+        A second request to the lighthouse would count as the next one, and this group would be one behind the others
+        from then on.
+        """
         attempt, answer = self._given.get(event.rank, (0, None))
         if answer is None or not 0 < attempt == event.request.attempt:
             return None
@@ -540,13 +559,16 @@ class GroupCore:
         return answer
 
     def _fingerprint(self) -> Fingerprint:
-        """The group's, if it has changed since the lighthouse was told; else empty."""
+        """Return the group's fingerprint if it has changed since the last request to the lighthouse, else ()."""
         changed, self._fingerprint_changed = self._fingerprint_changed, False
         return merged(self._fingerprints) if changed else ()
 
     def _fail_those_behind(self) -> list[effects.GroupEffect]:
-        """A rank whose request has failed is one attempt ahead of the others, and would stay ahead for ever: each would
-        wait for the other in another step. So who still waits in an older attempt fails in it too."""
+        """Fail the requests of ranks that wait in an older attempt.
+
+        A rank whose request has failed is one attempt ahead of the other ranks. It would stay ahead for ever, and each
+        would wait for the other in another step.
+        """
         newest = max(asked.request.attempt for asked in self._asked.values())
         out: list[effects.GroupEffect] = []
         for rank, asked in sorted(self._asked.items()):
@@ -569,13 +591,18 @@ class GroupCore:
         return [] if request is None else [effects.WithdrawFromLighthouse(request)]
 
     def _merge(self) -> tuple[Member, QuorumKey | None]:
-        """The group's request: steps must agree, failures the maximum, shrink_only and the like of any rank."""
+        """Return the group's request, merged from the requests of its ranks, and the quorum that the group holds.
+
+        Steps must agree; the request takes the maximum of the failures, and shrink_only and the like if any rank sets
+        it.
+        """
         requests = [self._asked[rank].request for rank in range(self._world_size)]
         first = requests[0]
         states = {(request.step, request.lineage) for request in requests}
-        # Unknown lineages equal nothing, but ranks of one group that all loaded the same step are one state.
+        # Unknown lineages equal nothing, but the ranks of one group that all loaded the same step are in one state.
         torn = len(states) > 1 or any(request.torn for request in requests)
-        # Some have begun in the newest, others have never got it: it can't be given to the group again.
+        # If some ranks have begun in the newest quorum and others never got it, the lighthouse can't give it to the
+        # group again.
         holds = {request.held for request in requests}
         held = max((key for key in holds if key is not None), default=None)
         member = Member(
@@ -612,14 +639,14 @@ class GroupCore:
 
     def _arrived(self, request: int, quorum: Quorum) -> list[effects.GroupEffect]:
         if request != self._open_request:
-            return []  # withdrawn, or answered before
+            return []  # the request was withdrawn or answered before
         try:
             common = assign(quorum)
             plans = [plan_for(quorum, self._replica_id, rank, common) for rank in range(self._world_size)]
         except ProtocolError as error:
             return self._fail_all("malformed", str(error))
         self.quorum = quorum
-        self._left_out = None  # the lighthouse that has left it out may be another one
+        self._left_out = None  # another lighthouse may have left this group out
         self._stands_at = None
         self._newest.given(quorum.key)
         self._votes.unseal()
@@ -643,8 +670,9 @@ class GroupCore:
             return self._fail_all("malformed", message)
         own = self._open_member
         if own is not None and not (self._steady and own.step > self._planned_step):
-            # In the plan that the ranks hold somebody heals; or they have not gone on since they were given another, so
-            # that the answer may have been lost. All are at our state now: the new plan needs no asking.
+            # In the ranks' plan some member heals, or the ranks have not stepped since they got another plan, so that
+            # the answer may have been lost. All members are at this group's state now, so the new plan needs no
+            # request.
             return self._arrived(request, _all_at_state_of(own, self.quorum))
         self._stands_at = own
         self._newest.given(key)

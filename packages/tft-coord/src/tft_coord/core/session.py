@@ -1,9 +1,9 @@
-"""The manager server's end of its stream to the lighthouse: when to dial, what to say, what to believe.
+"""The manager server's side of its stream to the lighthouse: when to dial, what to send, which answers to accept.
 
-A stream breaks for many reasons, most of them harmless, so the client redials at once and often in the first second,
-and says the same session number again. Only when the lighthouse says that the session was lost does it raise the
-number: a loss ends with a newer session. An open request is said again on every new stream, so that a broken stream
-costs nobody a quorum.
+A stream breaks for many reasons, most of them harmless. The client therefore redials at once, often in the first
+second, and keeps its session number. It raises the number only when the lighthouse says that the session was lost: a
+loss ends with a newer session. The client resends an open request on every new stream, so a broken stream costs no
+replica a quorum.
 
 Law of this file: no I/O; the shell dials, sends and tells the time. Jitter comes in as an argument.
 """
@@ -19,12 +19,12 @@ from tft_coord.core.types import Hello, Member, QuorumKey, Refusal
 from tft_coord.timeouts import Timeouts
 
 STALE_DOUBLINGS_MOST = 40  # 2^40 ms are 35 years
-UNANSWERED_MOST = 64  # beats whose sending times are kept
+UNANSWERED_MOST = 64  # beats whose send times are kept
 
 
 @dataclass(frozen=True, slots=True)
 class Dial:
-    """Open a stream at `at_ms`, to the address of that number in the list of the lighthouse's addresses."""
+    """Open a stream at `at_ms` to the lighthouse address with that index."""
 
     at_ms: int
     address: int = 0
@@ -32,14 +32,15 @@ class Dial:
 
 @dataclass(frozen=True, slots=True)
 class SendHello:
-    """Say who we are; always the first message of a stream and of a newer session."""
+    """Send the hello; always the first message of a stream and of a newer session."""
 
     hello: Hello
 
 
 @dataclass(frozen=True, slots=True)
 class SendRequest:
-    """Ask for a quorum. `fingerprint` comes with the first of a session on a stream, and when it has changed."""
+    """Ask for a quorum. The first request of a session on a stream carries `fingerprint`, and so does one after a
+    change."""
 
     request: int
     member: Member
@@ -49,24 +50,24 @@ class SendRequest:
 
 @dataclass(frozen=True, slots=True)
 class SendWithdraw:
-    """Take a request back."""
+    """Withdraw a request."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class SendBeat:
-    """Give a sign of life."""
+    """Send a heartbeat."""
 
     healed_bytes: int
     progress: Progress | None = None
     waits: bool = False
-    number: int = 0  # the answer names the newest quorum; 0: none is wanted
+    number: int = 0  # the answer names the newest quorum; 0: no answer is wanted
 
 
 @dataclass(frozen=True, slots=True)
 class SendLeave:
-    """Say that the group has left the job; `finished_step` as in `LeaveReceived`."""
+    """Report that the group has left the job; `finished_step` as in `LeaveReceived`."""
 
     reason: str
     serve_ms: int
@@ -75,19 +76,19 @@ class SendLeave:
 
 @dataclass(frozen=True, slots=True)
 class HangUp:
-    """Close the stream that is open."""
+    """Close the open stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Ask the lighthouse at that address what it is and whether it serves our job; told by `looked`."""
+    """Ask the lighthouse at that address for its description and whether it serves this job; see `looked`."""
 
     address: int
 
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """For the log, once: what is wrong with the lighthouse at that address."""
+    """Log once what is wrong with the lighthouse at that address."""
 
     address: int
     message: str
@@ -95,7 +96,7 @@ class Say:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The lighthouse refused this replica for good, or there is none to start with; nothing more is sent."""
+    """Stop for good: the lighthouse refused this replica, or the start found no lighthouse. Nothing more is sent."""
 
     code: str
     message: str
@@ -111,9 +112,9 @@ class SessionCore:
         job, replica_id, address, replaces: as in `Hello`.
         session: first session number; a number that rises with restarts (milliseconds since 1970 do).
         timeouts: beat interval and redial pace.
-        jitter: gives a number in [0, 1); spreads redials.
-        num_addresses: of the lighthouse; with more than one all must be of one cluster, and the next is dialed when one
-            can't be reached or answers no more.
+        jitter: returns a number in [0, 1); spreads redials.
+        num_addresses: of the lighthouse. Several addresses must be of one cluster, and the client dials the next one
+            when one is unreachable or stops answering.
         pid, answers_probes, tries_peers: as in `Hello`.
     """
 
@@ -143,23 +144,23 @@ class SessionCore:
         self._answers_probes = answers_probes
         self._tries_peers = tries_peers
         self._address_dialed = 0
-        self._stays = False  # the lighthouse that was dialed last serves us, or will
+        self._stays = False  # the last dialed lighthouse serves this replica, or will
         self._next_look_ms = 0
         self._served = False  # by any lighthouse, since the start
-        self._hopeless: set[int] = set()  # addresses whose last dial found what no waiting mends
-        self._strangers: set[int] = set()  # addresses at which one of another cluster, or torchft's, was found last
+        self._hopeless: set[int] = set()  # addresses whose last dial found a fault that waiting can't repair
+        self._strangers: set[int] = set()  # addresses whose last lighthouse was of another cluster, or torchft's
         self.session = session
         self.connected = False
         self.refused: GiveUp | None = None
         self.held: QuorumKey | None = None
-        self.round_trip_ms: int | None = None  # from a stream's first hello to its welcome, of the newest stream
+        self.round_trip_ms: int | None = None  # from the hello to the welcome of the newest stream
         self._opened_ms: int | None = None
-        self.num_answers = 0  # how often it was given, or said to stand
+        self.num_answers = 0  # how often the held quorum was given or confirmed
         self.lighthouse_started_ms = 0
         self.cluster_id = ""
         self._ready = False
         self._welcomed = False
-        self._beats_count = False  # the session was announced on this stream, and is not known to be lost
+        self._beats_count = False  # this stream announced the session, and the session is not known to be lost
         self._open: SendRequest | None = None
         self._fingerprint: Fingerprint = ()
         self._fingerprint_said = False  # in this session, on this stream
@@ -168,20 +169,20 @@ class SessionCore:
         self._next_beat_ms = 0
         self._beat_interval_ms = timeouts.beat_interval_ms
         self._healed_bytes = 0
-        self._lease_ms = 0  # of its newest request
-        self._beats: dict[int, int] = {}  # when each beat on this stream was sent that is not answered
+        self._lease_ms = 0  # of the newest request
+        self._beats: dict[int, int] = {}  # number -> send time, of the unanswered beats of this stream
         self._last_beat = 0
         self._stale_in_a_row = 0
         self._duplicate_since_ms: int | None = None
-        self.hangs = False  # the session was lost, and no newer one is opened while the trainer hangs
+        self.hangs = False  # the session was lost, and no newer one opens while the trainer hangs
 
     def start(self, now_ms: int) -> list[SessionEffect]:
-        """Begin: dial at once."""
+        """Start: dial at once."""
         self._broken_at_ms = now_ms
         return [Dial(now_ms, self._address_dialed)]
 
     def stream_opened(self, now_ms: int) -> list[SessionEffect]:
-        """The dial succeeded: the hello goes first."""
+        """Handle a dial that succeeded: send the hello first."""
         if self.refused is not None:
             return [HangUp()]
         self.connected = True
@@ -194,12 +195,12 @@ class SessionCore:
         return [self._hello()]
 
     def stream_broke(self, now_ms: int) -> list[SessionEffect]:
-        """The stream ended, or a dial failed: dial again, soon at first, then more slowly."""
+        """Handle the end of the stream or a failed dial: redial, fast at first, then more slowly."""
         self.connected = False
         self._welcomed = self._beats_count = False
         if self.refused is not None:
             return []
-        if self._broken_at_ms is None:  # only a welcome ends a break: dials that are refused slow down too
+        if self._broken_at_ms is None:  # only a welcome ends a break, so redials after refusals slow down too
             self._broken_at_ms = now_ms
         if not self._stays:
             self._address_dialed = self._next_address()
@@ -214,11 +215,13 @@ class SessionCore:
         cluster_id: str = "",
         heartbeat_timeout_ms: int = 0,
     ) -> list[SessionEffect]:
-        """The lighthouse took the hello. An older one of the same cluster than one obeyed before is not believed.
+        """Handle the lighthouse's welcome. A lighthouse that is older than one accepted before, of the same cluster, is
+        rejected.
 
-        One of another cluster at the one address there is is a restart without memory, whatever its clock says. Among
-        several addresses it is a stranger: who believed it would leave the others, who may never reach it. Where the
-        lighthouse calls a replica lost sooner than ours would, we beat as often as that takes.
+        A lighthouse of another cluster at the only address is a restart without memory, whatever its clock says. Among
+        several addresses it is a stranger. A group that accepted it would leave the other groups, which may never reach
+        it. If the lighthouse declares replicas lost sooner than the local timeouts do, the beats come as often as that
+        takes.
         """
         if session != self.session:
             return []
@@ -231,7 +234,7 @@ class SessionCore:
         if self._opened_ms is not None:
             self.round_trip_ms, self._opened_ms = now_ms - self._opened_ms, None
         self._welcomed = self._stays = self._served = True
-        self.hangs = False  # a lighthouse that has forgotten the loss will see for itself
+        self.hangs = False  # a lighthouse that has forgotten the loss will judge for itself
         self._broken_at_ms = None
         self._stale_in_a_row = 0
         self._duplicate_since_ms = None
@@ -243,16 +246,17 @@ class SessionCore:
         return [*([self._leave] if self._leave is not None else []), *asked]
 
     def leave(self, reason: str, serve_ms: int, finished_step: int | None = None) -> list[SessionEffect]:
-        """The group has left: say so now, and on every new stream."""
+        """Report that the group has left, now and on every new stream."""
         if self._leave is not None:
             return []
         self._leave = SendLeave(reason, serve_ms, finished_step)
         return [self._leave] if self._welcomed else []
 
     def told_lost(self, session: int, now_ms: int, *, hung: bool = False) -> list[SessionEffect]:
-        """Our session was taken for lost while we live: open a newer one on the same stream.
+        """Handle the loss of a session whose process lives: open a newer session on the same stream.
 
-        A loss ends with a newer session whose trainer lives; of one that is hung there is none before it goes on.
+        A loss ends with a newer session whose trainer lives. For a hung trainer no session opens before the trainer
+        goes on.
         """
         if session != self.session or not self.connected:
             return []
@@ -261,7 +265,7 @@ class SessionCore:
         return [] if hung else self._open_newer()
 
     def went_on(self, now_ms: int) -> list[SessionEffect]:
-        """The trainer that was hung goes on: open the session that was held back."""
+        """Handle a hung trainer that goes on: open the session that was held back."""
         if not self.hangs:
             return []
         self.hangs = False
@@ -276,16 +280,18 @@ class SessionCore:
     def told_refused(
         self, refusal: Refusal, message: str, now_ms: int, silent_ms: int = 0, *, hung: bool = False
     ) -> list[SessionEffect]:
-        """The lighthouse refuses the session.
+        """Handle the lighthouse's refusal of the session.
 
-        A stale one tries again with a newer number, ever farther ahead, for nobody knows how far a clock was set back;
-        not while the trainer is `hung`, see `told_lost`: another may have had its id meanwhile, and have ended.
-        Another process with the same replica id may be dead without anyone knowing: it lives if it was heard long after
-        we came, `silent_ms` before this. The time alone proves nothing, for a lighthouse that was away, or sick, loses
-        nobody then. An older lighthouse is left for the next dial, and so is one whose clock is far behind. The rest is
-        final.
+        A stale session retries with a newer number, farther ahead each time, because nobody knows how far a clock was
+        set back. It does not retry while the trainer is `hung` (see `told_lost`): another process may have had its id
+        meanwhile, and have ended.
+        A duplicate of the replica id may be dead without the lighthouse knowing it. The duplicate lives if the
+        lighthouse heard it, `silent_ms` ago, long after this replica first asked. The elapsed time alone proves
+        nothing, because a lighthouse that was away or slow declares no losses.
+        The client leaves an older lighthouse for the next dial, and a lighthouse whose clock is far behind too. All
+        other refusals are final.
         """
-        self._welcomed = self._beats_count = False  # nothing more is said on this stream
+        self._welcomed = self._beats_count = False  # nothing more is sent on this stream
         if refusal in (Refusal.STALE, Refusal.LOST):
             self._stays = True
             if not hung:
@@ -296,7 +302,8 @@ class SessionCore:
             self._stays = False
             return [HangUp()]
         if refusal is Refusal.CLOCK:
-            # A replica that was served waits until somebody has set the clock, as for a lighthouse that is away.
+            # A replica that was served before waits until the clock is corrected, as it waits for a lighthouse that is
+            # away.
             self._stays = False
             return [*self.dial_failed(self._address_dialed, refusal.value, message), HangUp()]
         if refusal is Refusal.DUPLICATE:
@@ -310,17 +317,17 @@ class SessionCore:
         return [self.refused, HangUp()]
 
     def looked(self, address: int, cluster_id: str, lighthouse_started_ms: int, *, serves: bool) -> list[SessionEffect]:
-        """What the lighthouse at another address is. `serves`: it has heard of our job.
+        """Handle the description of the lighthouse at another address. `serves`: it has heard of this job.
 
-        Some of the job may have moved to a newer one of the cluster, because they could not reach this one for a
-        moment: two halves would go on, each with its own. So all follow to the newest. One of another cluster can't
-        stand in for this one, which an operator hears while there is time to mend it.
+        Some groups may have moved to a newer lighthouse of the cluster, because they could not reach this one for a
+        moment. Two halves would go on, each with its own lighthouse. All groups therefore follow to the newest one. A
+        lighthouse of another cluster can't replace this one; the log tells the operator in time.
         """
         if not self._welcomed:
             return []
         if cluster_id != self.cluster_id:
             return self._found_stranger(address, f"is of cluster {cluster_id}") if self.cluster_id else []
-        self._strangers.discard(address)  # it was started anew, with the cluster's name
+        self._strangers.discard(address)  # it was restarted with the cluster's name
         if lighthouse_started_ms <= self.lighthouse_started_ms or not serves:
             return []
         self._address_dialed = address
@@ -328,7 +335,8 @@ class SessionCore:
         return [HangUp()]
 
     def found_foreign(self) -> list[SessionEffect]:
-        """The lighthouse does not know our service: it is torchft's. It can serve where it is the only one."""
+        """Handle a lighthouse that does not know this service: it is torchft's, and can serve only as the single
+        lighthouse."""
         if self._num_addresses > 1:
             return self._leave_stranger("is torchft's, which knows no clusters")
         self._stays = self._served = True
@@ -336,15 +344,16 @@ class SessionCore:
         return []
 
     def dial_failed(self, address: int, code: str, message: str) -> list[SessionEffect]:
-        """A dial did not lead to a lighthouse that serves us; `stream_broke` follows.
+        """Handle a dial that led to no lighthouse that serves this replica; `stream_broke` follows.
 
         Before the first lighthouse served this replica, a wrong secret or a wrong server at every address ends the
-        start: the user has to change a setting. A server that is only away is waited for. So is everything once the
-        replica was served, because a job that runs must survive a proxy or a neighbour that answers for a moment.
+        start: the user has to change a setting. For a server that is only away the client waits. Once the replica was
+        served, it waits in all cases, because a running job must survive a proxy or a neighbour that answers for a
+        moment.
 
         Args:
             code: "" where the address may serve later; else what is wrong with it, as in `GiveUp`.
-            message: says so to a user.
+            message: the fault in words, for a user.
         """
         if not code:
             self._hopeless.discard(address)
@@ -358,31 +367,31 @@ class SessionCore:
     def ask(
         self, request: int, member: Member, held: QuorumKey | None, now_ms: int, fingerprint: Fingerprint = ()
     ) -> list[SessionEffect]:
-        """Ask for the next quorum; said again on every new stream until answered or withdrawn.
+        """Ask for the next quorum; every new stream resends the request until it is answered or withdrawn.
 
-        A fingerprint is kept, and said with the first request on each stream: a lighthouse may have no memory. And with
-        that of each newer session: what the lost one has said was not heard, or is forgotten.
+        The first request on each stream carries the fingerprint, because a lighthouse may have no memory. So does the
+        first request of each newer session: the lighthouse has missed or forgotten what the lost session said.
         """
         if fingerprint:
             self._fingerprint, self._fingerprint_said = fingerprint, False
         self._ready = True
         if held is not None and (self.held is None or held > self.held):
-            # Never an older one: ranks that ask as before have not got the newest, or are heard late; the hello names
-            # what was given here, for in it the ranks may be.
+            # An older key never replaces a newer one: ranks that ask as before have not got the newest quorum, or their
+            # request is late. The hello names the quorum that was given here, because the ranks may be in it.
             self.held, self.num_answers = held, 0
         self._open = SendRequest(request, member, held)
         self._lease_ms = member.lease_ms or 0
         return [self._request(self._open)] if self._welcomed else []
 
     def withdraw(self, request: int, now_ms: int) -> list[SessionEffect]:
-        """Give the request up."""
+        """Withdraw the request."""
         if self._open is None or self._open.request != request:
             return []
         self._open = None
         return [SendWithdraw(request)] if self._welcomed else []
 
     def answered(self, request: int, key: QuorumKey | None) -> bool:
-        """An answer came; False if it is for a request that is no longer open. `key` is None for a refusal."""
+        """Record an answer; return False if its request is no longer open. `key` is None for a refusal."""
         if self._open is None or self._open.request != request:
             return False
         if key is not None:
@@ -398,11 +407,11 @@ class SessionCore:
         return sent_ms
 
     def healed(self, healed_bytes: int) -> None:
-        """Bytes of live state received so far; travels with the beats."""
+        """Record the bytes of live state received so far; the beats carry the number."""
         self._healed_bytes = max(self._healed_bytes, healed_bytes)
 
     def say_waits(self, progress: Progress | None) -> list[SessionEffect]:
-        """Beat out of turn: the group waits for others. The next beat comes when it would have come."""
+        """Beat ahead of time, because the group waits for other replicas. The next beat keeps its time."""
         return [SendBeat(self._healed_bytes, progress, waits=True)] if self._welcomed else []
 
     def tick(
@@ -411,23 +420,23 @@ class SessionCore:
         progress: Callable[[], Progress | None] = lambda: None,
         waits: Callable[[], bool] = lambda: False,
     ) -> list[SessionEffect]:
-        """Beat when it is time; `progress` gives what the beat tells of the trainers, `waits` whether they wait.
+        """Beat when it is time; `progress` returns the trainers' progress, `waits` whether they wait.
 
-        Beats begin with the hello and not with the welcome: where the welcome takes longer than `heartbeat_timeout`,
-        the lighthouse would take the silence until then for a loss.
+        Beats begin with the hello, not with the welcome. Where the welcome takes longer than `heartbeat_timeout`, the
+        lighthouse would take the silence until then for a loss.
         """
         if not self._beats_count or now_ms < self._next_beat_ms:
             return []
         looks: list[SessionEffect] = []
         if self._welcomed and now_ms >= self._next_look_ms:
-            # Twice in the time for which a lighthouse without memory believes that members live which are on another.
+            # Twice in the time for which a lighthouse without memory assumes that members on another lighthouse live.
             self._next_look_ms = now_ms + self._timeouts.heartbeat_timeout_ms // 2
             looks += [Look(each) for each in range(self._num_addresses) if each != self._address_dialed]
         self._next_beat_ms = now_ms + self._beat_interval_ms
         return [SendBeat(self._healed_bytes, progress(), waits(), self._number(now_ms)), *looks]
 
     def _number(self, now_ms: int) -> int:
-        """The number of a beat that is sent now, where this group goes on in a quorum without asking; else 0."""
+        """Return the number of the beat that is sent now if this group trains on a lease, else 0."""
         if not self._lease_ms:
             return 0
         self._last_beat += 1
@@ -438,12 +447,12 @@ class SessionCore:
 
     @property
     def open_request(self) -> SendRequest | None:
-        """What has been asked and is neither answered nor withdrawn."""
+        """Return the request that is neither answered nor withdrawn."""
         return self._open
 
     @property
     def next_beat_ms(self) -> int:
-        """When `tick` has something to do next."""
+        """Return when `tick` has something to do next."""
         return self._next_beat_ms
 
     def _request(self, request: SendRequest) -> SendRequest:
@@ -451,7 +460,7 @@ class SessionCore:
         return request if said or not self._fingerprint else replace(request, fingerprint=self._fingerprint)
 
     def _next_address(self) -> int:
-        """The next in turn, without those at which strangers were found, unless there are no others."""
+        """Return the next address in turn, without those of strangers, unless there are no others."""
         turn = [(self._address_dialed + 1 + each) % self._num_addresses for each in range(self._num_addresses)]
         return next((address for address in turn if address not in self._strangers), turn[0])
 
@@ -488,7 +497,7 @@ class SessionCore:
         )
 
     def _redial_delay_ms(self, now_ms: int) -> int:
-        # After the first second still at most every 250 ms: a lighthouse that comes back without memory must hear of
+        # After the first second the delay stays at most 250 ms. A lighthouse that restarts without memory must hear of
         # the running quorum inside its first grace, or it takes a fresh replica for the whole job.
         broken_for = now_ms - (self._broken_at_ms if self._broken_at_ms is not None else now_ms)
         low, high = (50, 100) if broken_for < self._timeouts.redial_fast_for_ms else (100, 250)
