@@ -1,11 +1,12 @@
-"""The lighthouse: hears of sessions, requests and losses; answers with quorums.
+"""The lighthouse: it receives sessions, requests and losses, and answers with quorums.
 
-One `Job` holds what belongs to a job: who lives, who asks, the newest quorum. The core above it only finds the job of
-a stream and keeps the time. A lighthouse that has just started knows nothing: it asks the replica that holds the
-newest quorum for its members and goes on from there, so that its own death costs the job nothing.
+A `Job` holds the state of one job: the living replicas, the waiting requests, the newest quorum. `LighthouseCore` only
+finds the job of a stream and keeps the time. A restarted lighthouse has no memory. It asks the replica that holds the
+newest quorum for the members of that quorum, and resumes from there. The restart of a lighthouse therefore costs the
+job nothing.
 
-Law of this file: decisions only. The caller gives the time (`now_ms`, of a clock that never goes back; `wall_ms`,
-since 1970, for ids and logs) and random nonces, and performs the effects in order.
+Law of this file: decisions only. The caller gives the time (`now_ms` of a monotonic clock; `wall_ms` since 1970, for
+ids and logs) and random nonces, and performs the effects in order.
 """
 
 from __future__ import annotations
@@ -42,32 +43,33 @@ from tft_coord.timeouts import LONGEST_MS, Timeouts
 
 INELIGIBLE_FIRST_MS = 1_000
 INELIGIBLE_MOST_MS = 60_000
-# Ids are milliseconds since 1970 plus a count; one that is near the end of the number range was not given by a
-# lighthouse, and going above it would leave no ids.
+# Ids are milliseconds since 1970 plus a count. An id near the end of the number range was not given by a lighthouse,
+# and a higher one would leave no ids.
 HIGHEST_ID_BELIEVED = MAX_INT64 - 2**32
-# Sessions and start times are milliseconds since 1970; clocks of hosts differ, but not by more than this.
+# Sessions and start times are milliseconds since 1970. The clocks of hosts differ, but not by more than this.
 CLOCKS_DIFFER_MOST_MS = 365 * 24 * 3_600_000
-# Quorums whose losses are remembered after the next has formed.
+# The number of earlier quorums whose losses are remembered.
 BROKEN_QUORUMS_KEPT = 16
 NAMES_SHOWN_MOST = 20
-MEMBERS_IN_A_MS = 10  # whom a look may cost that a beat or the clock causes; of more members fewer cause one
-TOLD_OF_LINKS_MOST = 3  # warnings of others that one replica is given at once
+MEMBERS_IN_A_MS = 10  # a look at n members that a beat or the clock causes happens at most once in n/10 ms
+TOLD_OF_LINKS_MOST = 3  # warnings about other replicas that one replica gets at once
 LOOK_AT_LINKS = "Look at the addresses, the interfaces and the firewalls of both sides"
 NOBODY_ASKS = "nobody has asked"
-ALL_TRAIN = "no replica; the job trains"  # as `wait_sentence` says it of a quorum that stands
+ALL_TRAIN = "no replica; the job trains"  # `wait_sentence` says this of a quorum that stands
 
 
 @dataclass(frozen=True, slots=True)
 class LighthouseConfig:
-    """What a lighthouse is told.
+    """The settings of a lighthouse.
 
     Args:
         min_replicas: smallest quorum, at least 1.
-        timeouts: join, heartbeat, grace and heal time-outs.
-        stragglers: what is done about a replica that holds the others at its pace.
-        lost_state_timeout_ms: how long a job waits before it goes on from before a state whose holders fell silent;
-            heartbeat_timeout where that is longer, and for holders that were lost in another way.
-    Raises: SettingError: min_replicas is below 1, or the time-out is negative or longer than a week.
+        timeouts: join, heartbeat, grace and heal timeouts.
+        stragglers: the policy for a replica that slows the others down.
+        lost_state_timeout_ms: how long a job waits for a lost newest state whose holders fell silent, before it goes on
+            from an older one. At least heartbeat_timeout applies; holders that were lost in another way get
+            heartbeat_timeout.
+    Raises: SettingError: min_replicas is below 1, or the timeout is negative or longer than a week.
     """
 
     min_replicas: int = 1
@@ -85,14 +87,17 @@ class LighthouseConfig:
 
     @property
     def lost_state_ms(self) -> int:
-        """How long a state is waited for whose holders fell silent."""
+        """Return how long the job waits for a state whose holders fell silent."""
         return max(self.timeouts.heartbeat_timeout_ms, self.lost_state_timeout_ms)
 
 
 @dataclass(frozen=True, slots=True)
 class _Birth:
-    """Of this lighthouse: when, and which cluster it serves. `listens_ms`: since when it has listened to everybody; at
-    the start, or since it was away last. `had_earlier_life`: a durable counter says so."""
+    """The identity of this lighthouse: its start time and its cluster.
+
+    `listens_ms`: since when it has listened to all replicas without a break, that is since its start or its last pause.
+    `had_earlier_life`: a durable counter says that a lighthouse ran here before.
+    """
 
     started_ms: int
     cluster_id: str
@@ -105,12 +110,12 @@ class LighthouseCore:
     """All jobs of one lighthouse.
 
     Args:
-        config: limits and time-outs.
+        config: limits and timeouts.
         started_ms: wall-clock milliseconds since 1970 at the start; the first quorum id is above it.
         cluster_id: of the lighthouses that share one memory; random for a single one.
-        nonces: gives a random 64-bit number for each new quorum.
+        nonces: returns a random 64-bit number for each new quorum.
         now_ms: the time at the start.
-        had_earlier_life: a durable counter tells that a lighthouse served these jobs before, whose memory is lost.
+        had_earlier_life: a durable counter says that a lighthouse served these jobs before, and its memory is lost.
     """
 
     def __init__(
@@ -132,31 +137,34 @@ class LighthouseCore:
         self._last_tick_ms = now_ms
         self._forgotten_id = started_ms
         self._succeeded_by_ms = 0
-        self._sent_away: tuple[int, int] | None = None  # since when, and when last, to a newer one
+        # the times of the first and the last replica that was sent to a newer lighthouse
+        self._sent_away: tuple[int, int] | None = None
 
     @property
     def jobs(self) -> tuple[str, ...]:
-        """Names of the jobs that have been heard of."""
+        """Return the names of the known jobs."""
         return tuple(self._jobs)
 
     @property
     def cluster_id(self) -> str:
-        """Of the lighthouses that share one memory."""
+        """Return the id of the lighthouses that share one memory."""
         return self._birth.cluster_id
 
     @property
     def started_ms(self) -> int:
-        """Wall-clock milliseconds since 1970 at the start, or when it began to stand in for a newer one."""
+        """Return the wall-clock milliseconds since 1970 at the start, or when this lighthouse began to replace a newer
+        one."""
         return self._birth.started_ms
 
     def quorum(self, job: str) -> Quorum | None:
-        """The newest quorum of that job."""
+        """Return the newest quorum of that job."""
         return self._jobs[job].previous if job in self._jobs else None
 
     def living(self, job: str, now_ms: int) -> str | None:
-        """One of that job's replicas that is healthy, or None.
+        """Return one healthy replica of that job, or None.
 
-        One whose stream has just broken counts as long as a sign of life does: it may be dialling.
+        A replica whose stream has just broken counts for heartbeat_timeout after its last sign of life, because it may
+        be redialing.
         """
         timeout_ms = self._config.timeouts.heartbeat_timeout_ms
         replicas = self._jobs[job].liveness.replicas.values() if job in self._jobs else ()
@@ -167,14 +175,14 @@ class LighthouseCore:
         return None
 
     def has_trained(self, job: str) -> bool:
-        """Whether that job has a quorum, or one of its replicas holds an earlier one."""
+        """Return whether that job has a quorum, or one of its replicas holds an earlier one."""
         known = self._jobs.get(job)
         return known is not None and (
             known.previous is not None or any(each.held is not None for each in known.liveness.replicas.values())
         )
 
     def turn_out(self, job: str, refusal: Refusal, message_to: Callable[[str], str]) -> list[effects.LighthouseEffect]:
-        """Refuse all replicas of a job, by name, and forget it."""
+        """Refuse all replicas of a job, each with its own message, and forget the job."""
         known = self._jobs.pop(job, None)
         if known is None:
             return []
@@ -189,22 +197,22 @@ class LighthouseCore:
         return out
 
     def replica_of(self, stream: int) -> str | None:
-        """Who said hello on that stream, if it is the newest of that replica."""
+        """Return the id of the replica that said hello on that stream, if it is the replica's newest stream."""
         job = self._job_of_stream.get(stream)
         replica = job.liveness.of_stream(stream) if job is not None else None
         return replica.replica_id if replica is not None else None
 
     def job_of(self, stream: int) -> str | None:
-        """The job to which that stream has said hello."""
+        """Return the name of the job to which that stream has said hello."""
         job = self._job_of_stream.get(stream)
         return job.name if job is not None else None
 
     def waiting_for(self, job: str) -> str:
-        """What the job's next quorum waits for, one phrase."""
+        """Return a phrase that says what the job's next quorum waits for."""
         return self._jobs[job].waiting_for if job in self._jobs else "nobody of this job has been heard of"
 
     def wait_sentence(self, job: str, now_ms: int) -> str:
-        """As `waiting_for`, with those that are waited for and where each was last seen."""
+        """Return the sentence of `waiting_for`, with the missing replicas and where each was last seen."""
         wait = self._jobs[job].wait(now_ms) if job in self._jobs else None
         if wait is not None:
             return wait.sentence
@@ -212,13 +220,15 @@ class LighthouseCore:
         return ALL_TRAIN if waiting_for == NOBODY_ASKS and self._jobs[job].trains else waiting_for
 
     def warnings(self, job: str) -> tuple[str, ...]:
-        """What is wrong with the job now, one sentence each: two living replicas of one name, a straggler, who is lost
-        or left out."""
+        """Return what is wrong with the job now, one sentence for each problem.
+
+        Problems are two living replicas of one name, a straggler, and replicas that are lost or left out.
+        """
         known = self._jobs.get(job)
         return known.names.warnings + known.stragglers.warnings + known.troubles.warnings if known is not None else ()
 
     def look_at_waits(self, now_ms: int) -> list[effects.TellWait | effects.WaitNoticed | effects.Warned]:
-        """Who is to be told now whom it waits for, and what is to be logged of it. Call it once a second."""
+        """Return which replicas to tell now about their wait, and what to log. Call it once a second."""
         out: list[effects.TellWait | effects.WaitNoticed | effects.Warned] = []
         for job in self._jobs.values():
             told, notice, sentence = job.board.look(job.wait(now_ms), now_ms)
@@ -229,13 +239,13 @@ class LighthouseCore:
             job.look_at_troubles(now_ms)
             for warning in job.names.look(job.liveness.replicas.values(), now_ms):
                 out.append(effects.Warned(job.name, warning))
-                # All of the job: what two of one name train harms the others as well.
+                # All replicas of the job hear the warning, because two replicas of one name harm the others too.
                 living = (each for each in job.liveness.replicas.values() if each.healthy)
                 out += [effects.TellWait(each.stream, warning, True) for each in living if each.stream is not None]
         return out
 
     def handle(self, event: events.LighthouseEvent, now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
-        """Take one event; returns what to do about it, in order."""
+        """Handle one event; return the effects, in order."""
         self._note_the_time(now_ms)
         if isinstance(event, events.StreamClosed):
             job = self._job_of_stream.pop(event.stream, None)
@@ -244,14 +254,17 @@ class LighthouseCore:
         else:
             job = self._job_of_stream.get(event.stream)
         if job is None:
-            # Before its hello, or refused: nothing that it says counts.
+            # The stream has not said hello yet, or was refused: its messages do not count.
             return []
         return job.handle(event, now_ms, wall_ms)
 
     def drain(
         self, event: events.DrainRequested
     ) -> list[effects.AskToLeave | effects.TellNewest | effects.RefuseUnary]:
-        """Somebody asks that a replica leave. Returns: whom to ask, nobody while it has no stream, or why not."""
+        """Handle an operator's request that a replica leave.
+
+        Returns: the effect that asks the replica (none while it has no stream), or the reason of a refusal.
+        """
         job = self._jobs.get(event.job)
         if job is None:
             known = _listed(self._jobs) or "none so far"
@@ -260,25 +273,25 @@ class LighthouseCore:
         return job.drain(event)
 
     def tick(self, now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
-        """Let time pass; call every quorum_tick_ms."""
+        """Handle the passage of time; call it every quorum_tick_ms."""
         self._note_the_time(now_ms)
         out: list[effects.LighthouseEffect] = []
         for job in self._jobs.values():
             try:
                 out += job.tick(now_ms, wall_ms)
-            except Exception as error:  # what is wrong with one job must not cost the others their answers
+            except Exception as error:  # a fault in one job must not cost the other jobs their answers
                 out.append(effects.JobFailed(job.name, error))
         for name in [name for name, job in self._jobs.items() if job.forgotten]:
             self._forget(self._jobs.pop(name))
         return out
 
     def _forget(self, job: Job) -> None:
-        """Nothing is kept of it, but a job of the same name that comes back must not see an id again."""
+        """Free what is kept of a job; a job of the same name that returns must not see a quorum id again."""
         self._forgotten_id = max(self._forgotten_id, job.last_id)
         job.forget_fingerprints()
 
     def _note_the_time(self, now_ms: int) -> None:
-        """When this process was away for longer than a grace, nobody is lost by it."""
+        """Note the time. A pause of this process for longer than a grace must not make replicas lost."""
         timeouts = self._config.timeouts
         if now_ms - self._last_tick_ms >= timeouts.quorum_tick_ms + timeouts.reconnect_grace_ms:
             self._birth = replace(self._birth, listens_ms=now_ms)
@@ -287,17 +300,19 @@ class LighthouseCore:
         self._last_tick_ms = now_ms
 
     def _is_succeeded_by(self, hello: Hello) -> bool:
-        """Whether a lighthouse of this cluster that started after this one is obeyed, as that replica or one before it
-        has said."""
+        """Return whether a newer lighthouse of this cluster is in use, as this replica or an earlier one has
+        reported."""
         if hello.cluster_id == self._birth.cluster_id:
             self._succeeded_by_ms = max(self._succeeded_by_ms, hello.lighthouse_started_ms)
         return self._succeeded_by_ms > self._birth.started_ms
 
     def _stands_in(self, now_ms: int, wall_ms: int) -> bool:
-        """Whether replicas have been coming here for so long that the newer one can't be there any more.
+        """Return whether the newer lighthouse is presumed gone, because replicas have been coming here for
+        heartbeat_timeout.
 
-        Then this one is from now on as if it was started at this moment, without memory. Who comes here for a moment,
-        because the way to the newer one is cut, is no reason: the rest of the job would have to follow.
+        In that case this lighthouse behaves from now on as if it had just started, without memory. Replicas that come
+        here for only a moment, because their way to the newer lighthouse is cut, are no reason: the rest of the job
+        would have to follow them.
         """
         patience_ms = self._config.timeouts.heartbeat_timeout_ms
         since_ms, last_ms = self._sent_away or (now_ms, now_ms)
@@ -313,7 +328,7 @@ class LighthouseCore:
         return True
 
     def _retire(self, stream: int) -> list[effects.LighthouseEffect]:
-        """A newer lighthouse serves: this one sends everyone away, and forgets them."""
+        """Refuse and forget all replicas, because a newer lighthouse serves them."""
         message = (
             f"this lighthouse started at {self._birth.started_ms} ms and one that started at "
             f"{self._succeeded_by_ms} ms has taken over; that one is to be used, and this one stands in when replicas "
@@ -356,14 +371,19 @@ class LighthouseCore:
 
 
 def _takes_early(member: Member) -> bool:
-    """Whether an early word of a newcomer is of use to it: in a synchronous quorum it takes its state at the boundary
-    anyway; and a torn one has none to give."""
+    """Return whether an early announcement of a newcomer is useful to this member.
+
+    In a synchronous quorum the member takes its snapshot at the boundary anyway, and a torn member has no state to
+    give.
+    """
     return member.use_async_quorum and not member.torn
 
 
 def _holders_of(quorum: Quorum, step: int) -> list[str]:
-    """Who was at that step in a quorum. Who was to heal because its state might be another one has that state still; it
-    is better than none."""
+    """Return the members of the quorum that were at that step.
+
+    A member that had to heal because its state might differ still has that state, which is better than none.
+    """
     return [member.replica_id for member in quorum.members if member.step == step and not member.torn]
 
 
@@ -379,7 +399,8 @@ def _end_of(replica: Replica) -> str:
 
 
 def _nonsense(hello: Hello) -> str | None:
-    """What in a hello can't be true, or None. Believed, one such number would lock others out for good."""
+    """Return what in a hello is impossible, or None. An accepted number of this kind would lock other replicas out for
+    good."""
     name = hello.replica_id
     if hello.held is not None and hello.held.quorum_id > HIGHEST_ID_BELIEVED:
         return f"replica {name} holds quorum {hello.held}, an id that no lighthouse gives; start it anew"
@@ -387,10 +408,10 @@ def _nonsense(hello: Hello) -> str | None:
 
 
 def _clock_behind(hello: Hello, wall_ms: int, cluster_id: str) -> str | None:
-    """Why this clock, or the replica's, must be wrong, or None.
+    """Return why the lighthouse's clock or the replica's must be wrong, or None.
 
-    A number of the far future is not believed, because nobody could open a newer session than that, or be a newer
-    lighthouse. A start time of another cluster is not used.
+    A number far in the future is rejected, because no replica could open a newer session, and no lighthouse could be
+    newer. The start time of another cluster is not used.
     """
     latest_ms = wall_ms + CLOCKS_DIFFER_MOST_MS
     said = {"session": hello.session}
@@ -406,7 +427,7 @@ def _clock_behind(hello: Hello, wall_ms: int, cluster_id: str) -> str | None:
     return None
 
 
-# A quorum's key, and how often a member was given it, or was told that it stands.
+# A quorum's key, and how often a member was given that quorum or told that it stands.
 _Answer: TypeAlias = tuple[QuorumKey, int]
 
 
@@ -416,7 +437,7 @@ class Job:
     Args:
         name: job id.
         config, birth, nonces, room: of the lighthouse.
-        now_ms: when it was first heard of.
+        now_ms: the time of the first hello.
         last_id: the first quorum's id is above it.
     """
 
@@ -436,8 +457,8 @@ class Job:
         self.hangs = HangWatch(config.timeouts)
         self.stragglers = StragglerWatch(config.stragglers)
         self.suspicion = Suspicion(config.timeouts)
-        self._looked_ms = now_ms  # for silence
-        self._looked_at_all_ms = now_ms  # in a tick
+        self._looked_ms = now_ms  # the last look for silent replicas
+        self._looked_at_all_ms = now_ms  # the same, in a tick
         self._say_wait: set[str] = set()  # members whose newest beat says that they wait
         self.previous: Quorum | None = None
         self.waiting_for = NOBODY_ASKS
@@ -447,8 +468,8 @@ class Job:
         self._birth = birth
         self._nonces = nonces
         self.last_id = last_id
-        # Whoever is presumed to live has a heartbeat_timeout to show it: from the start of a lighthouse that comes
-        # back, from now if it has forgotten the job since.
+        # A presumed replica has a heartbeat_timeout to show that it lives. The time counts from the start of a
+        # restarted lighthouse, or from now if the lighthouse has forgotten the job since.
         late = now_ms - birth.listens_ms >= config.timeouts.heartbeat_timeout_ms
         self._presumed_from_ms = now_ms if late else birth.listens_ms
         self._unnamed_until_ms = self._presumed_from_ms + config.timeouts.heartbeat_timeout_ms
@@ -458,51 +479,52 @@ class Job:
         self._losses_before: dict[QuorumKey, tuple[LossNotice, ...]] = {}  # of the last few quorums before it
         self._formed_here = False
         self._healthy_before: int | None = None
-        self._formed_ms = birth.now_ms  # the newest answer, unchanged ones included
-        self._key_formed_ms = birth.now_ms  # the newest key
-        # Members of the newest quorum that have asked for the next: once one has, the answer that another lost is not
-        # given again, because the quorum has begun to end.
+        self._formed_ms = birth.now_ms  # the time of the newest answer, unchanged ones included
+        self._key_formed_ms = birth.now_ms  # the time of the newest key
+        # Members of the newest quorum that have asked for the next one. Once a member has asked, the quorum has begun
+        # to end, so a lost answer is not given again.
         self._asked_since: set[str] = set()
-        self._newest_step = 0  # that a member of the newest quorum was at or has said since
-        self._announced = False  # since the newest quorum: somebody asks who will heal
-        self._askers: dict[str, Replica] = {}  # who has asked; some of them may not wait any more
-        self._more = 0  # requests that must come before the rule can say yes
-        self._asking: tuple[int, _Answer, int] | None = None  # (stream, what was answered last there, since_ms)
-        self._reported_last: _Answer | None = None  # where the newest quorum was formed elsewhere
+        self._newest_step = 0  # the highest step that a member of the newest quorum has reported
+        self._announced = False  # a newcomer was announced since the newest quorum formed
+        self._askers: dict[str, Replica] = {}  # replicas that have asked; some of them may not wait any more
+        self._more = 0  # the number of requests that must come before the rule can say yes
+        self._asking: tuple[int, _Answer, int] | None = None  # (stream, last answer on that stream, since_ms)
+        self._reported_last: _Answer | None = None  # set if another lighthouse formed the newest quorum
         self._now_ms = now_ms
         self._handshake = Handshake(name, self._standing, room)
-        self._held: QuorumKey | None = None  # the newest that anybody said to hold
-        self._asked_in_vain: set[int] = set()  # streams that could not say the members of the quorum they hold
-        self._poor_sources: dict[str, tuple[str, ...]] = {}  # by who says so
-        self._serving: set[str] = set()  # who has left, and may still be healed from
-        self._asker = ""  # who asks just now, if it has trained
+        self._held: QuorumKey | None = None  # the newest quorum that any replica said to hold
+        self._asked_in_vain: set[int] = set()  # streams that could not name the members of the quorum they hold
+        self._poor_sources: dict[str, tuple[str, ...]] = {}  # replica id -> the sources it reported as poor
+        self._serving: set[str] = set()  # replicas that have left and may still be healed from
+        self._asker = ""  # the replica that asks just now, if it has trained
         self._end = JobEnd()
         self._living = LivingQuorum(config.timeouts, birth.now_ms, had_earlier_life=birth.had_earlier_life)
         self._held_lease_ms = 0  # of `_held`, as hellos say
         self._reach = Reach(config.min_replicas)
-        self._kept = Kept()  # who was kept out of the next quorum when the rule was applied last
-        self._heals_last = ""  # who was found to heal when that was last asked
+        self._kept = Kept()  # the replicas that the last run of the rule kept out
+        self._heals_last = ""  # the replica that the last look found healing
         self._healed_at: tuple[Quorum | None, int] | None = None  # of that quorum, see `_step_after_healing`
 
     def was_away(self, now_ms: int, away_ms: int) -> None:
-        """The lighthouse was, for so long, and nobody is lost by it, nor who will be named only now."""
+        """Note that the lighthouse was away for that long; no replica is lost by it, nor members that get named only
+        now."""
         self._presumed_from_ms = now_ms
-        self._unnamed_until_ms += away_ms  # and no more: for whom nobody has named a job must not wait for ever
+        self._unnamed_until_ms += away_ms  # a wait for a quorum that no replica names must stay bounded
         self.liveness.excuse_all(now_ms)
         self.suspicion.begin_anew()
         self.hangs.forget()
 
     def forget_fingerprints(self) -> None:
-        """There is no such job any more."""
+        """Free the fingerprints, because the job is forgotten."""
         self._handshake.forget_all()
 
     @property
     def forgotten(self) -> bool:
-        """Nobody of this job is remembered any more, long after its last quorum."""
+        """Return whether no replica of this job is remembered any more, long after its last quorum."""
         return not self.liveness.replicas
 
     def hello(self, stream: int, hello: Hello, now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
-        """A stream of this job says who it is."""
+        """Handle the hello of a stream of this job."""
         known = self.liveness.replicas.get(hello.replica_id)
         session_before = known.session if known is not None else hello.session
         had_left = known is not None and known.left is not None
@@ -520,7 +542,8 @@ class Job:
         elif replica.asked_to_leave is not None:
             out.append(effects.AskToLeave(stream, *replica.asked_to_leave))
         if hello.session > session_before and not had_left:
-            # Its manager server was started anew before anybody missed it; what the old one was in is over anyway.
+            # The manager server was restarted before the lighthouse noticed its end; the old session's quorum can't go
+            # on.
             out += self._break_quorum(hello.replica_id, session_before, f"session {hello.session} has taken its place")
         out += self._dead_for_ever(hello.replaces)
         if hello.held is not None:
@@ -529,11 +552,11 @@ class Job:
                 self._held_lease_ms = max(self._held_lease_ms, hello.lease_ms)
             if all((hello.held, hello.num_answers) > known for known in self._known_answers()):
                 out += self._ask_for_newest(now_ms)
-        # Who has only come makes nothing possible that was not; thousands come together.
+        # A replica that has only connected makes no quorum possible; thousands connect together.
         return out + self._form(now_ms, wall_ms) if result.lost is not None else out
 
     def handle(self, event: events.LighthouseEvent, now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
-        """Take an event of one of this job's streams."""
+        """Handle an event of one of this job's streams."""
         out: list[effects.LighthouseEffect] = []
         match event:
             case events.StreamClosed():
@@ -557,10 +580,11 @@ class Job:
             if self._asking is not None and self._asking[0] == event.stream:
                 if not isinstance(event, events.QuorumReported):
                     return []  # its answer is on the way
-                # Who trained together is as true as it was before it was lost, and it may have been the last to know.
+                # The report of a lost replica is as true as before its loss, and the replica may be the last one that
+                # knows it.
                 out += self._reported(event, now_ms)
                 out += self._form(now_ms, wall_ms)
-            # It lives after all, and must know that others went on without it.
+            # The replica lives after all, and must learn that the others went on without it.
             return out + self._answer_the_lost(replica, event)
         match event:
             case events.BeatReceived():
@@ -572,7 +596,7 @@ class Job:
                 self.stragglers.heard(replica.replica_id, progress)
                 self._hear_of_wait(replica, event.waits, now_ms)
                 out += self._answer_beat(replica, event)
-                # Thousands say so together, and a look is at all of them: the next is for the tick.
+                # Thousands report a wait together, and each look is at all members: the next look waits for the tick.
                 if event.waits and now_ms - self._looked_ms >= len(self._members) // MEMBERS_IN_A_MS:
                     out += self._look_for_silence(now_ms, wall_ms)
             case events.ProbeAnswered():
@@ -589,7 +613,8 @@ class Job:
             case events.PeersTried():
                 if self._reach.trials.answered(replica.replica_id, event.number, event.unreached, now_ms):
                     self._more = 0
-                    # Thousands answer together, and each may be needed: the rule is applied once, or at the next tick.
+                    # Thousands answer together, and each answer may matter: the rule runs once, after the last, or at
+                    # the next tick.
                     if not self._reach.trials.is_any_open:
                         out += self._form(now_ms, wall_ms)
             case events.LeaveReceived():
@@ -612,17 +637,21 @@ class Job:
         return out
 
     def _is_first_newcomer(self, replica: Replica) -> bool:
-        """Whether its request is the only one beside a quorum that stands: its trial and the recall begin at once. Of
-        many that come together the others wait for the tick, because each look costs as much as there are members."""
+        """Return whether the replica's request is the only one beside a standing quorum; then its trial and the recall
+        begin at once.
+
+        If many newcomers come together, the others wait for the tick, because a look costs as much as there are
+        members.
+        """
         return self._living.stands and replica.replica_id not in self._members and len(self._waiting()) == 1
 
     def tick(self, now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
-        """Let time pass."""
+        """Handle the passage of time."""
         out: list[effects.LighthouseEffect] = []
         if self._asking is not None and now_ms - self._asking[2] >= self._timeouts.heartbeat_timeout_ms:
             out += self._asked_nobody(self._asking[0], now_ms)
         out += self._judge_hung(now_ms) + self._look_at_paces(now_ms)
-        # A look at thousands takes long while they ask, and what comes from them meanwhile waits for it.
+        # A look at thousands of replicas takes long while they ask, and it delays their messages.
         is_due = now_ms - self._looked_at_all_ms >= len(self.liveness.replicas) // MEMBERS_IN_A_MS
         if is_due:
             self._looked_at_all_ms = now_ms
@@ -634,8 +663,8 @@ class Job:
         return out + self._release_those_who_left(now_ms)
 
     def wait(self, now_ms: int) -> JobWait | None:
-        """Who waits for whom: for the next quorum, or inside the step of the newest one."""
-        # A replica that is left out has been told for how long.
+        """Return which replicas wait for which: for the next quorum, or inside the step of the newest one."""
+        # A replica that is left out was told for how long.
         waiting = [each for each in self._waiting() if each[0].replica_id not in self.stragglers.left_out]
         if waiting:
             asked = {replica.replica_id for replica, _ in waiting}
@@ -654,7 +683,7 @@ class Job:
                 )
             below_least = len(waiting) < self._config.min_replicas
             reason = self.waiting_for
-            if reason == NOBODY_ASKS:  # who waits has asked since the rule was applied last
+            if reason == NOBODY_ASKS:  # the waiting replicas have asked since the rule ran last
                 decision = decide(self._situation(waiting, now_ms))
                 reason = decision.reason if isinstance(decision, Wait) else "the lighthouse's next look"
             return JobWait(
@@ -672,7 +701,7 @@ class Job:
         return JobWait(min(begun), step_wait(self._newest_step, missing, now_ms), tuple(streams))
 
     def look_at_troubles(self, now_ms: int) -> None:
-        """Find what is wrong now, for whoever asks later."""
+        """Find what is wrong now, for later calls of `warnings`."""
         replicas, out = self.liveness.replicas, self._kept.out
         out = frozenset(name for name in out if name in replicas and replicas[name].healthy) if out else out
         self.troubles.look(
@@ -687,30 +716,31 @@ class Job:
     # --- leaving ------------------------------------------------------------------------------------------------
 
     def _leaves(self, replica: Replica, serve_ms: int, now_ms: int, *, told: bool) -> list[effects.LighthouseEffect]:
-        """It has left, and is waited for by nobody; its quorum goes on to its end, and so does a healing from it."""
+        """Handle a replica that has left: no replica waits for it. Its quorum goes on to its end, and so does a healing
+        from it."""
         self._healthy_before = None
         self._more = 0
         replica.serves = True
         self._serving.add(replica.replica_id)
-        # Nobody waits for it in a step. Taken for one that is lost by its hang, it would give others that hang time.
+        # No replica waits for it in a step. If it counted as hung later, the others would get its hang time as well.
         self.hangs.heard(replica.replica_id, None, now_ms)
         self.stragglers.gone(replica.replica_id)
         out = self._release_those_who_left(now_ms)
         if told:
             return out
         if replica.replica_id in self._members:
-            self._living.asked(replica.replica_id, now_ms)  # the others have been told by its word, or wait for it
+            self._living.asked(replica.replica_id, now_ms)  # its own message has told the others, or they wait for it
         assert replica.left is not None
         left = effects.ReplicaLeft(self.name, replica.replica_id, replica.session, replica.left, serve_ms)
         return [left, *out]
 
     def _release_those_who_left(self, now_ms: int) -> list[effects.LighthouseEffect]:
-        """Tell those of them that may end from whom nobody heals any more."""
+        """Release those that have left and from which no replica heals any more."""
         out: list[effects.LighthouseEffect] = []
         heals = self._somebody_heals() if self._serving else False
         for replica_id in sorted(self._serving):
             replica = self.liveness.replicas.get(replica_id)
-            # A lighthouse without memory does not know yet who heals from whom.
+            # A lighthouse without memory does not know yet which replica heals from which.
             needed = (heals and replica_id in self._members) or not self._formed_here
             if replica is not None and replica.lost is None and needed:
                 continue
@@ -723,23 +753,31 @@ class Job:
         return out
 
     def _has_healed(self, replica: Replica, progress: Progress | None) -> bool:
-        """Whether a member that was to heal holds the state now and fetches nothing: it is between two steps again,
-        where it may evaluate for long before it asks."""
+        """Return whether a member that had to heal now holds the state and fetches nothing.
+
+        Such a member is between two steps again, where it may evaluate for long before it asks.
+        """
         member = self._members.get(replica.replica_id)
         if replica.healing_since_ms is None or progress is None or member is None or member.torn:
             return False
         return progress.phase is Phase.OUTSIDE and progress.step >= self._step_after_healing()
 
     def _step_after_healing(self) -> int:
-        """Return the step at which a member of the newest quorum holds the state. Each beat of one that heals asks it,
-        and in a first quorum all but one heal: so it is found once a quorum."""
+        """Return the step at which a member of the newest quorum holds the state.
+
+        Each beat of a healing member needs the step, and in a first quorum all members but one heal. The step is
+        therefore computed once for each quorum.
+        """
         if self._healed_at is None or self._healed_at[0] is not self.previous:
             step = max((each.step for each in self._members.values() if not each.torn), default=0)
             self._healed_at = self.previous, max(step, 1)
         return self._healed_at[1]
 
     def _somebody_heals(self) -> bool:
-        """In the newest quorum. A whole job that leaves together asks it each time: who healed last is seen first."""
+        """Return whether a member of the newest quorum heals.
+
+        A job whose replicas all leave together calls this for each of them, so the last found member is checked first.
+        """
         for replica_id in (self._heals_last, *self._members) if self._heals_last in self._members else self._members:
             replica = self.liveness.replicas.get(replica_id)
             heals = replica is not None and replica.healing_since_ms is not None and not replica.has_healed
@@ -750,17 +788,18 @@ class Job:
 
     @property
     def trains(self) -> bool:
-        """Whether the newest quorum has a member that lives and has not left."""
+        """Return whether the newest quorum has a member that lives and has not left."""
         members = (self.liveness.replicas.get(name) for name in self._members)
         return any(member is not None and member.healthy and member.left is None for member in members)
 
     def drain(
         self, event: events.DrainRequested
     ) -> list[effects.AskToLeave | effects.TellNewest | effects.RefuseUnary]:
-        """Ask a replica to leave, now and on every new stream, until it has. Who is lost or has left can't be asked."""
+        """Ask a replica to leave, now and on every new stream, until it has left. A lost or gone replica can't be
+        asked."""
         known = [replica for replica in self.liveness.replicas.values() if not replica.presumed]
         found = [replica for replica in known if replica.replica_id == event.replica]
-        # Logs and errors say the short one.
+        # Logs and errors show short ids.
         found = found or [replica for replica in known if shorten(replica.replica_id) == event.replica]
         found = found or [replica for replica in known if base_name(replica.replica_id) == event.replica]
         gone = [replica for replica in found if not replica.healthy]
@@ -783,7 +822,7 @@ class Job:
     # --- a quorum whose members go on without asking ----------------------------------------------------------------
 
     def _recall(self) -> list[effects.TellNewest]:
-        """Call the members of the newest quorum back: they ask after their next word."""
+        """Recall the members of the newest quorum: they ask for a quorum after their next vote."""
         if not self._living.recall():
             return []
         news = self._living.news(self._previous_key, 0, broken=self._broken is not None)
@@ -795,8 +834,8 @@ class Job:
         ]
 
     def _answer_beat(self, replica: Replica, beat: events.BeatReceived) -> list[effects.TellNewest]:
-        """Name the newest quorum to whoever goes on in one without asking: that renews its lease, and repairs what it
-        has missed."""
+        """Name the newest quorum to a replica that trains on without asking; this renews its lease and repairs what it
+        missed."""
         if not beat.number:
             return []
         if beat.progress is not None and self._living.stands and replica.replica_id in self._members:
@@ -823,7 +862,8 @@ class Job:
         return self._break_for_all(f"waits for {_listed(late[1])} for longer than join_timeout")
 
     def _has_moved_on(self) -> bool:
-        """Whether the members have committed steps since the newest quorum was given, of which only beats tell."""
+        """Return whether the members have committed steps since the newest quorum was given, which only beats
+        report."""
         if not self._living.stands_whole:
             return False
         given = max((member.step for member in self._members.values()), default=0)
@@ -856,7 +896,7 @@ class Job:
         share = self.stragglers.share_of(hello.replica_id)
         if share is not None:
             out.append(effects.TellStraggler(stream, share))
-        # What a stream that was broken has missed.
+        # A broken stream has missed these notices.
         return out + [effects.NotifyLoss(stream, notice) for notice in self._losses_in(hello.held)]
 
     def _judge(self, now_ms: int) -> list[effects.LighthouseEffect]:
@@ -866,7 +906,8 @@ class Job:
         return out
 
     def _judge_hung(self, now_ms: int) -> list[effects.LighthouseEffect]:
-        """Take for lost whose trainer hangs; where all wait for one another, end that, and blame nobody."""
+        """Declare a hung trainer's replica lost. Where all replicas wait for one another, break the quorum without a
+        loss."""
         hung = self.hangs.hung(now_ms, self._last_holder)
         if hung is not None:
             replica_id, progress = hung
@@ -883,15 +924,17 @@ class Job:
             self._say_wait.discard(replica.replica_id)
 
     def _waits_long(self, replica: Replica, now_ms: int) -> bool:
-        """Whether a member has waited for others for a while, for the next quorum or inside the newest one."""
+        """Return whether a member has waited for others for a while, for the next quorum or inside the newest one."""
         if replica.request is not None:
             return now_ms - replica.request.asked_ms >= WAITS_MS
         said_ms = replica.said_wait_ms
         return said_ms is not None and said_ms > self._formed_ms and now_ms - said_ms < WAIT_IS_SAID_FOR_MS
 
     def _look_for_silence(self, now_ms: int, wall_ms: int | None = None) -> list[effects.LighthouseEffect]:
-        """Where most members wait: probe the others, and lose those that are silent or stopped. Costs nothing while
-        nobody waits. With `wall_ms` the next quorum is looked at as well, where somebody is lost."""
+        """Probe the members that do not wait where most members do, and declare silent or stopped ones lost.
+
+        The call is cheap while no member waits. With `wall_ms`, a loss also runs the rule for the next quorum.
+        """
         if now_ms - self._formed_ms < WAITS_MS or not (self._say_wait or self._askers):
             return []
         self._looked_ms = now_ms
@@ -905,7 +948,7 @@ class Job:
         out: list[effects.LighthouseEffect] = []
         for name, number in found.probes:
             stream = self.liveness.replicas[name].stream
-            assert stream is not None  # else it could not be probed
+            assert stream is not None  # a member without a stream is never probed
             out.append(effects.Probe(stream, number))
         for name, reason in found.lost:
             lost = self.liveness.silence(name, reason, now_ms)
@@ -913,7 +956,7 @@ class Job:
         return out + self._form(now_ms, wall_ms) if found.lost and wall_ms is not None else out
 
     def _hear_of_stop(self, replica: Replica, event: events.ProbeAnswered, now_ms: int) -> list[effects.Probe]:
-        """A stop counts where it was seen just now; where that is not known, it is asked after."""
+        """Record a stop that was seen just now; probe again where the time of the sighting is unknown."""
         replica.stopped = None
         if not event.stopped or replica.left is not None or replica.replica_id not in self._members:
             return []
@@ -938,15 +981,18 @@ class Job:
         )
 
     def _last_holder(self, without: Collection[str] = ()) -> list[str]:
-        """Whoever is the only one left that holds the newest quorum's state: without it the others would start over.
-        `without`: these are about to be lost."""
+        """Return the only living holder of the newest quorum's state, or []: without it the others would start over.
+
+        `without`: replicas that are about to be lost.
+        """
         held = [self.previous.replica_ids[rank] for rank in self._up_to_date()] if self.previous is not None else []
         known = (self.liveness.replicas.get(name) for name in held if name not in without)
         living = [each.replica_id for each in known if each is not None and each.healthy]
         return living if len(living) == 1 else []
 
     def _up_to_date(self) -> tuple[int, ...]:
-        """Replica ranks that hold the newest quorum's state; none before the first step, and where all are torn."""
+        """Return the replica ranks that hold the newest quorum's state; () before the first step, and where all are
+        torn."""
         assert self.previous is not None
         if self._has_moved_on():
             return tuple(range(len(self.previous.members)))
@@ -979,19 +1025,21 @@ class Job:
     def _break_quorum(
         self, replica_id: str, session: int, reason: str, *, lives: bool = False
     ) -> list[effects.LighthouseEffect]:
-        """A session has ended, or can't go on in the newest quorum: that can't run any more, and each other member is
-        told. One such member is enough to be told of; of those that are lost everyone is."""
+        """Break the newest quorum, because a session has ended or can't go on in it, and tell each other member.
+
+        One notice of a living member is enough. Of lost members each gets a notice.
+        """
         member, replica = self._members.get(replica_id), self.liveness.replicas.get(replica_id)
         if self.previous is None or member is None:
             return []
         if session < member.session and not (replica is not None and replica.dead):
-            return []  # the newer one may live; of a replica that is dead none does
-        # Its manager server may have been started anew since it left; somebody may still heal from it.
+            return []  # the newer session may live; of a dead replica no session lives
+        # The manager server may have restarted since the replica left; another replica may still heal from it.
         session = member.session
         known = self._losses.get(replica_id)
         if self._losses if lives else known is not None and not known.lives:
             return []
-        # Who has lost the answer must not be sent into it.
+        # A member that has lost the answer must not enter a broken quorum.
         self._broken = self._broken or f"{replica_id} {reason if lives else 'was lost'}"
         notice = self._losses[replica_id] = LossNotice(self.previous.key, replica_id, session, reason, lives)
         others = (self.liveness.replicas.get(other) for other in self._members if other != replica_id)
@@ -1002,14 +1050,15 @@ class Job:
         ]
 
     def _dead_for_ever(self, replica_id: str) -> list[effects.LighthouseEffect]:
-        """It was lost before, as a session that is not the quorum's, and can't come back as that one either now."""
+        """Break the quorum for a replica that was lost before, in another session than the quorum's, and is now
+        dead."""
         known = self.liveness.replicas.get(replica_id)
         if known is None or not known.dead or known.lost is None:
             return []
         return self._break_quorum(replica_id, known.session, known.lost)
 
     def _break_for_all(self, reason: str) -> list[effects.LighthouseEffect]:
-        """Nobody can go on in the newest quorum, and nobody is lost: each member is told, the one that is named too."""
+        """Break the newest quorum for all members without a loss; the member that the notice names is told too."""
         first = next(iter(self._members.values()))
         out = self._break_quorum(first.replica_id, first.session, reason, lives=True)
         named, notice = self.liveness.replicas.get(first.replica_id), self._losses.get(first.replica_id)
@@ -1018,13 +1067,14 @@ class Job:
         return out
 
     def _losses_in(self, key: QuorumKey | None) -> Iterable[LossNotice]:
-        """Who was lost in that quorum: the newest, or one that a member may still be in because it heard of no next."""
+        """Return the losses of that quorum: the newest, or one that a member may still be in because it heard of no
+        later one."""
         if self.previous is not None and key == self.previous.key:
             return self._losses.values()
         return self._losses_before.get(key, ()) if key is not None else ()
 
     def _forget_losses(self) -> None:
-        """Another quorum is the newest from now on."""
+        """Move the losses of the newest quorum to the earlier ones, because another quorum becomes the newest."""
         if self.previous is not None and self._losses:
             self._losses_before[self.previous.key] = tuple(self._losses.values())
             while len(self._losses_before) > BROKEN_QUORUMS_KEPT:
@@ -1045,7 +1095,7 @@ class Job:
     # --- stragglers -------------------------------------------------------------------------------------------------
 
     def _look_at_paces(self, now_ms: int) -> list[effects.LighthouseEffect]:
-        """Do what the policy says about the replicas that hold the others at their pace."""
+        """Carry out the policy for the replicas that slow the others down."""
         out: list[effects.LighthouseEffect] = []
         for change in self.stragglers.look(self._members, now_ms, self._company):
             self._healthy_before = None
@@ -1059,13 +1109,13 @@ class Job:
             out += self._recall() if news.replica_id in self._members and news.pause_ms else []
             if change.ends_quorum:
                 out += self._break_quorum(news.replica_id, replica.session, left_out_reason(news), lives=True)
-                # Its own reductions would wait for those that go on without it.
+                # The straggler's own reductions would wait for the replicas that go on without it.
                 notice = self._losses.get(news.replica_id)
                 out += [effects.NotifyLoss(replica.stream, notice)] if notice is not None else []
         return out
 
     def _left_out(self) -> frozenset[str]:
-        """The stragglers that are left out; nobody, where no other member lives that can go on from the job's state."""
+        """Return the stragglers that are left out; none if no other living member can go on from the job's state."""
         out = self.stragglers.left_out
         others = (self.liveness.replicas.get(name) for name in self._members if name not in out) if out else ()
         return out if any(other is not None and other.healthy for other in others) else frozenset()
@@ -1073,7 +1123,7 @@ class Job:
     def _company(self) -> Company:
         replicas = self.liveness.replicas
         return Company(
-            # Who can't be reached stands in for nobody.
+            # A replica that is unreachable replaces no other.
             healthy=[
                 replica.replica_id
                 for replica in replicas.values()
@@ -1091,9 +1141,10 @@ class Job:
     # --- a lighthouse without memory --------------------------------------------------------------------------------
 
     def _ask_for_newest(self, now_ms: int) -> list[effects.LighthouseEffect]:
-        """Ask whoever holds the newest quorum that was formed before this lighthouse started for its members."""
+        """Ask the replica that holds the newest quorum from before the start of this lighthouse for the members of that
+        quorum."""
         if self._formed_here:
-            # Ours is the newest by definition; ids only go above the others.
+            # A quorum that this lighthouse formed is the newest by definition; ids only rise above the others.
             return []
         known = self._known_answers()
         best: tuple[_Answer, int] | None = None
@@ -1121,13 +1172,17 @@ class Job:
         return self.previous.key if self.previous is not None else None
 
     def _known_answers(self) -> list[_Answer]:
-        """What others gave as an answer, and this lighthouse knows or has asked for. Of the last one that another gave
-        before it ended, some have heard and others not, so the newest is looked for within one quorum, too."""
+        """Return the answers of other lighthouses that this one knows or has asked for.
+
+        Of the last answer before another lighthouse ended, some members have heard and others not. The newest answer is
+        therefore looked for within one quorum too.
+        """
         known = [] if self.previous is None else [self._reported_last or (self.previous.key, MAX_INT64)]
         return known if self._asking is None else [*known, self._asking[1]]
 
     def _asked_nobody(self, stream: int, now_ms: int) -> list[effects.LighthouseEffect]:
-        """That stream will not answer: ask the next best, who may hold the same quorum or one before."""
+        """Handle a stream that will not answer: ask the next best replica, which may hold the same quorum or an earlier
+        one."""
         if self._asking is None or self._asking[0] != stream:
             return []
         self._asking = None
@@ -1135,7 +1190,7 @@ class Job:
         return self._ask_for_newest(now_ms)
 
     def _reported(self, event: events.QuorumReported, now_ms: int) -> list[effects.LighthouseEffect]:
-        """The members of a quorum that was formed before this lighthouse started."""
+        """Take over the members of a quorum that formed before this lighthouse started."""
         if self._asking is None or self._asking[0] != event.stream:
             return []
         quorum, answer = event.quorum, self._asking[1]
@@ -1166,14 +1221,15 @@ class Job:
         return out + self._ask_for_newest(now_ms) + self._sort_the_waiting(now_ms)
 
     def _answered_later(self, quorum: Quorum, answer: _Answer, now_ms: int) -> list[effects.LighthouseEffect]:
-        """A member has had a later answer in the newest quorum than the one that was asked first."""
+        """Take over a later answer in the newest quorum than the one that was asked first."""
         self.previous, self._reported_last = quorum, answer
         self._members = {member.replica_id: member for member in quorum.members}
         self._newest_step = max(self._newest_step, *(member.step for member in quorum.members))
         return self._ask_for_newest(now_ms) + self._sort_the_waiting(now_ms)
 
     def _sort_the_waiting(self, now_ms: int) -> list[effects.LighthouseEffect]:
-        """Who asked before we knew their quorum: some have gone on from it, others have never got it."""
+        """Sort the members that asked before this lighthouse knew their quorum: some have gone on from it, others never
+        got it."""
         members = [replica for replica, _ in self._waiting() if replica.replica_id in self._members]
         without = [replica for replica in members if self._lost_the_answer(replica, replica.request)]
         self._asked_since = {replica.replica_id for replica in members if replica not in without}
@@ -1219,7 +1275,7 @@ class Job:
             after_loss = any(not notice.lives for notice in self._losses_in(event.held))
         known = self.liveness.replicas
         member = self._reach.heard(replica, member, event.held, self.previous, known, now_ms, after_loss=after_loss)
-        self.hangs.heard(replica.replica_id, None, now_ms)  # whoever asks has moved
+        self.hangs.heard(replica.replica_id, None, now_ms)  # a replica that asks has moved
         self.stragglers.heard(replica.replica_id, None)
         if event.held is not None:
             self._has_heard_of(event.held)
@@ -1238,7 +1294,7 @@ class Job:
             self._asked_since.add(replica.replica_id)
             self._living.asked(replica.replica_id, now_ms)
         if event.held is not None and (replica.held is None or event.held > replica.held):
-            # Never an older one: its ranks may not have got the newest yet.
+            # An older key never replaces a newer one: some ranks of the replica may not have the newest yet.
             replica.held, replica.num_answers = event.held, 0
         replica.healing_since_ms = None
         replica.request = request
@@ -1251,7 +1307,7 @@ class Job:
         return out + self._announce(replica, member, now_ms)
 
     def _hear_of_sources(self, member: Member) -> list[effects.Warned]:
-        """Log which replicas it could not heal from. They stand in the quorum, whose plan names them last."""
+        """Log which sources the replica could not heal from. They stay in the quorum, whose plan names them last."""
         before = self._poor_sources.get(member.replica_id, ())
         if member.poor_sources == before:
             return []
@@ -1273,9 +1329,11 @@ class Job:
         return f"the host of {member.address}" if member is not None else "its host"
 
     def _announce(self, replica: Replica, member: Member, now_ms: int) -> list[effects.LighthouseEffect]:
-        """Where somebody asks who will heal: those who may be its sources can take their state at their next step
-        boundary, so that it comes while they compute. Who waits already has passed that boundary. Once for each
-        quorum, for one snapshot is good for all newcomers."""
+        """Announce a newcomer to the members that may be its sources, once for each quorum.
+
+        The sources can take a snapshot of their state at their next step boundary, so that it travels while they
+        compute. A member that waits has passed that boundary. One snapshot serves all newcomers.
+        """
         is_member = replica.replica_id in self._members
         if is_member and not member.torn and member.step >= self._newest_step:
             self._newest_step = member.step
@@ -1295,12 +1353,13 @@ class Job:
         ]
 
     def _compare(self, replica: Replica, event: events.QuorumRequested, now_ms: int) -> list[effects.LighthouseEffect]:
-        """Refuse whoever turns out not to belong to this job: the one that asks, most often."""
+        """Refuse the replicas whose fingerprint shows that they do not belong to this job, most often the one that
+        asks."""
         self._now_ms = now_ms
         if len(self._handshake) > 2 * len(self.liveness.replicas) + 16:
             self._handshake.forget_the_gone()
         out: list[effects.LighthouseEffect] = []
-        # What it says now counts already: a manager server that was started anew has said hello with nothing.
+        # The request counts already: a restarted manager server has said hello without a quorum.
         has_trained = event.held is not None or event.member.live
         self._asker = replica.replica_id if has_trained else ""
         differing = self._handshake.asks(replica.replica_id, event.fingerprint)
@@ -1308,7 +1367,7 @@ class Job:
         for differs in differing:
             other = self.liveness.replicas[differs.replica_id]
             request = event.request if other is replica else None
-            other.ready = False  # it counts nowhere, and is waited for by nobody
+            other.ready = False  # it counts nowhere, and no replica waits for it
             if other.request is not None:
                 request, other.request = request or other.request.request, None
             if request is not None and other.stream is not None:
@@ -1316,7 +1375,7 @@ class Job:
         return out
 
     def _standing(self, replica_id: str) -> Standing:
-        """How much that replica's word weighs. One that is lost may come back, with its state; a dead one won't."""
+        """Return how much that replica's word counts. A lost replica may come back with its state; a dead one can't."""
         replica = self.liveness.replicas.get(replica_id)
         if replica is None or replica.dead or (replica.left is not None and not replica.serves):
             return Standing.GONE
@@ -1328,21 +1387,23 @@ class Job:
         return Standing.HOLDS if has_trained else Standing.NEW
 
     def _withdrawn(self, replica: Replica, request: int, now_ms: int) -> None:
-        """The asker gave a request up: the open one, or one whose answer was on its way."""
+        """Handle the withdrawal of a request: the open one, or one whose answer was on its way."""
         if replica.request is not None and replica.request.request == request:
             replica.withdraw(now_ms)
         elif replica.answered == request:
             replica.answer_void = True
 
     def _lost_the_answer(self, replica: Replica, request: OpenRequest | None) -> bool:
-        """It is in the newest quorum, in this very session, and does not hold it; or it asks once more what that quorum
-        has answered, because the answer went with its stream, or with the lighthouse that gave it to another one, or
-        came when it had given up."""
+        """Return whether a member of the newest quorum, in this very session, has not received that quorum's answer.
+
+        The replica does not hold the quorum, or it asks again for what the quorum has answered. The answer was lost
+        with its stream, or with the lighthouse that gave it to another replica, or came after the withdrawal.
+        """
         member = self._members.get(replica.replica_id)
         if request is None or self.previous is None or member is None or member.session != replica.session:
             return False
         if self._holds_newer(replica, request):
-            return True  # another lighthouse gave it that one: it won't come back to this one
+            return True  # another lighthouse gave it a newer quorum, so it won't return to this one
         if request.held != self.previous.key or replica.answered == request.request or replica.answer_void:
             return True
         known = self._reported_last
@@ -1353,20 +1414,22 @@ class Job:
         return self.previous is not None and any(key > self.previous.key for key in held)
 
     def _runs(self, replica: Replica, request: OpenRequest) -> bool:
-        """Whether the newest quorum can still run with a member that has not got it; if not, it is broken for all."""
+        """Return whether the newest quorum can still run with a member that has not received it; if not, all members
+        leave it."""
         if self._holds_newer(replica, request):
             return False
-        # Whether its store is avoided is the lighthouse's word, and stands in no request.
+        # The lighthouse sets store_failed; no request contains it.
         before, member = replace(self._members[replica.replica_id], store_failed=False), request.member
         if request.held != self._previous_key:
-            # It may say that its group can't be used: it was never configured. Anything else is news to the others.
+            # The member's group was never configured, so it may report that its group can't be used. Any other change
+            # is news to the other members.
             member = replace(member, needs_configure=before.needs_configure)
         same = member == before
         alone = self._asked_since <= {replica.replica_id}
         return alone and self._broken is None and replica.stream is not None and same
 
     def _answer_again(self, replica: Replica, request: OpenRequest, now_ms: int) -> list[effects.LighthouseEffect]:
-        """Give the newest quorum to a member that has not got it."""
+        """Give the newest quorum to a member that has not received it."""
         assert self.previous is not None
         assert replica.stream is not None
         replica.held = self.previous.key
@@ -1389,7 +1452,8 @@ class Job:
     # --- forming -----------------------------------------------------------------------------------------------------
 
     def _may_form(self, now_ms: int) -> bool:
-        """A cheap look before the whole rule: with a thousand members a request must not cost a thousand steps."""
+        """Return whether the rule may find a quorum; cheap, because with a thousand members a request must not cost a
+        thousand steps."""
         if self.previous is None:
             return True
         if self._healthy_before is None:
@@ -1403,12 +1467,12 @@ class Job:
         )
 
     def _waiting(self) -> list[tuple[Replica, OpenRequest]]:
-        """Who waits, in the order in which they have asked; costs nothing when nobody does."""
+        """Return the replicas that wait, in the order of their requests; cheap when there are none."""
         self._askers = {name: replica for name, replica in self._askers.items() if replica.request is not None}
         return [(each, each.request) for each in self._askers.values() if each.healthy and each.request is not None]
 
     def _form(self, now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
-        """Form the next quorum if the rule says so, and answer everyone in it."""
+        """Form the next quorum if the rule allows it, and answer every waiting member."""
         out = [*self._note_the_end(now_ms), *self._refuse_the_late(), *self._refuse_the_ahead()]
         waiting = self._waiting()
         self._more = 0
@@ -1423,7 +1487,8 @@ class Job:
             out += self._reach.trials.look((each for each, _ in waiting), self._members, replicas, now_ms, bad_links)
         kept = self._look_at_links(now_ms)
         if kept.waits:
-            self._kept = replace(kept, out=self._kept.out)  # until it is decided anew, they stand in for nobody
+            # until the next decision, the replicas that are kept out replace no others
+            self._kept = replace(kept, out=self._kept.out)
             self.waiting_for = kept.waits
             return out
         self._kept = kept
@@ -1445,7 +1510,7 @@ class Job:
             self.waiting_for = lives
             return out
         if len(decision.members) < len(waiting):
-            # Whoever holds the job's own newest state may be among those that are left out.
+            # The holder of the job's own newest state may be among those that are left out.
             ahead = self._refuse_the_ahead({member.replica_id for member in decision.members})
             if ahead:
                 return [*out, *ahead, *self._form(now_ms, wall_ms)]
@@ -1453,7 +1518,7 @@ class Job:
         return out + self._formed(decision.members, now_ms, wall_ms)
 
     def _recall_for(self, waiting: list[tuple[Replica, OpenRequest]], now_ms: int) -> list[effects.TellNewest]:
-        """A replica that could be in the next quorum waits for the members of the newest."""
+        """Recall the members of the newest quorum if a replica waits that could be in the next one."""
         out = self._left_out()
         for replica, _ in waiting:
             name = replica.replica_id
@@ -1463,7 +1528,8 @@ class Job:
         return []
 
     def _who_may_still_train(self, waiting: list[tuple[Replica, OpenRequest]], now_ms: int) -> str | None:
-        """Nobody starts over beside a quorum that may make progress where this lighthouse can't hear it."""
+        """Return what to wait for, or None, so that no replica starts over beside a quorum that may train out
+        of reach."""
         names = {replica.replica_id for replica, _ in waiting}
         lives = self._living.waits_for(names, self._members, self.liveness.replicas, now_ms)
         if lives is not None or self._formed_here:
@@ -1474,22 +1540,26 @@ class Job:
     # --- links -------------------------------------------------------------------------------------------------------
 
     def _look_at_links(self, now_ms: int) -> Kept:
-        """Who is kept out of the next quorum, because others can't reach it. Costs nothing while no link is bad."""
+        """Return which replicas are kept out of the next quorum, because others can't reach them. Cheap while no link
+        is bad."""
         if not self._reach.counts(now_ms):
             return Kept()
         peers = peers_of(self.liveness.replicas.values(), self._members, now_ms)
         slow = self._left_out()
         if slow:
             others = {name: peer for name, peer in peers.items() if name not in slow}
-            # A straggler that is left out stands in for nobody. Where the others are too few without it, it counts:
-            # who can't be reached is kept out then, and the straggler is let back in its place.
+            # A straggler that is left out replaces no other. If the others are too few without it, it counts:
+            # unreachable replicas are kept out then, and the straggler returns in their place.
             if self._reach.fit(others, now_ms) is not None:
                 peers = others
         return self._reach.look(peers, now_ms)
 
     def _fit(self, form: Form, situation: Situation) -> Form | Wait:
-        """Of those that wait the fewest are left out. Who has not asked yet is not in this quorum: a bad link to it
-        keeps nobody out. Where others are left out than without it, the rule is applied to what is left."""
+        """Refit a decision that keeps replicas out, so that it leaves out as few of the waiting replicas as possible.
+
+        A replica that has not asked yet is not in this quorum, and a bad link to it keeps no replica out. If the refit
+        leaves out other replicas, the rule runs again on the rest.
+        """
         peers = peers_of(self.liveness.replicas.values(), self._members, situation.now_ms)
         able = {*form.kept_out, *(member.replica_id for member in form.members)}
         kept_out = self._reach.fit({name: peer for name, peer in peers.items() if name in able}, situation.now_ms)
@@ -1498,7 +1568,7 @@ class Job:
         return form if kept_out == set(form.kept_out) else decide(replace(situation, kept_out=kept_out))
 
     def _with_the_kept_out(self, reason: str, waiting: list[tuple[Replica, OpenRequest]], now_ms: int) -> str:
-        """Why there is no quorum, and for those that wait in vain who can't reach them."""
+        """Return why there is no quorum; for replicas that wait in vain, name the replicas that can't reach them."""
         kept_out = [replica.replica_id for replica, _ in waiting if replica.replica_id in self._kept.out]
         if not kept_out:
             return reason
@@ -1506,7 +1576,8 @@ class Job:
         return said if len(kept_out) == len(waiting) else f"{reason}; left out: {said}"
 
     def _tell_of_the_kept_out(self, kept_out: tuple[str, ...], now_ms: int) -> list[effects.LighthouseEffect]:
-        """Warn once of each replica that is left out, in the log, there, and where it was not reached."""
+        """Warn once about each replica that is left out: in the log, at the replica, and at the ends of its bad
+        links."""
         new = sorted(self._reach.formed(frozenset(kept_out)))
         out: list[effects.LighthouseEffect] = []
         told: Counter[str] = Counter()
@@ -1516,7 +1587,7 @@ class Job:
             ends = [name, *(each for each in self._reach.ends_of(name) if told[each] < TOLD_OF_LINKS_MOST)]
             told.update(ends)
             out += self._tell(ends, warning)
-        more = new[NAMES_SHOWN_MOST:]  # of half a thousand each need not be named to each other one
+        more = new[NAMES_SHOWN_MOST:]  # half a thousand replicas need not all be named to each other
         if more:
             are = "is" if len(more) == 1 else "are"
             why = "links between them and others are bad"
@@ -1529,8 +1600,12 @@ class Job:
         return [effects.TellWait(each.stream, warning, True) for each in known if each and each.stream is not None]
 
     def _starts_over(self, members: tuple[Member, ...], now_ms: int) -> bool:
-        """Who was in the quorum that somebody held before this lighthouse started has a heartbeat_timeout to come, also
-        where that one went before it could say who they are: a fresh replica would start the job over without them."""
+        """Return whether this quorum would start the job over while members of an earlier quorum may still come.
+
+        The members of a quorum that some replica held before this lighthouse started have a heartbeat_timeout to come.
+        This holds even if that replica went before it could name them: a fresh replica would start the job over without
+        them.
+        """
         if self._held is None or self._formed_here or (self.previous is not None and self.previous.key >= self._held):
             return False
         if any(member.live and not member.torn for member in members):
@@ -1544,7 +1619,7 @@ class Job:
         for replica, _ in waiting:
             if replica.replica_id in out or replica.ineligible_until_ms > now_ms:
                 replica.barred_ms = now_ms
-        # Who could not be in a quorum may have asked long ago; the others are not hurried by it.
+        # A replica that could not be in a quorum may have asked long ago; its waiting time does not hurry the others.
         asked_ms = {each.replica_id: max(request.asked_ms, each.barred_ms, from_ms) for each, request in waiting}
         first_asked_ms = min((at for name, at in asked_ms.items() if name not in out), default=now_ms)
         reference_step, lost_sources = self._lost_sources(now_ms)
@@ -1569,8 +1644,10 @@ class Job:
         )
 
     def _lost_sources(self, now_ms: int) -> tuple[int, dict[str, int]]:
-        """The step that the newest quorum started from, and who held it, is lost, and may live: its manager server or
-        its link has failed, not its trainer."""
+        """Return the step that the newest quorum started from, and its lost holders that may still live.
+
+        The manager server or the link of such a holder has failed, not its trainer.
+        """
         lost_ms = {
             replica.replica_id: replica.lost_ms
             for replica in (self.liveness.replicas.get(replica_id) for replica_id in self._members)
@@ -1584,16 +1661,17 @@ class Job:
         return step, {replica_id: lost_ms[replica_id] for replica_id in held if replica_id in lost_ms}
 
     def _holders(self, step: int) -> Collection[str]:
-        """Who held the state of that step, which the newest quorum started from or has reached since."""
+        """Return the holders of the state of that step, which the newest quorum started from or has reached since."""
         assert self.previous is not None
         return self.previous.replica_ids if self._has_moved_on() else _holders_of(self.previous, step)
 
     def _patience_ms(self, replica: Replica) -> int:
-        """For how long one that is lost may come back with its state. One that fell silent may only be paused."""
+        """Return for how long a lost replica may come back with its state. A replica that fell silent may only be
+        paused."""
         return self._config.lost_state_ms if replica.fell_silent else self._timeouts.heartbeat_timeout_ms
 
     def _reference_step(self) -> int:
-        """The step that the newest quorum started from; 0: there is no state that is worth waiting for."""
+        """Return the step that the newest quorum started from; 0: no state is worth waiting for."""
         if self._has_moved_on():
             return self._newest_step
         try:
@@ -1602,7 +1680,8 @@ class Job:
             return 0  # every member was torn
 
     def _note_lost_state(self, members: Collection[Member], now_ms: int) -> list[effects.Warned]:
-        """The job goes on from before the newest quorum's state: say so, and who held it."""
+        """Warn that the job goes on from an older state than the newest quorum's, and name the holders of that
+        state."""
         step = self._reference_step()
         if self.previous is None or any(member.step >= step and not member.torn for member in members):
             return []
@@ -1612,7 +1691,7 @@ class Job:
             return []
         newest = max((member.step for member in members if not member.torn), default=None)
         if newest is None:
-            return []  # it does not go on: nobody holds a whole state, as the members are told
+            return []  # the job does not go on: no member holds a whole state, as the members are told
         patience = f"after {self._config.lost_state_ms} ms of waiting (--lost-state-timeout-ms)"
         sentence = (
             f"the job goes on from step {newest}, {patience}: step {step} was held by {_listed(silent)}, which fell "
@@ -1624,14 +1703,15 @@ class Job:
         since = replica.healing_since_ms
         if since is None or not replica.healthy or now_ms - since >= self._timeouts.heal_timeout_ms:
             return False
-        # Its source takes the state after the reductions, just before it asks for the next quorum.
+        # Its source takes the snapshot after the reductions, just before it asks for the next quorum.
         return now_ms - max(since, replica.progress_ms, first_asked_ms) < self._timeouts.heartbeat_timeout_ms
 
     def _is_stalled(self, replica: Replica, first_asked_ms: int, now_ms: int) -> bool:
-        """Whether it waits for a state of which no byte has come, although its source has had time to begin.
+        """Return whether the replica waits for a state of which no byte has arrived, although its source has had time
+        to begin.
 
-        Its source may hang, or may have failed without a word. Nobody waits for such a replica: of two replicas, the
-        source would else wait for it without end, because one of two is no majority.
+        Its source may hang, or may have failed silently. No replica waits for such a replica: of two replicas the
+        source would otherwise wait for it without end, because one of two is no majority.
         """
         since = replica.healing_since_ms
         if since is None or not replica.healthy or replica.progress_ms >= since or replica.where is None:
@@ -1640,7 +1720,7 @@ class Job:
         return waits and now_ms - max(since, first_asked_ms) >= self._timeouts.first_byte_ms
 
     def _note_the_end(self, now_ms: int) -> list[effects.LighthouseEffect]:
-        """The last member has finished, or the others can't come back since one has."""
+        """Note the end of the job: the last member has finished, or one has and the others can't come back."""
         if self.previous is None:
             return []
         able = (name for name in self._members if self._can_go_on(name, now_ms))
@@ -1648,19 +1728,20 @@ class Job:
         if ended is None:
             return []
         for replica in self.liveness.replicas.values():
-            # A new run does not wait for one that evaluates the old run's state, say; who asks may begin it.
+            # A new run does not wait for a replica that still evaluates the old run's state. A replica that asks may
+            # begin the run.
             replica.ready = replica.request is not None
         return [effects.JobEnded(self.name, ended.step, ended.replica_ids)]
 
     def _can_go_on(self, replica_id: str, now_ms: int) -> bool:
-        """Whether a member may train on: one that is lost and may live has a heartbeat_timeout to come back."""
+        """Return whether a member may train on; a lost member that may live has a heartbeat_timeout to come back."""
         replica = self.liveness.replicas.get(replica_id)
         if replica is None or replica.left is not None or replica.dead:
             return False
         return replica.lost is None or now_ms - replica.lost_ms < self._timeouts.heartbeat_timeout_ms
 
     def _refuse_the_late(self) -> list[effects.LighthouseEffect]:
-        """Replicas of a run that has ended must not train another end of it."""
+        """Refuse the replicas of a run that has ended, so that they do not train another end of it."""
         ended = self._end.ended
         if ended is None:
             return []
@@ -1669,7 +1750,7 @@ class Job:
             if not self._end.is_late(request.member, replica.since_ms, self._previous_key):
                 continue
             replica.request = None
-            replica.ready = False  # it counts nowhere, and is waited for by nobody
+            replica.ready = False  # it counts nowhere, and no replica waits for it
             if replica.stream is not None:
                 message = (
                     f"job {self.name} has ended at step {ended.step}, where {_listed(ended.replica_ids)} finished; "
@@ -1681,8 +1762,10 @@ class Job:
         return out
 
     def _refuse_the_ahead(self, within: Collection[str] | None = None) -> list[effects.LighthouseEffect]:
-        """A state loaded from outside must not overtake the job's own. `within`: of these replicas; None: of all that
-        wait."""
+        """Refuse replicas whose state, loaded from outside, is ahead of the job's own.
+
+        `within`: only these replicas; None: all that wait.
+        """
         waiting = [each for each in self._waiting() if within is None or each[0].replica_id in within]
         live = [request.member.step for _, request in waiting if request.member.live]
         if not live:
@@ -1730,12 +1813,13 @@ class Job:
         return out + self._answers(quorum, previous, now_ms)
 
     def _note_a_new_run(self, quorum: Quorum, now_ms: int) -> list[effects.LighthouseEffect]:
-        """Whoever trains from before the end of the run before should want to."""
+        """Start a new run, and warn if it trains from before the end of the last one, because that may be unwanted."""
         ended, step = self._end.ended, max(member.step for member in quorum.members)
         if ended is None or step >= ended.step:
             return []
         for member in quorum.members:
-            self.liveness.replicas[member.replica_id].since_ms = now_ms  # it is of the new run, whoever it was before
+            # the replica belongs to the new run from now on
+            self.liveness.replicas[member.replica_id].since_ms = now_ms
         if self._previous_key != ended.key:
             return []
         warning = (
@@ -1747,7 +1831,7 @@ class Job:
         return [effects.Warned(self.name, warning), *told]
 
     def _begin_round(self, before: Quorum | None) -> None:
-        """There is another newest quorum than the one before, or it was given anew."""
+        """Begin a round: the newest quorum is another one than before, or was given anew."""
         assert self.previous is not None
         self._living.given(self.previous, before)
         self.liveness.remember(self._living.remember_ms)
@@ -1767,7 +1851,7 @@ class Job:
         for rank, member in enumerate(quorum.members):
             replica = self.liveness.replicas[member.replica_id]
             request, replica.request = replica.request, None
-            assert request is not None  # who waits has asked, and on a stream that stands
+            assert request is not None  # a waiting replica has asked, on an open stream
             assert replica.stream is not None
             replica.healing_since_ms = now_ms if rank in recovering else None
             replica.has_healed = False
@@ -1782,11 +1866,11 @@ class Job:
         return out
 
     def _unchanged(self, quorum: Quorum, previous: Quorum | None) -> bool:
-        """Whether whoever holds this key needs to be told nothing new."""
+        """Return whether a holder of this key needs no new data."""
         if previous is None or previous.key != quorum.key:
             return False
         first = quorum.members[0]
-        # Who hears "unchanged" takes these two from its own settings, where the others take the first member's.
+        # A group that gets "unchanged" takes these two from its own settings, where the others take the first member's.
         if any(
             (member.fixed_with_spares, member.min_replica_size) != (first.fixed_with_spares, first.min_replica_size)
             for member in quorum.members
